@@ -8,7 +8,7 @@ from transformers import Cache
 
 from surgery.acceleration.low_rank import FIXED_ROPE, lifted, norms_each_head, rotation_of
 from surgery.acceleration.masks import row_bounds
-from surgery.acceleration.steps import is_step
+from surgery.acceleration.steps import is_step, readable
 from surgery.kernels.lowrank_decode.operator import lowrank_decode
 from surgery.model.attention_functions import rotates_plainly
 from surgery.model.cross_layer_attention import CrossLayerAttention
@@ -29,6 +29,7 @@ def cross_layer_kernel(
     module: CrossLayerAttention,
     query: Tensor,
     tokens: Tensor,
+    biases: tuple[Tensor | None, Tensor | None],
     mask: Tensor | None,
     cache: Cache | None,
     real: Tensor | None,
@@ -37,12 +38,13 @@ def cross_layer_kernel(
 
     Args:
         tokens: keys and values of the new tokens as the group stores them [B, 1, T, 2·G·d], without biases.
+        biases: of keys and of values [G·d].
         mask: over positions, as `row_bounds` takes it.
         real: bool [B, T], false at padding; None without any.
     """
     rows, _, queries, _ = query.shape
     layer = None if cache is None else cache.layers[module.layer_idx]
-    if not isinstance(layer, GroupLayer) or not is_step(module, query, queries):
+    if not isinstance(layer, GroupLayer) or not is_step(module, query, queries) or not readable(query, module.k_norm):
         return None
     if real is not None:
         tokens = tokens * real[:, None, :, None].to(tokens.dtype)
@@ -59,14 +61,14 @@ def cross_layer_kernel(
     _, starts = row_bounds(mask, rows, queries, layer.seen, query.device)
     counts = torch.tensor([[layer.seen], [low], [max(low, stop)]], dtype=torch.int32, device=query.device)
     lengths, first, behind = counts.expand(-1, rows)
-    norm = module.k_norm
+    norm, (key_bias, value_bias) = module.k_norm, (None if bias is None else bias.view(heads) for bias in biases)
     out, exact_out, _ = lowrank_decode(
         query.transpose(1, 2),
         latents[:, 0],
         up_key,
         module.scaling * module.rotary[0].attention_scaling,
         rotation=rotation_of(module.rotary[0], module.config, layer.seen),
-        key_bias=None if module.k_proj.bias is None else module.k_proj.bias.view(heads),
+        key_bias=key_bias,
         norm_weight=None if norm is None else norm.weight,
         norm_eps=0.0 if norm is None else norm.variance_epsilon,
         lengths=lengths.contiguous(),
@@ -80,5 +82,4 @@ def cross_layer_kernel(
         raw_exact=True,
     )
     layer.settle(module.encode)
-    bias = None if module.v_proj.bias is None else module.v_proj.bias.view(heads)
-    return lifted(out, up_value, exact_out, bias)
+    return lifted(out, up_value, exact_out, value_bias)

@@ -8,9 +8,9 @@ from transformers import Cache
 
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.quantized import of_both
-from surgery.acceleration.steps import is_step
+from surgery.acceleration.steps import is_step, readable
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, lowrank_decode_quantized, rotation_tables
-from surgery.model.attention_functions import rotates_plainly
+from surgery.model.attention_functions import norm_width, rotates_plainly
 from surgery.model.exact_window_cache import ExactWindowLayer
 from surgery.model.low_rank_attention import LowRankAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -39,7 +39,7 @@ def why_not_low_rank(module: LowRankAttention) -> str | None:
 def norms_each_head(module: nn.Module) -> bool:
     """Whether a layer's key norm, if it has one, is that of each head alone, its weight as it is stored."""
     norm = module.k_norm
-    return norm is None or (len(norm.weight) == module.head_dim and hasattr(norm, "variance_epsilon"))
+    return norm is None or (norm_width(norm) == module.head_dim and hasattr(norm, "variance_epsilon"))
 
 
 def low_rank_kernel(
@@ -59,6 +59,8 @@ def low_rank_kernel(
     """
     queries = query.shape[2]
     if cache is None or not is_step(module, query, queries):
+        return None
+    if not readable(query, module.k_norm, module.key_up, module.value_up):
         return None
     layer, beside = cache.layers[module.layer_idx], {}
     if isinstance(layer, ExactWindowLayer):
@@ -130,7 +132,7 @@ def stacked_ups(
     Views of a joint latent. Those of blocks are copied one behind the other, with zeros up to the widest, once for as
     long as the weights do not change.
     """
-    weights = [*module.key_up.values(), *module.value_up.values()]
+    weights = [*module.key_up.matrices().values(), *module.value_up.matrices().values()]
     state = tuple((weight.data_ptr(), weight._version) for weight in weights)
     held = module.__dict__.get("_surgery_ups")
     if held is None or held[0] != state:
@@ -141,14 +143,15 @@ def stacked_ups(
 def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, int, int, int]] | None]:
     part, ends = module._full, torch.tensor(module.ranks).cumsum(0).tolist()
     sides, ranges = [], []
-    for ups, order in ((module.key_up, part.key_order), (module.value_up, part.value_order)):
+    for up_projections, order in ((module.key_up, part.key_order), (module.value_up, part.value_order)):
+        ups = up_projections.matrices()
         widest = max(up.shape[1] for up in ups.values())
         rows, places = [], []
         for number, up in ups.items():
             wide = nn.functional.pad(up.detach(), (0, widest - up.shape[1])) if up.shape[1] < widest else up.detach()
             rows.append(wide.unflatten(0, (-1, module.head_dim)))
-            rank = module.ranks[int(number)]
-            places += [(ends[int(number)] - rank, rank)] * len(rows[-1])
+            rank = module.ranks[number]
+            places += [(ends[number] - rank, rank)] * len(rows[-1])
         stacked = rows[0] if len(rows) == 1 else torch.cat(rows)
         sides.append(stacked if order is None else stacked[order])
         ranges.append(places if order is None else [places[place] for place in order])

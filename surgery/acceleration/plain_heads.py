@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.quantized import QuantizedKeys, quantized_attention
-from surgery.acceleration.steps import is_step
+from surgery.acceleration.steps import is_step, readable
 from surgery.kernels.gqa_decode.operator import gqa_decode
 from surgery.kernels.mla_decode.operator import mla_decode
 from surgery.kernels.mla_prefill.attention_function import prefill_attention_function
@@ -59,7 +59,7 @@ def surgery_attention(
     queries = query.shape[2]
     one_run = queries == 1 or not _forgets(module, kwargs)
     if getattr(module, HANDS_ON_LATENTS, False):
-        if one_run and is_step(module, query, queries):
+        if one_run and is_step(module, query, queries) and readable(query, module.kv_b_proj):
             return _absorbed(module, query, key, value, attention_mask, scale), None
         key, value = type(module).expand_kv(module, key, value)
     elif one_run and is_step(module, query, queries):

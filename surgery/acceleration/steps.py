@@ -19,3 +19,16 @@ def is_step(module: nn.Module, query: Tensor, queries: int) -> bool:
     if module.training and getattr(module, "attention_dropout", 0.0):
         return False
     return refusal(query) is None
+
+
+def readable(query: Tensor, *modules: nn.Module | None) -> bool:
+    """Whether kernels may read the weights of modules without calling them.
+
+    Not those that are offloaded until a call, nor those inside an adapter.
+    """
+    return all(
+        "base_layer" not in module._modules
+        and all(weight is None or weight.device == query.device for weight in module._parameters.values())
+        for module in modules
+        if module is not None
+    )

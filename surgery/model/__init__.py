@@ -37,6 +37,7 @@ REMOTE_CODE = (
     "logit_factor",
     "latent_attention",
     "low_rank_attention",
+    "up_projections",
     "grouped_attention",
     "cache_argument",
     "cache_layer",

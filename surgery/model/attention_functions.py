@@ -214,10 +214,15 @@ def normalise_heads(norm: nn.Module | None, heads: torch.Tensor, at: int = -2) -
     """
     if norm is None:
         return heads
-    if len(norm.weight) == heads.shape[-1]:
+    if norm_width(norm) == heads.shape[-1]:
         return norm(heads)
     heads = heads.transpose(at, -2)
     return norm(heads.flatten(-2)).unflatten(-1, heads.shape[-2:]).transpose(at, -2)
+
+
+def norm_width(norm: nn.Module) -> int:
+    """Elements that a norm is over. ZeRO-3 empties weights between calls of their module, and notes their shape."""
+    return getattr(norm.weight, "ds_shape", norm.weight.shape)[0]
 
 
 def rotates_plainly(module: nn.Module) -> bool:

@@ -149,18 +149,18 @@ class CrossLayerAttention(SharedBasis):
         `BlockwiseDecoder`; `real_tokens` bool [B, T] is false at padding, None if there is none.
         """
         batch, num_tokens, _ = hidden_states.shape
-        projections = (self.k_proj, self.v_proj)
-        tokens = torch.cat([nn.functional.linear(hidden_states, p.weight) for p in projections], dim=-1).unsqueeze(1)
+        (keys, key_bias), (values, value_bias) = (_unbiased(each, hidden_states) for each in (self.k_proj, self.v_proj))
+        tokens, biases = torch.cat([keys, values], dim=-1).unsqueeze(1), (key_bias, value_bias)
         if self.kernel is not None:
             query = self._query(hidden_states, all_position_embeddings)
-            out = self.kernel(self, query, tokens, attention_mask, cache, real_tokens)
+            out = self.kernel(self, query, tokens, biases, attention_mask, cache, real_tokens)
             if out is not None:
                 return self.o_proj(out.reshape(batch, num_tokens, -1)), None
         reading, tokens, _ = self._exchange(tokens, tokens[..., :0], cache, real_tokens)
 
         query = self._query(hidden_states, all_position_embeddings)
         cos, sin = all_position_embeddings
-        key, value = self._key_value(tokens)
+        key, value = self._key_value(tokens, biases)
         key = self.rotate(key, cos[:, reading.positions], sin[:, reading.positions])
 
         out, weights = attend(self, query, key, value, reading.select(attention_mask), **kwargs)  # [B, T, H, d]
@@ -173,11 +173,13 @@ class CrossLayerAttention(SharedBasis):
         cos, sin = (each[:, -hidden_states.shape[1] :] for each in embeddings)
         return self.rotate(query.transpose(1, 2), cos, sin)
 
-    def _key_value(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys, normalised and not yet rotated, and values [B, G, K, d] of tokens [B, 1, K, n]."""
+    def _key_value(
+        self, tokens: torch.Tensor, biases: tuple[torch.Tensor | None, torch.Tensor | None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys, normalised and not yet rotated, and values [B, G, K, d] of tokens [B, 1, K, n] and biases [G·d]."""
         parts = []
-        for part, projection in zip(tokens.squeeze(1).chunk(2, dim=-1), (self.k_proj, self.v_proj), strict=True):
-            part = part if projection.bias is None else part + projection.bias
+        for part, bias in zip(tokens.squeeze(1).chunk(2, dim=-1), biases, strict=True):
+            part = part if bias is None else part + bias
             parts.append(part.unflatten(-1, (self.num_kv_heads, self.head_dim)))
         key, value = parts
         return normalise_heads(self.k_norm, key).transpose(1, 2), value.transpose(1, 2)
@@ -217,3 +219,16 @@ class MergedPairAttention(CrossLayerAttention):
         return MergedPairs(self.num_kv_heads, self.width // 2, entry["block"], entry["kept"], entry["interpolation"])
 
     encode, decode = GroupMember.encode, GroupMember.decode
+
+
+def _unbiased(projection: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[B, T, D] through a projection without its bias, and the bias; None where it has none.
+
+    The bias is what becomes of a zero token behind the others. So the projection is called, once, and whatever wraps it
+    or hooks into the call (adapters, offloading, quantised weights) has its part in both.
+    """
+    if projection.bias is None:
+        return projection(hidden_states), None
+    projected, bias = projection(nn.functional.pad(hidden_states, (0, 0, 0, 1))).split((hidden_states.shape[1], 1), 1)
+    bias = bias[0, 0]
+    return projected - bias, bias

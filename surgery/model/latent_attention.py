@@ -22,6 +22,7 @@ from .attention_functions import (
     attend,
     begin_as,
     gated,
+    norm_width,
     places_in_cache,
     project_queries,
     rotate_pairs,
@@ -106,7 +107,7 @@ class LatentAttention(Accelerated, nn.Module):
             self.k_proj = stock.k_proj
         # Numbers that keys are divided by: none, one for each KV head, or one where the norm is over all heads.
         self.key_gains = 0 if self.key_norm_eps is None else self.num_kv_heads
-        if self.key_gains and len(stock.k_norm.weight) != self.head_dim:
+        if self.key_gains and norm_width(stock.k_norm) != self.head_dim:
             self.key_gains = 1
         # One latent for all heads, or one scaled copy of it for each group of heads that shares a norm.
         self.num_key_value_groups = self.num_heads // max(1, self.key_gains)

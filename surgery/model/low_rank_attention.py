@@ -33,6 +33,7 @@ from .attention_functions import (
 from .cache_argument import takes_cache
 from .exact_window_cache import ExactWindowLayer
 from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer, layer_of
+from .up_projections import UpProjections
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,9 @@ class LowRankAttention(Accelerated, nn.Module):
             self.k_proj, self.v_proj = stock.k_proj, stock.v_proj
         self.kv_down = nn.Linear(config.hidden_size, sum(self.ranks), bias=False)
         self.key_up, self.value_up = (
-            nn.ParameterDict(
+            UpProjections(
                 {
-                    str(number): torch.empty(len(block[kind]) * self.head_dim, shared_rank + block["rank"])
+                    number: (len(block[kind]) * self.head_dim, shared_rank + block["rank"])
                     for number, block in enumerate(blocks)
                     if block[kind]
                 }
@@ -126,7 +127,7 @@ class LowRankAttention(Accelerated, nn.Module):
 
     def initialize_weights(self) -> None:
         """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
-        for up in (*self.key_up.values(), *self.value_up.values()):
+        for up in (*self.key_up.matrices().values(), *self.value_up.matrices().values()):
             init.normal_(up, std=self.config.initializer_range)
         for bias in (self.key_bias, self.value_bias):
             if bias is not None:
@@ -151,10 +152,8 @@ class LowRankAttention(Accelerated, nn.Module):
         """For each block, views [·, r] of all weights that read its latents; none where later layers read them too."""
         if self.hands_on:
             return []
-        ups = [
-            [up[name] for up in (self.key_up, self.value_up) if name in up] for name in map(str, range(len(self.ranks)))
-        ]
-        return [[up[:, -rank:] for up in some] for some, rank in zip(ups, self.ranks, strict=True)]
+        ups = self.key_up.matrices(), self.value_up.matrices()
+        return [[up[number][:, -rank:] for up in ups if number in up] for number, rank in enumerate(self.ranks)]
 
     @property
     def streaming_queries(self) -> int:
@@ -283,12 +282,9 @@ class LowRankAttention(Accelerated, nn.Module):
             value = value + self.value_bias.view(self.num_kv_heads, 1, self.head_dim)[part.heads]
         return normalise_heads(self.k_norm, key, at=1), value
 
-    def _heads(self, latents: dict[int, torch.Tensor], ups: nn.ParameterDict, order: list[int] | None) -> torch.Tensor:
+    def _heads(self, latents: dict[int, torch.Tensor], up: UpProjections, order: list[int] | None) -> torch.Tensor:
         """Latents [B, S, ·] of blocks, each through its up-projection, as heads in order without bias [B, ·, S, d]."""
-        used = [(latent, str(number)) for number, latent in latents.items() if str(number) in ups]
-        parts = [nn.functional.linear(latent, ups[number]) for latent, number in used]
-        heads = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-        heads = heads.unflatten(-1, (-1, self.head_dim))
+        heads = up(latents).unflatten(-1, (-1, self.head_dim))
         if order is not None:
             heads = heads[:, :, order]
         return heads.transpose(1, 2)

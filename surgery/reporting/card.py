@@ -8,6 +8,7 @@ from surgery.common.tables import markdown
 from surgery.common.tables.table import Column, Table
 from surgery.engines import spoken
 from surgery.engines.in_transformers import EAGER, EAGERLY, PICTURES
+from surgery.reporting.adapters import adapters_section
 from surgery.reporting.front_matter import front_matter, reads_pictures
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
 from surgery.reporting.quality import before_and_after, fit_told, healed_table, stages_table
@@ -81,7 +82,7 @@ Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"
 
 {engines}
 
-## Provenance
+{adapters_section(target.get("adapters"))}## Provenance
 
 Source weights sha256 `{in_code(source["sha256"])}`, command `{in_code(report.command or "Python API")}`; settings,
 versions and per-layer errors are in `surgery_report.json`. The licence of the source applies; its own card, if any, is

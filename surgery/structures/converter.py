@@ -206,7 +206,7 @@ def _conclude(
         SurgeryError: the source is no longer what it was when the conversion began.
     """
     work.opened.reader.check_unchanged()
-    report = build_report(work, outcome, verification, writer.out.name, command)
+    report = build_report(work, outcome, verification, writer.out.name, writer.plan, command)
     if outcome.final_config is not None:
         writer.write_json(CONFIG, outcome.final_config)
         for path in outcome.final_code:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
 
 from surgery.architectures.beside_pictures import whole_config
 from surgery.checkpoint.hub import id_of_snapshot
+from surgery.checkpoint.tensors import TensorSpec
 from surgery.common.memory import peak_memory
 from surgery.engines import engine_table
+from surgery.reporting.adapters import adapter_targets
 from surgery.reporting.report import Report, SourceShape, environment
 from surgery.structures.base import Outcome
 from surgery.structures.registry import MIXED, TARGETS
@@ -17,11 +20,14 @@ from surgery.structures.work import Work
 from surgery.verification.written import Verification
 
 
-def build_report(work: Work, outcome: Outcome, verification: Verification, name: str, command: str) -> Report:
+def build_report(
+    work: Work, outcome: Outcome, verification: Verification, name: str, plan: Mapping[str, TensorSpec], command: str
+) -> Report:
     """Report of a conversion whose files are written and verified; hashes and names of the files are not in it yet.
 
     Args:
         name: of the folder that is written, for the commands of engines.
+        plan: all tensors that are written.
         command: what the user typed.
     """
     opened, reader, progress = work.opened, work.opened.reader, work.progress
@@ -41,7 +47,8 @@ def build_report(work: Work, outcome: Outcome, verification: Verification, name:
             "head_dim": shape.head_dim,
             "dtype": str(shape.dtype).removeprefix("torch."),
         },
-        target=_target(work, outcome, name),
+        target=_target(work, outcome, name)
+        | {"adapters": adapter_targets({name: spec.shape for name, spec in plan.items()})},
         settings=work.settings.to_dict(),
         command=command,
         calibration=work.texts.description,

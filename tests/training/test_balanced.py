@@ -107,7 +107,7 @@ def test_a_side_that_does_not_train_keeps_both():
     model = unbalanced("low_rank")
     choose(model, "attention", teacher_shapes=None, patterns=())
     model.model.layers[0].self_attn.kv_down.weight.requires_grad_(False)
-    for up in model.model.layers[1].self_attn.value_up.values():
+    for up in model.model.layers[1].self_attn.value_up.parameters():
         up.requires_grad_(False)
     assert balance_latents(model) == 0
 

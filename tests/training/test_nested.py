@@ -212,7 +212,7 @@ def test_refuses_students_that_do_not_nest(source):
         OrthogonalFactors(frozen)
     flat = make("low_rank", source)
     with torch.no_grad():
-        for up in (flat.model.layers[0].self_attn.key_up["0"], flat.model.layers[0].self_attn.value_up["0"]):
+        for up in (flat.model.layers[0].self_attn.key_up.matrix(0), flat.model.layers[0].self_attn.value_up.matrix(0)):
             up[:, 3] = up[:, 4]
     with pytest.raises(SurgeryError, match="layer 0 reads its latents by columns that are not independent"):
         OrthogonalFactors(flat)

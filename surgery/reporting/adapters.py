@@ -1,0 +1,75 @@
+"""Names of a checkpoint's attention that LoRA can target, for its report and its model card.
+
+PEFT wraps linear modules (`target_modules`), and parameters of modules that are called with one input
+(`target_parameters`). It passes over names without a match, so a usual list such as q_proj, k_proj, v_proj, o_proj
+adapts less of a converted model than of its source.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from surgery.common.human import in_code
+
+USUAL = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Modules that recipes for LoRA name."""
+_OF_ATTENTION = re.compile(r"model\.layers\.(\d+)\.self_attn\.(.+)")
+_OF_A_CALLED_MODULE = re.compile(r"(?:key|value)_up\.\d+")
+
+
+def adapter_targets(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The matrices of a checkpoint's attentions by how LoRA reaches them.
+
+    Args:
+        shapes: of all tensors of the language model, by name.
+
+    Returns:
+        `layers`, how many have an attention; `modules` and `parameters`, the names that PEFT takes and in how many of
+        these layers each is; `without`, names of matrices that take no adapter.
+    """
+    layers, modules, parameters, without = set(), Counter(), Counter(), set()
+    for name, shape in shapes.items():
+        if not (match := _OF_ATTENTION.fullmatch(name)):
+            continue
+        layers.add(match[1])
+        part = match[2]
+        if len(shape) < 2:
+            continue
+        if part.endswith(".weight"):
+            modules[part.removesuffix(".weight")] += 1
+        elif _OF_A_CALLED_MODULE.fullmatch(part):
+            parameters[part] += 1
+        else:
+            without.add(part)
+    return {
+        "layers": len(layers),
+        "modules": dict(sorted(modules.items())),
+        "parameters": dict(sorted(parameters.items())),
+        "without": sorted(without),
+    }
+
+
+def adapters_section(targets: dict[str, Any] | None) -> str:
+    """The card's section on LoRA; nothing for reports of older versions and models without such attentions."""
+    if not targets or not targets["modules"]:
+        return ""
+    lines = [f"- `target_modules`: {_listed(targets['modules'], targets['layers'])}"]
+    if targets["parameters"]:
+        lines.append(f"- `target_parameters`: {_listed(targets['parameters'], targets['layers'])}")
+    if missing := [name for name in USUAL if name not in targets["modules"]]:
+        lines.append(f"- Not in this model: {_listed(missing)}. PEFT ignores such names without a warning.")
+    if targets["without"]:
+        lines.append(
+            f"- Without adapters: {_listed(targets['without'])}. `surgery heal --train attention` trains them."
+        )
+    return "\n".join(["## LoRA\n", "Names in the attention that PEFT adapts:\n", *lines]) + "\n\n"
+
+
+def _listed(names: Mapping[str, int] | list[str], layers: int = 0) -> str:
+    """Names as code, with the number of layers that have one if these are not all."""
+    counts = names if isinstance(names, Mapping) else dict.fromkeys(names, layers)
+    partly = {name: f" ({count} of {layers} layers)" if count < layers else "" for name, count in counts.items()}
+    return ", ".join(f"`{in_code(name)}`{told}" for name, told in partly.items())

@@ -1,0 +1,323 @@
+"""Every model that is written is right however it is loaded and trained.
+
+Offloading, adapters and sharding hook into calls of modules: a parameter that is read past its module's call stays on
+the meta device (huggingface/accelerate#767) or never gets its adapter's gradient (unslothai/unsloth#11132).
+"""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from refusals import LOADING
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache, PreTrainedModel
+from written_models import IMAGES, WRITTEN, inputs
+
+from surgery.reporting.adapters import USUAL, adapter_targets, adapters_section
+from surgery.running.threads import torch_threads
+from surgery.training.trainable import add_adapters
+
+STEPS = 3
+QUICK = ("blocks", "latent_key_norm", "hybrid", "streaming_blocks", "cross_layer_window", "cross_layer_latent")
+"""Models of the default run, where others take part in the slow one only."""
+
+each_model = pytest.mark.parametrize("name", WRITTEN)
+each_quick_model = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WRITTEN]
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    with torch_threads(1):
+        yield
+
+
+@contextmanager
+def allowed(aspect: str, name: str) -> Iterator[None]:
+    """Expect the refusal that is listed for an aspect of a model, or none."""
+    if reason := LOADING.get((aspect, name)):
+        with pytest.raises(ValueError, match=reason):
+            yield
+    else:
+        yield
+
+
+@cache
+def _made(name: str) -> tuple[PreTrainedModel, torch.Tensor]:
+    model = WRITTEN[name]()
+    return model, logits(model, name)
+
+
+def made(name: str) -> tuple[PreTrainedModel, torch.Tensor]:
+    """A model of its own for a test, and its logits."""
+    model, expected = _made(name)
+    return copy.deepcopy(model), expected
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, name: str) -> torch.Tensor:
+    """Logits of a prompt and of some steps after it."""
+    arguments = inputs(name)
+    if name == IMAGES:
+        return model(**arguments).logits
+    prompt, steps = arguments["input_ids"].split((12 - STEPS, STEPS), dim=1)
+    cache = DynamicCache(config=model.config)
+    pieces = [model(piece, past_key_values=cache).logits for piece in (prompt, *steps.split(1, dim=1))]
+    return torch.cat(pieces, dim=1)
+
+
+def gradients(model: torch.nn.Module, name: str) -> dict[str, torch.Tensor]:
+    """Gradients of all parameters that train, of a pass as training makes it; zeros where there is none."""
+    model.zero_grad()
+    model(**inputs(name), use_cache=False).logits.square().mean().backward()
+    trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    return {key: torch.zeros_like(each) if each.grad is None else each.grad.clone() for key, each in trained.items()}
+
+
+def without_gradient(model: torch.nn.Module, name: str) -> list[str]:
+    """Names of parameters that train, and have no gradient or one that is not finite."""
+    return [key for key, grad in gradients(model, name).items() if not (grad.any() and grad.isfinite().all())]
+
+
+def agree(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    assert actual.isfinite().all()
+    assert float((actual - expected).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+def auto_class(name: str) -> type:
+    return AutoModelForImageTextToText if name == IMAGES else AutoModelForCausalLM
+
+
+def reloaded(folder: Path, name: str, **settings) -> PreTrainedModel:
+    model, info = auto_class(name).from_pretrained(folder, output_loading_info=True, **settings)
+    assert not any(info.values())
+    return model.eval()
+
+
+# --- loading ---
+
+
+def saved(model: PreTrainedModel, name: str, folder: Path) -> PreTrainedModel:
+    model.save_pretrained(folder)
+    return reloaded(folder, name)
+
+
+def sharded(model: PreTrainedModel, name: str, folder: Path) -> PreTrainedModel:
+    model.save_pretrained(folder, max_shard_size="10KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return reloaded(folder, name)
+
+
+def device_map(model: PreTrainedModel, name: str, folder: Path) -> PreTrainedModel:
+    """The second layer on the disk: huggingface/accelerate#767."""
+    model.save_pretrained(folder)
+    (second,) = (key for key, _ in model.named_modules() if key.endswith(".layers.1"))
+    loaded = reloaded(folder, name, device_map=_but_one(model, second), offload_folder=folder / "offloaded")
+    assert {each.is_meta for key, each in loaded.named_parameters() if key.startswith(second)} == {True}
+    return loaded
+
+
+def _but_one(model: PreTrainedModel, one: str) -> dict[str, str]:
+    """A device map with one module on the disk."""
+    placed = {one: "disk"}
+    while one:
+        parent = one.rpartition(".")[0]
+        children = (f"{parent}.{child}".lstrip(".") for child, _ in model.get_submodule(parent).named_children())
+        placed |= {child: "cpu" for child in children if child != one}
+        one = parent
+    return placed
+
+
+def in_cpu_memory(model: PreTrainedModel, name: str, folder: Path) -> PreTrainedModel:
+    """`accelerate.cpu_offload`: huggingface/accelerate#767."""
+    cpu_offload(model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return model
+
+
+def on_disk(model: PreTrainedModel, name: str, folder: Path) -> PreTrainedModel:
+    disk_offload(model, folder)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return model
+
+
+def copied(model: PreTrainedModel, name: str, folder: Path) -> PreTrainedModel:
+    return copy.deepcopy(model)
+
+
+def pickled(model: PreTrainedModel, name: str, folder: Path) -> PreTrainedModel:
+    return pickle.loads(pickle.dumps(model))
+
+
+LOADED: dict[str, Callable[[PreTrainedModel, str, Path], PreTrainedModel]] = {
+    "saved": saved,
+    "sharded": sharded,
+    "device_map": device_map,
+    "cpu_offload": in_cpu_memory,
+    "disk_offload": on_disk,
+    "copied": copied,
+    "pickled": pickled,
+}
+
+
+@each_model
+def test_an_offloaded_model_computes_the_same(name, tmp_path):
+    check_loaded("cpu_offload", name, tmp_path)
+
+
+@each_quick_model
+@pytest.mark.parametrize("aspect", sorted(LOADED.keys() - {"cpu_offload"}))
+def test_a_loaded_model_computes_the_same(aspect, name, tmp_path):
+    check_loaded(aspect, name, tmp_path)
+
+
+def check_loaded(aspect: str, name: str, folder: Path) -> None:
+    model, expected = made(name)
+    with allowed(aspect, name):
+        agree(logits(LOADED[aspect](model, name, folder), name), expected)
+
+
+HALF = {torch.float16: 0.01, torch.bfloat16: 0.08}
+"""Relative errors that rounding explains."""
+
+
+@each_quick_model
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_is_near(dtype, name):
+    model, expected = made(name)
+    with allowed(str(dtype), name):
+        actual = logits(model.to(dtype), name).float()
+        assert float((actual - expected).norm()) < HALF[dtype] * float(expected.norm())
+
+
+@pytest.mark.slow
+@each_model
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_computes_the_same(backend, name):
+    model, expected = made(name)
+    with allowed("compile", name):
+        torch._dynamo.reset()
+        agree(logits(torch.compile(model, backend=backend), name), expected)
+
+
+# --- training ---
+
+
+@each_quick_model
+def test_every_parameter_trains(name):
+    """`--train all`, of which the other modes are subsets; and in a model that reads its quantised cache."""
+    model = made(name)[0].train()
+    assert without_gradient(model, name) == []
+    if getattr(model.config.get_text_config(), "kv_cache", None):
+        model.quantization_aware = True
+        assert without_gradient(model, name) == []
+
+
+@each_quick_model
+def test_gradient_checkpointing_has_the_same_gradients(name):
+    model = made(name)[0].train()
+    expected = gradients(model, name)
+    with allowed("gradient_checkpointing", name):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for key, gradient in gradients(model, name).items():
+            agree(gradient, expected[key])
+
+
+@each_model
+def test_every_adapter_of_heal_trains(name):
+    """`--train lora` on results: unslothai/unsloth#11132."""
+    model = made(name)[0].train()
+    add_adapters(model, rank=2, alpha=4)
+    stir_adapters(model)
+    assert without_gradient(model, name) == []
+
+
+def named_modules(model: torch.nn.Module) -> list[str]:
+    """Those projections that recipes for LoRA name, as far as the model has them."""
+    last = {key.rpartition(".")[2] for key, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    return sorted(last & set(USUAL))
+
+
+@each_quick_model
+@pytest.mark.parametrize("target", ["all-linear", "named"])
+def test_adapters_of_peft_train_and_merge(target, name):
+    from peft import LoraConfig, get_peft_model
+
+    model, _ = made(name)
+    targets = target if target == "all-linear" else named_modules(model)
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=targets)).train()
+    stir_adapters(adapted)
+    assert without_gradient(adapted, name) == []
+    expected = logits(adapted.eval(), name)
+    agree(logits(adapted.merge_and_unload(), name), expected, 1e-4)
+
+
+def stir_adapters(model: torch.nn.Module) -> None:
+    """Give both factors of all adapters values: a zero B hides the gradient of A."""
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+# --- names for adapters ---
+
+
+def targets_of(model: PreTrainedModel) -> dict:
+    """What a model's card says of adapters."""
+    shapes = {key.replace(".language_model", ""): each.shape for key, each in model.named_parameters()}
+    return adapter_targets(shapes)
+
+
+@each_model
+def test_names_for_adapters_are_those_of_the_modules(name):
+    """Every matrix of the attentions is listed once, and what is listed as a module is a linear one."""
+    model, _ = made(name)
+    attentions = [layer.self_attn for layer in model.get_decoder().layers]
+    matrices = {key for each in attentions for key, value in each.named_parameters() if value.ndim > 1}
+    linear = {key for each in attentions for key, module in each.named_modules() if isinstance(module, torch.nn.Linear)}
+    targets = targets_of(model)
+    assert set(targets["modules"]) == linear and targets["layers"] == len(attentions)
+    listed = [*(f"{key}.weight" for key in targets["modules"]), *targets["parameters"], *targets["without"]]
+    assert sorted(listed) == sorted(matrices)
+
+
+@pytest.mark.parametrize("name", ["low_rank", "blocks", "streaming_blocks"])
+def test_adapters_of_parameters_train_and_merge(name):
+    from peft import LoraConfig, get_peft_model
+
+    model, _ = made(name)
+    targets = targets_of(model)
+    adapted = get_peft_model(
+        model,
+        LoraConfig(r=2, target_modules=list(targets["modules"]), target_parameters=list(targets["parameters"])),
+    ).train()
+    stir_adapters(adapted)
+    assert without_gradient(adapted, name) == []
+    assert sum("_up." in key for key in gradients(adapted, name)) == 2 * sum(targets["parameters"].values())
+    expected = logits(adapted.eval(), name)
+    agree(logits(adapted.merge_and_unload(), name), expected, 1e-4)
+
+
+def test_usual_names_that_adapt_nothing_are_told():
+    """PEFT passes over k_proj and v_proj, which a low-rank attention does not have."""
+    from peft import LoraConfig, get_peft_model
+
+    model, _ = made("low_rank")
+    section = adapters_section(targets_of(model))
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=list(USUAL)))
+    names = {key.split(".lora_A")[0].rpartition(".")[2] for key, _ in adapted.named_parameters() if ".lora_A" in key}
+    assert names == {"q_proj", "o_proj"}
+    (missing,) = (line for line in section.splitlines() if "Not in this model" in line)
+    assert [each for each in USUAL if f"`{each}`" in missing] == ["k_proj", "v_proj"]
+    assert adapters_section(None) == "" and "`kv_down` (1 of 2 layers)" in adapters_section(
+        targets_of(made("mixed")[0])
+    )
