@@ -1,0 +1,21 @@
+"""What the written models refuse, and the words of the refusal. A pair that stands nowhere here has to be right."""
+
+from written_models import WRITTEN
+
+CROSS_LAYER = [name for name in WRITTEN if name.startswith("cross_layer")]
+STREAMING = ["hybrid", "streaming_latent", "streaming_blocks", "quantized_hybrid", "mixed"]
+OWN_MASKS = [*STREAMING, "window", "quantized_window"]
+QUANTIZED = [name for name in WRITTEN if name.startswith("quantized")]
+COMPACT = {*OWN_MASKS, *CROSS_LAYER, *QUANTIZED}
+"""Models whose cache layers are no plain tensors of all tokens."""
+
+RUNNING: dict[tuple[str, str], str] = {
+    **{("packed", name): "share a cache cannot keep several documents" for name in CROSS_LAYER},
+    **{("assisted", name): "cache that can be cropped" for name in COMPACT},
+    **{("prompt_lookup", name): "cache that can be cropped" for name in COMPACT},
+    **{("static", name): "cannot continue" for name in COMPACT},
+    **{("attentions", name): "stream and give no weights" for name in STREAMING},
+    **{("attentions", name): "attentions and router logits differ" for name in CROSS_LAYER},
+    **{("flash", name): "mask of its own" for name in (*OWN_MASKS, *CROSS_LAYER)},
+}
+"""(aspect, name in `WRITTEN`) → a pattern of the one line that is raised."""
