@@ -45,8 +45,8 @@ def _register() -> None:
 
 
 def _accelerate(model: Any) -> None:
-    """What models of the project's class do before they first decode on a GPU; SURGERY_KERNELS=0 leaves it out."""
-    if os.environ.get("SURGERY_KERNELS") != "0":
+    """Put a model on kernels before it first decodes on a GPU, unless its attention or SURGERY_KERNELS=0 was chosen."""
+    if os.environ.get("SURGERY_KERNELS") != "0" and model.config._attn_implementation == "sdpa":
         from surgery.acceleration import accelerate
 
         accelerate(model)

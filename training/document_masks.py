@@ -17,10 +17,10 @@ def honours_document_masks(model: nn.Module, length: int = 128) -> bool:
     """Whether `Batch.position_ids` are enough for a model to see every document alone.
 
     transformers takes positions that start anew for a packed row and masks what is before, where there is neither an
-    attention mask nor a cache. Attention that keeps tokens by their place in the row (streaming heads, windows kept
-    exactly, a cache of the project's own) does not, and an attention that knows no such rule may ignore positions
-    altogether. Two documents of random tokens are run packed and the second alone. The outputs of the second must be
-    equal but for rounding, measured by how far they are from equal when nothing says that there are two documents.
+    attention mask nor a cache. An attention that knows no such rule may ignore positions altogether, or refuse them, as
+    layers that share a cache do. Two documents of random tokens are run packed and the second alone. The outputs of the
+    second must be equal but for rounding, measured by how far they are from equal when nothing says that there are two
+    documents.
 
     Args:
         model: any causal model, before it is wrapped or sharded.
@@ -35,7 +35,10 @@ def honours_document_masks(model: nn.Module, length: int = 128) -> bool:
     positions = torch.where(index < cut, index, index - cut)[None]
     with evaluation_mode(model):
         alone = _states(model, tokens[:, cut:], index[None, : length - cut])
-        packed = _states(model, tokens, positions)[:, cut:]
+        try:
+            packed = _states(model, tokens, positions)[:, cut:]
+        except ValueError:
+            return False
         joined = _states(model, tokens, index[None])[:, cut:]
     # At their worst: a window shows only in tokens further on than it is long.
     error, leak = (packed - alone).abs().amax(-1), (joined - alone).abs().amax(-1).amax()

@@ -88,7 +88,18 @@ def attend(
         kwargs["softcap"] = cap
     if module.config.model_type in LEARNED_SINKS:
         kwargs["s_aux"] = module.sinks
-    return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs)
+    width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+    if missing and is_flash(module.config._attn_implementation):  # takes values that are as wide as keys
+        value = nn.functional.pad(value, (0, missing))
+    out, weights = attention(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs
+    )
+    return out[..., :width], weights
+
+
+def is_flash(implementation: str | None) -> bool:
+    """Whether a name asks for FlashAttention, installed or from the hub, whose kernels have "/" in their names."""
+    return implementation is not None and (implementation.startswith("flash_attention_") or "/" in implementation)
 
 
 def visible_mask(module: nn.Module, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -28,6 +28,8 @@ IDENTITY_FIELDS = ("model_type", "architectures", "auto_map", "transformers_vers
 # Of a configuration in memory: `to_dict` leaves these out.
 RUNTIME_FIELDS = ("attn_implementation", "experts_implementation", "name_or_path", "torch_dtype")
 
+_ATTENTION_FIELDS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+
 _SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"}
 
 # What an entry of `attention_layers` must say, by its kind.
@@ -278,6 +280,11 @@ class SurgeryConfig(PreTrainedConfig):
         return None
 
     @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """As transformers', without the attention that a config.json names; see `without_attention`."""
+        return super().from_dict(without_attention(config_dict), **kwargs)
+
+    @classmethod
     def from_base(
         cls, base: PreTrainedConfig | dict[str, Any], attention_layers: list[dict[str, Any] | None], **kwargs
     ) -> "SurgeryConfig":
@@ -301,6 +308,15 @@ class SurgeryConfig(PreTrainedConfig):
             attn_implementation=self._attn_implementation,
             experts_implementation=self._experts_implementation,
         )
+
+
+def without_attention(config: dict[str, Any]) -> dict[str, Any]:
+    """Copy the content of a config.json without its `attn_implementation`, in its parts as well.
+
+    The caller chooses the attention: a file that does could name a kernel of the hub, which is code that would run.
+    """
+    kept = {name: value for name, value in config.items() if name not in _ATTENTION_FIELDS}
+    return {name: without_attention(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:

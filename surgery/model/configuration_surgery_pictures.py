@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from .configuration_surgery import IDENTITY_FIELDS, RUNTIME_FIELDS, SurgeryConfig
+from .configuration_surgery import IDENTITY_FIELDS, RUNTIME_FIELDS, SurgeryConfig, without_attention
 
 
 class SurgeryPicturesConfig(PreTrainedConfig):
@@ -55,6 +55,11 @@ class SurgeryPicturesConfig(PreTrainedConfig):
             setattr(self, name, inherited[name])
         for other, name in base.attribute_map.items():  # other names, by which transformers asks
             setattr(self, other, getattr(base, name))
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """As transformers', without the attention that a config.json names; see `without_attention`."""
+        return super().from_dict(without_attention(config_dict), **kwargs)
 
     def base_config(self) -> PreTrainedConfig:
         """Return the source's own configuration, as its class expects it."""

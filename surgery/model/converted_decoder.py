@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
 
-from .attention_functions import family_attention_class
+from .attention_choice import check_attention, check_weights, flash_problem
+from .attention_functions import family_attention_class, is_flash, own_softmax
 from .axis_decoder import AXIS_FAMILIES, AxisDecoder
 from .cache_argument import CACHE, CACHE_NAMES
 from .cache_layer import Call, CompactLayer, check_full_attention, hook_calls, own_cache
@@ -19,11 +19,13 @@ from .cross_layer_attention import CrossLayerAttention, MergedPairAttention, Pro
 from .cross_layer_latent_attention import CrossLayerFamilyLatents, CrossLayerLatentAttention
 from .exact_window_cache import ExactWindowLayer
 from .family_decoders import DECODERS, NoRotation, PlacedDecoder
+from .group_entries import CROSS_LAYER_KEYS
 from .grouped_attention import GroupedAttention
 from .hybrid_attention import HybridAttention
 from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
 from .latent_attention import LatentAttention
 from .low_rank_attention import LowRankAttention
+from .packed_rows import DocumentAttention, take_documents
 from .sink_window_cache import set_padding
 from .straight_through import StraightThroughCodes, StraightThroughLayer
 
@@ -46,12 +48,20 @@ class ConvertedModel:
 
     supports_gradient_checkpointing = True
     _skip_keys_device_placement = CACHE_NAMES
-    _supports_sdpa = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    # Flash attention wants keys and values of one width, at most 256.
-    _supports_flash_attn = False
     _supports_flex_attn = False
+
+    def _take_attention(self, config: SurgeryConfig, decoder: type[nn.Module]) -> None:
+        """Have transformers know what runs, before it looks at the `attn_implementation` of a new model."""
+        self._family_flash = decoder._supports_flash_attn
+        self._converted = config
+        self._supports_sdpa = not own_softmax(config)
+        self._supports_flash_attn = flash_problem(config, self._family_flash) is None
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
+        check_attention(self._converted, attn_implementation, family_flash=self._family_flash)
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refuses continuous batching (`generate_batch`, `transformers serve`).
@@ -112,12 +122,13 @@ def convert_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
     _connect(decoder)
     if cache_layers(config) is not None:
         check_full_attention(config, "a cache in another form than plain keys and values")
-        # On the decoder, because whoever calls it without the head must read the same cache.
-        hook_calls(decoder, partial(_use_cache_layers, config))
-    decoder.quantization_aware = False
-    if config.kv_cache is not None:
         for index, layer in enumerate(decoder.layers):
-            layer.self_attn.register_forward_pre_hook(partial(_use_own_layer, config, index), with_kwargs=True)
+            attention = layer.self_attn
+            attention.__class__ = family_attention_class(DocumentAttention, type(attention))
+            attention.new_layer = partial(_cache_layer, config, index)
+    # On the decoder, because whoever calls it without the head must read the same cache.
+    hook_calls(decoder, partial(_prepare_call, config))
+    decoder.quantization_aware = False
     # The family's tensor-parallel plan splits heads, which a shared latent cannot follow.
     split = {name: plan for name, plan in decoder._tp_plan.items() if ".self_attn." not in name}
     decoder._tp_plan = {name: plan for name, plan in split.items() if ".attention." not in name}
@@ -154,12 +165,13 @@ def cache_layers(config: SurgeryConfig, *, training: bool = False, aware: bool =
     quantizes = config.kv_cache is not None and (aware or not training)
     if not (quantizes or config.exact_window or config.streams):
         return None
-    return [_cache_layer(config, layer, quantizes, aware) for layer in range(config.num_hidden_layers)]
+    return [_cache_layer(config, layer, training=training, aware=aware) for layer in range(config.num_hidden_layers)]
 
 
-def _cache_layer(config: SurgeryConfig, layer: int, quantizes: bool, aware: bool) -> CompactLayer:
+def _cache_layer(config: SurgeryConfig, layer: int, *, training: bool, aware: bool) -> CompactLayer:
     """A new layer for the attention that the entry of a layer describes."""
-    entry, quantizes = config.attention_layers[layer] or {}, quantizes and config.kv_cache_of(layer) is not None
+    entry = config.attention_layers[layer] or {}
+    quantizes = config.kv_cache_of(layer) is not None and (aware or not training)
     whole = config.quantized_layer(layer) if quantizes else PlainLayer()
     codes = config.streaming_codes(layer) if quantizes else None
     if quantizes and aware:
@@ -178,6 +190,26 @@ def _cache_layer(config: SurgeryConfig, layer: int, quantizes: bool, aware: bool
     if entry.get("kind") == "low_rank" and entry["window"]:
         return ExactWindowLayer(entry["sinks"], entry["window"], whole if quantizes else None)
     return whole
+
+
+def _prepare_call(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None:
+    """Refuse what a call of the decoder asks for in vain, and see to its documents and its cache."""
+    implementation = decoder.config._attn_implementation
+    check_attention(config, implementation, family_flash=decoder._supports_flash_attn)
+    check_weights(config, decoder, call)
+    documents = take_documents(decoder, call)
+    if documents is None:
+        _use_cache_layers(config, decoder, call)
+        return
+    if any(entry and entry["kind"] in CROSS_LAYER_KEYS for entry in config.attention_layers):
+        raise ValueError("layers that share a cache cannot keep several documents of a row apart: pass one a row")
+    if not all(hasattr(layer, "self_attn") for layer in decoder.layers):
+        raise ValueError("layers that keep a state cannot keep several documents of a row apart: pass one a row")
+    if is_flash(implementation) and len(call["position_ids"]) > 1:
+        raise ValueError("FlashAttention reads documents off the positions of one row alone: pass a batch of one row")
+    aware = decoder.training and decoder.quantization_aware
+    if cache_layers(config, training=decoder.training, aware=aware) is not None:
+        call |= {"documents": documents, "quantization_aware": aware}
 
 
 def _use_cache_layers(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None:
@@ -203,16 +235,6 @@ def _use_cache_layers(config: SurgeryConfig, decoder: nn.Module, call: Call) -> 
         padding = set_padding(cache, call.get("attention_mask"))
         if padding is not None and training:
             call["left_padding"] = padding
-
-
-def _use_own_layer(
-    config: SurgeryConfig, index: int, attention: nn.Module, args: tuple, call: Call
-) -> tuple[tuple, Call]:
-    """Has an attention whose quantised cache was taken away read a new layer of its own."""
-    if call.pop("quantization_aware", False) and call.get(CACHE) is None:
-        layer = _cache_layer(config, index, quantizes=True, aware=True)
-        call[CACHE] = Cache(layers=[layer] * config.num_hidden_layers)
-    return args, call
 
 
 __all__ = ["ATTENTION", "ConvertedModel", "cache_layers", "convert_decoder", "family_decoder_class"]

@@ -225,6 +225,10 @@ class LowRankAttention(Accelerated, nn.Module):
             attention_mask = visible_mask(self, attention_mask, query.dtype)
 
         out, weights = attend(self, query, key, value, attention_mask, **kwargs)
+        if self.window and weights is not None:  # a token's two columns, rebuilt and exact, are one
+            weights, exact_weights = weights.split((length, weights.shape[-1] - length), dim=-1)
+            columns = exact_slots.clamp(max=length - 1)[:, None, None].expand_as(exact_weights)
+            weights = weights.scatter_add(-1, columns, exact_weights)
         return self.o_proj(gated(out, gate).reshape(batch, num_tokens, -1)), weights
 
     def _in_two_parts(

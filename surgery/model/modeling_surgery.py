@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .attention_functions import family_attention_class, own_softmax
+from .attention_functions import family_attention_class
 from .blockwise_decoder import BlockwiseDecoder
 from .cache_argument import CACHE, returned_cache, takes_cache
 from .cache_layer import CompactLayer, check_full_attention
@@ -47,9 +47,9 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
     def __init__(self, config: SurgeryConfig):
         if config.attention_layers is None:
             raise ValueError("the configuration has no attention_layers: it describes no converted model")
-        self._supports_sdpa = not own_softmax(config)
         # Before super() fills in defaults: whether there are experts to run, only the base model knows.
         base_config = config.base_config()
+        self._take_attention(config, MODEL_MAPPING[type(base_config)])
         super().__init__(config)
         base_config._attn_implementation = config._attn_implementation
         # A PreTrainedModel of its own, under its own model_type, so that transformers' conversion of per-expert

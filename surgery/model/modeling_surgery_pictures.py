@@ -3,9 +3,9 @@
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, GenerationMixin, PreTrainedModel
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedModel
 
-from .attention_functions import family_attention_class, own_softmax
+from .attention_functions import family_attention_class
 from .configuration_surgery_pictures import SurgeryPicturesConfig
 from .converted_decoder import ConvertedModel, convert_decoder, family_decoder_class
 from .group_entries import CROSS_LAYER_KEYS
@@ -32,7 +32,7 @@ class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin
             raise ValueError("text_config has no attention_layers: it describes no converted model")
         if any(entry and entry["kind"] in CROSS_LAYER_KEYS for entry in text.attention_layers):
             raise ValueError("text_config: layers that share a cache are not for models of pictures and text")
-        self._supports_sdpa = not own_softmax(text)
+        self._take_attention(text, MODEL_MAPPING[type(text.base_config())])
         base = config.base_config()
         super().__init__(base)
         config._attn_implementation = base._attn_implementation

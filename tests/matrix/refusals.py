@@ -1,15 +1,29 @@
-"""What some models refuse in the matrices over `WRITTEN`: (aspect, model) to words of the one message."""
+"""Refusals of the written models: (aspect, name in `WRITTEN`) → a pattern of the one line that is raised.
 
-from shared_caches import FORMS
+A pair that stands nowhere here has to be right.
+"""
 
-CROSS_LAYER = (
-    *(f"cross_layer_{form}" for form in FORMS),
-    "cross_layer_prompt",
-    "cross_layer_latent",
-    "cross_layer_mla",
-)
+from written_models import WRITTEN
+
+CROSS_LAYER = [name for name in WRITTEN if name.startswith("cross_layer")]
+STREAMING = ["hybrid", "streaming_latent", "streaming_blocks", "quantized_hybrid", "mixed"]
+OWN_MASKS = [*STREAMING, "window", "quantized_window"]
+QUANTIZED = [name for name in WRITTEN if name.startswith("quantized")]
+COMPACT = {*OWN_MASKS, *CROSS_LAYER, *QUANTIZED}
+"""Models whose cache layers are no plain tensors of all tokens."""
 
 LOADING: dict[tuple[str, str], str] = {
     ("gradient_checkpointing", name): "without gradient checkpointing" for name in CROSS_LAYER
 }
 """Aspects of tests/matrix/test_loading.py."""
+
+RUNNING: dict[tuple[str, str], str] = {
+    **{("packed", name): "share a cache cannot keep several documents" for name in CROSS_LAYER},
+    **{("assisted", name): "cache that can be cropped" for name in COMPACT},
+    **{("prompt_lookup", name): "cache that can be cropped" for name in COMPACT},
+    **{("static", name): "cannot continue" for name in COMPACT},
+    **{("attentions", name): "stream and give no weights" for name in STREAMING},
+    **{("attentions", name): "attentions and router logits differ" for name in CROSS_LAYER},
+    **{("flash", name): "mask of its own" for name in (*OWN_MASKS, *CROSS_LAYER)},
+}
+"""Aspects of tests/matrix/test_running.py."""

@@ -187,7 +187,7 @@ def test_layers_are_built_for_a_new_cache_only(monkeypatch):
     cache = model(tokens()).past_key_values
     original = SurgeryConfig.quantized_layer
     monkeypatch.setattr(SurgeryConfig, "quantized_layer", lambda config: built.append(1) or original(config))
-    monkeypatch.setattr("surgery.model.converted_decoder._cache_layer", lambda *args: built.append(1))
+    monkeypatch.setattr("surgery.model.converted_decoder._cache_layer", lambda *args, **kwargs: built.append(1))
     model(tokens()[:, :1], past_key_values=cache)
     assert not built
 

@@ -1,0 +1,89 @@
+"""The attention implementations that a converted model can run with, and the refusal of all others.
+
+transformers offers `eager`, `sdpa`, FlashAttention, flex attention, functions that users register, and kernels of the
+hub. Only the first two take any mask and any width, which conversions need: FlashAttention knows causal masks alone.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention_functions import LEARNED_SINKS, is_flash, own_softmax
+from .cache_layer import Call
+from .configuration_surgery import SurgeryConfig
+from .group_entries import CROSS_LAYER_KEYS
+
+FLASH_WIDTH = 256
+"""The widest head that FlashAttention takes."""
+
+
+def check_attention(config: SurgeryConfig, implementation: str | None, *, family_flash: bool) -> None:
+    """Raises ValueError where a model cannot run with an `attn_implementation`.
+
+    `family_flash` says whether the family's own decoder takes FlashAttention. None leaves the choice to transformers.
+    """
+    if implementation in (None, "eager") or not (problem := _problem(config, implementation, family_flash)):
+        return
+    possible = ["eager"] if own_softmax(config) else ["eager", "sdpa"]
+    if not flash_problem(config, family_flash):
+        possible.append("flash_attention_2")
+    raise ValueError(f'attn_implementation="{implementation}": {problem}. This model takes {", ".join(possible)}.')
+
+
+def check_weights(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None:
+    """Raises ValueError where a call asks for attention weights that the model cannot give."""
+    if not call.get("output_attentions", getattr(decoder.config, "output_attentions", False)):
+        return
+    if (implementation := decoder.config._attn_implementation) != "eager":
+        raise ValueError(
+            f"output_attentions: {implementation} attention gives no weights. Call set_attn_implementation('eager')."
+        )
+    for index, entry in enumerate(config.attention_layers):
+        if _streams(entry or {}):
+            raise ValueError(
+                f"output_attentions: heads of layer {index} stream and give no weights over all tokens. Leave it out."
+            )
+
+
+def flash_problem(config: SurgeryConfig, family_flash: bool) -> str | None:
+    """The reason why FlashAttention cannot run a model; None if it can."""
+    if not family_flash or config.base_model_type in LEARNED_SINKS:
+        return f"FlashAttention cannot run {config.base_model_type}"
+    for index, entry in enumerate(config.attention_layers):
+        entry = entry or {}
+        if _streams(entry) or entry.get("window") or entry.get("kind") in CROSS_LAYER_KEYS:
+            return f"layer {index} has a mask of its own, and FlashAttention knows causal masks alone"
+        if (width := _head_width(config, entry)) > FLASH_WIDTH:
+            return f"keys of layer {index} have {width} elements, and FlashAttention takes {FLASH_WIDTH} at most"
+    return None
+
+
+def _problem(config: SurgeryConfig, implementation: str, family_flash: bool) -> str | None:
+    if implementation.startswith("paged|"):
+        return "paged attention is for continuous batching, whose pages hold plain keys and values"
+    if implementation == "sdpa":
+        return "PyTorch's SDPA has no cap on logits and no learned sinks" if own_softmax(config) else None
+    if implementation == "flex_attention":
+        return "flex attention needs its own masks and widths that are powers of 2"
+    if is_flash(implementation):
+        return flash_problem(config, family_flash)
+    return None if implementation in ALL_ATTENTION_FUNCTIONS else "no such attention is registered with transformers"
+
+
+def _streams(entry: dict) -> bool:
+    if entry.get("kind") == "hybrid":
+        return entry["full_heads"] < entry["kv_heads"]
+    return bool(entry.get("streaming"))
+
+
+def _head_width(config: SurgeryConfig, entry: dict) -> int:
+    """Elements of a key that attention reads."""
+    if entry.get("kind") == "latent":
+        return entry["kv_lora_rank"] + 2 * len(entry["rope_inv_freq"])
+    if (rope := getattr(config, "qk_rope_head_dim", None)) is not None:
+        return config.qk_nope_head_dim + rope
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+__all__ = ["check_attention", "check_weights", "flash_problem"]

@@ -1,0 +1,184 @@
+"""Rows that hold several documents one after the other, as packed training makes them.
+
+transformers reads the documents off `position_ids` that start again, where there is no cache, and makes a mask of them.
+A cache in another form than plain tensors has rules of its own (windows, first tokens, groups that share a scale), so
+attention reads each document of such a model apart, as if it were alone.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import Cache
+
+from .cache_argument import CACHE, CACHE_NAMES
+from .cache_layer import Call, CompactLayer, keeps_cache
+
+VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments by which kernels for rows of any lengths learn of documents."""
+
+Spans = list[list[slice]]
+"""Tokens of each document, of each row; one list that holds for all rows where their positions are the same."""
+
+
+def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
+    """Return the documents that the rows of a call hold; None where each holds one.
+
+    Changes the call: documents that FlashAttention's arguments tell (`cu_seq_lens_q`, `seq_idx`) become `position_ids`,
+    and a mask of ones, which hides nothing and keeps transformers from masking documents, is dropped.
+
+    Raises:
+        ValueError: a call whose documents cannot be kept apart.
+    """
+    tokens = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
+    rows, length = tokens.shape[:2]
+    if length == 1:
+        return None
+    told = _told_starts(call, rows, length, tokens.device)
+    if told is not None and call.get("position_ids") is None:
+        call["position_ids"] = _positions(told)
+    positions = _text_positions(call.get("position_ids"))
+    if positions is None:
+        return None
+    starts = torch.ones_like(positions, dtype=torch.bool)
+    starts[:, 1:] = positions.diff(dim=-1) != 1
+    mask = call.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        real = mask[:, -length:].bool()
+        starts = starts & real
+        starts[:, 1:] &= real[:, :-1]  # the first token after padding follows no document
+    elif mask is not None:
+        return None  # the caller's own mask
+    if told is not None and not torch.equal(told, starts.expand_as(told)):
+        raise ValueError("position_ids start again elsewhere than cu_seq_lens_q or seq_idx says: pass one of them")
+    if not starts[:, 1:].any():
+        return None
+    if mask is not None:
+        if not mask.all():
+            raise ValueError(
+                "a row holds several documents and padding: pass position_ids that start again, and no attention mask"
+            )
+        call["attention_mask"] = None
+    if keeps_cache(decoder, call):
+        raise ValueError(
+            "position_ids start again within a row, and a cache cannot keep several documents of a row apart: "
+            "pass use_cache=False, or one document a row"
+        )
+    return [_spans(row) for row in starts.cpu()]
+
+
+def _told_starts(call: Call, rows: int, length: int, device: torch.device) -> Tensor | None:
+    """First tokens of documents, bool [B, T], as the arguments of varlen kernels tell them; None where none do."""
+    if (number := call.get("seq_idx")) is not None:
+        starts = torch.ones(rows, length, dtype=torch.bool, device=device)
+        starts[:, 1:] = number.diff(dim=-1) != 0
+        return starts
+    if (ends := call.get("cu_seq_lens_q")) is None:
+        return None
+    if ends[-1] != rows * length:
+        raise ValueError(f"cu_seq_lens_q ends at {int(ends[-1])}, and the call has {rows * length} tokens")
+    starts = torch.zeros(rows * length, dtype=torch.bool, device=device)
+    starts[ends[:-1].long()] = True
+    starts = starts.view(rows, length)
+    starts[:, 0] = True
+    return starts
+
+
+def _positions(starts: Tensor) -> Tensor:
+    """Positions [B, T] that start again at the first token of each document."""
+    index = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
+    return index - torch.where(starts, index, 0).cummax(dim=-1).values
+
+
+def _text_positions(positions: Tensor | None) -> Tensor | None:
+    """The positions [B, T] of which transformers makes masks, among those of several axes."""
+    if positions is None or positions.ndim == 2:
+        return positions
+    return positions[0] if positions.shape[0] == 4 else None
+
+
+def _spans(starts: Tensor) -> list[slice]:
+    first = starts.nonzero()[:, 0].tolist()
+    return [slice(*span) for span in zip(first, [*first[1:], len(starts)], strict=True)]
+
+
+class DocumentAttention(nn.Module):
+    """Put before an attention's class in the bases of a class, by `family_attention_class`.
+
+    Attributes:
+        new_layer: makes an empty cache layer of this attention, of `training` and `aware` as `cache_layers` takes them.
+    """
+
+    new_layer: Callable[..., CompactLayer]
+    by_token: ClassVar[tuple[str, ...]] = ("position_ids", "token_positions")
+    left_out: ClassVar[tuple[str, ...]] = (*VARLEN, *CACHE_NAMES)
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, documents: Spans | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As the attention's own; with `documents`, of each of them alone.
+
+        A call that is quantisation-aware and comes without a cache, as gradient checkpointing makes it, gets one.
+        """
+        aware = kwargs.pop("quantization_aware", False)
+        if documents is None:
+            if aware and kwargs.get(CACHE) is None:
+                kwargs[CACHE] = self._new_cache(aware)
+            return super().forward(hidden_states, *args, **kwargs)
+        batch, length = hidden_states.shape[:2]
+        rows = [slice(None)] if len(documents) == 1 else [slice(row, row + 1) for row in range(batch)]
+        outputs, weights = [], []
+        handed_on = getattr(self, "handed_on", None)
+        for row, spans in zip(rows, documents, strict=True):
+            for span in spans:
+                if handed_on is not None:  # layers share latents of the same document
+                    self.handed_on = handed_on.setdefault((row.start, span.start), {})
+                call = self._of_document(row, span, kwargs)
+                call[CACHE] = self._new_cache(aware)
+                out, own = super().forward(hidden_states[row, span], *args, **call)
+                outputs.append(out)
+                weights.append(own if own is None else pad(own, (span.start, length - span.stop)))
+        if handed_on is not None:
+            self.handed_on = handed_on
+        return _joined(outputs, documents, 1), None if weights[0] is None else _joined(weights, documents, 2)
+
+    def _new_cache(self, aware: bool) -> Cache:
+        """An empty cache that knows this layer alone."""
+        return Cache(layers=[self.new_layer(training=self.training, aware=aware)] * (self.layer_idx + 1))
+
+    def _of_document(self, row: slice, span: slice, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of a call for one document."""
+        call = {name: value for name, value in kwargs.items() if name not in self.left_out}
+        for name in self.by_token:
+            if call.get(name) is not None:
+                call[name] = _cut(call[name], row, span)
+        embeddings = call.get("position_embeddings")
+        if isinstance(embeddings, Tensor):
+            call["position_embeddings"] = _cut(embeddings, row, span)
+        elif embeddings is not None:
+            call["position_embeddings"] = tuple(each if each is None else _cut(each, row, span) for each in embeddings)
+        if call.get("axis_positions") is not None:
+            call["axis_positions"] = call["axis_positions"][:, row, span]
+        if (mask := call.get("attention_mask")) is not None:
+            call["attention_mask"] = _cut(mask, row, slice(None))[..., span, span]
+        return call
+
+
+def _joined(parts: list[Tensor], documents: Spans, dim: int) -> Tensor:
+    """Parts of all documents, row after row, one after the other along `dim`, and then the rows."""
+    rows = iter(parts)
+    return torch.cat([torch.cat([next(rows) for _ in spans], dim=dim) for spans in documents])
+
+
+def _cut(tensor: Tensor, row: slice, span: slice) -> Tensor:
+    """Some tokens [·, n, ...] of a tensor [B or 1, T, ...]."""
+    return tensor[row if len(tensor) > 1 else slice(None), span]
+
+
+__all__ = ["DocumentAttention", "Spans", "take_documents"]
