@@ -16,13 +16,14 @@ from typing import Any
 from surgery.architectures.beside_pictures import whole_config, whole_names
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.texts import Texts, load_texts
-from surgery.checkpoint import CheckpointWriter, TensorSpec, verify_files
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, verify_files
 from surgery.checkpoint.carry_over import CARD, REPORT, copy_sidecars, copy_tensors
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
+from surgery.engines import ruinous_formats
 from surgery.model import remote_code_files
 from surgery.reporting.report import Report
 from surgery.running.processes import Processes
@@ -189,6 +190,8 @@ def _conclude(
         SurgeryError: the source is no longer what it was when the conversion began.
     """
     work.opened.reader.check_unchanged()
+    if ruined := ruinous_formats(CheckpointReader.open(writer.partial)):
+        outcome = replace(outcome, target={**outcome.target, "ruined_by": ruined})
     report = build_report(work, outcome, verification, writer.out.name, command)
     if outcome.final_config is not None:
         writer.write_json("config.json", outcome.final_config)
