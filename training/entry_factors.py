@@ -1,15 +1,16 @@
-"""Entries of parameters that move less than others, or never.
+"""Entries of parameters that move less than others, or more, or never.
 
-A file format may ask that a number stays what it is, or that some rows of a weight are very small: with Adam, whose
-steps have the size of the learning rate whatever the gradient's, one step would undo that. A factor f for an entry w
-makes training treat it as f·v and train v: the gradient is multiplied by f before it is clipped, so that its norm is
-that of v, and the optimizer's step by f after it. With f = 0 the entry stays where it is, bit for bit.
+A file format may ask that a number stays what it is, or that some rows of a weight are very small or large: with
+Adam, whose steps have the size of the learning rate whatever the gradient's, one step would undo that. A factor f for
+an entry w makes training treat it as f·v and train v: the gradient is multiplied by f before it is clipped, so that its
+norm is that of v, and the optimizer's step by f after it. With f = 0 the entry stays where it is, bit for bit.
 
 Training knows nothing of why: whoever converted the model says which entries, by the parameter's name.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -169,8 +170,8 @@ def _rule(rule: Any, where: str) -> tuple[Any, int, float]:
         or not isinstance(factor, int | float)
     ):
         raise SurgeryError(f"{where}: a rule has `rows` or `columns` and a number `factor`, not {rule!r}")
-    if not 0 <= factor <= 1:
-        raise SurgeryError(f"{where}: a factor is from 0 to 1, not {factor!r}")
+    if not 0 <= factor < math.inf:
+        raise SurgeryError(f"{where}: a factor is a finite number, 0 or above, not {factor!r}")
     return next((rule[way] for way in ways), True), -1 if "columns" in ways else 0, float(factor)
 
 

@@ -4,6 +4,8 @@ What the stock class fixes, and how a converted layer meets it:
 
 - softmax scale ``(nope + rope)^-1/2``: folded into the up-projection of the keys and the rotary queries;
 - an RMS norm on the latent: neutralised (:mod:`surgery.architectures.neutral_norm`);
+- a tiny latent, which would take weights too small for float16 and for the scales of quantized weights: the norm
+  before the attention is scaled down instead, by :func:`input_scale`, and queries and rotary keys are scaled up;
 - rotary pairs interleaved: rows permuted;
 - one frequency grid: default RoPE of another base where that fits, otherwise the list itself, as longrope factors;
 - no bias on queries: carried by a full-rank query latent with a constant channel;
@@ -20,7 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgery.architectures.neutral_norm import TINY_EPS, NeutralNorm, neutral_norm, tiny_norm
+from surgery.architectures.neutral_norm import OLD_SCALE, TINY_EPS, NeutralNorm, neutral_norm
+from surgery.architectures.query_latent import query_latent
 from surgery.architectures.spec import MLASpec
 from surgery.checkpoint import TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
@@ -28,6 +31,23 @@ from surgery.families.rope import default_theta
 from surgery.transforms.latent_layer import LatentLayer
 
 MODEL_TYPE = "deepseek_v3"
+INPUT_NORM = ".input_layernorm.weight"
+
+ROPE_SCALE = 2.0**-4
+"""Of rotary keys beside a tiny latent. One tensor holds what makes both, and one scale of fp8 must reach both."""
+LARGEST_QUERY = 2.0**13
+"""Of query weights, an eighth of what float16 holds."""
+
+
+def input_scale(norm: NeutralNorm, hidden: int) -> float:
+    """The factor of the norm before the attention: a power of two near 1 / (8 √hidden), or 1.
+
+    Inputs have the norm √hidden. With this factor the weights of a tiny latent are near ``8 * norm.scale``, whatever
+    the model's width.
+    """
+    if norm.kind != "tiny" or norm.scale == OLD_SCALE:
+        return 1.0
+    return 2.0 ** -round(math.log2(8 * math.sqrt(hidden)))
 
 
 def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, beside: str | None = None) -> list[str]:
@@ -97,8 +117,7 @@ class StockMLA:
         if latent_norm == "auto":
             portable = not (spec.query_bias or spec.latent_bias or spec.output_bias)
             portable = portable and default_theta(spec.inv_freq[0]) is not None
-            tiny = spec.dtype != torch.float16 and (same_eps or portable)
-            latent_norm = "tiny" if tiny else "constant"
+            latent_norm = "tiny" if same_eps or portable else "constant"
         norm = neutral_norm(latent_norm, spec.ranks[0], spec.dtype)
         rescale = 1.0 if same_eps or norm.kind == "constant" else math.sqrt(TINY_EPS / eps)
         return cls(spec, norm, rescale, head_sizes, untied=not tied and bool(config.get("tie_word_embeddings")))
@@ -111,6 +130,11 @@ class StockMLA:
     @property
     def rank(self) -> int:
         return self.spec.ranks[0] + self.norm.extra
+
+    @property
+    def input_scale(self) -> float:
+        """The factor of the norm before the attention."""
+        return input_scale(self.norm, self.spec.hidden)
 
     @property
     def nope_dim(self) -> int:
@@ -237,38 +261,44 @@ class StockMLA:
         return {prefix + name: TensorSpec(spec.dtype, shape) for name, shape in shapes.items()}
 
     def tensors(self, layer: int, converted: LatentLayer) -> dict[str, Tensor]:
-        """A layer's attention tensors, as planned."""
+        """A layer's attention tensors, as planned.
+
+        Args:
+            converted: latents and rotary keys are of mean square one, on average over channels and tokens.
+        """
         spec, rank = self.spec, converted.rank
-        source = converted.source
+        source, inputs = converted.source, self.input_scale
         # Stock multiplies logits by (nope + rope)^-1/2 where the source has its own scale.
         scale = source.scale * math.sqrt(self.nope_dim + self.rope_dim)
         pairs = interleaving(self._rotated)
         nope, rope, value = self.nope_dim, self.rope_dim, self.value_dim
 
         key_up = zero_rows(converted.query_up[..., :rank] * scale, nope)  # [H, nope, r]
-        rope_query = (converted.query_up[..., rank:] * scale)[..., pairs].mT  # [H, ρ, d]
-        query = self._query(source.q, rope_query @ source.q)  # [H, nope + ρ, D]
+        rope_up = (converted.query_up[..., rank:] * scale)[..., pairs].mT  # [H, ρ, d]
+        rope_scale = self._rope_scale(rope_up @ source.q)
+        rope_up = rope_up / rope_scale
+        query = self._query(source.q, rope_up @ source.q) / inputs  # [H, nope + ρ, D]
         up = torch.cat([key_up, zero_rows(converted.value_up, value)], dim=1).flatten(0, 1)
 
         bias = converted.down_bias
         latent, latent_bias = self.norm.down(converted.down[:rank], None if bias is None else bias[:rank])
-        down = torch.cat([latent, zero_rows(converted.down[rank:][pairs], rope)])
+        down = torch.cat([latent, zero_rows(converted.down[rank:][pairs] * rope_scale, rope)])
         result = {
-            "kv_a_proj_with_mqa.weight": down,
-            "kv_a_layernorm.weight": torch.full((self.rank,), self.norm.weight),
+            "kv_a_proj_with_mqa.weight": down / inputs,
+            "kv_a_layernorm.weight": self.norm.weights(rank),
             "kv_b_proj.weight": self.norm.up(up),
             "o_proj.weight": zero_rows(converted.o.mT, value).mT.flatten(1) * self.rescale,
         }
         if self.attention_bias:
             zeros = torch.zeros(rank + self._rotated, dtype=down.dtype)
-            rope_bias = zero_rows((zeros if bias is None else bias)[rank:][pairs, None], rope)[:, 0]
+            rope_bias = zero_rows((zeros if bias is None else bias)[rank:][pairs, None] * rope_scale, rope)[:, 0]
             latent_bias = zeros[:rank] if latent_bias is None else latent_bias
             result["kv_a_proj_with_mqa.bias"] = torch.cat([latent_bias, rope_bias])
             o_bias = torch.zeros(spec.hidden, dtype=down.dtype) if source.o_bias is None else source.o_bias
             result["o_proj.bias"] = o_bias * self.rescale
         if spec.query_bias:
-            query_bias = self._query(source.q_bias[..., None], rope_query @ source.q_bias[..., None])
-            result |= self._query_latent(torch.cat([query, query_bias], dim=-1).flatten(0, 1))
+            query_bias = self._query(source.q_bias[..., None], rope_up @ source.q_bias[..., None])
+            result |= query_latent(query.flatten(0, 1), query_bias.flatten(), inputs)
         else:
             result["q_proj.weight"] = query.flatten(0, 1)
         prefix = ATTENTION_PREFIX.format(layer=layer)
@@ -278,42 +308,25 @@ class StockMLA:
         """Both parts of every head's query, [H, d, n] and [H, ρ, n], as they are written, [H, nope + rope, n]."""
         return torch.cat([zero_rows(unrotated, self.nope_dim), zero_rows(rotated, self.rope_dim)], dim=1)
 
-    def _query_latent(self, query: Tensor) -> dict[str, Tensor]:
-        """Queries with biases [n, D + 1] through a query latent [x ; 1], its norm neutralised in turn.
-
-        The latent is computed, never cached; its norm's eps is fixed at 1e-6 in the one engine that keeps biases.
-        """
-        hidden = self.spec.hidden
-        if self.spec.dtype == torch.float16:
-            # 2^-30 underflows; a constant of 2^15 leaves a relative error of |x|²/2^31.
-            one, scale = 2.0**15, 1.0
-            rms = one / math.sqrt(hidden + 1)
-            weight = 2.0 ** round(math.log2(rms))
-            gain = weight / rms
-        else:
-            norm = tiny_norm()
-            one, scale, weight, gain = norm.scale, norm.scale, norm.weight, norm.gain
-        eye = torch.cat([torch.eye(hidden, dtype=query.dtype), torch.zeros(1, hidden, dtype=query.dtype)])
-        bias = torch.zeros(hidden + 1, dtype=query.dtype)
-        bias[-1] = one
-        query = query / gain
-        query[:, -1] *= scale / one
-        return {
-            "q_a_proj.weight": eye * scale,
-            "q_a_proj.bias": bias,
-            "q_a_layernorm.weight": torch.full((hidden + 1,), weight),
-            "q_b_proj.weight": query,
-        }
+    def _rope_scale(self, rope_query: Tensor) -> float:
+        """The factor of rotary keys, a power of two; their queries [H, ρ, D] are divided by it."""
+        if self.input_scale == 1.0 or not rope_query.numel():
+            return 1.0
+        largest = max(float(rope_query.abs().max()), torch.finfo(torch.float32).tiny)
+        return max(ROPE_SCALE, 2.0 ** math.ceil(math.log2(largest / self.input_scale / LARGEST_QUERY)))
 
     def rescaled(self, names: list[str]) -> dict[str, float]:
-        """Factors for tensors outside the attention that a rescaled residual stream needs; usually none.
+        """Factors for tensors outside the attention: the norms before it, and what a rescaled residual stream needs.
 
         With the stream multiplied by a, ``rms_norm(a h, eps a²) = rms_norm(h, eps)``: all that writes into the stream
         is multiplied by a. Tied output embeddings are undone in the final norm's weight.
         """
+        factors = {}
+        if self.input_scale != 1.0:
+            factors = {name: self.input_scale for name in names if name.endswith(INPUT_NORM)}
         if self.rescale == 1.0:
-            return {}
-        factors = {"model.embed_tokens.weight": self.rescale}
+            return factors
+        factors["model.embed_tokens.weight"] = self.rescale
         factors |= {name: self.rescale for name in names if name.endswith(".mlp.down_proj.weight")}
         if "lm_head.weight" not in names:
             factors["model.norm.weight"] = 1 / self.rescale

@@ -1,19 +1,20 @@
 """What training must leave as it is in a checkpoint, so that its class goes on computing what it is meant to.
 
 Stock MLA classes normalise the latent, and conversions make that norm the identity (:mod:`.neutral_norm`). Its weight
-must not move, nor a channel that is constant, nor what reads it: behind the norm it is in the thousands, and one step
-of an optimizer would drown all else. Latents that were scaled down to be small beside the norm's eps must move in
-proportion to their size.
+must not move, nor a channel that is constant, nor what reads it: behind the norm it may be in the thousands, and one
+step of an optimizer would drown all else. Latents that were scaled down to be small beside the norm's eps must move in
+proportion to their size, and so must what is larger where the inputs are smaller.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from surgery.architectures.deepseek_v3 import MODEL_TYPE
-from surgery.architectures.neutral_norm import recognised_norm
+from surgery.architectures.deepseek_v3 import INPUT_NORM, MODEL_TYPE, input_scale
+from surgery.architectures.neutral_norm import NeutralNorm, recognised_norm
 from surgery.checkpoint import CheckpointReader
 from surgery.families.base import ATTENTION_PREFIX
 
@@ -37,10 +38,33 @@ def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
             rules[weight] = rules[bias] = constant
             rules[prefix + "kv_b_proj.weight"] = {"columns": constant}
         else:
-            rules[weight] = {"rows": f"0:{width}", "factor": norm.scale}
-            if bias in reader:
-                rules[bias] = {"rows": f"0:{width}", "factor": norm.scale}
-        rules |= _query_latent(reader, prefix)
+            rules |= _tiny_latent(reader, prefix, width, norm)
+        queries = _query_latent(reader, prefix)
+        for name in rules.keys() & queries.keys():
+            queries[name] = [rules[name], queries[name]]
+        rules |= queries
+    return rules
+
+
+def _tiny_latent(reader: CheckpointReader, prefix: str, width: int, norm: NeutralNorm) -> dict[str, Any]:
+    """Rules for what makes a tiny latent, and for what reads inputs that are scaled with it."""
+    weight, bias = prefix + "kv_a_proj_with_mqa.weight", prefix + "kv_a_proj_with_mqa.bias"
+    rules, scale = {}, input_scale(norm, reader.config["hidden_size"])
+    latents = {"rows": f"0:{width}", "factor": norm.scale}
+    if bias in reader:
+        rules[bias] = latents
+    if scale == 1.0:
+        return {**rules, weight: latents}
+    # Of one size, in relation to their factors, with what reads them: nothing is to be balanced between the two.
+    made, read = (
+        float(part.double().square().mean().sqrt())
+        for part in (reader.tensor(weight)[:width], reader.tensor(prefix + "kv_b_proj.weight"))
+    )
+    latents = {**latents, "factor": 2.0 ** round(math.log2(made / read)) if made and read else norm.scale / scale}
+    larger = {"factor": 1 / scale}
+    rules[prefix.removesuffix(".self_attn.") + INPUT_NORM] = {"factor": scale}
+    rules[weight] = [larger, latents]
+    rules[prefix + ("q_b_proj.weight" if prefix + "q_b_proj.weight" in reader else "q_proj.weight")] = larger
     return rules
 
 
@@ -56,7 +80,6 @@ def _query_latent(reader: CheckpointReader, prefix: str) -> dict[str, Any]:
     scale, channels = float(weight[0, 0]), weight.shape[1]
     if not torch.equal(weight, torch.eye(channels + 1, channels, dtype=weight.dtype) * scale):
         return {}
-    rules: dict[str, Any] = dict.fromkeys(names, True)
-    if constant != scale:
-        rules[prefix + "q_b_proj.weight"] = {"columns": [channels], "factor": scale / constant}
-    return rules
+    norm = reader.tensor(names[2])
+    factor = float(norm[0]) * scale / (float(norm[-1]) * constant)  # of inputs to the constant, behind the norm
+    return {**dict.fromkeys(names, True), prefix + "q_b_proj.weight": {"columns": [channels], "factor": factor}}

@@ -2,13 +2,19 @@
 
 Stock MLA classes normalise the latent. Two ways to turn that norm into the identity:
 
-- tiny latent: the latent is scaled by 2^-30, so that the norm's eps is all that counts and the norm is linear. Needs
+- tiny latent: the latent is so small that the norm's eps is nearly all that counts, and the norm nearly linear. Needs
   an eps that all engines agree on: transformers fixes the latent norm's at 1e-6, others read ``rms_norm_eps``.
 - constant channel: one more channel holds a large constant from a bias; the norm divides by nothing else. Needs a
-  bias on the down projection, takes one number of the cache, and works with any eps and in fp16.
+  bias on the down projection, takes one element of the cache, and works with any eps.
 
 The remaining factor is a known constant; it is folded into the up-projection, and the norm weight is a power of two so
 that no dtype rounds it.
+
+Error of the tiny latent: with a latent z of ``rank`` channels, scaled by s, the norm returns ``gain * z / (1 + v)^½``
+with v = s² mean(z²) / eps, so that a token is too small by a relative error between 0 and v/2. For latents of mean
+square one, v/2 is 2^-13 in half-precision formats (s = 2^-16), below their own rounding of 2^-9 and 2^-12, and 2^-19 in
+float32 (s = 2^-19). A smaller s would be more exact and leave the range of float16, fp8 and of the scales of
+quantized weights. Checkpoints of earlier versions have s = 2^-30, which float16 and most weight quantizers turn into 0.
 """
 
 from __future__ import annotations
@@ -21,7 +27,8 @@ from torch import Tensor
 
 from surgery.common.errors import SurgeryError
 
-TINY_SCALE = 2.0**-30
+HALF_SCALE, WIDE_SCALE, OLD_SCALE = 2.0**-16, 2.0**-19, 2.0**-30
+"""Factors of a tiny latent: in bfloat16 and float16, in wider dtypes, and in checkpoints of earlier versions."""
 TINY_EPS = 1e-6
 CONSTANT = 2.0**14  # its square, averaged over the channels, dwarfs a latent of unit size; fits fp16
 
@@ -31,10 +38,10 @@ class NeutralNorm:
     """A norm over ``width`` channels that passes the first ones through as ``gain * channel``.
 
     Attributes:
-        extra: channels added behind the latent (0 or 1).
-        scale: what the down projection multiplies the latent by.
+        extra: channels added after the latent (0 or 1).
+        scale: factor of the latent in the down projection.
         weight: the norm's weight, a power of two.
-        gain: what comes out per unit of latent; divide the up-projection by it.
+        gain: output per unit of latent; divide the up-projection by it.
     """
 
     kind: str
@@ -58,42 +65,46 @@ class NeutralNorm:
         weight = weight / self.gain
         return torch.nn.functional.pad(weight, (0, self.extra))
 
+    def weights(self, rank: int) -> Tensor:
+        """The norm's weight [rank + extra]; 0 for the constant, which would overflow an fp8 cache and is not read."""
+        return torch.cat([torch.full((rank,), self.weight), torch.zeros(self.extra)])
 
-def tiny_norm() -> NeutralNorm:
-    """The tiny-latent way; any width, bf16 and fp32."""
-    weight = 1 / TINY_SCALE / 1024
-    return NeutralNorm("tiny", 0, TINY_SCALE, weight, weight * TINY_SCALE / math.sqrt(TINY_EPS))
+
+def tiny_norm(scale: float) -> NeutralNorm:
+    """The tiny-latent way; any width."""
+    weight = 1 / scale / 1024
+    return NeutralNorm("tiny", 0, scale, weight, weight * scale / math.sqrt(TINY_EPS))
 
 
 def constant_norm(rank: int) -> NeutralNorm:
-    """The constant-channel way for a latent of ``rank`` numbers."""
+    """The constant-channel way for a latent of ``rank`` channels."""
     rms = CONSTANT / math.sqrt(rank + 1)
     weight = 2.0 ** round(math.log2(rms))
     return NeutralNorm("constant", 1, 1.0, weight, weight / rms)
 
 
 def neutral_norm(kind: str, rank: int, dtype: torch.dtype) -> NeutralNorm:
-    """The norm of the given kind ("tiny" or "constant").
+    """The norm of the given kind ("tiny" or "constant") for weights of a dtype.
 
     Raises:
-        SurgeryError: an unknown kind, or tiny in fp16, where 2^-30 is zero.
+        SurgeryError: an unknown kind.
     """
     if kind == "tiny":
-        if dtype == torch.float16:
-            raise SurgeryError("the tiny-latent norm underflows in float16: use --latent-norm constant")
-        return tiny_norm()
+        return tiny_norm(HALF_SCALE if dtype.itemsize <= 2 else WIDE_SCALE)
     if kind == "constant":
         return constant_norm(rank)
     raise SurgeryError(f"unknown latent norm {kind!r}: choose tiny or constant")
 
 
 def recognised_norm(weight: Tensor, bias: Tensor | None) -> NeutralNorm | None:
-    """Which neutral norm a checkpoint has, by the norm's weight [r + extra] and the latent's bias [r + extra], if any.
+    """The neutral norm of a checkpoint, by the norm's weight [r + extra] and the latent's bias [r + extra], if any.
 
-    None if it is a norm that does something.
+    None if it is a norm that does something. Earlier versions wrote the same weight for the constant channel too.
     """
-    for norm in (tiny_norm(), constant_norm(len(weight) - 1)):
-        constant = norm.kind == "tiny" or (bias is not None and float(bias[-1]) == CONSTANT)
-        if constant and bool((weight.double() == norm.weight).all()):
+    for norm in (constant_norm(len(weight) - 1), *map(tiny_norm, (HALF_SCALE, WIDE_SCALE, OLD_SCALE))):
+        constant = norm.kind == "tiny" or (
+            bias is not None and float(bias[-1]) == CONSTANT and float(weight[-1]) in (0.0, norm.weight)
+        )
+        if constant and bool((weight[: len(weight) - norm.extra].double() == norm.weight).all()):
             return norm
     return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from surgery.architectures import deepseek_v3
-from surgery.architectures.neutral_norm import NeutralNorm, neutral_norm, recognised_norm
+from surgery.architectures.neutral_norm import NeutralNorm, constant_norm, recognised_norm
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.families import key_gains
@@ -132,7 +132,7 @@ class LatentModel:
             if len(set(ranks)) > 1:
                 raise SurgeryError(f"stock {deepseek_v3.MODEL_TYPE} has one rank for all layers, not {ranks}")
             ((rank,), *_) = ranks
-            norm = neutral_norm(self.norm.kind, rank, torch.float32)
+            norm = constant_norm(rank) if self.norm.extra else self.norm
             return LatentModel({**self.config, "kv_lora_rank": rank + norm.extra}, norm)
         entries = []
         for entry, kept in zip(self.config["attention_layers"], ranks, strict=True):

@@ -12,7 +12,7 @@ from surgery.common.human import cost, duration, formats_of, origin, per_token, 
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json, typed
-from surgery.console.verdicts import of_conversion, show_next, where_it_loads
+from surgery.console.verdicts import of_conversion, show_next, show_ruin, where_it_loads
 from surgery.engines import ANY, OWN_CLASSES, spoken
 from surgery.engines.verdict import Verdict
 from surgery.reporting.quality import before_and_after, fit_told, stages_table
@@ -45,6 +45,7 @@ def show_conversion(conversion, address: str | None = None, *, as_json: bool = F
     page.print(f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}")
     made, given = typed(conversion.path), conversion.source
     page.print(f"[bold]{plain(made)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
+    show_ruin(page, target.get("ruined_by", ()))
     if address:
         page.print(f"pushed to {plain(address)}", soft_wrap=True)
     after = [f"surgery heal {made} --teacher {given}"] if first["loss"] is not None else []
@@ -140,6 +141,7 @@ def show_doctor(diagnosis, *, as_json: bool = False) -> None:
     held = Column("KV cache per token", align="right")
     page.print(make_table(["engine", Column("version", align="left"), "", held, "because"], rows))
     _show_commands(page, {verdict.engine: verdict.to_dict() for verdict in diagnosis.verdicts})
+    show_ruin(page, diagnosis.ruined_by)
 
 
 def show_export(exported, *, as_json: bool = False) -> None:

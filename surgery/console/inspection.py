@@ -158,6 +158,7 @@ def _facts(inspection) -> list[tuple[str, str]]:
         ("layers", f"{facts['layers']} of width {facts['hidden']:,}"),
         ("heads", f"{facts['heads']} queries{_cached_heads(facts)}"),
         *[("attention", kind) for kind in facts.get("attention", [])],
+        *[("ruined by", ", ".join(formats)) for formats in [facts.get("ruined_by")] if formats],
         ("RoPE", f"{facts['rope_type']}{base}, {facts['max_positions']:,} positions"),
         *[("attention windows", said) for said in _windows(inspection.windows)],
         *[("besides", ", ".join(said)) for said in [list(filter(None, extras))] if said],

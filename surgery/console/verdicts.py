@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
 from surgery.common.human import cost, share
 from surgery.console.page import plain
-from surgery.engines import NOT_TRIED, REFUSED, loads, ran
+from surgery.engines import NOT_TRIED, REFUSED, loads, ran, told_ruin
 
 
 def of_conversion(report: dict[str, Any]) -> str:
@@ -61,6 +61,12 @@ def where_it_loads(engines: Mapping[str, Any]) -> str:
         if others := [engine for engine, said in verdicts.items() if said["status"] == status]:
             told += f"; {words} {', '.join(others)}"
     return told
+
+
+def show_ruin(page: Console, formats: Sequence[str]) -> None:
+    """Names the formats of weights or cache that a checkpoint does not survive, if any."""
+    if formats:
+        page.print(f"[bold yellow]{plain(told_ruin(formats))}[/bold yellow]", soft_wrap=True)
 
 
 def show_next(page: Console, commands: Iterable[str]) -> None:

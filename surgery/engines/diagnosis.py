@@ -9,31 +9,40 @@ from typing import Any
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.engines.facts import Facts
+from surgery.engines.number_formats import ruinous_formats
 from surgery.engines.table import verdicts
 from surgery.engines.verdict import Verdict
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What engines do with one checkpoint."""
+    """What engines do with one checkpoint.
+
+    Attributes:
+        ruined_by: formats of weights or cache in which it computes nonsense, as far as its tensors show.
+    """
 
     path: str
     facts: Facts
     verdicts: tuple[Verdict, ...]
+    ruined_by: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         engines = [verdict.to_dict() for verdict in self.verdicts]
-        return {"path": self.path, "kind": self.facts.kind, **asdict(self.facts), "engines": engines}
+        facts = {"path": self.path, "kind": self.facts.kind, **asdict(self.facts)}
+        return {**facts, "engines": engines, "ruined_by": list(self.ruined_by)}
 
 
 def diagnose(checkpoint: str | Path) -> Diagnosis:
-    """Reads a checkpoint's config.json and asks every engine.
+    """Reads a checkpoint's config.json, and of stock MLA what makes its latents, and asks every engine.
 
     Raises:
         SurgeryError: there is no checkpoint, or its config does not say what engines want to know.
     """
-    reader = CheckpointReader.open(checkpoint).as_stored
+    opened = CheckpointReader.open(checkpoint)
+    reader = opened.as_stored
     try:
-        return Diagnosis(str(checkpoint), Facts.of(reader.config), tuple(verdicts(reader.config, str(checkpoint))))
+        answers = tuple(verdicts(reader.config, str(checkpoint)))
+        return Diagnosis(str(checkpoint), Facts.of(reader.config), answers, tuple(ruinous_formats(opened)))
     except KeyError as error:
         raise SurgeryError(f"{reader.path}: config.json does not say {error}") from None

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from surgery.architectures.decilm import feed_forward_width
 from surgery.architectures.deepseek_v3 import interleaving
+from surgery.architectures.neutral_norm import OLD_SCALE, recognised_norm
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.engines.facts import DECILM, MLA
@@ -192,8 +193,15 @@ class GGUFModel:
             raise SurgeryError(f"{self.reader.path}: {name} has no place in llama.cpp's {self.architecture}")
         if self.architecture != "deepseek2" and part in ("self_attn.q_proj", "self_attn.k_proj"):
             read = partial(self._neighbouring, read)
-        new, tiny = f"blk.{layer}.{LAYER_NAMES[part]}.{kind}", part == "self_attn.kv_a_proj_with_mqa"
-        yield GGUFTensor(new, tuple(info.shape), info.dtype, read, tiny)
+        new = f"blk.{layer}.{LAYER_NAMES[part]}.{kind}"
+        yield GGUFTensor(new, tuple(info.shape), info.dtype, read, self._is_tiny(layer, part))
+
+    def _is_tiny(self, layer: int, part: str) -> bool:
+        """Whether a tensor makes latents as small as earlier versions wrote them."""
+        if part != "self_attn.kv_a_proj_with_mqa":
+            return False
+        norm = recognised_norm(self.reader.tensor(f"model.layers.{layer}.self_attn.kv_a_layernorm.weight"), None)
+        return norm is not None and norm.scale == OLD_SCALE
 
     def _neighbouring(self, read: Callable[[], Tensor]) -> Tensor:
         """Rows of each head from half-split pairs to neighbouring ones."""

@@ -11,6 +11,7 @@ from surgery.checkpoint.file_kinds import REPORT
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.human import per_token
+from surgery.engines import ruinous_formats
 from surgery.families import FAMILIES, LATENT_FAMILIES, head_shape
 from surgery.forecast import attention_structures as structures
 from surgery.forecast.speed import batches, speed_against
@@ -99,6 +100,7 @@ def _architecture(reader: CheckpointReader, config: Any, layers: list[Attention]
         "model_type": config.model_type + (f" over {base}" if base else ""),
         "attention": [f"{count} layers: {kind}" for kind, count in Counter(map(_kind, layers)).items()],
         "biases": [],
+        "ruined_by": ruinous_formats(reader),
         "qk_norm": any(name.endswith("q_norm.weight") for name in reader.names()),
     }
 

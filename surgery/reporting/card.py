@@ -6,7 +6,7 @@ from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.human import formats_of, in_code, in_markdown, origin
 from surgery.common.tables import markdown
 from surgery.common.tables.table import Column, Table
-from surgery.engines import spoken
+from surgery.engines import spoken, told_ruin
 from surgery.engines.in_transformers import EAGER, EAGERLY, PICTURES
 from surgery.reporting.adapters import adapters_section
 from surgery.reporting.front_matter import front_matter, reads_pictures
@@ -71,7 +71,7 @@ Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"
 ```python
 {loading}
 ```
-
+{_ruined(target)}
 ## Where the loss comes from
 
 {markdown.render(stages_table(report.ladder))}
@@ -88,6 +88,12 @@ Source weights sha256 `{in_code(source["sha256"])}`, command `{in_code(report.co
 versions and per-layer errors are in `surgery_report.json`. The licence of the source applies; its own card, if any, is
 `README.source.md`.{_source_code(report)}
 """
+
+
+def _ruined(target: dict) -> str:
+    """Formats that the checkpoint does not survive; a paragraph of its own."""
+    formats = target.get("ruined_by")
+    return f"\n{in_markdown(told_ruin(formats))}\n" if formats else ""
 
 
 def _training(report) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from surgery.architectures.beside_pictures import whole_config, whole_names
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.texts import Texts, load_texts
-from surgery.checkpoint import CheckpointWriter, TensorSpec, verify_files
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, verify_files
 from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.carry_over import copy_sidecars, copy_tensors
 from surgery.checkpoint.disk import read_json
@@ -27,6 +27,7 @@ from surgery.checkpoint.unfinished import Unfinished
 from surgery.checkpoint.writer import in_parts
 from surgery.common.ownership import inventory
 from surgery.common.progress import Progress
+from surgery.engines import ruinous_formats
 from surgery.model import remote_code_files
 from surgery.reporting.report import Report, previous_report
 from surgery.running.processes import Processes
@@ -206,6 +207,8 @@ def _conclude(
         SurgeryError: the source is no longer what it was when the conversion began.
     """
     work.opened.reader.check_unchanged()
+    if ruined := ruinous_formats(CheckpointReader.open(writer.partial)):
+        outcome = replace(outcome, target={**outcome.target, "ruined_by": ruined})
     report = build_report(work, outcome, verification, writer.out.name, writer.plan, command)
     if outcome.final_config is not None:
         writer.write_json(CONFIG, outcome.final_config)

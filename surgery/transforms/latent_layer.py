@@ -13,7 +13,7 @@ drops columns. Rotary pairs of the latent form are half-split: (i, i + ρ/2) tur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,19 @@ class LatentLayer:
     def to(self, *args, **kwargs) -> LatentLayer:
         """A copy with every tensor but ``inv_freq`` moved or cast."""
         return moved(self, *args, **kwargs)
+
+    def rescaled(self, latent: float, rope_key: float) -> LatentLayer:
+        """The same function with latents and rotary keys multiplied by these numbers, exact for powers of two."""
+        rank, width = self.rank, len(self.down)
+        made = torch.full((width,), latent, dtype=self.down.dtype, device=self.down.device)
+        made[rank:] = rope_key
+        return replace(
+            self,
+            down=self.down * made[:, None],
+            down_bias=None if self.down_bias is None else self.down_bias * made,
+            query_up=self.query_up / made,
+            value_up=self.value_up / latent,
+        )
 
     def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What the cache holds of inputs ``x`` [B, T, D]: latents [B, T, r] and rotated keys [B, T, ρ]."""

@@ -20,6 +20,7 @@ low rank (SVD-LLM, arXiv 2403.07378) by the curvature of the loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -76,6 +77,7 @@ class ConvertedLayer:
         partial: RoPE on the chosen components only, nothing truncated.
         truncated: the result.
         rope_error: predicted share of the squared scores lost with the dropped rotations (None without lags).
+        sizes: root mean squares of the truncated latent and of its rotary keys, over channels and tokens.
         energy: of the latent's dimensions in the method's metric, descending; with a Fisher metric each is twice the
             loss increase in nats per token that dropping it is expected to cost.
     """
@@ -83,6 +85,7 @@ class ConvertedLayer:
     basis: KeyBasis
     partial: LatentLayer
     truncated: LatentLayer
+    sizes: tuple[float, float]
     rope_error: float | None
     energy: Tensor
 
@@ -191,6 +194,7 @@ def convert_layer(
         weight = partial.down[: partial.rank].double().cpu()
         moment, metric = weight @ weight.mT, torch.eye(len(weight), dtype=torch.float64)
     down, up, energy = reduced_rank_projection(moment, metric, min(rank, len(moment)))
+    sizes = _cached_sizes(anatomy, statistics, basis, rotated, down)
     rope_error = None
     if method.lags:
         cost, total = lags.cost(), lags.energy.sum()
@@ -199,6 +203,7 @@ def convert_layer(
         basis=basis,
         partial=partial,
         truncated=partial_rope.truncate(partial, down, up),
+        sizes=sizes,
         rope_error=rope_error,
         energy=energy,
     )
@@ -211,6 +216,17 @@ def _latent_moments(
     rows, dual = (partial_rope.latent_rows(anatomy, basis, rotated, dual=dual) for dual in (False, True))
     moment, metric = rows @ statistics.met_moment @ rows.mT, dual @ statistics.metric @ dual.mT
     return moment, metric
+
+
+def _cached_sizes(
+    anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis, rotated: Tensor, down: Tensor
+) -> tuple[float, float]:
+    """:attr:`ConvertedLayer.sizes` of a latent that is ``down`` times the untruncated one; 1 where nothing is."""
+    keys = anatomy.kv_heads * anatomy.head_dim
+    latent = _quadratic(down @ partial_rope.latent_rows(anatomy, basis, rotated), statistics.moment)
+    rope_key = _quadratic(basis.key_rows(rotated), statistics.moment[:keys, :keys])
+    latent_size, rope_size = (math.sqrt(max(float(each.sum()), 0.0) / max(len(each), 1)) for each in (latent, rope_key))
+    return latent_size or 1.0, rope_size or 1.0
 
 
 def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from own_models import KINDS, tiny_source, tokens
 from transformers import AutoModelForCausalLM
 
 from surgery.architectures.entry_factors import entry_factors
-from surgery.architectures.neutral_norm import CONSTANT, TINY_SCALE
+from surgery.architectures.neutral_norm import CONSTANT
 from surgery.checkpoint import CheckpointReader
 from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
@@ -77,7 +77,6 @@ def test_stock_latents_and_rotary_pairs(kind, checkpoints, tmp_path):
     path = converter.convert(source, tmp_path / "stock", ConvertSettings(**asked)).path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     factors = factors_of(entry_factors(CheckpointReader.open(str(path))), model, "test")
-    scale = TINY_SCALE if kind == "tiny" else 1.0
     with torch.no_grad():
         for layer in model.model.layers:
             spread = torch.logspace(-3, -1, 12, base=2).exp2()
@@ -94,7 +93,9 @@ def test_stock_latents_and_rotary_pairs(kind, checkpoints, tmp_path):
             down, up = attention.kv_a_proj_with_mqa.weight, attention.kv_b_proj.weight
             query = attention.q_b_proj if kind == "constant" else attention.q_proj
             query = query.weight.unflatten(0, (-1, attention.qk_head_dim))[:, attention.qk_nope_head_dim :]
-            made = down[:12].square().mean(1).sqrt() / scale
+            made = down[:12].square().mean(1).sqrt()
+            if kind == "tiny":
+                made = made / factors[f"model.layers.{number}.self_attn.kv_a_proj_with_mqa.weight"][0, 0]
             assert ((made / up[:, :12].square().mean(0).sqrt()).log2().abs() <= 1.001).all()
             pairs = down[-4:].square().mean(1).view(-1, 2).mean(1), query.square().mean((0, 2)).view(-1, 2).mean(1)
             assert ((pairs[0] / pairs[1]).log2().abs() <= 2.002).all()

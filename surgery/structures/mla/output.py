@@ -32,9 +32,7 @@ def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: Attenti
     stock = settings.carrier != "own" and not opened.family.experts
     stock = stock and not kept_layers(settings.keep_layers, opened.windows, opened.fixed)
     eps = opened.reader.config.get("rms_norm_eps", 1e-6)
-    constant = settings.latent_norm == "constant" or (
-        settings.latent_norm == "auto" and (anatomy.q.dtype == torch.float16 or abs(eps - 1e-6) > 1e-12)
-    )
+    constant = settings.latent_norm == "constant" or (settings.latent_norm == "auto" and abs(eps - 1e-6) > 1e-12)
     return int(stock and constant)
 
 

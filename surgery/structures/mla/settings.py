@@ -121,6 +121,7 @@ class ConvertSettings(FittedSettings):
             ("carrier", ("auto", "stock")),
             ("allocate", ("auto", "uniform")),
             ("method", ("fisher",)),
+            ("latent_norm", ("auto", "tiny")),  # the constant is a bias, which engines drop
         ):
             if getattr(self, name) not in allowed:
                 raise SurgeryError(f"engine {self.engine} takes {name} {allowed[0]}, not {getattr(self, name)}")

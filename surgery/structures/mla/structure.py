@@ -5,6 +5,7 @@ Candidate splits of the budget are tried on held-out text; then every layer is c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -180,7 +181,8 @@ class MLA(Structure[Source, ConvertSettings]):
         if index in self.kept:
             return super().layer_forms(work, index, layer, anatomy, fit)
         stream, settings = self.opened.stream, self.settings
-        forms = [self._plan.convert(anatomy, work.library, index).truncated]
+        converted = self._plan.convert(anatomy, work.library, index)
+        forms = [converted.truncated]
         if fit and mla.METHODS[settings.method].gradients:
             metric = work.library.load(index)[0].output_metric
             closed = SimulatedAttention(forms[0].to(stream.device, stream.dtype))
@@ -189,7 +191,7 @@ class MLA(Structure[Source, ConvertSettings]):
         return [
             LayerForm(
                 SimulatedAttention(form.to(stream.device, stream.dtype)),
-                self._carrier.writer.tensors(index, form.to("cpu", torch.float64)),
+                self._tensors(index, form, converted),
             )
             for form in forms
         ]
@@ -276,9 +278,17 @@ class MLA(Structure[Source, ConvertSettings]):
                 energies["fitted"] = energies["truncated"] if kept is closed else solve.energies
             errors = runs.advance(layer, anatomy, _forms(anatomy, converted.basis, stages, stream), stages)
         for form in energies:
-            tensors = self._carrier.writer.tensors(index, stages[form].to("cpu", torch.float64))
-            work.alternatives.save(form, index, tensors)
+            work.alternatives.save(form, index, self._tensors(index, stages[form], converted))
         return {form: LayerReport.of(index, converted, worth, errors) for form, worth in energies.items()}
+
+    def _tensors(self, index: int, form: LatentLayer, converted: mla.ConvertedLayer) -> dict[str, Tensor]:
+        """The tensors of a form of a layer; stock wants latents and rotary keys of mean square one."""
+        written = form.to("cpu", torch.float64)
+        if self._carrier.stock:
+            latent, rope_key = (2.0 ** -round(math.log2(size)) for size in converted.sizes)
+            fitted = form is not converted.truncated  # whose latents are of that size, as `order_latents` leaves them
+            written = written.rescaled(1.0 if fitted else latent, rope_key)
+        return self._carrier.writer.tensors(index, written)
 
 
 def _unlikely(plan: MLAPlan) -> float:

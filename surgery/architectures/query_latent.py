@@ -1,0 +1,46 @@
+"""Queries with biases in a class that has none: a full-rank query latent [x ; 1], its norm neutralised.
+
+The class has biases on what makes latents, so a constant channel does both: it is the 1, and it dwarfs x in the norm.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+CONSTANT = 2.0**15
+"""For inputs as they are: the norm is off by |x|²/2^31 of its value."""
+LARGEST_WEIGHT = 2.0**14
+"""Of the norm at the constant channel; its inverse is the least."""
+
+
+def query_latent(query: Tensor, bias: Tensor, input_scale: float) -> dict[str, Tensor]:
+    """Tensors that compute ``query x + bias`` by way of a latent [x ; 1].
+
+    The norm's weight at the constant is chosen so that no bias exceeds the largest weight of its row in ``q_b_proj``:
+    weight quantizers hold both in one scale.
+
+    Args:
+        query: [n, D].
+        bias: [n].
+        input_scale: the factor that the inputs x have already.
+    """
+    width = query.shape[1] + 1
+    constant = CONSTANT * input_scale
+    rms = constant / math.sqrt(width)
+    weight = 2.0 ** round(math.log2(rms))
+    gain, unit = weight / rms, constant / rms
+    query, tiny = query / gain, torch.finfo(torch.float32).tiny
+    largest = query.abs().amax(1)
+    ratio = float((bias.abs() / largest)[largest > tiny].max()) if bool((largest > tiny).any()) else 1.0
+    exponent = math.ceil(math.log2(max(ratio / unit, 1 / LARGEST_WEIGHT)))
+    weights = torch.full((width,), weight)
+    weights[-1] = min(2.0**exponent, LARGEST_WEIGHT)
+    return {
+        "q_a_proj.weight": torch.eye(width, width - 1, dtype=query.dtype),
+        "q_a_proj.bias": torch.nn.functional.pad(query.new_full((1,), constant), (width - 1, 0)),
+        "q_a_layernorm.weight": weights,
+        "q_b_proj.weight": torch.cat([query, bias[:, None] / (float(weights[-1]) * unit)], dim=1),
+    }
