@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,7 @@ import yaml
 from surgery.architectures.entry_factors import entry_factors
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.carry_over import CARD, REPORT
-from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.disk import disk_errors, read_json
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.output_place import LOCK, default_output, kept_apart
 from surgery.checkpoint.staging import Staging
@@ -43,8 +43,8 @@ from surgery.healing.launchers import (
 )
 from surgery.healing.recorded_source import find_source
 from surgery.healing.verification import verify_healed
-from surgery.reporting.healing_table import gap_closed, quality_table, stages
-from surgery.reporting.report import Report, previous_report
+from surgery.reporting.healing_table import check_healing, gap_closed, quality_table, stages
+from surgery.reporting.report import Report, read_report, reading
 from surgery.running.workers import ended
 from surgery.training.models import check_writable
 from surgery.training.settings import LEARNED_FROM, HealSettings
@@ -110,6 +110,7 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     if find_spec("accelerate") is None:
         raise SurgeryError('healing needs accelerate: pip install "model-surgery[train]"')
     student = CheckpointReader.open(request.student)
+    _earlier(student.path)  # damaged records are refused before the training
     request = with_teacher(request, student, progress)
     out = request.out or default_output(request.student, "healed")
     check_output(student.source, out)
@@ -328,16 +329,23 @@ def _quality(
 
 
 def _earlier(student: Path) -> list[dict[str, Any]]:
-    """The healings that made the student, each without those before it, if it was healed itself."""
-    before = (previous_report(student) or {}).get("healing")
-    with suppress(OSError, ValueError):
-        before = before or json.loads((student / HEALING).read_text(encoding="utf-8"))
+    """The healings that made the student, each without those before it, if it was healed itself.
+
+    Raises:
+        SurgeryError: their record is damaged.
+    """
+    before = (read_report(student) or {}).get("healing")
+    path = student / HEALING
+    if before is None and path.is_file():
+        before = read_json(path)
+        with reading(path):
+            check_healing(before)
     return [{**stage, "earlier": []} for stage in stages(before)] if before else []
 
 
 def _write_report(folder: Path, student: Path, healing: dict[str, Any], verification: Verification, name: str) -> None:
     """Puts the healing into the conversion's report and card; without a report it gets a file of its own."""
-    found = previous_report(student)
+    found = read_report(student)
     if found is None:
         (folder / HEALING).write_text(json.dumps(healing, indent=1) + "\n", encoding="utf-8")
         return

@@ -10,7 +10,7 @@ from surgery.checkpoint.carry_over import CARD
 from surgery.checkpoint.hub import is_hub_id, reason
 from surgery.common.errors import SurgeryError
 from surgery.reporting.front_matter import of_source
-from surgery.reporting.report import Report, previous_report
+from surgery.reporting.report import Report, read_report
 
 OF_THE_HUB = ".gitattributes"
 
@@ -102,7 +102,7 @@ class Publication:
 
     def _card(self, folder: Path) -> str:
         """The card under the name on the hub."""
-        report = previous_report(folder)
+        report = read_report(folder)
         if report is None:
             raise SurgeryError(f"{folder}: has no surgery_report.json; of other checkpoints use `hf upload`")
         return Report.of(report).card(self.repo, base_model=self.base_model, inherited=of_source(folder))

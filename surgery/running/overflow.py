@@ -24,7 +24,7 @@ def check_hidden(hidden: Tensor, reader: CheckpointReader, what: str) -> None:
 
 
 def overflow(reader: CheckpointReader, what: str) -> SurgeryError:
-    """Name the first tensor with NaN or infinity, or else the one with the largest value. Reads the whole checkpoint."""
+    """Name the first tensor with NaN or infinity, else the one with the largest value; reads the whole checkpoint."""
     largest, culprit = 0.0, ""
     for name in reader.names():
         for piece in reader.chunks(name):

@@ -15,6 +15,7 @@ TENSORS = {
     "MLP": "model.layers.1.mlp.down_proj.weight",
     "final norm": "model.norm.weight",
 }
+HEADS = "heads.safetensors"
 SHORT = ("--calibration", HELD_OUT, "--calibration-tokens", 512, "--calibration-length", 128)
 COMMANDS = {
     "inspect": ("inspect", "bad", *SHORT),
@@ -32,7 +33,7 @@ COMMANDS = {
         "--window",
         32,
         "--out",
-        "h.safetensors",
+        HEADS,
     ),
     "eval": ("eval", "bad", "--tasks", "loss", "--length", 64, "--windows", 2, "--device", "cpu", "--out", "results"),
     "verify": ("verify", "bad"),
@@ -57,7 +58,7 @@ def check(monkeypatch, capsys, folder, command, tensor, value):
     code, _, errors = run_main(monkeypatch, capsys, *COMMANDS[command], "--quiet")
     assert code in (0, 1) and "Traceback" not in errors, errors
     if code == 0 and command == "heads":  # which looks at queries and keys
-        assert all(values.isfinite().all() for values in load_file("h.safetensors").values())
+        assert all(values.isfinite().all() for values in load_file(HEADS).values())
         return
     if code == 0:
         assert value == "1e38" and tensor == "final norm"

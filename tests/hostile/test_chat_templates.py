@@ -80,7 +80,7 @@ def test_limits(limit, tokenizer, monkeypatch):
 @pytest.mark.parametrize("text", ["{% for %}", "{{ messages[99].content.x }}", "{{ raise_exception('no') }}"])
 def test_templates_that_fail(text, tokenizer):
     tokenizer.chat_template = text
-    with pytest.raises(SurgeryError, match="the chat template of .* refuses the conversation"):
+    with pytest.raises(SurgeryError, match=r"the chat template of .* refuses the conversation"):
         ChatTemplate(tokenizer).render([{"role": "user", "content": "x"}])
 
 
