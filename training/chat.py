@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.calibration.text import jsonl_records, parquet_records
 from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
+from surgery.running.chat_templates import ChatTemplate
 from surgery.training.token_file import Document
 
 MESSAGES = "messages"
@@ -48,7 +49,7 @@ class ChatEncoder:
                 f"{tokenizer.name_or_path or 'the tokenizer'}: has no chat template to write conversations with; give"
                 " text instead, or the tokenizer of a model for chats"
             ) from None
-        self._tokenizer = tokenizer
+        self._chat_template = ChatTemplate(tokenizer)
         self.marked = GENERATION.search(self.template) is not None
         if self.marked and not tokenizer.is_fast:
             raise SurgeryError("labels on the assistant's turns need a fast tokenizer, and this one is not")
@@ -67,20 +68,13 @@ class ChatEncoder:
         if not messages:
             return None
         try:
-            encoded = self._tokenizer.apply_chat_template(
-                messages,
-                tools=record.get("tools"),
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=self.marked,
-                tokenizer_kwargs={"verbose": False},
-            )
-        except Exception as error:  # a template can raise anything, on turns in an order that it does not know
-            raise SurgeryError(f"{where}: the chat template refuses it: {' '.join(str(error).split())}") from error
-        labelled = encoded["assistant_masks"] if self.marked else None
-        if not encoded["input_ids"] or (labelled is not None and not any(labelled)):
+            rendered = self._chat_template.render(messages, tools=record.get("tools"), mark_assistant=self.marked)
+        except SurgeryError as error:
+            raise SurgeryError(f"{where}: {error}") from error
+        tokens, marks = self._chat_template.tokens(rendered)
+        if not tokens or (self.marked and not any(marks)):
             return None
-        return Document(encoded["input_ids"], labelled)
+        return Document(tokens, marks if self.marked else None)
 
 
 def holds_conversations(path: Path) -> bool:

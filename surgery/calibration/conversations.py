@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.self_samples import sample_replies
-from surgery.common.errors import SurgeryError
 from surgery.eval.sequences import tokenize
+from surgery.running.chat_templates import ChatTemplate
 
 REPLY = 160
 """Tokens of a reply at most."""
@@ -94,7 +94,8 @@ def sample_conversations(
         SurgeryError: the tokenizer has no chat template, or one that takes no question of a user.
     """
     ends = _ends(model, tokenizer)
-    asked = [_asked(tokenizer, prompt) for prompt in prompts]
+    template = ChatTemplate(tokenizer)
+    asked = [_asked(tokenizer, template, prompt) for prompt in prompts]
     rng = random.Random(seed)
     found: list[list[int]] = []
     while (lacking := tokens - sum(map(len, found))) > 0:
@@ -104,13 +105,9 @@ def sample_conversations(
     return found
 
 
-def _asked(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def _asked(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, prompt: str) -> list[int]:
     turns = [{"role": "user", "content": prompt}]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template can raise anything
-        raise SurgeryError(f"the chat template refuses a question: {' '.join(str(error).split())[:200]}") from error
-    return tokenize(tokenizer, text)
+    return tokenize(tokenizer, template.render(turns, add_generation_prompt=True).text)
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

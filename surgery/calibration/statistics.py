@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -59,6 +59,11 @@ class LayerStatistics:
     token_weight: Tensor | None = None  # w of every token in order, float32 [N T]
     weighted_gradient: Tensor | None = None  # [n, n]
     weighted_raw_gradient: Tensor | None = None  # the same at keys before a key norm that follows them
+
+    def is_finite(self) -> bool:
+        """Return whether all moments are finite."""
+        values = (getattr(self, each.name) for each in fields(self))
+        return all(bool(value.isfinite().all()) for value in values if isinstance(value, Tensor))
 
     @property
     def met_moment(self) -> Tensor:

@@ -27,6 +27,7 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.running.activations import ActivationMemory, give_back, map_file
 from surgery.running.layer_stream import LayerStream, sampling_numbers
+from surgery.running.overflow import overflow
 from surgery.running.processes import ALONE, Processes
 from surgery.running.source import Source
 
@@ -223,7 +224,10 @@ def _swept(
 
     with stream.layer(index) as layer:
         moments.collect(add)
-    return SweptLayer(index, anatomy, moments.result(), inputs)
+    statistics = moments.result()
+    if not statistics.is_finite():
+        raise overflow(stream.reader, f"calibration statistics of layer {index}")
+    return SweptLayer(index, anatomy, statistics, inputs)
 
 
 def _pass_gradients(stream: LayerStream, index: int, hidden: Tensor, upstream: Tensor, parts: Parts) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.common.errors import SurgeryError
+from surgery.common.visible import visible
 
 BUILTIN = "builtin"
 SELF = "self"
@@ -240,7 +241,7 @@ def open_dataset(source: str) -> Any:
     is_folder = Path(name).expanduser().is_dir()
     chosen = f"{name}, {f'config {config}, ' if config else ''}split {split}"
     name, origin = (str(Path(name).expanduser()), "local folder") if is_folder else (name, "Hugging Face Hub")
-    print(f"surgery: streaming the dataset {chosen}, from the {origin}", file=sys.stderr)
+    print(f"surgery: streaming the dataset {visible(chosen)}, from the {origin}", file=sys.stderr)
     with dataset_errors(source):
         return datasets.load_dataset(name, config, split=split, streaming=True)
 

@@ -1,5 +1,7 @@
 """The one exception that users are meant to see."""
 
+from surgery.common.visible import visible
+
 _LONGEST = 1500
 
 
@@ -16,7 +18,7 @@ class SurgeryError(Exception):
     shared = False
 
     def __init__(self, message: str):
-        line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(message))
+        line = visible(message).replace("\n", "\\n").replace("\t", "\\t")
         super().__init__(line if len(line) <= _LONGEST else f"{line[:1000]} … {line[-400:]}")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import math
 
+from surgery.common.visible import visible
+
 
 def size(count: float) -> str:
     """Bytes in binary units with one decimal: ``3.0 KiB``; below 1 KiB as they are."""
@@ -95,7 +97,7 @@ def short(value: float | None) -> str:
 
 def one_line(text: object) -> str:
     """Text that stays on its line."""
-    return " ".join(str(text).splitlines())
+    return " ".join(visible(text).splitlines())
 
 
 def in_markdown(text: object) -> str:

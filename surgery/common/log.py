@@ -18,6 +18,7 @@ from surgery.common.environment import environment
 from surgery.common.errors import SurgeryError
 from surgery.common.human import duration, size
 from surgery.common.memory import peak_memory
+from surgery.common.visible import visible
 
 LOG_FILE, VERBOSE = "SURGERY_LOG_FILE", "SURGERY_VERBOSE"
 JSON_LINES = ".jsonl"
@@ -79,4 +80,4 @@ def logged(command: str, file: Path | None, *, verbose: bool, **facts: object) -
 def _append(path: str, text: str) -> None:
     # Opened for each line: several processes write into it, and forks of this one.
     with open(path, "a", encoding="utf-8") as handle:
-        handle.write(text)
+        handle.write(visible(text))

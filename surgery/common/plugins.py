@@ -17,6 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from surgery.common.errors import SurgeryError
+from surgery.common.visible import visible
 
 Kind = TypeVar("Kind")
 
@@ -108,4 +109,4 @@ def _load(kind: str, point: EntryPoint) -> Any:
 
 @cache
 def _tell_once(problem: str) -> None:
-    print(f"surgery: note: {problem}", file=sys.stderr)
+    print(f"surgery: note: {visible(problem)}", file=sys.stderr)

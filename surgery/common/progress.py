@@ -17,6 +17,7 @@ from tqdm import tqdm
 from surgery.common.human import duration
 from surgery.common.log import is_verbose, log
 from surgery.common.phase import Phase
+from surgery.common.visible import visible
 
 QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 """The environment in which neither we nor other packages show bars and notes, in this process and those it starts."""
@@ -86,7 +87,7 @@ class Progress:
 
         bar = tqdm(
             total=total,
-            desc=f"{f'{place} {name}'.strip():<32}",
+            desc=f"{visible(f'{place} {name}').strip():<32}",
             unit=unit,
             unit_scale=unit == "B",
             file=sys.stderr,
@@ -164,4 +165,4 @@ class Progress:
     @staticmethod
     def _show(text: str) -> None:
         stamp = f"{datetime.now():%H:%M:%S} " if is_verbose() else ""
-        tqdm.write(stamp + text, file=sys.stderr)  # past the bars of other libraries
+        tqdm.write(stamp + visible(text), file=sys.stderr)  # past the bars of other libraries

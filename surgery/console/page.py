@@ -11,9 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column, Table
+from surgery.common.visible import visible
 
 # Where nobody says how wide the page is: a file, a pipe.
 PLAIN_WIDTH = 120
@@ -21,13 +23,20 @@ PLAIN_WIDTH = 120
 
 def print_json(value: dict) -> None:
     """One JSON object on standard output."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.write(visible(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
+
+
+class Page(Console):
+    """A console on which text commands nothing: what was read from files may hold control characters."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
 
 
 def new_page() -> Console:
     """Standard output, as wide as the terminal; of a fixed width where it is none, so that files do not differ."""
     terminal = sys.stdout.isatty()
-    return Console(width=None if terminal else PLAIN_WIDTH, highlight=False)
+    return Page(width=None if terminal else PLAIN_WIDTH, highlight=False)
 
 
 def plain(text: object) -> str:

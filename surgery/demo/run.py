@@ -183,8 +183,10 @@ def held_out_tokens(tokenizer, shown: DemoModel) -> dict:
 
 def question(tokenizer, text: str) -> tuple[str, list[int], int]:
     """A question to show, its tokens as the model wants to read it, and how many to write after them."""
+    from surgery.running.chat_templates import ChatTemplate
+
     asked = [{"role": "user", "content": text}]
-    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    prompt = ChatTemplate(tokenizer).render(asked, add_generation_prompt=True).text
     return f"{text}\n", tokenizer(prompt, add_special_tokens=False).input_ids, NEW_TOKENS
 
 

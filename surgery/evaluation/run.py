@@ -33,6 +33,7 @@ from surgery.evaluation.store import ResultStore, key_of
 from surgery.evaluation.tasks import Tasks
 from surgery.reporting.report import environment
 from surgery.running.equal_widths import use_equal_widths
+from surgery.running.overflow import overflow
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.version import __version__
@@ -232,6 +233,7 @@ class _Work:
             raise SurgeryError(
                 f"{row.name}, task {task.name}: out of memory; use a smaller --batch-size or --length"
             ) from None
+        processes.from_main(lambda: _check_finite(row, task.name, result))
         found = {"result": result, "seconds": time.perf_counter() - start, "class": type(model).__name__}
         if processes.is_main:
             self._store.put(key, found)
@@ -270,6 +272,13 @@ class _Work:
             "surgery": __version__,
         }
         return key_of(facts)
+
+
+def _check_finite(row: Row, task: str, result: Any) -> None:
+    try:
+        json.dumps(result, allow_nan=False)
+    except ValueError:
+        raise overflow(row.checkpoint.reader, f"results of {row.name}, task {task},") from None
 
 
 def _opened_store(prepared: Prepared, request: Request, alone: ExitStack, note: Callable[[str], None]) -> ResultStore:

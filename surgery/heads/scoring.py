@@ -36,6 +36,7 @@ from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.heads.settings import HeadSettings
 from surgery.reporting.report import environment
 from surgery.running.loading import load_config
+from surgery.running.overflow import overflow
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.version import __version__
@@ -157,6 +158,8 @@ def _scored(
         )
         with progress.at(f"seed {len(found) + 1} of {settings.seeds}") if settings.seeds > 1 else nullcontext():
             found.append(score(session))
+        if not found[-1].scores.isfinite().all():
+            raise overflow(checkpoint.reader, "scores of heads")
         journals.append(journal)
         seconds += journal.seconds
     return _pattern(found, settings, checkpoint, texts, seconds), journals

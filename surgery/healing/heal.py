@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,7 @@ import yaml
 
 from surgery.architectures.entry_factors import entry_factors
 from surgery.checkpoint import CheckpointReader, check_output
-from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.disk import disk_errors, read_json
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.file_kinds import CARD, HEALING, REPORT
 from surgery.checkpoint.output_place import default_output, kept_apart
@@ -46,8 +46,8 @@ from surgery.healing.launchers import (
 )
 from surgery.healing.recorded_source import find_source
 from surgery.healing.verification import verify_healed
-from surgery.reporting.healing_table import gap_closed, quality_table, stages
-from surgery.reporting.report import Report, previous_report
+from surgery.reporting.healing_table import check_healing, gap_closed, quality_table, stages
+from surgery.reporting.report import Report, read_report, reading
 from surgery.running.source_check import open_source
 from surgery.running.workers import ended
 from surgery.training.models import check_writable
@@ -114,6 +114,7 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     if find_spec("accelerate") is None:
         raise SurgeryError('healing needs accelerate: pip install "model-surgery[train]"')
     student = open_source(request.student)
+    _earlier(student.path)  # damaged records are refused before the training
     request = with_teacher(request, student, progress)
     out = request.out or default_output(request.student, "healed")
     check_output(student.source, out)
@@ -341,18 +342,25 @@ def _quality(
     ]
 
 
-def _earlier(trained: Path) -> list[dict[str, Any]]:
-    """Healings that made the student, whose records lie with what was trained, each without those before it."""
-    before = (previous_report(trained) or {}).get("healing")
-    with suppress(OSError, ValueError):
-        before = before or json.loads((trained / HEALING).read_text(encoding="utf-8"))
-        before.pop("files", None)  # the record of that folder
+def _earlier(folder: Path) -> list[dict[str, Any]]:
+    """Healings that made a student, whose records lie in a folder, each without those before it.
+
+    Raises:
+        SurgeryError: a record is damaged.
+    """
+    before = (read_report(folder) or {}).get("healing")
+    path = folder / HEALING
+    if before is None and path.is_file():
+        before = read_json(path)
+        with reading(path):
+            check_healing(before)
+            before.pop("files", None)  # the record of that folder
     return [{**stage, "earlier": []} for stage in stages(before)] if before else []
 
 
 def _write_report(folder: Path, healing: dict[str, Any], verification: Verification, name: str) -> None:
     """Puts the healing into the conversion's report and card; without a report it gets a file of its own."""
-    found = previous_report(folder)
+    found = read_report(folder)
     if found is None:
         record = {**healing, "files": inventory(folder, [HEALING])}
         (folder / HEALING).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

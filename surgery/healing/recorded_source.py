@@ -11,7 +11,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.hub import download
 from surgery.checkpoint.named_models import BUILTIN, SMOLLM2, demo_model, smollm2
 from surgery.common.errors import SurgeryError
-from surgery.reporting.report import previous_report
+from surgery.reporting.report import read_report
 
 
 def find_source(converted: CheckpointReader) -> Path:
@@ -38,7 +38,7 @@ def find_source(converted: CheckpointReader) -> Path:
 
 def _reports(folder: Path) -> Iterator[dict[str, Any]]:
     """The report of a checkpoint, then that of its source, and so on to the first conversion."""
-    report = previous_report(folder)
+    report = read_report(folder)
     while report:
         yield report
         report = report.get("previous")

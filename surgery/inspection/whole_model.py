@@ -39,7 +39,7 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     grouped = quantized or any(kind.startswith("cross_layer") for kind in kinds_of(reader.config))
 
     def compare(other: Tensor, how: str) -> None:
-        difference = float((other - whole[:, -other.shape[1] :]).abs().max()) / spread
+        difference = float((other - whole[:, -other.shape[1] :]).abs().max()) / max(spread, 1e-30)
         if not difference <= (QUANTIZED_TOLERANCE if quantized else TOLERANCE):
             raise SurgeryError(f"logits {how} differ by {difference:.1e} of their spread from those of one pass")
 

@@ -15,6 +15,8 @@ from surgery.checkpoint.file_kinds import SOURCE_CARD
 from surgery.common.human import one_line, perplexity
 from surgery.engines.in_transformers import PICTURES
 
+LONGEST = 500
+"""Characters of a text that is inherited, and entries of a list."""
 HERITABLE = ("license", "license_name", "license_link", "language")
 """What a source's card says that holds for what is made of it."""
 
@@ -48,10 +50,20 @@ def of_source(folder: Path) -> dict[str, Any]:
     """What a checkpoint inherits from its source's card, which lies beside it."""
     try:
         head = (folder / SOURCE_CARD).read_text(encoding="utf-8").split("---\n")[1]
-        found = yaml.safe_load(head)
-    except (OSError, UnicodeDecodeError, IndexError, yaml.YAMLError):
+        # Plain texts: safe_load raises ValueError for dates that do not exist, and takes the language `no` for false.
+        found = yaml.load(head, yaml.BaseLoader)
+    except (OSError, UnicodeDecodeError, IndexError, RecursionError, ValueError, yaml.YAMLError):
         return {}
-    return {name: found[name] for name in HERITABLE if name in found} if isinstance(found, dict) else {}
+    values = {name: found.get(name) for name in HERITABLE} if isinstance(found, dict) else {}
+    return {
+        name: [one_line(each) for each in value] if isinstance(value, list) else one_line(value)
+        for name, value in values.items()
+        if _is_short(value) or (isinstance(value, list) and len(value) <= LONGEST and all(map(_is_short, value)))
+    }
+
+
+def _is_short(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= LONGEST
 
 
 def _results(report) -> list[dict[str, Any]]:

@@ -13,6 +13,22 @@ def stages(healing: dict[str, Any]) -> list[dict[str, Any]]:
     return [*(healing.get("earlier") or []), healing]
 
 
+def check_healing(healing: dict[str, Any]) -> None:
+    """Check the record of a healing that came with a checkpoint.
+
+    Raises:
+        TypeError, LookupError, ValueError: a value is missing or of another type than healings write.
+    """
+    for stage in stages(healing):
+        for row in stage.get("quality") or []:
+            recall = row["recall"]
+            numbers = [row["loss"], *([] if recall is None else [recall])]
+            if not isinstance(row["name"], str) or any(type(each) not in (int, float) for each in numbers):
+                raise TypeError("healing.quality is no table of losses and recall")
+    gap_closed(quality_table(healing))
+    stage_facts(healing)
+
+
 def quality_table(healing: dict[str, Any]) -> list[dict[str, Any]]:
     """Loss and recall of the source, the conversion and the result of every stage that was measured beside them.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +15,7 @@ from surgery.checkpoint.disk import read_json
 from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.families.base import head_shape
+from surgery.reporting.healing_table import check_healing
 from surgery.version import __version__
 
 SCHEMA = 1
@@ -103,10 +106,55 @@ class SourceShape:
         return cls(*head_shape(config), dtype, kv_bytes_per_token)
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what a damaged report raises in the block into one line.
+
+    Raises:
+        SurgeryError: a value is missing, or is of another type than conversions write.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"[:300]
+        raise SurgeryError(f"{path}: damaged ({reason}); download it again, or convert its source again") from error
+
+
+def read_report(folder: Path) -> dict | None:
+    """Read the report beside a checkpoint's weights, and those of its sources in it; None where there is none.
+
+    Whoever sent it, what tables and model cards show of it has the right types.
+
+    Raises:
+        SurgeryError: it cannot be read, or is damaged.
+    """
+    path = folder / REPORT
+    if not path.is_file():
+        return None
+    report = read_json(path)
+    with reading(path):
+        stage: dict | None = report
+        while stage is not None:
+            _check_source(stage["source"])
+            if stage.get("healing") is not None:
+                check_healing(stage["healing"])
+            Report.of(stage).card(folder.name)
+            stage = stage.get("previous")
+    return report
+
+
+def _check_source(source: dict) -> None:
+    texts = {"path": source["path"], "sha256": source["sha256"]}
+    texts |= {name: source[name] for name in ("hub", "revision") if source.get(name) is not None}
+    for name, text in texts.items():
+        if not isinstance(text, str) or "\0" in text:
+            raise TypeError(f"source.{name} is no text")
+
+
 def previous_report(folder: Path) -> dict | None:
     """The report beside a checkpoint's weights, if it was converted and the report can be read."""
     try:
-        return read_json(folder / REPORT)
+        return read_report(folder)
     except SurgeryError:
         return None
 

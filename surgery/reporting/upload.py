@@ -19,7 +19,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.lineage import lineage
 from surgery.common.private_paths import settings_without_folders, text_without_folders, without_folders
 from surgery.reporting.front_matter import of_source
-from surgery.reporting.report import Report, previous_report
+from surgery.reporting.report import Report, read_report
 
 IN_MEMORY = 2**24
 """Bytes of a file from which on it is uploaded from the disk; the hub refuses another content than that hashed."""
@@ -58,7 +58,7 @@ def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Up
     Raises:
         SurgeryError: the folder has no report that lists its files, a file differs from it, or is a link.
     """
-    report = previous_report(folder)
+    report = read_report(folder)
     if report is None:
         raise SurgeryError(f"{folder}: has no {REPORT}; of other checkpoints use `hf upload`")
     listed = report.get("files")

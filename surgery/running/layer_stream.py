@@ -26,6 +26,7 @@ from surgery.model.logit_factor import logit_cap, logit_factor
 from surgery.running.activations import give_back, give_back_freed
 from surgery.running.equal_widths import use_equal_widths
 from surgery.running.loading import causal_class, loading, with_standard_names
+from surgery.running.overflow import check_hidden, overflow
 
 SMALL = 2**26
 """Layers of a model that are no more bytes together stay loaded: to load them would take longer than to run them."""
@@ -92,6 +93,7 @@ class LayerStream:
         scale = self.family.embedding_scale(self.config)
         rows = rows.to(self.device, self.dtype) if scale == 1.0 else rows.to(self.device, self.dtype) * scale
         embedded = rows[inverse.to(self.device)]
+        check_hidden(rows, self.reader, "embeddings of tokens")
         if POSITIONS not in self.reader:
             return embedded
         return embedded + self.reader.rows(POSITIONS, torch.arange(tokens.shape[1])).to(embedded)
@@ -170,7 +172,10 @@ class LayerStream:
         with torch.no_grad():
             for start in range(0, len(hidden), batch_size):
                 batch = hidden[start : start + batch_size].to(self.device, self.dtype)
-                hidden[start : start + batch_size] = layer(batch, attention).to(hidden)
+                output = layer(batch, attention)
+                if attention is None:  # simulated ones may overflow where the model does not
+                    check_hidden(output, self.reader, "hidden states")
+                hidden[start : start + batch_size] = output.to(hidden)
                 give_back(hidden)
         return hidden
 
@@ -218,12 +223,17 @@ class LayerStream:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of final hidden states [..., D] before the norm; meant for few tokens."""
         normed = self.final_norm(hidden)
-        return torch.cat([self.slice_logits(normed, weight) for _, weight in self.output_slices()], dim=-1)
+        logits = torch.cat([self.slice_logits(normed, weight) for _, weight in self.output_slices()], dim=-1)
+        check_hidden(logits, self.reader, "logits")
+        return logits
 
     @torch.no_grad()
     def loss(self, hidden: Tensor, tokens: Tensor) -> float:
         """Mean cross-entropy in nats per predicted token, of final hidden states [N, T, D] before the norm."""
-        return self.token_losses(hidden, tokens).mean().item()
+        loss = self.token_losses(hidden, tokens).mean().item()
+        if not math.isfinite(loss):
+            raise overflow(self.reader, "logits")
+        return loss
 
     @torch.no_grad()
     def token_losses(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -280,6 +290,8 @@ class LayerStream:
                 kept = (before - seen[rows]).exp()[:, None]
                 expected[rows] = expected[rows] * kept + (probability.to(weight) @ weight).to(expected)
         normed.backward((expected - drawn).to(normed).view_as(normed))
+        if not leaf.grad.isfinite().all():
+            raise overflow(self.reader, "gradients of the loss")
         return leaf.grad
 
 

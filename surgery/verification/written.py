@@ -19,6 +19,7 @@ from surgery.families.base import keeps_state
 from surgery.model.cache_argument import CACHE
 from surgery.running.layer_stream import LayerStream, StreamedLayer, blocks_of, single_layer_config
 from surgery.running.loading import load_config
+from surgery.running.overflow import check_hidden
 from surgery.running.source import OwnSource, Source
 from surgery.running.unfused import open_model
 from surgery.verification.flow import Flow, FlowWatch, check_flow
@@ -155,6 +156,7 @@ def run_through_cache(
         for part in rows.split(piece, dim=1):
             inputs = part.to(stream.device, stream.dtype)
             part.copy_(layer.model(inputs_embeds=inputs, use_cache=True, **{CACHE: cache}).last_hidden_state)
+        check_hidden(rows, stream.reader, "hidden states")
     return hidden
 
 

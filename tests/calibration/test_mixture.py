@@ -200,7 +200,7 @@ def test_conversations_are_in_the_template_and_long_enough(model, tokenizer):
         text = tokenizer.decode(conversation)
         assert any(text.startswith(f"[user] {prompt}\n[assistant]") for prompt in PROMPTS[:3])
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(SurgeryError, match="refuses a question"):
+    with pytest.raises(SurgeryError, match="refuses the conversation"):
         sample_conversations(model, tokenizer, 10)
 
 

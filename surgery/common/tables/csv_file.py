@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.tables.table import Table
+from surgery.common.visible import visible
 
 
 def write(table: Table, path: Path) -> None:
     """Writes a line a row below a line of keys, UTF-8; cells without a value are empty.
 
-    Numbers are written so that they read back bit for bit.
+    Numbers are written so that they read back bit for bit. Text that spreadsheets would take for a formula begins with
+    an apostrophe.
 
     Raises:
         SurgeryError: the file cannot be written.
@@ -21,6 +24,19 @@ def write(table: Table, path: Path) -> None:
         with open(path, "w", newline="", encoding="utf-8", errors="replace") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(column.key or column.title for column in table.columns)
-            writer.writerows([cell.value for cell in row] for row in table.cells())
+            writer.writerows([_plain(cell.value) for cell in row] for row in table.cells())
     except OSError as error:
         raise SurgeryError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _plain(value: Any) -> Any:
+    """A cell without commands to terminals or spreadsheets; numbers stay, also those that are text."""
+    if not isinstance(value, str):
+        return value
+    text = visible(value)
+    try:
+        float(text)
+        return text
+    except ValueError:
+        # https://owasp.org/www-community/attacks/CSV_Injection
+        return f"'{text}" if value.startswith(("=", "+", "-", "@", "\t", "\r")) else text

@@ -8,6 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from surgery.common.tables.table import sort_key
+from surgery.common.visible import visible
 
 SHORT = 20
 """Characters of a word that is not broken; names of rows, which are titles too, can be wider than a phone."""
@@ -15,7 +16,7 @@ ARROWS = {"low": "\u00a0↓", "high": "\u00a0↑", None: ""}
 
 
 def render(template: Path, **values: object) -> str:
-    """A template, which may import `table.html`, filled in; text that UTF-8 cannot hold is replaced.
+    """A template, which may import `table.html`, filled in; characters that are not to be seen are escaped.
 
     Templates beside it can be included by their names.
     """
@@ -30,8 +31,7 @@ def render(template: Path, **values: object) -> str:
     environment.globals |= {"arrows": ARROWS}
     environment.filters["sort_key"] = sort_key
     environment.filters["whole_words"] = _whole_words
-    # A lone surrogate, which JSON can hold, cannot be written as UTF-8.
-    return environment.get_template(template.name).render(values).encode("utf-8", "replace").decode("utf-8")
+    return visible(environment.get_template(template.name).render(values))
 
 
 def _whole_words(text: str) -> Markup:

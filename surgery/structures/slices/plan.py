@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from surgery.architectures.sliced import LatentModel, Ranks
 from surgery.calibration.settings import NO_CALIBRATION
 from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.errors import SurgeryError
-from surgery.reporting.report import previous_report
+from surgery.reporting.report import read_report
 from surgery.transforms.allocation import proportional, water_fill
 
 STRUCTURES = ("lowrank", "crosslayer", "mla")
@@ -62,12 +63,15 @@ class Origin:
         if any("energies" not in layer for layer in report["layers"]):
             raise SurgeryError(f"{path}: {REPORT} does not say what its latents are worth; convert its source again")
         method, settings = target["method"], report["settings"]
+        multiple, held = settings.get("rank_multiple", 1), report["kv"]["source_bytes_per_token"]
+        if type(multiple) is not int or multiple < 1 or not 0 < held < math.inf:
+            raise ValueError("a budget that no conversion had")
         return cls(
             target,
-            report["kv"]["source_bytes_per_token"],
+            held,
             [_by_block(layer) for layer in report["layers"]],
             method in LOSS_WEIGHTED and settings["calibration"] != NO_CALIBRATION,
-            settings.get("rank_multiple", 1),
+            multiple,
         )
 
 
@@ -94,6 +98,9 @@ def plan_slice(
             f"{path}: --allocate spectrum compares layers by the loss; its conversion (method "
             f"{origin.target['method']}) did not measure latents by that: use uniform"
         )
+    for energies, ranks in zip(origin.energies, model.ranks, strict=True):
+        if any(len(block) < rank for block, rank in zip(energies, ranks, strict=True)):
+            raise ValueError("fewer energies than latents")
     before = [rank for ranks in model.ranks for rank in ranks]
     fixed = sum(model.fixed(layer) for layer in range(model.layers))
     share = itemsize / origin.source_bytes
@@ -135,7 +142,7 @@ def _shaped(ranks: list[int], model: LatentModel) -> Ranks:
 
 def _history(path: Path) -> Iterator[dict]:
     """The report of a checkpoint, that of its source, and so on."""
-    report = previous_report(path)
+    report = read_report(path)
     while report is not None:
         yield report
         report = report.get("previous")
@@ -143,4 +150,6 @@ def _history(path: Path) -> Iterator[dict]:
 
 def _by_block(layer: dict) -> list[Tensor]:
     energies = torch.tensor(layer["energies"], dtype=torch.float64)
+    if not bool((energies >= 0).all() and energies.isfinite().all()):
+        raise ValueError("energies that are no shares of a loss")
     return list(energies.split(layer.get("ranks") or [len(energies)]))

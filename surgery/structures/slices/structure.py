@@ -15,9 +15,10 @@ import torch
 
 from surgery.architectures.sliced import LatentModel, planned_tensors, sliced_tensors
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from surgery.checkpoint.carry_over import REPORT
 from surgery.common.human import share
 from surgery.common.progress import Progress
-from surgery.reporting.report import SourceShape
+from surgery.reporting.report import SourceShape, reading
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource
 from surgery.structures.base import Foreseen, Outcome, Structure
@@ -70,9 +71,12 @@ class Slice(Structure[OwnSource, SliceSettings]):
     def __init__(self, opened: OwnSource, settings: SliceSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         path = opened.reader.path
-        self._whole, self._origin = LatentModel.of(opened.reader), Origin.of(path)
-        itemsize = opened.weight_dtype.itemsize
-        self._candidates = plan_slice(path, self._whole, self._origin, settings.kv_ratio, itemsize, settings.allocate)
+        self._whole = LatentModel.of(opened.reader)
+        with reading(path / REPORT):
+            self._origin, itemsize = Origin.of(path), opened.weight_dtype.itemsize
+            self._candidates = plan_slice(
+                path, self._whole, self._origin, settings.kv_ratio, itemsize, settings.allocate
+            )
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: SliceSettings) -> OwnSource:

@@ -1,0 +1,169 @@
+"""Chat templates, rendered in a process of their own that is stopped at a limit of time, memory or output."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgery.common.errors import SurgeryError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SECONDS = 20
+"""Time for one conversation. Templates of published models take milliseconds."""
+START_SECONDS = 300
+"""Time for the process to start, on a disk that is slow or busy."""
+MEMORY = 2**30
+"""Bytes that the process may take more than it has when it is ready."""
+LONGEST = 2**26
+"""Characters of one conversation."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        spans: first and last + 1 character of what the assistant says, where the template marks it and it was wanted.
+    """
+
+    text: str
+    spans: Sequence[tuple[int, int]]
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer. Its process starts with the first conversation and ends with this object."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        mark_assistant: bool = False,
+    ) -> Rendered:
+        """Render one conversation as ``tokenizer.apply_chat_template(..., tokenize=False)`` does.
+
+        Raises:
+            SurgeryError: there is no template, it refuses the conversation, or it reaches a limit.
+        """
+        try:
+            template = self._tokenizer.get_chat_template(tools=tools)
+        except ValueError as error:
+            raise SurgeryError(f"{self._name}: {' '.join(str(error).split())[:200]}") from None
+        request = {
+            **self._tokenizer.special_tokens_map,
+            # Templates take a missing key for granted where they would write None.
+            "conversations": [[{key: value for key, value in turn.items() if value is not None} for turn in messages]],
+            "tools": tools,
+            "chat_template": template,
+            "add_generation_prompt": add_generation_prompt,
+            "return_assistant_tokens_mask": mark_assistant,
+        }
+        reply = self._answer(request)
+        if "error" in reply:
+            raise SurgeryError(f"{self._name} refuses the conversation: {reply['error']}")
+        if "limit" in reply:
+            limit = {
+                "time": f"{SECONDS} s",
+                "memory": f"{MEMORY / 2**30:g} GiB of memory",
+                "output": f"{LONGEST:,} characters",
+            }[reply["limit"]]
+            raise SurgeryError(f"{self._name} takes more than {limit} for one conversation; use another template")
+        return Rendered(reply["text"], [tuple(span) for span in reply["spans"]])
+
+    def tokens(self, rendered: Rendered) -> tuple[list[int], list[int]]:
+        """Token ids of a rendered conversation, and for each whether it overlaps a span (1) or not (0)."""
+        encoded = self._tokenizer(rendered.text, add_special_tokens=False, verbose=False)
+        ids = encoded["input_ids"]
+        if not rendered.spans:
+            return ids, [0] * len(ids)
+        firsts = [first for first, _ in rendered.spans]
+        marks = []
+        for start, end in encoded.encodings[0].offsets:
+            before = bisect_left(firsts, end)  # spans that begin before the token's end
+            marks.append(int(before > 0 and start < rendered.spans[before - 1][1]))
+        return ids, marks
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            content = pickle.dumps(request)
+        except RecursionError:
+            return {"error": "it is nested too deeply"}
+        process = self._started()
+        overdue = threading.Event()
+
+        def stop() -> None:
+            overdue.set()
+            process.kill()
+
+        timer = threading.Timer(SECONDS, stop)
+        timer.start()
+        try:
+            process.stdin.write(content)
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:  # it ended while it was written to
+            line = b""
+        finally:
+            timer.cancel()
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        self._stop()
+        # Memory that ends outside of Python's reach ends the process.
+        return {"limit": "time" if overdue.is_set() else "memory"}
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._owner != os.getpid():  # a fork shares no pipes
+            command = [sys.executable, str(Path(__file__).with_name("chat_worker.py")), str(SECONDS), str(MEMORY)]
+            # Of a session of its own: a terminal's Ctrl-C is for this process, which then ends the other.
+            self._process = process = subprocess.Popen(
+                [*command, str(LONGEST)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            self._owner = os.getpid()
+            weakref.finalize(self, _end, process, self._owner)
+            timer = threading.Timer(START_SECONDS, process.kill)
+            timer.start()
+            begun = process.stdout.readline()
+            timer.cancel()
+            if not begun:
+                self._stop()
+                raise SurgeryError(f"{self._name}: the process that renders it did not start; free memory and retry")
+        return self._process
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        _end(process, self._owner)
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):  # what was not written
+            pipe.close()

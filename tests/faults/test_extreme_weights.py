@@ -1,0 +1,90 @@
+"""Weights that are not finite, or so large that the model overflows: one line that names the tensor."""
+
+import shutil
+
+import pytest
+from command_line import run_main
+from safetensors.torch import load_file, save_file
+from tiny_models import HELD_OUT, make_checkpoint
+
+TENSORS = {
+    "embedding": "model.embed_tokens.weight",
+    "projection": "model.layers.1.self_attn.q_proj.weight",
+    "input norm": "model.layers.1.input_layernorm.weight",
+    "second norm": "model.layers.0.post_attention_layernorm.weight",
+    "MLP": "model.layers.1.mlp.down_proj.weight",
+    "final norm": "model.norm.weight",
+}
+HEADS = "heads.safetensors"
+SHORT = ("--calibration", HELD_OUT, "--calibration-tokens", 512, "--calibration-length", 128)
+COMMANDS = {
+    "inspect": ("inspect", "bad", *SHORT),
+    "low rank": ("convert", "bad", "--to", "lowrank", "--kv-ratio", 0.5, "--out", "out", *SHORT, "--fit-steps", 0),
+    "MLA": ("convert", "bad", "--to", "mla", "--kv-ratio", 0.5, "--out", "out", "--calibration", "none"),
+    "heads": (
+        "heads",
+        "bad",
+        "--method",
+        "induction",
+        "--length",
+        200,
+        "--sinks",
+        4,
+        "--window",
+        32,
+        "--out",
+        HEADS,
+    ),
+    "eval": ("eval", "bad", "--tasks", "loss", "--length", 64, "--windows", 2, "--device", "cpu", "--out", "results"),
+    "verify": ("verify", "bad"),
+}
+QUICK = [("low rank", tensor, value) for tensor in TENSORS for value in ("nan", "1e38")]
+QUICK += [(command, "MLP", "1e38") for command in COMMANDS if command != "low rank"]
+SLOW = [(c, t, v) for c in COMMANDS for t in TENSORS for v in ("inf", "nan", "1e38") if (c, t, v) not in QUICK]
+
+
+def make_bad(folder, tensor, value):
+    tensors = load_file(folder / "model.safetensors")
+    values = tensors[TENSORS[tensor]]
+    values[100 : 400 if tensor == "embedding" else 102] = float(value)
+    values[1] = float(value)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def check(monkeypatch, capsys, folder, command, tensor, value):
+    shutil.copytree(make_checkpoint(folder / "source", "llama"), folder / "bad")
+    make_bad(folder / "bad", tensor, value)
+    monkeypatch.chdir(folder)
+    code, _, errors = run_main(monkeypatch, capsys, *COMMANDS[command], "--quiet")
+    assert code in (0, 1) and "Traceback" not in errors, errors
+    if code == 0 and command == "heads":  # which looks at queries and keys
+        assert all(values.isfinite().all() for values in load_file(HEADS).values())
+        return
+    if code == 0:
+        assert value == "1e38" and tensor == "final norm"
+        return
+    line = errors.strip().splitlines()[-1]
+    module = TENSORS[tensor].removesuffix(".weight").rpartition(".")[2]
+    assert line.startswith("surgery: error: ") and module in line and not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(("command", "tensor", "value"), QUICK)
+def test_the_tensor_is_named(monkeypatch, capsys, tmp_path, command, tensor, value):
+    """The matrix of kinds of tensors, values and commands; most of it is slow."""
+    check(monkeypatch, capsys, tmp_path, command, tensor, value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "tensor", "value"), SLOW)
+def test_the_tensor_is_named_by_every_command(monkeypatch, capsys, tmp_path, command, tensor, value):
+    check(monkeypatch, capsys, tmp_path, command, tensor, value)
+
+
+@pytest.mark.parametrize("value", [1e18, 1e38])
+def test_logits_that_are_all_zero(monkeypatch, capsys, tmp_path, value):
+    """A norm of huge hidden states gives zeros, and every difference of logits is then a multiple of nothing."""
+    arguments = ("convert", make_checkpoint(tmp_path / "source", "llama"), *COMMANDS["MLA"][2:6])
+    assert run_main(monkeypatch, capsys, *arguments, "--calibration", "none", "--out", tmp_path / "bad")[0] == 0
+    make_bad(tmp_path / "bad", "MLP", value)
+    code, out, errors = run_main(monkeypatch, capsys, "verify", tmp_path / "bad", "--json")
+    assert code == 1 and "Traceback" not in out + errors
