@@ -155,11 +155,10 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _where(report: dict[str, Any]) -> str:
-    versions = ", ".join(
-        f"{name} {report['versions'][name]}" for name in ("torch", "triton") if report["versions"].get(name)
-    )
-    command = f"`python {report['commands'][0]}`" if report["commands"] else "an unknown command"
-    return f"{report['device']['name']}, {report['created'][:10]}, {versions}, commit {(report['commit'] or '?')[:7]}: {command}."
+    versions = [f"{name} {report['versions'].get(name)}" for name in ("torch", "triton")]
+    commit = f"commit {(report['commit'] or 'unknown')[:7]}"
+    facts = ", ".join((report["device"]["name"], report["created"][:10], *versions, commit))
+    return f"{facts}: `python {report['commands'][0]}`."
 
 
 def _tests(report: dict[str, Any]) -> str:
