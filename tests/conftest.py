@@ -13,7 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # On two cores, two workers of two threads each would mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if not Path("/proc/driver/nvidia").exists():
+if not any(Path(path).exists() for path in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")):
     # As below, but before the conftest files of folders named on the command line, which import transformers.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -1,21 +1,21 @@
-"""`surgery bench`: verbs from the outside, decoding of tiny models, and the order of events of `bench all`."""
+"""`surgery bench`: verbs from the outside, and decoding of tiny models."""
 
 import json
-import sys
 
 import pytest
 import torch
+import written_models
 from command_line import run_main
 
 from surgery.acceleration.accelerate import Acceleration
 from surgery.bench import convert as bench_convert
 from surgery.bench import models as bench_models
-from surgery.bench.cache import held_bytes, steady_cache
+from surgery.bench.cache import filled_cache, is_plain
 from surgery.bench.decode import DecodeSettings, _against_source, measure_decoding
-from surgery.bench.everything import Part, chosen_parts, need_gpu, run_all
 from surgery.bench.kernels import KernelRequest, measure_kernels
 from surgery.common.errors import SurgeryError
-from surgery.console.bench import show_decoding, show_kernels, show_parts
+from surgery.console.bench import show_decoding, show_kernels
+from surgery.eval.kv_cache import cache_bytes
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -29,15 +29,18 @@ def tiny():
     return bench_models.source_config("tiny")
 
 
-@pytest.mark.parametrize("structure", [None, *bench_models.converted_configs()])
+PLAIN = [name for name in bench_models.converted_configs() if not name.endswith("int4")]
+
+
+@pytest.mark.parametrize("structure", [None, *PLAIN])
 def test_random_models_cache_what_their_structure_says_and_a_step_stays_where_it_is(structure, tiny):
     config = tiny if structure is None else bench_models.converted_configs()[structure](tiny, 24, 8)
     model = bench_models.random_model(config, CPU)
     assert all(tensor.isfinite().all() for tensor in (*model.parameters(), *model.buffers()))
     numbers = {None: 64, "gqa": 32}.get(structure, 32)
-    cache = steady_cache(model, 2, 20, CPU)
+    cache = filled_cache(model, 2, 20, CPU)
     itemsize = next(model.parameters()).element_size()
-    assert held_bytes(cache) == 2 * 21 * 2 * numbers * itemsize
+    assert is_plain(model, CPU) and cache_bytes(cache) == 2 * 21 * 2 * numbers * itemsize
     token, position = torch.ones(2, 1, dtype=torch.long), torch.full((2, 1), 20)
     with torch.no_grad():
         first = model(input_ids=token, position_ids=position, past_key_values=cache, use_cache=True).logits
@@ -46,12 +49,21 @@ def test_random_models_cache_what_their_structure_says_and_a_step_stays_where_it
     assert first.isfinite().all()
 
 
+@pytest.mark.parametrize("name", list(written_models.WRITTEN))
+def test_every_cache_that_we_write_is_filled(name):
+    model = written_models.WRITTEN[name]()
+    cache = filled_cache(model, 2, 40, CPU)
+    assert cache.get_seq_length() == 40
+    if hasattr(model, "kv_cache_bytes") and not is_plain(model, CPU):
+        assert cache_bytes(cache) == model.kv_cache_bytes(2, 40)
+
+
 def test_a_steady_step_is_that_of_a_growing_cache(tiny):
     """The source, whose plain cache is filled with the same tokens."""
     from transformers import DynamicCache
 
     model = bench_models.random_model(tiny, CPU)
-    steady, growing = steady_cache(model, 1, 12, CPU), DynamicCache()
+    steady, growing = filled_cache(model, 1, 12, CPU), DynamicCache()
     for index, layer in enumerate(steady.layers):
         growing.update(layer.keys[:, :, :-1].clone(), layer.values[:, :, :-1].clone(), index)
     token = torch.tensor([[5]])
@@ -125,44 +137,6 @@ def test_kernels_without_a_gpu(tmp_path, capsys):
     ):
         with pytest.raises(SurgeryError, match=message):
             measure_kernels(KernelRequest(device="cpu", **wrong), tmp_path)
-
-
-def test_parts_have_their_time_and_leave_their_logs(tmp_path, capsys):
-    python = [sys.executable, "-S", "-c"]
-    waiting = [
-        Part("quick", 0.2, lambda seconds: [*python, "print('done')"]),
-        Part("endless", 0.001, lambda seconds: [*python, "import time; print('began', flush=True); time.sleep(60)"]),
-        Part("absent", 0.1, lambda seconds: [], "it is not installed"),
-        Part("failing", 0.7, lambda seconds: [*python, "raise SystemExit(3)"]),
-    ]
-    record = run_all(tmp_path, 60.0, lambda line: None, waiting)
-    ended = {part["name"]: part["ended"] for part in record["parts"]}
-    assert ended == {
-        "quick": "well",
-        "endless": "stopped: its time was over",
-        "absent": "left out: it is not installed",
-        "failing": "with exit code 3",
-    }
-    assert (tmp_path / "quick.log").read_text() == "done\n"
-    assert json.loads((tmp_path / "parts.json").read_text()) == record
-    show_parts(record)
-    assert "its time was over" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_everything_needs_a_gpu(tmp_path):
-    with pytest.raises(SurgeryError, match="there is none"):
-        need_gpu()
-
-
-def test_parts_can_be_chosen_and_know_their_limit(tmp_path):
-    every = chosen_parts(tmp_path, None)
-    assert [part.name for part in every] == ["tests", "kernels", "tuning", "decode", "memcheck"]
-    kernels, decode = chosen_parts(tmp_path, "kernels, decode")
-    assert kernels.command(77.4)[-2:] == ["--limit", "77"] and str(tmp_path / "kernels") in kernels.command(1.0)
-    assert decode.environment == {"SURGERY_TUNED": str(tmp_path / "tuned")}
-    with pytest.raises(SurgeryError, match="--parts all: choose tests"):
-        chosen_parts(tmp_path, "all")
 
 
 @pytest.mark.slow

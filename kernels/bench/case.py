@@ -37,6 +37,7 @@ MODELS = {
     "llama2-7b": Model(32, 32, 128),
     "llama3-8b": Model(32, 8, 128),
     "qwen2.5-7b": Model(28, 4, 128),
+    "smollm2": Model(9, 3, 64),
     "tiny": Model(4, 2, 32),
 }
 """Shapes by name; tiny is for machines without a GPU, where only correctness is looked at."""

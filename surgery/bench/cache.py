@@ -1,15 +1,18 @@
-"""Caches that are filled at random to a context, and do not grow: a decoding step at one length, again and again."""
+"""Caches that are filled at random to a context: of a fixed length where a model caches plain keys and values."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from surgery.common.errors import SurgeryError
-from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
-from surgery.model.cache_argument import returned_cache
+from surgery.model.cache_argument import CACHE, returned_cache
+
+CHUNK = 2048
+"""Tokens that a model reads at once to fill a cache."""
 
 
 class SteadyLayer(DynamicLayer):
@@ -41,28 +44,43 @@ class SteadyLayer(DynamicLayer):
 
 
 @torch.no_grad()
-def steady_cache(model, batch: int, context: int, device: torch.device) -> DynamicCache:
-    """A cache as the model fills it, with random tokens in place of a prompt: reading 128k tokens takes too long.
+def filled_cache(model, batch: int, context: int, device: torch.device) -> Any:
+    """A cache of any kind with `context` random tokens in each of `batch` rows.
 
-    Raises:
-        SurgeryError: the model keeps something else than keys and values of all tokens (codes, windows, shared bases).
+    Plain keys and values are filled at random, without a prompt, and do not grow: see :class:`SteadyLayer`. Every other
+    cache (quantised values, windows, latents that layers share) is filled as the model fills it, by reading random
+    tokens, and grows with every step.
     """
-    probe = returned_cache(model(torch.zeros(batch, 1, dtype=torch.long, device=device), use_cache=True))
-    layers = getattr(probe, "layers", [])
-    if not layers or any(type(layer) is not DynamicLayer for layer in layers):
-        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or type(probe).__name__
-        raise SurgeryError(f"bench decode fills plain caches only, this model keeps {kinds}")
-    generator = torch.Generator(device=device).manual_seed(0)
-    cache = DynamicCache()
-    cache.layers = [
-        SteadyLayer(*(_random(part, context + 1, generator) for part in (layer.keys, layer.values))) for layer in layers
-    ]
+    if is_plain(model, device):
+        return _steady_cache(model, batch, context, device)
+    generator, cache = torch.Generator(device=device).manual_seed(0), None
+    for first in range(0, context, CHUNK):
+        length = min(CHUNK, context - first)
+        tokens = torch.randint(model.config.vocab_size, (batch, length), device=device, generator=generator)
+        cache = returned_cache(model(tokens, use_cache=True, logits_to_keep=1, **{CACHE: cache}))
     return cache
 
 
-def held_bytes(cache: DynamicCache) -> int:
-    """Bytes of a cache's tensors."""
-    return storage_bytes(plain_tensors([tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]))
+@torch.no_grad()
+def is_plain(model, device: torch.device) -> bool:
+    """Whether a model caches nothing but keys and values of all tokens."""
+    layers = getattr(_probe(model, 1, device), "layers", [])
+    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
+
+
+def _probe(model, batch: int, device: torch.device) -> Any:
+    """The cache of one token."""
+    return returned_cache(model(torch.zeros(batch, 1, dtype=torch.long, device=device), use_cache=True))
+
+
+def _steady_cache(model, batch: int, context: int, device: torch.device) -> DynamicCache:
+    generator = torch.Generator(device=device).manual_seed(0)
+    probe, cache = _probe(model, batch, device), DynamicCache()
+    cache.layers = [
+        SteadyLayer(*(_random(part, context + 1, generator) for part in (layer.keys, layer.values)))
+        for layer in probe.layers
+    ]
+    return cache
 
 
 def _random(like: Tensor, tokens: int, generator: torch.Generator) -> Tensor:

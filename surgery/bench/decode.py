@@ -1,8 +1,9 @@
 """``surgery bench decode``: tokens a second and peak memory of decoding, source beside converted, whole models.
 
-All models go through one greedy loop over a cache of a fixed number of tokens (:mod:`surgery.bench.cache`), filled at
-random: a step reads the most likely token of the last one. Steps are timed as they are launched from Python, and, on a
-GPU, as a CUDA graph of the step that is replayed, which leaves out what Python takes. Both are reported.
+All models go through one greedy loop over a cache that is filled at random (:mod:`surgery.bench.cache`): a step reads
+the most likely token of the last one. Plain caches have a fixed number of tokens, others grow as in use. Steps are
+timed as they are launched from Python. On a GPU a step over a plain cache is also recorded as a CUDA graph and
+replayed, which leaves out the time of Python. Both are reported.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 
 from surgery.bench import models as bench_models
-from surgery.bench.cache import held_bytes, steady_cache
+from surgery.bench.cache import filled_cache, is_plain
 from surgery.bench.shapes import is_shape
 from surgery.common.errors import SurgeryError
+from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.memory import OutOfMemory, free_memory, unless_out_of_memory
 from surgery.eval.roofline import synchronize
 from surgery.eval.tensor_bytes import weight_bytes
@@ -118,7 +120,7 @@ def measure_decoding(
         "command": command,
         "device": device_facts(device),
         "versions": {**versions(), "transformers": _transformers()},
-        "cache": "random numbers at the full context, no prompt was read; every step is at the same length",
+        "cache": "random values or tokens at the full context; plain caches stay at that length",
         "note": None if device.type == "cuda" else "measured on a CPU: figures say nothing of a GPU",
         "rows": [],
     }
@@ -191,29 +193,32 @@ def _row(model: Any, place: dict, wanted: int | None, device: torch.device, trie
 def _largest(model: Any, context: int, device: torch.device) -> int:
     """Rows whose caches fit beside the weights, to begin with."""
     free_memory()
-    row = held_bytes(steady_cache(model, 1, 1, device)) / 2 * context
+    short = min(context, 256)  # a window, or a group of tokens that are quantized together, is full by then
+    row = cache_bytes(filled_cache(model, 1, short, device)) / short * context
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
     return int(min(max(USABLE * free / row, 1), MOST_ROWS))
 
 
 def _measure(model: Any, batch: int, context: int, device: torch.device) -> dict:
-    cache = steady_cache(model, batch, context, device)
+    cache, plain = filled_cache(model, batch, context, device), is_plain(model, device)
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
     position = torch.full((batch, 1), context, dtype=torch.long, device=device)
+    where = {"position_ids": position} if plain else {}  # a cache that grows counts by itself
+    held = cache_bytes(cache)
 
     def step() -> None:
-        out = model(input_ids=token, position_ids=position, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        out = model(input_ids=token, use_cache=True, logits_to_keep=1, **where, **{CACHE: cache})
         token.copy_(out.logits[:, -1:].argmax(-1))
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     step(), step()
     eager = _seconds(step, device)
-    replayed, refused = _graph_seconds(step, device)
+    replayed, refused = _graph_seconds(step, device) if plain else (None, "the cache grows")
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     best = min(filter(None, (eager, replayed)))
     return {
-        "cache_bytes": held_bytes(cache),
+        "cache_bytes": held,
         "peak_memory_bytes": peak,
         "step_seconds": eager,
         "graph_step_seconds": replayed,

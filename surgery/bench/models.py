@@ -15,6 +15,8 @@ from surgery.common.errors import SurgeryError
 from surgery.structures.base import ConfigOf
 from surgery.structures.registry import TARGETS
 
+INT4 = {"format": "int4", "group": 32, "window": 128, "keys": "channel"}
+
 
 def source_config(shape: str) -> PreTrainedConfig:
     """The config of one of `DECODE_SHAPES`."""
@@ -23,11 +25,27 @@ def source_config(shape: str) -> PreTrainedConfig:
 
 
 def converted_configs() -> dict[str, ConfigOf]:
-    """What ``--to`` can name, those of installed packages among them."""
+    """What ``--to`` can name, those of installed packages among them.
+
+    ``NAME-int4`` is ``NAME`` with a cache in 4 bits, where ``NAME`` is of the custom model class.
+    """
     targets = [target for target in TARGETS.working().values() if not target.fixed]
-    return {
+    configs = {
         target.name + form: config for target in targets for form, config in target.structure().bench_configs().items()
     }
+    return configs | {f"{name}-int4": _quantized(config) for name, config in configs.items() if name != "mla"}
+
+
+def _quantized(make: ConfigOf) -> ConfigOf:
+    """Configs of the custom model class with a cache in 4 bits: groups of 32 tokens, a residual window of 128."""
+
+    def config(source: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
+        plain = make(source, rank, rope_dim)
+        if not isinstance(plain, own_model.SurgeryConfig):
+            plain = own_model.SurgeryConfig.from_base(plain, [None] * plain.num_hidden_layers)
+        return own_model.SurgeryConfig(**{**plain.to_dict(), "kv_cache": dict(INT4)})
+
+    return config
 
 
 def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:

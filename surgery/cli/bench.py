@@ -151,33 +151,5 @@ def bench_decode(
     show_decoding(record, [path], as_json=as_json)
 
 
-@bench.command("all")
-def bench_all(
-    out: OutOption = Path("surgery-bench"),
-    seconds: Annotated[
-        float, option("--seconds", "N", "Seconds for everything together; each part has its share.")
-    ] = 540.0,
-    parts: Annotated[
-        str | None, option("--parts", "NAMES", "Some of tests, kernels, tuning, decode, memcheck. [all]")
-    ] = None,
-    overwrite: OverwriteOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Check, tune and measure everything on a GPU in one go: tests, memory checker, kernels, decoding.
-
-    Every part runs in a process of its own and writes as it goes, so that a run that is cut short leaves what it had.
-
-    Example:
-
-        surgery bench all --out results --seconds 540
-    """
-    from surgery.bench.everything import chosen_parts, need_gpu, run_all
-    from surgery.console.bench import show_parts
-
-    wanted = chosen_parts(out, parts, overwrite=overwrite)
-    need_gpu()
-    show_parts(run_all(out, seconds, _say, wanted), as_json=as_json)
-
-
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -103,17 +103,6 @@ def _decode_row(row: dict) -> tuple:
     return (row["model"], row["kind"], "ours" if row["accelerated"] else "stock", *map(row.get, DECODING_KEYS), said)
 
 
-def show_parts(record: dict, *, as_json: bool = False) -> None:
-    """Prints how the parts of :func:`surgery.bench.everything.run_all` ended."""
-    if as_json:
-        print_json(record)
-        return
-    page = new_page()
-    rows = [(part["name"], part["seconds"], part["ended"], part["log"] or None) for part in record["parts"]]
-    page.print(make_table(["part", Column("time", "", duration), "ended", "log"], rows))
-    page.print(plain(record["out"]), soft_wrap=True)
-
-
 def _show_notes(page: Console, note: str | None, written: list[Path]) -> None:
     if note:
         page.print(plain(note), soft_wrap=True)

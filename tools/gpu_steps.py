@@ -1,0 +1,265 @@
+"""Steps of `tools/gpu.py run`, in order of value, and the small programs that some of them are.
+
+Each step is one process: the arguments of a Python interpreter, and the files in which it leaves rows as it goes.
+``python tools/gpu_steps.py facts|shape ...`` are steps of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SPARE = 12.0
+"""Seconds between the limit that a step is given and the one at which it is ended."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The machine and the size of a run.
+
+    Attributes:
+        work: folder of checkpoints and records; a later run on the same machine finds it again.
+        device: of the measurements, such as cuda.
+        tiny: whether this is a rehearsal at tiny shapes.
+        model: a small real model's GGUF file or folder; None where it has not arrived.
+    """
+
+    work: Path
+    device: str
+    tiny: bool
+    model: Path | None
+
+    @property
+    def shape(self) -> str:
+        return "tiny" if self.tiny else "llama3-8b"
+
+    @property
+    def contexts(self) -> str:
+        return "32" if self.tiny else "4k,32k"
+
+    @property
+    def batches(self) -> str:
+        return "1,2" if self.tiny else "1,32"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process of a run.
+
+    Attributes:
+        name: of its rows.
+        seconds: the most it takes; in a rehearsal on a slow machine four times as many.
+        arguments: of the Python interpreter, for a setup and the seconds that the step is given.
+        records: files below the work folder in which rows appear, see :class:`gpu_run.Records`.
+        needs_model: whether it runs on the small real model.
+        environment: variables in addition to the run's.
+    """
+
+    name: str
+    seconds: float
+    arguments: Callable[[Setup, float], list[str]]
+    records: tuple[str, ...]
+    needs_model: bool = False
+    environment: Callable[[Setup], dict[str, str]] = lambda setup: {}
+
+
+def _facts(setup: Setup, seconds: float) -> list[str]:
+    return [__file__, "facts", str(setup.work / "facts.jsonl"), "--device", setup.device, *_size(setup)]
+
+
+def _tests(setup: Setup, seconds: float) -> list[str]:
+    chosen = ["-m", "not slow and not gpu", "-k", "merge"] if setup.tiny else ["-m", "gpu"]
+    workers = "0" if setup.tiny else str(min(12, max(1, (os.cpu_count() or 2) - 2)))
+    # A worker takes one test at a time: those of one file would compile one after the other.
+    options = ["-n", workers, "--dist", "load", "-o", "addopts=", "--import-mode=importlib", "--tb=short", "-q"]
+    folder = ROOT / "tests" / "kernels"
+    where = [str(folder / "test_merge_parts.py" if setup.tiny else folder)]
+    return ["-m", "pytest", "-p", "gpu_pytest", "-p", "no:cacheprovider", *options, *chosen, *where]
+
+
+def _kernels(setup: Setup, seconds: float) -> list[str]:
+    shapes = "tiny" if setup.tiny else "llama3-8b,smollm2"
+    some = ["--operations", "mla_decode,gqa_decode", "--device", setup.device] if setup.tiny else []
+    batches = "2" if setup.tiny else "1,32,128"
+    return _bench(setup, "kernels", seconds, "--shapes", shapes, "--batches", batches, *some)
+
+
+def _tuning(setup: Setup, seconds: float) -> list[str]:
+    if setup.tiny:  # configurations are chosen by speed: without a GPU the cases are checked alone
+        return _bench(setup, "kernels", seconds, "--operations", "gqa_decode", "--batches", "1", folder="tuning")
+    what = ["--operations", "mla_decode,lowrank_decode", "--batches", "16", "--no-baselines", "--tune"]
+    return _bench(setup, "kernels", seconds, *what, "--tuned", str(setup.work / "tuned"), folder="tuning")
+
+
+def _decode(setup: Setup, seconds: float) -> list[str]:
+    forms = "mla,mla-own,mla-own-int4,lowrank,lowrank-int4,gqa"
+    sizes = ["--rank", "24", "--rope-dim", "8"] if setup.tiny else []
+    return _bench(setup, "decode", seconds, setup.shape, "--to", forms, *sizes, "--batches", setup.batches)
+
+
+def _shape(setup: Setup, seconds: float) -> list[str]:
+    return [__file__, "shape", str(setup.work / "shape.jsonl"), "--device", setup.device, *_size(setup)]
+
+
+def _convert(to: str, *options: str) -> Callable[[Setup, float], list[str]]:
+    def arguments(setup: Setup, seconds: float) -> list[str]:
+        tokens = ["--calibration-tokens", "512", "--calibration-length", "128", "--held-out", "1"] if setup.tiny else []
+        out = str(setup.work / f"model-{to}")
+        where = ["--device", setup.device, "--fit-steps", "0", "--out", out, "--overwrite", "--json"]
+        return [
+            "-m",
+            "surgery",
+            "convert",
+            str(setup.model),
+            "--to",
+            to,
+            "--kv-ratio",
+            "0.25",
+            *options,
+            *where,
+            *tokens,
+        ]
+
+    return arguments
+
+
+def _decode_model(setup: Setup, seconds: float) -> list[str]:
+    models = [str(setup.model), *(str(setup.work / f"model-{to}") for to in ("mla", "lowrank"))]
+    return _bench(setup, "decode", seconds, *models, "--batches", setup.batches, folder="decode-model")
+
+
+def _heal(setup: Setup, seconds: float) -> list[str]:
+    limit = ["--max-steps", "2", "--length", "64"] if setup.tiny else ["--max-time", str(max(10, int(seconds - 50)))]
+    batch = ["--batch-size", "1" if setup.tiny else "16", "--gradient-accumulation", "1"]
+    held_out = ["--held-out", "1" if setup.tiny else "16", "--eval-every", "50"]
+    data = ["--data", "code"] if setup.tiny else ["--data", "docstrings", "--data", "code"]
+    out = ["--no-measure", "--overwrite", "--out", str(setup.work / "healed"), "--json", "--device", setup.device]
+    student = [str(setup.work / "model-mla"), "--teacher", str(setup.model)]
+    return ["-m", "surgery", "heal", *student, *data, *batch, *limit, *held_out, *out]
+
+
+def _bench(setup: Setup, what: str, seconds: float, *options: str, folder: str | None = None) -> list[str]:
+    where = ["--out", str(setup.work / (folder or what)), "--overwrite", "--limit", f"{seconds:.0f}"]
+    where += ["--contexts", setup.contexts]
+    device = ["--device", setup.device] if what == "decode" else []
+    return ["-m", "surgery", "bench", what, *options, *where, *device]
+
+
+def _size(setup: Setup) -> list[str]:
+    return ["--tiny"] if setup.tiny else []
+
+
+def _rows_of_tests(setup: Setup) -> dict[str, str]:
+    return {"SURGERY_TESTS": str(setup.work / "tests.jsonl")}
+
+
+def _tuned(setup: Setup) -> dict[str, str]:
+    return {"SURGERY_TUNED": str(setup.work / "tuned")}
+
+
+STEPS = (
+    Step("facts", 45, _facts, ("facts.jsonl",)),
+    Step("tests", 90, _tests, ("tests.jsonl",), environment=_rows_of_tests),
+    Step("kernels", 130, _kernels, ("kernels/kernels.json",)),
+    Step("decode", 120, _decode, ("decode/decode.json",), environment=_tuned),
+    Step("convert-shape", 75, _shape, ("shape.jsonl",)),
+    Step("convert-mla", 60, _convert("mla", "--carrier", "own"), ("model-mla/surgery_report.json",), True),
+    Step("convert-lowrank", 60, _convert("lowrank", "--bits", "4"), ("model-lowrank/surgery_report.json",), True),
+    Step("decode-model", 60, _decode_model, ("decode-model/decode.json",), True, environment=_tuned),
+    Step("heal", 150, _heal, ("healed/heal.jsonl|healed.healing/trained.run/heal.jsonl", "healed/heal.json"), True),
+    Step("tuning", 70, _tuning, ("tuning/kernels.json",)),
+)
+
+
+def facts(out: Path, device_name: str, tiny: bool) -> None:
+    """Appends the machine's versions and ceilings to a file: copy bandwidth, products, eigenvalues in float64."""
+    import torch
+
+    from surgery.common.machine import machine_facts
+    from surgery.kernels.bench.measure import ceilings, device_facts
+
+    device = torch.device(device_name)
+    row: dict[str, Any] = {**machine_facts(gpu=True), "device": device_facts(device)}
+    if device.type == "cuda":
+        row["ceilings"] = ceilings(device)
+    width = 64 if tiny else 2048
+    matrix = torch.randn(width, width, dtype=torch.float64)
+    matrix = matrix @ matrix.T
+    for place in dict.fromkeys((torch.device("cpu"), device)):
+        row[f"eigh_{width}_fp64_{place.type}_seconds"] = _seconds(
+            lambda at=place: torch.linalg.eigh(matrix.to(at)), place
+        )
+    _append(out, row)
+
+
+def shape(out: Path, device: str, tiny: bool) -> None:
+    """Converts two layers of a Llama-3-8B shape by closed form, and appends what a layer takes to a file."""
+    import torch
+    from bound import convert, make_mostly_hollow
+
+    from surgery.bench.shapes import DECODE_SHAPES
+
+    config = DECODE_SHAPES["tiny" if tiny else "llama3-8b"] | {"num_hidden_layers": 2, "dtype": "bfloat16"}
+    if tiny:  # as many rows as the demo model's tokenizer has tokens
+        config = config | {"vocab_size": 4096}
+    source, layers = out.parent / "shape", 32
+    if not source.exists():
+        make_mostly_hollow(source, config)
+    tokens = "512" if tiny else "8192"
+    options = ["--to", "mla", "--kv-ratio", "0.28125" if not tiny else "0.5", "--fit-steps", "0", "--held-out", "1"]
+    options += ["--calibration-tokens", tokens, "--calibration-length", "128" if tiny else "1024", "--device", device]
+    report, used, seconds = convert(source, "--out", out.parent / "shape-mla", "--overwrite", *options)
+    spent = report["seconds"]
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 1024 * used.ru_maxrss
+    _append(
+        out,
+        {
+            "shape": "tiny" if tiny else "llama3-8b",
+            "layers": config["num_hidden_layers"],
+            "calibration_tokens": int(tokens),
+            "seconds": seconds,
+            "phases": spent,
+            "peak_memory_bytes": report.get("peak_memory_bytes", peak),
+            "projected_seconds_of_all_layers": sum(spent.values()) * layers / config["num_hidden_layers"],
+        },
+    )
+
+
+def _seconds(function: Callable[[], object], device: Any) -> float:
+    from surgery.eval.roofline import synchronize
+
+    function()
+    synchronize(device)
+    began = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+    """Runs one of the programs."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("program", choices=("facts", "shape"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    {"facts": facts, "shape": shape}[options.program](options.out, options.device, options.tiny)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
