@@ -27,13 +27,13 @@ def source_config(shape: str) -> PreTrainedConfig:
 def converted_configs() -> dict[str, ConfigOf]:
     """What ``--to`` can name, those of installed packages among them.
 
-    ``NAME-int4`` is ``NAME`` with a cache in 4 bits, where ``NAME`` is of the custom model class.
+    ``NAME-int4`` is ``NAME`` in the custom model class, with a cache in 4 bits.
     """
     targets = [target for target in TARGETS.working().values() if not target.fixed]
     configs = {
         target.name + form: config for target in targets for form, config in target.structure().bench_configs().items()
     }
-    return configs | {f"{name}-int4": _quantized(config) for name, config in configs.items() if name != "mla"}
+    return configs | {f"{name}-int4": _quantized(config) for name, config in configs.items()}
 
 
 def _quantized(make: ConfigOf) -> ConfigOf:
