@@ -19,8 +19,8 @@ def register(app: typer.Typer) -> None:
 def doctor(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
     """Show where a checkpoint loads, with which command, what its cache costs there, and why not elsewhere.
 
-    Reads config.json, and the names and shapes of the tensors. "loads" means that a test of this project ran that kind of
-    checkpoint there, or that the engine's own check accepts it.
+    Reads config.json, and the names and shapes of the tensors. "loads" means that a test of this project ran that kind
+    of checkpoint there, or that the engine's own check accepts it.
 
     Example:
 
