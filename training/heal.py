@@ -30,6 +30,7 @@ from surgery.checkpoint.output_place import kept_apart
 from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import stop_with_starter
+from surgery.common.machine_faults import told
 from surgery.common.progress import Progress
 from surgery.model import register
 from surgery.running.loading import load_tokenizer
@@ -243,6 +244,13 @@ def main(arguments: list[str] | None = None) -> int:
     except SurgeryError as error:
         print(f"surgery: {error}", file=sys.stderr)
         code = error.code if isinstance(error, Interrupted) else 1
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of tokenizers is no Exception
+        if (line := told(error)) is None:
+            raise
+        print(f"surgery: {line}", file=sys.stderr)
+        code = 1
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return code
