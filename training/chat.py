@@ -94,7 +94,7 @@ def holds_conversations(path: Path) -> bool:
             line = next((line for line in file if line.strip()), b"{}")
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(record, dict) and MESSAGES in record
 

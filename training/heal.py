@@ -33,6 +33,7 @@ from surgery.checkpoint.staging import Staging
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import stop_with_starter
+from surgery.common.machine_faults import told
 from surgery.common.ownership import first_foreign, inventory, matching, remove_owned
 from surgery.common.progress import Progress
 from surgery.model import register
@@ -253,6 +254,13 @@ def main(arguments: list[str] | None = None) -> int:
     except SurgeryError as error:
         print(f"surgery: {error}", file=sys.stderr)
         code = error.code if isinstance(error, Interrupted) else 1
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of tokenizers is no Exception
+        if (line := told(error)) is None:
+            raise
+        print(f"surgery: {line}", file=sys.stderr)
+        code = 1
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return code

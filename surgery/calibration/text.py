@@ -177,8 +177,11 @@ def _json(path: Path, text_field: str) -> Iterator[str]:
 
 def _parse(data: bytes, where: str) -> Any:
     try:
-        return json.loads(data)
-    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        value = json.loads(data)
+        if b"\\u" in data or b"\xed" in data:  # halves of characters, which no tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
+    except (ValueError, RecursionError) as error:  # bad JSON and bad UTF-8 alike
         raise SurgeryError(f"{where} is not valid JSON: {error}") from error
 
 

@@ -28,9 +28,10 @@ from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption, fl
 from surgery.cli.verbs import Verbs, equip
 from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.interruption import interruptible
-from surgery.common.machine_faults import told
+from surgery.common.machine_faults import check_working_folder, told
 from surgery.common.ownership import check_file
 from surgery.common.pictures import check_picture
+from surgery.common.standard_output import open_closed_streams, printing
 from surgery.version import __version__
 
 PURPOSES = {
@@ -198,20 +199,22 @@ RESUMABLE = ("convert", "demo", "eval", "heads", "heal", "run", "slice")
 def main() -> None:
     """Entry point: one line and exit code 1 for bad input or a machine that fails, 2 for a wrong command line.
 
-    After a signal 128 and its number: 129, 130, 143.
+    After a signal 128 and its number: 129, 130, 143. Whether anybody reads what is printed changes nothing: a closed
+    standard output or pipe is no error, one that cannot be written, as on a full disk, is one.
     """
+    open_closed_streams()
     own_program.begin()
     with interruptible() as interruption:
         try:
-            app()
+            check_working_folder()
+            try:
+                app()
+            finally:
+                with printing():  # what is left in its buffer
+                    pass
         except SurgeryError as error:
             if os.environ.get("RANK", "0") == "0" or not (error.shared or isinstance(error, ProcessLost)):
                 print(f"surgery: error: {error}", file=sys.stderr)
-            sys.exit(1)
-        except Exception as error:
-            if (line := told(error)) is None:
-                raise
-            print(f"surgery: error: {line}", file=sys.stderr)
             sys.exit(1)
         except (KeyboardInterrupt, SystemExit):  # the latter is what click makes of the former
             if interruption.signal is None:
@@ -221,3 +224,8 @@ def main() -> None:
             left = "what was finished is kept, the same command goes on" if kept else "what was not finished is removed"
             print(f"surgery: interrupted; {left}", file=sys.stderr)
             sys.exit(interruption.exit_code)
+        except BaseException as error:  # a panic of tokenizers is no Exception
+            if (line := told(error)) is None:
+                raise
+            print(f"surgery: error: {line}", file=sys.stderr)
+            sys.exit(1)

@@ -13,6 +13,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.setting import did_you_mean
 from surgery.common.settings_page import settings_page
 from surgery.common.shipped import Kind, copy_shipped, shipped
+from surgery.common.standard_output import printing
 from surgery.evaluation.settings import EvalSettings
 from surgery.heads.settings import HeadSettings
 from surgery.planning.settings import PlanSettings
@@ -63,7 +64,8 @@ def config(
 
         surgery config mla > my.yaml
     """
-    print(config_page(name), end="")
+    with printing():
+        print(config_page(name), end="")
 
 
 def config_page(name: str) -> str:

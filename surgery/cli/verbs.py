@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from surgery.cli.options import command_line, option
+from surgery.common.standard_output import printing
 from surgery.version import __version__
 
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error; only errors.")]
@@ -81,7 +82,8 @@ class _PlainHelp:
             long = [flag for flag in flags if flag.startswith("--")]
             each.opts, each.secondary_opts = [flag for flag in flags if flag not in long[1:]], []
         try:
-            super().format_help(ctx, formatter)
+            with printing():
+                super().format_help(ctx, formatter)
         finally:
             for each, flags, opposite in names:
                 each.opts, each.secondary_opts = flags, opposite

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
+
+from surgery.common.errors import SurgeryError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # torch has no kinds of errors of its own for these.
-_TOO_LARGE = ("can't allocate memory", "out of memory", "not enough memory", "Storage size calculation overflowed")
+_TOO_LARGE = ("can't allocate memory", "cannot allocate memory", "out of memory", "not enough memory", "bad_alloc")
+_TOO_LARGE += ("storage size calculation overflowed", "failed to map segment")
+_MEMORY = "out of memory; close other programs, raise the limit (ulimit -v), or ask for less: --batch-size, "
+_MEMORY += "--calibration-length"
+_THREADS = "the system starts no more threads or processes; raise the limit (ulimit -u), or set OMP_NUM_THREADS=1"
 _FREE = "free some, or choose another --out, beside which those of an output lie, or else another TMPDIR"
 _UNWRITTEN = ("PytorchStreamWriter", "unexpected pos", "No space left on device")
 
@@ -18,8 +25,14 @@ def told(error: BaseException) -> str | None:
     temporary ones, and for memory, which can end anywhere.
     """
     said = " ".join(str(error).split())
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(part in said for part in _TOO_LARGE)):
-        return "out of memory; close other programs, or ask for less: --batch-size, --calibration-length"
+    number = error.errno if isinstance(error, OSError) else None
+    of_memory = isinstance(error, RuntimeError | ImportError) and any(part in said.lower() for part in _TOO_LARGE)
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or of_memory:
+        return _MEMORY
+    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in said):
+        return _THREADS
+    if is_panic(error):
+        return f"a tokenizer failed: {said[:200]}; its tokenizer.json asks for more than it can do, use another"
     if isinstance(error, OSError) and error.errno in _FULL:
         return f"{error.filename or 'a temporary file'}: no space left on the disk; {_FREE}"
     if isinstance(error, OSError) and error.errno is not None:
@@ -29,3 +42,20 @@ def told(error: BaseException) -> str | None:
     if written and any(part in said for part in _UNWRITTEN):
         return f"a temporary file could not be written; {_FREE}"
     return None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether Rust code, such as that of tokenizers, gave up: an error that Python does not take for one."""
+    return type(error).__name__ == "PanicException"
+
+
+def check_working_folder() -> None:
+    """Check that relative paths lead somewhere.
+
+    Raises:
+        SurgeryError: the working folder was deleted.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise SurgeryError(f"the working folder: {error.strerror or error}; change to one that exists") from None

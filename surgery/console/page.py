@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from surgery.common.standard_output import leave_unread, printing
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column, Table
 from surgery.common.visible import visible
@@ -23,11 +24,19 @@ PLAIN_WIDTH = 120
 
 def print_json(value: dict) -> None:
     """One JSON object on standard output."""
-    sys.stdout.write(visible(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
+    with printing():
+        sys.stdout.write(visible(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
 
 
 class Page(Console):
     """A console on which text commands nothing: what was read from files may hold control characters."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with printing():
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        leave_unread()
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **options)

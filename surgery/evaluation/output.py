@@ -6,13 +6,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from surgery.checkpoint.disk import write_whole
+from surgery.checkpoint.disk import disk_errors, write_whole
+from surgery.common.ownership import matching, remove_owned
 from surgery.eval.report import csv_file, markdown, page, tracking
 from surgery.eval.report.document import Report
 from surgery.eval.report.figures import needle_names, save_needle_png
 from surgery.evaluation.store import ResultStore
 
 DOCUMENT = "report.json"
+
+PART = ".surgery-report"
+"""Folder in which the files lie until all of them are written."""
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
@@ -25,16 +29,31 @@ def write_report(report: Report, folder: Path) -> list[Path]:
         SurgeryError: the folder cannot be written, or holds another file of such a name.
     """
     check_report_files(folder, [row["name"] for row in report["rows"]])
-    # The JSON last: where it is, the others are too.
-    html, text, table, document = (folder / f"report.{suffix}" for suffix in ("html", "md", "csv", "json"))
-    write_whole(html, page.render(report))
-    write_whole(text, markdown.render(report))
-    csv_file.write(report, table)
-    pictures = list(save_needle_png(report, folder).values())
-    write_whole(document, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    written = [document, table, html, text, *pictures]
-    ResultStore(folder).record_files(written)
+    part = folder / PART
+    with disk_errors(folder):
+        _clear(part)  # of a process that was killed
+        part.mkdir(parents=True, exist_ok=True)
+        try:
+            html, text, table, document = (part / f"report.{suffix}" for suffix in ("html", "md", "csv", "json"))
+            write_whole(html, page.render(report))
+            write_whole(text, markdown.render(report))
+            csv_file.write(report, table)
+            pictures = list(save_needle_png(report, part).values())
+            write_whole(document, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+            # All or nothing, and the JSON last: where it is, the others are too.
+            for path in (*pictures, text, html, table, document):
+                path.replace(folder / path.name)
+            written = [folder / path.name for path in (document, table, html, text, *pictures)]
+            ResultStore(folder).record_files(written)  # while the folder still says that a report is being written
+        finally:
+            _clear(part)
     return written
+
+
+def _clear(part: Path) -> None:
+    """Removes what this program writes into the folder of unfinished files, and the folder with the last of it."""
+    if part.is_dir() and not part.is_symlink():
+        remove_owned(part, matching(("report.*", "*.png", ".*.partial")))
 
 
 def check_report_files(folder: Path, rows: Sequence[str]) -> None:
@@ -45,7 +64,7 @@ def check_report_files(folder: Path, rows: Sequence[str]) -> None:
     """
     names = [f"report.{suffix}" for suffix in ("html", "md", "csv", "json")]
     names += [name for number, row in enumerate(rows) for name in needle_names(row, number)]
-    ResultStore(folder).check_files(names, DOCUMENT)
+    ResultStore(folder).check_files(names, DOCUMENT, unfinished=(folder / PART).is_dir())
 
 
 def track(report: Report, folder: Path, project: str, mode: str) -> None:

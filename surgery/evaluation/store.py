@@ -94,11 +94,12 @@ class ResultStore:
             return dict(json.loads((self.folder / MARKER).read_text(encoding="utf-8")))
         return {}
 
-    def check_files(self, names: Iterable[str], document: str) -> None:
+    def check_files(self, names: Iterable[str], document: str, *, unfinished: bool = False) -> None:
         """Refuses to replace files of a report that this program has not written, or that were edited since.
 
         Args:
             document: that all the others are written with; it is ours in a folder of a version that kept no record.
+            unfinished: a process was killed while it replaced them, before it recorded what it wrote.
 
         Raises:
             SurgeryError: there is such a file.
@@ -106,7 +107,8 @@ class ResultStore:
         recorded, is_report = self._marked().get("files") or {}, _is_report(self.folder / document)
         for name in names:
             path = self.folder / name
-            if os.path.lexists(path) and not (is_unchanged(path, recorded[name]) if name in recorded else is_report):
+            known = unfinished or is_unchanged(path, recorded[name]) if name in recorded else is_report
+            if os.path.lexists(path) and not known:
                 raise SurgeryError(f"{path}: was not written by surgery, or edited since; move it away")
 
     def record_files(self, paths: Iterable[Path]) -> None:

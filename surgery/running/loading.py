@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from surgery.common.errors import SurgeryError
+from surgery.common.machine_faults import is_panic
 from surgery.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ def loading(what: str, remedy: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        if not is_of_loading(error):
+    except BaseException as error:
+        if not (is_panic(error) or (isinstance(error, Exception) and is_of_loading(error))):
             raise
         reason = " ".join(str(error).split())
         reason = reason[:300] + " …" * (len(reason) > 300)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+JOINING = 600.0
+"""Seconds in which the process that the others meet at must answer."""
 PATIENCE = timedelta(weeks=4)
 """How long a process waits for the others. The default of minutes would end a run while one of them measures alone; a
 process that died ends the others through their launcher."""
@@ -50,7 +54,8 @@ class Processes:
         """
         self.rank, self.count = 0, 1
         self._state = None
-        if not alone and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not alone and world_size() > 1:
+            check_launch()
             # Without an accelerator, accelerate takes several processes for one each unless it is told.
             self._state = partial_state()(cpu=cpu or not torch.accelerator.is_available(), timeout=PATIENCE)
             self.rank, self.count = self._state.process_index, self._state.num_processes
@@ -195,6 +200,52 @@ class Processes:
         if self._state is not None:
             with self._together():
                 self._state.wait_for_everyone()
+
+
+def world_size() -> int:
+    """Return how many processes a launcher started, as it says in ``WORLD_SIZE``; 1 without one.
+
+    Raises:
+        SurgeryError: that is no number.
+    """
+    size = os.environ.get("WORLD_SIZE") or "1"
+    if not size.isdecimal():
+        raise SurgeryError(f"WORLD_SIZE={size}: not a number of processes; unset it, or use accelerate launch")
+    return int(size)
+
+
+def check_launch() -> None:
+    """Check what a launcher tells processes of each other, and that they can meet, before they wait for weeks.
+
+    Raises:
+        SurgeryError: a variable is missing, or nothing answers where all processes meet.
+    """
+    size = os.environ["WORLD_SIZE"]
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise SurgeryError(
+            f"WORLD_SIZE={size} says that a launcher started {size} processes, but {', '.join(missing)} is not set; "
+            "start them with accelerate launch or torchrun, or unset WORLD_SIZE"
+        )
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not port.isdecimal() or int(port) >= 2**16:
+        raise SurgeryError(f"MASTER_PORT={port}: not a port; use a number below 65536")
+    is_first, deadline = os.environ["RANK"] == "0", time.monotonic() + JOINING
+    while True:
+        try:
+            socket.create_connection((address, int(port)), timeout=min(30.0, JOINING)).close()
+            return
+        except ConnectionRefusedError as error:  # it is there; the first process listens later itself
+            if is_first:
+                return
+            reason: Exception = error
+        except (OSError, UnicodeError) as error:
+            reason = error
+        if is_first or time.monotonic() > deadline:
+            raise SurgeryError(
+                f"MASTER_ADDR={address}, MASTER_PORT={port}: the first process does not answer there ({reason}); set "
+                "them to where the process of RANK=0 runs, and open that port"
+            )
+        time.sleep(0.2)
 
 
 def partial_state() -> type[PartialState]:

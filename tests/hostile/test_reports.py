@@ -18,6 +18,7 @@ from surgery.eval.report.document import merge, read_report, undamaged
 from surgery.evaluation.output import write_report
 from surgery.inspection.converted import original
 from surgery.reporting.card import model_card
+from surgery.reporting.front_matter import front_matter, of_source
 from surgery.reporting.report import Report, previous_report
 
 REPORT = sample_report(rows=2)
@@ -153,9 +154,12 @@ CONVERSION = {
 }
 
 
+WHOLE = {"settings": {}, "splits": [], "layers": [], "verification": {}, "environment": {}, "seconds": {}}
+WHOLE |= {"peak_memory_bytes": 0}
+
+
 def card(said, name):
-    rest = {"settings": {}, "splits": [], "layers": [], "verification": {}, "environment": {}, "seconds": {}}
-    return model_card(Report(**said, **rest, peak_memory_bytes=0), name)
+    return model_card(Report(**said, **WHOLE), name)
 
 
 @given(st.lists(BREAKOUTS, min_size=6, max_size=6))
@@ -172,6 +176,23 @@ def test_cards_escape_every_text(texts):
     assert len(fences) == 3
     outside = [part for text in (fences[0], fences[2]) for part in text.split("`")[::2]]
     assert not elements("".join(outside)).found
+
+
+ODD = """\
+license: 2024-99-99|license: 0b|license: {a: b}|license: [[mit]]|license: ["\\e[2J"]|license: !!binary "x"
+license: !!python/name:os.system|? [a]|language: no|license: &a [*a]|license: 12:99:99|[]|license: "\\ud800"
+""".replace("\n", "|").split("|")
+
+
+@pytest.mark.parametrize("head", [*filter(None, ODD), "license: " + "[" * 5000, "license: " + "x" * 10**6])
+def test_odd_front_matter(head, tmp_path):
+    """The card of a source decides nothing but a few short texts in that of the result."""
+    (tmp_path / "README.source.md").write_text(f"---\n{head}\n---\n# x\n")
+    inherited = of_source(tmp_path)
+    written = front_matter(Report.of({**WHOLE, **CONVERSION}), "name", inherited=inherited)
+    read = yaml.safe_load(written.split("---\n")[1])
+    assert {name: read[name] for name in inherited} == inherited and len(written) < 5000
+    assert "\x1b" not in written and inherited.get("language", "no") == "no"
 
 
 @given(mutated({**CONVERSION, "previous": CONVERSION}))

@@ -91,6 +91,8 @@ def test_files_of_conversations_are_told_from_text(tmp_path):
     for name in ("text.jsonl", "text.parquet", "empty.jsonl", "broken.parquet"):
         assert not holds_conversations(tmp_path / name)
     assert not holds_conversations(text)
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    assert not holds_conversations(tmp_path / "deep.jsonl")
 
 
 def test_parquet_turns_lose_the_keys_of_others(tmp_path):
@@ -105,6 +107,8 @@ def test_parquet_turns_lose_the_keys_of_others(tmp_path):
     [
         ("a.jsonl", '{"messages": []}\n{bad', "line 2 is not valid JSON"),
         ("a.jsonl", "[1]\n", "line 1 holds a list"),
+        ("a.jsonl", "[" * 100_000, "line 1 is not valid JSON"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": "\\ud83d"}]}', "line 1 is not valid JSON"),
         ("a.txt", "x", "cannot read conversations"),
         ("a.parquet", "x", "not a parquet file"),
         ("none.jsonl", None, "No such file"),

@@ -1,0 +1,46 @@
+"""The files of a report: all of them, or those that were there before."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from sample_report import sample_report
+
+from surgery.checkpoint import disk
+from surgery.common.errors import SurgeryError
+from surgery.evaluation.output import write_report
+
+
+@pytest.mark.parametrize("suffix", ["html", "md", "csv", "json"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_disk_that_fills(suffix, before, tmp_path, monkeypatch):
+    """A full disk left page, table and text without their JSON."""
+    report, names = sample_report(rows=1), [f"report.{name}" for name in ("html", "md", "csv", "json")]
+    report["rows"][0]["results"] = {"loss": report["rows"][0]["results"]["loss"]}
+    for name in names if before else ():
+        (tmp_path / name).write_text("earlier")
+    real, table = Path.write_text, open
+
+    def full(path, *arguments, **options):
+        if f"report.{suffix}" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(path, *arguments, **options)
+
+    def full_table(path, *arguments, **options):
+        if suffix == "csv":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return table(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr("surgery.common.tables.csv_file.open", full_table, raising=False)
+    with pytest.raises(SurgeryError, match=f"report.{suffix}"):
+        write_report(report, tmp_path)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == (sorted(names) if before else [])
+    assert all(path.read_text() == "earlier" for path in tmp_path.iterdir())
+
+
+def test_all_files(tmp_path):
+    written = write_report(sample_report(rows=1), tmp_path)
+    assert sorted(written) == sorted(tmp_path.iterdir()) and written[0].name == "report.json"
+    assert disk.read_json(written[0])["rows"]

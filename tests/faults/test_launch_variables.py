@@ -1,0 +1,65 @@
+"""What a launcher should have told processes of each other, and did not, or told wrongly."""
+
+import socket
+import time
+
+import pytest
+
+from surgery.common.errors import SurgeryError
+from surgery.running import processes
+from surgery.running.processes import Processes, check_launch
+
+WORLD = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+
+
+@pytest.fixture
+def world(monkeypatch):
+    def change(**changes):
+        for name, value in {**WORLD, **changes}.items():
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+
+    monkeypatch.setattr(processes, "JOINING", 0.5)
+    return change
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_variable_is_missing(world, name):
+    world(**{name: None})
+    with pytest.raises(SurgeryError, match=rf"WORLD_SIZE=2 .*{name} is not set"):
+        Processes(cpu=True)
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("MASTER_PORT", "x"), ("MASTER_PORT", "99999")])
+def test_a_variable_is_no_number(world, name, value):
+    world(**{name: value})
+    with pytest.raises(SurgeryError, match=f"{name}={value}"):
+        Processes(cpu=True)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("address", ["host.invalid", "192.0.2.1", "a" * 70])
+def test_an_address_that_nobody_has(world, rank, address):
+    """It waited for weeks, the time for which processes may measure alone."""
+    world(RANK=rank, MASTER_ADDR=address)
+    began = time.monotonic()
+    with pytest.raises(SurgeryError, match=rf"MASTER_ADDR={address}, MASTER_PORT=29511"):
+        Processes(cpu=True)
+    assert time.monotonic() - began < 10
+
+
+def test_the_first_process_listens_later_itself(world):
+    world(RANK="0")
+    check_launch()
+
+
+def test_others_wait_for_it(world):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        world(MASTER_PORT=str(server.getsockname()[1]))
+        check_launch()
+    with pytest.raises(SurgeryError, match="does not answer"):
+        check_launch()
+
+
+def test_no_launcher(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert Processes(cpu=True).count == 1

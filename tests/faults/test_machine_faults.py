@@ -1,0 +1,73 @@
+"""Limits of the machine, met anywhere, as one line; errors of the program stay what they are."""
+
+import errno
+import os
+import threading
+
+import pytest
+import torch
+from command_line import run_main
+from hostile import bounded_memory
+
+from surgery.common.machine_faults import told
+from surgery.console import inspection
+
+LINES = {
+    "memory": [
+        MemoryError(),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        RuntimeError("std::bad_alloc"),
+        ImportError("libx.so: failed to map segment from shared object"),
+        ImportError("libx.so: cannot allocate memory in static TLS block"),
+    ],
+    "ulimit -u": [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))],
+    "no space left": [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x")],
+}
+
+
+@pytest.mark.parametrize(("words", "error"), [(words, error) for words, errors in LINES.items() for error in errors])
+def test_lines(words, error):
+    line = told(error)
+    assert words in line and "\n" not in line
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a mistake"), ImportError("no module x"), ValueError(), KeyError("x")])
+def test_mistakes_of_the_program_are_not_hidden(error):
+    assert told(error) is None
+
+
+def no_thread(monkeypatch):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    threading.Thread(target=print).start()
+
+
+def no_memory(monkeypatch):
+    with bounded_memory(2**24):
+        torch.zeros(2**28)
+
+
+@pytest.mark.parametrize("fault", [no_thread, no_memory])
+def test_a_command_ends_in_one_line(fault, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(inspection, "show_inspection", lambda *arguments, **options: fault(monkeypatch))
+    from tiny_models import make_checkpoint
+
+    code, _, errors = run_main(monkeypatch, capsys, "inspect", make_checkpoint(tmp_path / "llama", "llama"), "--quiet")
+    assert code == 1 and errors.startswith("surgery: error: ") and errors.count("\n") == 1
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it: no Exception."""
+
+
+def test_panics_of_rust(monkeypatch, capsys, tmp_path):
+    def fault(*arguments, **options):
+        raise PanicException("called `Result::unwrap()` on an `Err` value")
+
+    monkeypatch.setattr(inspection, "show_inspection", fault)
+    from tiny_models import make_checkpoint
+
+    code, _, errors = run_main(monkeypatch, capsys, "inspect", make_checkpoint(tmp_path / "llama", "llama"), "--quiet")
+    assert code == 1 and "tokenizer" in errors and errors.count("\n") == 1
