@@ -35,6 +35,32 @@ class Config:
     stages: int = 2
 
 
+class Extent(int):
+    """The size or stride of a tensor as a number that knows where it comes from.
+
+    A plan (`plan.py`) outlives the call that it was made for: it reads extents from the tensors of every call.
+
+    Attributes:
+        tensor, dim: the tensor and its dimension.
+        is_stride: whether it is the stride of the dimension, not its size.
+        divisor: what the stride or size is divided by.
+    """
+
+    tensor: Tensor
+    dim: int
+    is_stride: bool
+    divisor: int
+
+    def __new__(cls, tensor: Tensor, dim: int, *, is_stride: bool, divisor: int = 1) -> Extent:
+        value = tensor.stride(dim) if is_stride else tensor.shape[dim]
+        extent = super().__new__(cls, value // divisor)
+        extent.tensor, extent.dim, extent.is_stride, extent.divisor = tensor, dim, is_stride, divisor
+        return extent
+
+    def __floordiv__(self, divisor: int) -> Extent:
+        return Extent(self.tensor, self.dim, is_stride=self.is_stride, divisor=self.divisor * divisor)
+
+
 @dataclass(frozen=True)
 class Launch:
     """A kernel, its grid and everything it is given.
@@ -43,6 +69,7 @@ class Launch:
         kernel: a `triton.jit` function.
         grid: programs along up to three axes.
         arguments: all parameters of the kernel by name, constants of compilation included; tensors, numbers or None.
+            Tensors on the meta device are scratch memory, which a plan allocates for every call.
         warps, stages: as in `Config`.
     """
 
@@ -62,10 +89,12 @@ class Launch:
         """Launches on the device of its tensors, or in Triton's interpreter under TRITON_INTERPRET=1."""
         if 0 in self.grid:
             return
-        device = next(value.device for value in self.arguments.values() if isinstance(value, Tensor))
+        # Triton takes plain integers only.
+        arguments = {name: int(each) if isinstance(each, Extent) else each for name, each in self.arguments.items()}
+        device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
         # Triton launches on the current device, and a model may be spread over several.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+            self.kernel[self.grid](**arguments, num_warps=self.warps, num_stages=self.stages)
 
 
 def signature_of(reference: Callable, *settings: str) -> inspect.Signature:
@@ -101,10 +130,15 @@ def launches_of(reference: Callable, *settings: str) -> Callable:
     return decorate
 
 
+def size(tensor: Tensor, dim: int) -> Extent:
+    """The size of a dimension, to be read at every call; kernels must not specialise on it (`do_not_specialize`)."""
+    return Extent(tensor, dim, is_stride=False)
+
+
 def strides(*axes: str, **tensors: Tensor | None) -> dict[str, int]:
     """Strides of the first dimensions of tensors as kernels name them: `key_row`, `key_token`; 0 of None."""
     return {
-        f"{name}_{axis}": 0 if tensor is None else tensor.stride(place)
+        f"{name}_{axis}": 0 if tensor is None else Extent(tensor, place, is_stride=True)
         for name, tensor in tensors.items()
         for place, axis in enumerate(axes)
     }

@@ -2,70 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _is_tracing, _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.library import CustomOpDef
 
 from surgery.kernels.backend import refusal, tell_once
 from surgery.kernels.launch import naming, signature_of
+from surgery.kernels.plan import TENSORS, Cache, Growth, Layout, Plan, Results, Run
 
-Results = tuple[Tensor, ...]
 
+class Operation:
+    """`surgery::<name>`, with the arguments of `reference`, in their order: kernels, or the reference if none can run.
 
-def operation(
-    name: str,
-    reference: Callable[..., Results],
-    outputs: Callable[..., Results],
-    unsupported: Callable[..., str | None],
-    *,
-    kernel: str | None = None,
-    settings: tuple[str, ...] = (),
-    differentiable: bool = True,
-) -> CustomOpDef:
-    """Registers `surgery::<name>`, with the arguments of `reference`, in their order.
-
-    It runs kernels, or the reference where none can run, and says so once.
+    Calls are planned once (`plan.py`) and launched without PyTorch's dispatch, unless something has to see the
+    operator: `torch.compile`, gradients, modes and subclasses of tensors.
 
     Args:
         reference: the operation in plain PyTorch; annotated, since the schema is read off its signature.
         outputs: the results, uninitialised, of the arguments by name; what tracing sees of the operation.
         unsupported: of the arguments by name, why the kernel does not take them; None if it does.
+        check: raises ValueError for arguments, by name, that do not belong together.
         kernel: the module whose `launches` are run, `<name>/kernel.py` by default; imported only then: it needs Triton.
         settings: arguments behind those of the reference that only kernels have a use for: optional integers.
         differentiable: gradients are those of the reference; else the caller registers others, or there are none.
+        growth: dimensions that grow with a text, as `Layout` takes them.
+        free: integers that change at every step; kernels must not specialise on them.
+
+    Attributes:
+        registered: the operator of PyTorch.
     """
-    module = kernel or f"surgery.kernels.{name}.kernel"
-    signature = signature_of(reference, *settings)
-    named = naming(signature)
 
-    def plain(*args: Any, **kwargs: Any) -> Results:
-        given = named(args, kwargs)
-        return reference(**{name: value for name, value in given.items() if name not in settings})
+    def __init__(
+        self,
+        name: str,
+        reference: Callable[..., Results],
+        outputs: Callable[..., Results],
+        unsupported: Callable[..., str | None],
+        check: Callable[..., None],
+        *,
+        kernel: str | None = None,
+        settings: tuple[str, ...] = (),
+        differentiable: bool = True,
+        growth: Growth = (),
+        free: tuple[str, ...] = (),
+    ) -> None:
+        self._name, self._module = name, kernel or f"surgery.kernels.{name}.kernel"
+        self._outputs, self._unsupported, self._check = outputs, unsupported, check
+        signature = signature_of(reference, *settings)
+        named, given = naming(signature), len(signature.parameters) - len(settings)
+        self._reference = lambda *values: reference(*values[:given])
+        tensors = {name for name, each in signature.parameters.items() if "Tensor" in str(each.annotation)}
+        self._layout = Layout(tuple(signature.parameters), tensors, growth, free)
+        self._plans, self._calls = Cache(), Cache()
 
-    def compute(*args: Any, **kwargs: Any) -> Results:
-        given = named(args, kwargs)
-        reason = refusal(*(value for value in given.values() if isinstance(value, Tensor))) or unsupported(**given)
+        def compute(*args: Any, **kwargs: Any) -> Results:
+            known = named(args, kwargs)
+            return self._run([_plain(known[name]) for name in self._layout.names])
+
+        compute.__signature__ = signature
+        schema = torch.library.infer_schema(compute, mutates_args=())
+        self.registered: CustomOpDef = torch.library.custom_op(
+            f"surgery::{name}", compute, mutates_args=(), schema=schema
+        )
+        self.registered.register_fake(lambda *args, **kwargs: outputs(**named(args, kwargs)))
+        if differentiable:
+            differentiate_by(self.registered, self._reference)
+
+    def __call__(self, *values: Any) -> Results:
+        """The results of all arguments, in the order of the schema."""
+        if not is_watched():
+            key = self._layout.exact_key(values, torch.is_grad_enabled())
+            if key is not None:
+                run, extents = self._calls.get(key) or self._find(key, values)
+                return run(values, extents)
+        self._check(**self._named(values))
+        return self.registered(*values)
+
+    def _run(self, values: Sequence[Any]) -> Results:
+        key = self._layout.exact_key(values)
+        run, extents = self._calls.get(key) or self._find(key, values)
+        return run(values, extents)
+
+    def _find(self, exact_key: tuple[Any, ...], values: Sequence[Any]) -> tuple[Run, list[int]]:
+        key, extents = self._layout.key(values)
+        run = self._plans.get(key)
+        if run is None:
+            run = self._plans[key] = self._plan(values)
+        self._calls[exact_key] = run, extents
+        return run, extents
+
+    def _named(self, values: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self._layout.names, values, strict=True))
+
+    def _plan(self, values: Sequence[Any]) -> Run:
+        """How calls like this one are run.
+
+        Raises:
+            ValueError: arguments that do not belong together.
+        """
+        # No tensor twice: a plan tells arguments apart by their identity.
+        values = [value.detach() if isinstance(value, Tensor) else value for value in values]
+        named = self._named(values)
+        self._check(**named)
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if any(tensor.is_meta for tensor in tensors):
+            return lambda values, _: self.registered(*values)
+        reason = refusal(*tensors) or self._unsupported(**named)
         if reason:
-            tell_once(name, reason)
-            return plain(**given)
-        out, lse = outputs(**given)
+            return lambda values, _: (tell_once(self._name, reason), self._reference(*values))[1]
         # Kernels take the numbers of a last dimension side by side.
-        given = {name: side_by_side(value) for name, value in given.items()}
-        for launch in import_module(module).launches(**given, out=out, lse=lse):
-            launch.run()
-        return out, lse
+        if any(side_by_side(tensor) is not tensor for tensor in tensors):
+            return lambda values, _: self._run([side_by_side(value) for value in values])
+        outputs = self._outputs(**named)
+        out, lse = outputs
+        launches = import_module(self._module).launches(*values, out=out, lse=lse)
+        return Plan(self._layout, values, outputs, launches)
 
-    compute.__signature__ = signature
-    schema = torch.library.infer_schema(compute, mutates_args=())
-    registered = torch.library.custom_op(f"surgery::{name}", compute, mutates_args=(), schema=schema)
-    registered.register_fake(lambda *args, **kwargs: outputs(**named(args, kwargs)))
-    if differentiable:
-        differentiate_by(registered, plain)
-    return registered
+
+def is_watched() -> bool:
+    """Whether something other than autograd has to see operators: a compiler, a tracer, a mode or a transform."""
+    return (
+        torch.compiler.is_compiling()
+        or _len_torch_dispatch_stack() > 0
+        or peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or _is_tracing()
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Arguments as plans take them: lists hashable, tensors without the methods of a subclass."""
+    if isinstance(value, Tensor):
+        return value if type(value) in TENSORS else value.as_subclass(Tensor)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def side_by_side(value: Any) -> Any:

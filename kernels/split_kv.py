@@ -51,16 +51,19 @@ def splits_of(
 
 
 def scratch(query: Tensor, width: int, splits: int) -> tuple[Tensor | None, Tensor | None]:
-    """Memory for parts of queries [B, T, H, ·]: [B·T·H, splits, width] and [B·T·H, splits] fp32; None for one split."""
+    """Memory for parts of queries [B, T, H, ·]: [B·T·H, splits, width] and [B·T·H, splits] fp32; None for one split.
+
+    On the meta device: a plan allocates it at every call.
+    """
     if splits == 1:
         return None, None
     shape = (query.shape[:3].numel(), splits)
-    return query.new_empty(*shape, width, dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
+    return torch.empty(*shape, width, device="meta"), torch.empty(shape, device="meta")
 
 
 def with_merge(launch: Launch, parts: Tensor | None, logs: Tensor | None, out: Tensor, lse: Tensor) -> list[Launch]:
     """A launch and, where it fills `scratch`, the one that merges this into `out` [B, T, H, width] and `lse`."""
-    return [launch] if parts is None else [launch, merge_launch(parts, logs, out.flatten(0, 2), lse.flatten())]
+    return [launch] if parts is None else [launch, merge_launch(parts, logs, out, lse)]
 
 
 def merge(parts: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +76,7 @@ def merge(parts: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
 def merge_launch(parts: Tensor, logs: Tensor, out: Tensor, log: Tensor | None) -> Launch:
     """The launch that fills `out` [N, D], in any dtype, and `log` [N] fp32 from fp32 parts [N, S, D], logs [N, S].
 
-    All contiguous.
+    All are contiguous; N may be several dimensions of `out` and `log`.
     """
     rows, splits, width = parts.shape
     # A tile of all splits must fit into registers: 64 a thread.
@@ -113,8 +116,11 @@ def merge_kernel(parts, logs, out, log, width, SPLITS: tl.constexpr, BLOCK_S: tl
 
 
 @triton.jit
-def split_tokens(low, length, split, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """First and behind-the-last token of a split of the tokens from `low` to `length`, in whole blocks of BLOCK."""
-    each = tl.cdiv(tl.cdiv(length - low, SPLITS), BLOCK) * BLOCK
+def split_tokens(low, length, split, splits, BLOCK: tl.constexpr):
+    """First and behind-the-last token of a split of the tokens from `low` to `length`, in whole blocks of BLOCK.
+
+    The number of splits is no constant of compilation: it grows with a text.
+    """
+    each = tl.cdiv(tl.cdiv(length - low, splits), BLOCK) * BLOCK
     start = low + split * each
     return start, tl.minimum(start + each, length)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from surgery.kernels.launch import Config
+from surgery.kernels.plan import forget_plans
 
 FOLDER = Path(__file__).resolve().parent / "tuned"
 
@@ -43,6 +44,7 @@ def tables_from(source: Tables) -> Tables:
     """Has `tuned` ask `source` from now on; returns whom it asked before. For who tries configurations out."""
     global _tables
     before, _tables = _tables, source
+    forget_plans()
     return before
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.kernels.gqa_decode.reference import grouped_query_attention
-from surgery.kernels.launch import Config, Launch, launches_of, strides
+from surgery.kernels.launch import Config, Launch, launches_of, size, strides
 from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
 from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merge
 from surgery.kernels.tuned import key_of, tuned
@@ -56,14 +56,14 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         vars(given),
         out=out if parts is None else parts,
         lse=lse if logs is None else logs,
-        capacity=capacity,
+        capacity=size(key, 2) if pages is None else size(pages, 1),
+        splits=splits,
         tokens=tokens,
         heads=heads,
         **strides("b", "t", "h", query=query),
         **strides("b", "g", "s", key=key, value=value),
         **strides("b", pages=pages),
         PAGE=page,
-        SPLITS=splits,
         PER_GROUP=per_group,
         D=width,
         V=v,
@@ -75,11 +75,12 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
     return with_merge(made, parts, logs, out, lse)
 
 
-@triton.jit
+# These grow with a text: not worth a compilation each.
+@triton.jit(do_not_specialize=["capacity", "splits", "pages_b"])
 def gqa_decode_kernel(
-    query, key, value, out, lse, lengths, starts, pages, scale, capacity, window, tokens, heads, query_b, query_t,
-    query_h, key_b, key_g, key_s, value_b, value_g, value_s, pages_b,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, PER_GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    query, key, value, out, lse, lengths, starts, pages, scale, capacity, splits, window, tokens, heads, query_b,
+    query_t, query_h, key_b, key_g, key_s, value_b, value_g, value_s, pages_b,
+    PAGE: tl.constexpr, PER_GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: one row, one KV head, BLOCK_M pairs of a new token and a head, one split of the tokens."""
@@ -95,11 +96,13 @@ def gqa_decode_kernel(
     head = group * PER_GROUP + pair % PER_GROUP
     d = tl.arange(0, BLOCK_D)
     v = tl.arange(0, BLOCK_V)
+    if PAGE > 0:
+        capacity *= PAGE
     length = row_length(lengths, row, capacity)
     position = length - tokens + time
     low, high = reach(starts, row, length, capacity, window, tokens, block, BLOCK_M, PER_GROUP)
     # Blocks begin at multiples of BLOCK_N, so that one lies in one page where pages are such multiples.
-    begin, end = split_tokens(low // BLOCK_N * BLOCK_N, high, split, SPLITS, BLOCK_N)
+    begin, end = split_tokens(low // BLOCK_N * BLOCK_N, high, split, splits, BLOCK_N)
 
     at = query + row * query_b + time[:, None] * query_t + head[:, None] * query_h + d[None, :]
     q = tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0)
@@ -142,7 +145,7 @@ def gqa_decode_kernel(
         mixture = tl.load(value_at + v[None, :], mask=held[:, None] & (v < V)[None, :], other=0.0)
         mixed = tl.dot(weights.to(mixture.dtype), mixture, mixed * shrink[:, None], input_precision="ieee")
 
-    place = ((row * tokens + time) * heads + head) * SPLITS + split
+    place = ((row * tokens + time) * heads + head) * splits + split
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     mine = there[:, None] & (v < V)[None, :]
     tl.store(out + place[:, None] * V + v[None, :], mixed.to(out.dtype.element_ty), mask=mine)

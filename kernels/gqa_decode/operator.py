@@ -6,7 +6,7 @@ from torch import Tensor
 
 from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, check_pages, check_positive
 from surgery.kernels.gqa_decode.reference import grouped_query_attention
-from surgery.kernels.operation import attention_outputs, operation
+from surgery.kernels.operation import Operation, attention_outputs
 
 WIDEST = 1024
 """Bytes of a token's key or value, padded to a power of two, that a tile takes."""
@@ -44,16 +44,29 @@ def gqa_decode(
     Raises:
         ValueError: shapes or dtypes that do not fit together.
     """
-    rows = query.shape[0]
+    return _gqa_decode(query, key, value, scale, lengths, starts, pages, window, splits)
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    pages: Tensor | None,
+    window: int | None,
+    splits: int | None,
+    **_: object,
+) -> None:
     check_keys("gqa_decode", query, key, value)
     check_heads("gqa_decode", query.shape[2], key.shape[1])
+    rows = query.shape[0]
     if pages is None and key.shape[0] != rows:
         raise ValueError(f"gqa_decode: {rows} rows of queries, {key.shape[0]} of keys")
     check_pages("gqa_decode", rows, pages)
     check_dtypes("gqa_decode", query=query, key=key, value=value)
     check_counts("gqa_decode", rows, lengths=lengths, starts=starts)
     check_positive("gqa_decode", window=window, splits=splits)
-    return _gqa_decode(query, key, value, scale, lengths, starts, pages, window, splits)
 
 
 def _outputs(query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
@@ -69,4 +82,12 @@ def _unsupported(key: Tensor, value: Tensor, **_: object) -> str | None:
     return None
 
 
-_gqa_decode = operation("gqa_decode", grouped_query_attention, _outputs, _unsupported, settings=("splits",))
+_gqa_decode = Operation(
+    "gqa_decode",
+    grouped_query_attention,
+    _outputs,
+    _unsupported,
+    _check,
+    settings=("splits",),
+    growth=({"key": 2, "value": 2},),
+)

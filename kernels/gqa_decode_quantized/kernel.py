@@ -31,7 +31,7 @@ from torch import Tensor
 
 from surgery.kernels.gqa_decode.kernel import reach, row_length
 from surgery.kernels.gqa_decode_quantized.reference import quantized_attention
-from surgery.kernels.launch import Config, Launch, launches_of, strides
+from surgery.kernels.launch import Config, Launch, launches_of, size, strides
 from surgery.kernels.online_softmax import LOG2E, log_of
 from surgery.kernels.quantization import BITS, group_size
 from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merge
@@ -111,7 +111,8 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         value=value_codes,
         out=out if parts is None else parts,
         lse=lse if logs is None else logs,
-        capacity=capacity,
+        capacity=size(value_scale, 2),
+        splits=splits,
         tokens=tokens,
         heads=heads,
         **strides("b", "t", "h", query=query),
@@ -127,7 +128,6 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         KEY_SIZE=key_size,
         VALUE_GROUPS=value_groups,
         VALUE_SIZE=group_size(v, value_groups),
-        SPLITS=splits,
         PER_GROUP=heads // groups,
         PAIRS=pairs,
         STEP=step,
@@ -142,13 +142,14 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
     return with_merge(made, parts, logs, out, lse)
 
 
-@triton.jit
+# These grow with a text: not worth a compilation each.
+@triton.jit(do_not_specialize=["capacity", "splits", "behind"])
 def gqa_decode_quantized_kernel(
     query, key, key_scale, key_zero, value, value_scale, value_zero, out, lse, lengths, coded, starts, scale, capacity,
-    behind, window, tokens, heads, query_b, query_t, query_h, key_b, key_g, key_s, key_scale_b, key_scale_g, value_b,
-    value_g, value_s, value_scale_b, value_scale_g,
+    splits, behind, window, tokens, heads, query_b, query_t, query_h, key_b, key_g, key_s, key_scale_b, key_scale_g,
+    value_b, value_g, value_s, value_scale_b, value_scale_g,
     BITS: tl.constexpr, FLOAT: tl.constexpr, NARROW: tl.constexpr, GROUP: tl.constexpr, KEY_GROUPS: tl.constexpr,
-    KEY_SIZE: tl.constexpr, VALUE_GROUPS: tl.constexpr, VALUE_SIZE: tl.constexpr, SPLITS: tl.constexpr,
+    KEY_SIZE: tl.constexpr, VALUE_GROUPS: tl.constexpr, VALUE_SIZE: tl.constexpr, 
     PER_GROUP: tl.constexpr, PAIRS: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +172,7 @@ def gqa_decode_quantized_kernel(
     position = length - tokens + time
     low, high = reach(starts, row, length, row_length(coded, row, capacity), window, tokens, block, PAIRS, PER_GROUP)
     high = tl.minimum(high, capacity)
-    begin, end = split_tokens(low // STEP * STEP, high, split, SPLITS, STEP)
+    begin, end = split_tokens(low // STEP * STEP, high, split, splits, STEP)
 
     d = tl.arange(0, BLOCK_D)
     at = query + row * query_b + time[:, None] * query_t + head[:, None] * query_h + d[None, :]
@@ -295,7 +296,7 @@ def gqa_decode_quantized_kernel(
         odd *= unit[:, None]
     even = (even + zeros[:, None]) / some[:, None]
     odd = (odd + zeros[:, None]) / some[:, None]
-    place = ((row * tokens + time) * heads + head) * SPLITS + split
+    place = ((row * tokens + time) * heads + head) * splits + split
     column = out + place[:, None] * V + 2 * c[None, :]
     mine = there[:, None] & (c < V // 2)[None, :]
     right = 2 * c // VALUE_SIZE

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from surgery.kernels.checks import check_counts, check_heads, check_keys, check_positive
 from surgery.kernels.gqa_decode_quantized.reference import quantized_attention
-from surgery.kernels.operation import attention_outputs, operation
+from surgery.kernels.operation import Operation, attention_outputs
 from surgery.kernels.quantization import BITS
 
 
@@ -61,14 +61,36 @@ def gqa_decode_quantized(
     Raises:
         ValueError: shapes, dtypes or settings that do not fit together.
     """
+    if behind < 0:
+        raise ValueError(f"gqa_decode_quantized: {behind} tokens behind the codes")
+    codes = (key_codes, key_scale, key_zero, value_codes, value_scale, value_zero)
+    return _quantized(query, *codes, scale, format, group, keys, lengths, coded, starts, window, behind, splits)
+
+
+def _check(
+    query: Tensor,
+    key_codes: Tensor,
+    key_scale: Tensor,
+    key_zero: Tensor | None,
+    value_codes: Tensor,
+    value_scale: Tensor,
+    value_zero: Tensor | None,
+    format: str,
+    group: int,
+    keys: str,
+    lengths: Tensor | None,
+    coded: Tensor | None,
+    starts: Tensor | None,
+    window: int | None,
+    splits: int | None,
+    **_: object,
+) -> None:
     name = "gqa_decode_quantized"
     check_keys(name, query, key_codes, value_codes)
     check_heads(name, query.shape[2], key_codes.shape[1])
     if format not in BITS or keys not in ("channel", "token"):
         raise ValueError(f"{name}: codes of {format!r}, keys by {keys!r}: {', '.join(BITS)} by channel or token only")
     check_positive(name, group=group, window=window, splits=splits)
-    if behind < 0:
-        raise ValueError(f"{name}: {behind} tokens behind the codes")
     rows, groups = key_codes.shape[:2]
     tokens = key_codes.shape[2] * 8 // BITS[format]
     if query.shape[0] != rows:
@@ -89,8 +111,6 @@ def gqa_decode_quantized(
         if scale_of.dtype != query.dtype or (zero is not None and zero.dtype != query.dtype):
             raise ValueError(f"{name}: scales of {what} in {scale_of.dtype}, queries in {query.dtype}")
     check_counts(name, rows, lengths=lengths, coded=coded, starts=starts)
-    codes = (key_codes, key_scale, key_zero, value_codes, value_scale, value_zero)
-    return _quantized(query, *codes, scale, format, group, keys, lengths, coded, starts, window, behind, splits)
 
 
 def _outputs(query: Tensor, value_codes: Tensor, **_: object) -> tuple[Tensor, Tensor]:
@@ -131,4 +151,13 @@ def _unsupported(
     return None
 
 
-_quantized = operation("gqa_decode_quantized", quantized_attention, _outputs, _unsupported, settings=("splits",))
+_quantized = Operation(
+    "gqa_decode_quantized",
+    quantized_attention,
+    _outputs,
+    _unsupported,
+    _check,
+    settings=("splits",),
+    growth=(dict.fromkeys(("key_codes", "value_codes", "key_scale", "key_zero", "value_scale", "value_zero"), 2),),
+    free=("behind",),
+)

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.kernels.hybrid_decode.reference import hybrid_attention
-from surgery.kernels.launch import Config, Launch, launches_of, strides
+from surgery.kernels.launch import Config, Launch, launches_of, size, strides
 from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
 from surgery.kernels.split_kv import merge_kernel, merge_launch, scratch, split_tokens, splits_of
 from surgery.kernels.tuned import key_of, tuned
@@ -50,14 +50,14 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
     query, full_key, full_value = given.query, given.full_key, given.full_value
     rows, tokens, heads, head_size = query.shape
     full, streaming = full_key.shape[1], given.streaming_key.shape[1]
-    size = heads // (full + streaming)
+    per_head = heads // (full + streaming)
     value_size = full_value.shape[-1]
     if config is None:
         shape = key_of(heads=heads, full=full, streaming=streaming, head_size=head_size, dtype=query.dtype)
-        config = tuned("hybrid_decode", shape, query.device, default_config(tokens * size, head_size, query.dtype))
-    blocks = triton.cdiv(tokens * size, config.block_rows)
+        config = tuned("hybrid_decode", shape, query.device, default_config(tokens * per_head, head_size, query.dtype))
+    blocks = triton.cdiv(tokens * per_head, config.block_rows)
     splits = given.splits or splits_of(config, rows * full * blocks, query, full_key.shape[2])
-    parts, logs = scratch(query[:, :, : full * size], value_size, splits)
+    parts, logs = scratch(query[:, :, : full * per_head], value_size, splits)
     attention = Launch.of(
         hybrid_decode_kernel,
         (blocks * rows * (full * splits + streaming),),
@@ -70,17 +70,17 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         scale=given.scale * LOG2E.value,
         rows=rows,
         tokens=tokens,
-        capacity=full_key.shape[2],
-        slots=given.streaming_key.shape[2],
+        capacity=size(full_key, 2),
+        slots=size(given.streaming_key, 2),
+        splits=splits,
         **strides("row", "token", "head", query=query),
         **strides("row", "head", "token", full_key=full_key, full_value=full_value),
         **strides("row", "head", "token", streaming_key=given.streaming_key, streaming_value=given.streaming_value),
         FULL=full,
         STREAMING=streaming,
-        SIZE=size,
+        SIZE=per_head,
         D=head_size,
         V=value_size,
-        SPLITS=splits,
         ONE_TOKEN=tokens == 1,
         BLOCK_M=config.block_rows,
         BLOCK_N=config.block_tokens,
@@ -90,29 +90,29 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
     made = [attention]
     if splits > 1 and full:
         merged = merge_launch(parts, logs, out, lse)
-        behind = {"full_queries": full * size, "other_queries": streaming * size}
+        behind = {"full_queries": full * per_head, "other_queries": streaming * per_head}
         made.append(replace(merged, kernel=merge_full_kernel, arguments=merged.arguments | behind))
     return made
 
 
 # Sizes that only bound loops and masks: not worth a compilation each as texts grow.
-@triton.jit(do_not_specialize=["rows", "tokens", "capacity", "slots", "sink_slots", "sinks", "recent"])
+@triton.jit(do_not_specialize=["rows", "tokens", "capacity", "slots", "splits", "sink_slots", "sinks", "recent"])
 def hybrid_decode_kernel(
     query, full_key, full_value, streaming_key, streaming_value, lengths, starts, out, lse, parts, logs, scale, rows,
-    tokens, capacity, slots, sink_slots, sinks, recent, query_row, query_token, query_head, full_key_row, full_key_head,
-    full_key_token, full_value_row, full_value_head, full_value_token, streaming_key_row, streaming_key_head,
-    streaming_key_token, streaming_value_row, streaming_value_head, streaming_value_token,
+    tokens, capacity, slots, splits, sink_slots, sinks, recent, query_row, query_token, query_head, full_key_row,
+    full_key_head, full_key_token, full_value_row, full_value_head, full_value_token, streaming_key_row,
+    streaming_key_head, streaming_key_token, streaming_value_row, streaming_value_head, streaming_value_token,
     FULL: tl.constexpr, STREAMING: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    SPLITS: tl.constexpr, ONE_TOKEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one KV head, and a range of its tokens."""
     blocks = tl.cdiv(tokens * SIZE, BLOCK_M)
     item = tl.program_id(0) // blocks
-    full_items = rows * FULL * SPLITS
+    full_items = rows * FULL * splits
     is_full = item < full_items
     streaming_item = item - full_items
-    row = tl.where(is_full, item // max(FULL * SPLITS, 1), streaming_item // max(STREAMING, 1))
+    row = tl.where(is_full, item // (max(FULL, 1) * splits), streaming_item // max(STREAMING, 1))
     row64 = row.to(tl.int64)
     length = capacity
     if lengths is not None:
@@ -124,13 +124,13 @@ def hybrid_decode_kernel(
     low = tl.maximum(tl.minimum(start, length - tokens), 0)
 
     if is_full:
-        split = item % SPLITS
-        group = (item // SPLITS) % max(FULL, 1)
+        split = item % splits
+        group = (item // splits) % max(FULL, 1)
         keys = full_key + row64 * full_key_row + group.to(tl.int64) * full_key_head
         values = full_value + row64 * full_value_row + group.to(tl.int64) * full_value_head
         key_token = full_key_token
         value_token = full_value_token
-        first, stop = split_tokens(low, length, split, SPLITS, BLOCK_N)
+        first, stop = split_tokens(low, length, split, splits, BLOCK_N)
         held = 0
         shift = 0
         many = 0
@@ -196,8 +196,8 @@ def hybrid_decode_kernel(
     kept = line_token < tokens
     there = kept[:, None] & (value_number < V)[None, :]
     token_row = row64 * tokens + line_token
-    if SPLITS > 1 and is_full:
-        part = (token_row * (FULL * SIZE) + head) * SPLITS + split
+    if parts is not None and is_full:
+        part = (token_row * (FULL * SIZE) + head) * splits + split
         tl.store(parts + part[:, None] * V + value_number[None, :], mixed, mask=there)
         tl.store(logs + part, log, mask=kept)
     else:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, check_positive, too_wide
 from surgery.kernels.hybrid_decode.reference import hybrid_attention
-from surgery.kernels.operation import attention_outputs, operation
+from surgery.kernels.operation import Operation, attention_outputs
 
 
 def hybrid_decode(
@@ -57,6 +57,29 @@ def hybrid_decode(
     Raises:
         ValueError: shapes or dtypes that do not belong together.
     """
+    # The slots of a window that fills change at every step.
+    slots = streaming_key.shape[-2]
+    if not 0 <= sink_slots <= min(sinks, slots):
+        raise ValueError(f"hybrid_decode: {sink_slots} of {slots} slots for {sinks} sinks")
+    if streaming_key.shape[1] and slots - sink_slots < query.shape[1]:
+        raise ValueError(f"hybrid_decode: {slots - sink_slots} slots of the window for {query.shape[1]} new tokens")
+    tensors = (query, full_key, full_value, streaming_key, streaming_value)
+    return _hybrid_decode(*tensors, scale, sink_slots, sinks, recent, lengths, starts, splits)
+
+
+def _check(
+    query: Tensor,
+    full_key: Tensor,
+    full_value: Tensor,
+    streaming_key: Tensor,
+    streaming_value: Tensor,
+    sinks: int,
+    recent: int,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    splits: int | None,
+    **_: object,
+) -> None:
     name, groups = "hybrid_decode", full_key.shape[1] + streaming_key.shape[1]
     for key, value in ((full_key, full_value), (streaming_key, streaming_value)):
         check_keys(name, query, key, value)
@@ -70,13 +93,8 @@ def hybrid_decode(
     if full_value.shape[-1] != streaming_value.shape[-1]:
         widths = f"{full_value.shape[-1]} and of {streaming_value.shape[-1]} numbers"
         raise ValueError(f"{name}: values of {widths} in one layer")
-    slots = streaming_key.shape[2]
-    if sinks < 0 or recent < 1 or not 0 <= sink_slots <= min(sinks, slots):
-        raise ValueError(f"{name}: {sink_slots} of {slots} slots for {sinks} sinks, {recent} recent tokens")
-    if streaming_key.shape[1] and slots - sink_slots < query.shape[1]:
-        raise ValueError(f"{name}: {slots - sink_slots} slots of the window for {query.shape[1]} new tokens")
-    tensors = (query, full_key, full_value, streaming_key, streaming_value)
-    return _hybrid_decode(*tensors, scale, sink_slots, sinks, recent, lengths, starts, splits)
+    if sinks < 0 or recent < 1:
+        raise ValueError(f"{name}: {sinks} sinks and {recent} recent tokens")
 
 
 def _outputs(query: Tensor, full_value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
@@ -87,4 +105,13 @@ def _unsupported(query: Tensor, full_value: Tensor, **_: object) -> str | None:
     return too_wide(query, full_value)
 
 
-_hybrid_decode = operation("hybrid_decode", hybrid_attention, _outputs, _unsupported, settings=("splits",))
+_hybrid_decode = Operation(
+    "hybrid_decode",
+    hybrid_attention,
+    _outputs,
+    _unsupported,
+    _check,
+    settings=("splits",),
+    growth=({"full_key": 2, "full_value": 2}, {"streaming_key": 2, "streaming_value": 2}),
+    free=("sink_slots",),
+)

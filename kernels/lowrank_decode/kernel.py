@@ -28,16 +28,17 @@ from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
 from surgery.kernels.split_kv import split_tokens
 
 
-@triton.jit
+# These grow with a text: not worth a compilation each.
+@triton.jit(do_not_specialize=["capacity", "splits", "begin_rows", "exact_tokens", "slots_row"])
 def lowrank_decode_kernel(
     query, latent, code_scale, code_zero, key_up, within, begins, key_bias, norm_weight, ranges, lengths, starts, first,
-    held, rebuilt, exact_key, exact_value, exact_slots, out, log, scale, norm_eps, tokens, capacity, begin_rows, window,
-    sinks, exact_tokens, query_row, query_token, query_head, latent_row, latent_token, scale_row, scale_token, up_head,
-    up_dim, key_row, key_head, key_token, value_row, value_head, value_token, slots_row,
+    held, rebuilt, exact_key, exact_value, exact_slots, out, log, scale, norm_eps, tokens, capacity, splits, begin_rows,
+    window, sinks, exact_tokens, query_row, query_token, query_head, latent_row, latent_token, scale_row, scale_token,
+    up_head, up_dim, key_row, key_head, key_token, value_row, value_head, value_token, slots_row,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr,
     EXACT_DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, RAW_EXACT: tl.constexpr,
     RESIDENT: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr, EVEN: tl.constexpr, ROW_BLOCKS: tl.constexpr,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr,
     EXACT_BLOCK: tl.constexpr, EXACT_WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head of row `program_id(2)`, ROWS of its queries, split `program_id(1)` of its tokens."""
@@ -47,6 +48,8 @@ def lowrank_decode_kernel(
     width: tl.constexpr = DIM // 2
     dtype: tl.constexpr = query.dtype.element_ty
 
+    if BITS > 0:
+        capacity *= 8 // BITS
     length = capacity
     if lengths is not None:
         length = tl.load(lengths + row)
@@ -95,7 +98,7 @@ def lowrank_decode_kernel(
 
     behind = tl.minimum(tl.minimum(stop, length - window), tl.minimum(length, offset + count))
     ahead = tl.maximum(tl.maximum(low, start), offset)
-    begin, end = split_tokens(ahead, tl.maximum(behind, ahead), split, SPLITS, BLOCK)
+    begin, end = split_tokens(ahead, tl.maximum(behind, ahead), split, splits, BLOCK)
     KEY_CHUNKS: tl.constexpr = (KEY_RANK + CHUNK - 1) // CHUNK
     ups = ()
     if RESIDENT:
@@ -157,7 +160,7 @@ def lowrank_decode_kernel(
         exact = tl.zeros([EXACT_WIDTH, ROWS], tl.float32)
         rescale = tl.full([ROWS], 1.0, tl.float32)
         wide = tl.arange(0, EXACT_WIDTH)
-        exact_count = tl.where(split == SPLITS - 1, exact_tokens, 0)
+        exact_count = tl.where(split == splits - 1, exact_tokens, 0)
         for block in range(0, exact_count, EXACT_BLOCK):
             index = block + tl.arange(0, EXACT_BLOCK)
             filled = index < exact_tokens
@@ -193,7 +196,7 @@ def lowrank_decode_kernel(
 
     norm = 1.0 / tl.where(total > 0, total, 1.0)
     entry = (row * tokens + token) * (KV_HEADS * SIZE) + head * SIZE + place
-    entry = entry * SPLITS + split
+    entry = entry * splits + split
     at = out + entry * (VALUE_RANK + EXACT_DIM)
     for piece in tl.static_range(VALUE_CHUNKS):
         number = piece * CHUNK + tl.arange(0, CHUNK)

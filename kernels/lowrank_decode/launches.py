@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch, capability_of, launches_of, strides
+from surgery.kernels.launch import Config, Launch, capability_of, launches_of, size, strides
 from surgery.kernels.lowrank_decode.kernel import lowrank_decode_kernel
 from surgery.kernels.lowrank_decode.reference import STEP, lowrank_attention
 from surgery.kernels.split_kv import scratch, splits_of, with_merge
@@ -54,7 +54,7 @@ def launches(
     """
     query, latent, key_up, exact_key, ranges = given.query, given.latent, given.key_up, given.exact_key, given.ranges
     batch, tokens, heads, dim = query.shape
-    kv_heads, size, bits = key_up.shape[0], heads // key_up.shape[0], given.bits
+    kv_heads, per_head, bits = key_up.shape[0], heads // key_up.shape[0], given.bits
     exact_dim = 0 if given.exact_value is None else given.exact_value.shape[-1]
     value_rank, key_rank, dtype = out.shape[-1] - exact_dim, key_up.shape[-1], query.dtype
     if config is None:
@@ -64,7 +64,7 @@ def launches(
         ranks = {"key": key_rank, "value": value_rank}
         shape = key_of(heads=heads, kv_heads=kv_heads, dim=dim, **ranks, dtype=dtype, bits=bits)
         config = tuned("lowrank_decode", shape, query.device, default)
-    row_blocks = triton.cdiv(size * tokens, config.block_rows)
+    row_blocks = triton.cdiv(per_head * tokens, config.block_rows)
     capacity = latent.shape[1] * (8 // bits if bits else 1)
     splits = splits_of(config, batch * kv_heads * row_blocks, query, capacity)
     parts, logs = scratch(query, out.shape[-1], splits)
@@ -86,16 +86,17 @@ def launches(
         scale=float(given.scale),
         norm_eps=float(given.norm_eps),
         tokens=tokens,
-        capacity=capacity,
-        begin_rows=0 if given.begins is None else given.begins.shape[1],
-        exact_tokens=0 if exact_key is None else exact_key.shape[2],
+        capacity=size(latent, 1),
+        splits=splits,
+        begin_rows=0 if given.begins is None else size(given.begins, 1),
+        exact_tokens=0 if exact_key is None else size(exact_key, 2),
         **strides("row", "token", "head", query=query),
         **strides("row", "token", latent=latent, scale=given.code_scale),
         **strides("head", "dim", up=key_up),
         **strides("row", "head", "token", key=exact_key, value=given.exact_value),
         **strides("row", slots=given.exact_slots),
         KV_HEADS=kv_heads,
-        SIZE=size,
+        SIZE=per_head,
         DIM=dim,
         KEY_RANK=key_rank,
         VALUE_RANK=value_rank,
@@ -109,7 +110,6 @@ def launches(
         SAME=reads[0::4] == reads[2::4] and reads[1::4] == reads[3::4],
         EVEN=even,
         ROW_BLOCKS=row_blocks,
-        SPLITS=splits,
         ROWS=config.block_rows,
         BLOCK=config.block_tokens,
         CHUNK=config.chunk,

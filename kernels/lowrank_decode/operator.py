@@ -26,12 +26,14 @@ What caches of the project's classes give:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from surgery.kernels.lowrank_decode.reference import STEP, lowrank_attention, rotation_tables
-from surgery.kernels.operation import attention_outputs, operation
+from surgery.kernels.operation import Operation, attention_outputs
 from surgery.kernels.quantization import BITS, group_size
 
 __all__ = ["lowrank_decode", "lowrank_decode_quantized", "rotation_tables"]
@@ -97,8 +99,12 @@ def lowrank_decode(
     Raises:
         ValueError: shapes that do not belong together.
     """
-    options = _options(rotation, ranges, locals())
-    return _decode(query, latent, key_up, scale, options)
+    within, begins = (None, None) if rotation is None else rotation
+    both, lse = _lowrank_decode(
+        query, latent, key_up, scale, within, begins, key_bias, norm_weight, norm_eps, _flat(ranges), lengths, starts,
+        first, held, rebuilt, window, sinks, exact_key, exact_value, exact_slots, raw_exact, None, None, 0, 0, False,
+    )  # fmt: skip
+    return _apart(both, lse, exact_value)
 
 
 def lowrank_decode_quantized(
@@ -156,32 +162,25 @@ def lowrank_decode_quantized(
             f"[B, {groups[0]}, {groups[1]}], not {list(code_scale.shape)}"
         )
     size = group if by_channel else group_size(codes.shape[2], code_scale.shape[-1])
-    options = _options(rotation, ranges, locals())
-    options |= {"code_scale": code_scale, "code_zero": code_zero, "bits": bits, "group": size, "by_channel": by_channel}
-    return _decode(query, codes, key_up, scale, options)
-
-
-OPTIONS = (
-    *("key_bias", "norm_weight", "norm_eps", "lengths", "starts", "first", "held", "rebuilt", "window", "sinks"),
-    *("exact_key", "exact_value", "exact_slots", "raw_exact"),
-)
-
-
-def _options(
-    rotation: tuple[Tensor, Tensor] | None, ranges: Sequence[tuple[int, ...]] | None, given: dict[str, object]
-) -> dict[str, object]:
-    """Keyword arguments as the registered operator takes them."""
     within, begins = (None, None) if rotation is None else rotation
-    flat = None if ranges is None else [int(number) for head in ranges for number in head]
-    return {"within": within, "begins": begins, "ranges": flat} | {name: given[name] for name in OPTIONS}
+    both, lse = _lowrank_decode(
+        query, codes, key_up, scale, within, begins, key_bias, norm_weight, norm_eps, _flat(ranges), lengths, starts,
+        first, held, rebuilt, window, sinks, exact_key, exact_value, exact_slots, raw_exact, code_scale, code_zero,
+        bits, size, by_channel,
+    )  # fmt: skip
+    return _apart(both, lse, exact_value)
 
 
-def _decode(query: Tensor, latent: Tensor, key_up: Tensor, scale: float, options: dict) -> tuple:
-    _check(query, latent, key_up, options)
-    both, lse = lowrank_decode_op(query, latent, key_up, scale, **options)
-    if options["exact_key"] is None:
+def _flat(ranges: Sequence[tuple[int, int, int, int]] | None) -> tuple[int, ...] | None:
+    """Ranges as the registered operator takes them."""
+    return None if ranges is None else tuple(chain.from_iterable(ranges))
+
+
+def _apart(both: Tensor, lse: Tensor, exact_value: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The results of the registered operator, latents and exact values apart."""
+    if exact_value is None:
         return both, None, lse
-    return *both.split([both.shape[-1] - (width := options["exact_value"].shape[-1]), width], dim=-1), lse
+    return *both.split([both.shape[-1] - (width := exact_value.shape[-1]), width], dim=-1), lse
 
 
 def _outputs(
@@ -215,13 +214,7 @@ def _unsupported(
     return None
 
 
-lowrank_decode_op = operation(
-    "lowrank_decode", lowrank_attention, _outputs, _unsupported, kernel="surgery.kernels.lowrank_decode.launches"
-)
-"""Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]; latents are quantised where `bits` is not 0."""
-
-
-def _check(query: Tensor, latent: Tensor, key_up: Tensor, options: dict) -> None:
+def _check(query: Tensor, latent: Tensor, key_up: Tensor, **options: Any) -> None:
     """Raises ValueError where shapes do not belong together."""
 
     def refuse(what: str) -> None:
@@ -272,3 +265,19 @@ def _check(query: Tensor, latent: Tensor, key_up: Tensor, options: dict) -> None
         refuse("`rebuilt` needs `lengths`")
     if options["window"] < 0 or options["sinks"] < 0:
         refuse(f"a window of {options['window']} and {options['sinks']} sinks are impossible")
+
+
+_lowrank_decode = Operation(
+    "lowrank_decode",
+    lowrank_attention,
+    _outputs,
+    _unsupported,
+    _check,
+    kernel="surgery.kernels.lowrank_decode.launches",
+    growth=(
+        {"latent": 1, "code_scale": 1, "code_zero": 1},
+        {"exact_key": 2, "exact_value": 2, "exact_slots": 1},
+        {"begins": 1},
+    ),
+)
+"""Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]; latents are quantised where `bits` is not 0."""

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch, launches_of, strides
+from surgery.kernels.launch import Config, Launch, launches_of, size, strides
 from surgery.kernels.mla_decode.reference import ragged_latent_attention
 from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
 from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merge
@@ -120,7 +120,8 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         out=out if parts is None else parts,
         log=lse if logs is None else logs,
         scale=float(given.scale),
-        capacity=capacity,
+        capacity=size(latent if pages is None else pages, 1),
+        splits=splits,
         new_tokens=tokens,
         heads=heads,
         heads_per_gain=heads // gains if gains else 0,
@@ -132,20 +133,20 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         CHUNK=config.chunk,
         ROPE_BLOCK=rope_block(rope),
         PAGE=page,
-        SPLITS=splits,
         BLOCK_ROWS=config.block_rows,
         BLOCK_TOKENS=config.block_tokens,
     )
     return with_merge(made, parts, logs, out, lse)
 
 
-@triton.jit
+# These grow with a text: not worth a compilation each.
+@triton.jit(do_not_specialize=["capacity", "splits", "key_gain_row", "pages_row"])
 def mla_decode_kernel(
-    query, latent, rope_key, key_gain, out, log, lengths, starts, pages, scale, capacity, new_tokens, heads,
-    heads_per_gain, window, query_row, query_token, query_head, latent_row, latent_token, rope_key_row, rope_key_token,
-    key_gain_row, key_gain_token, pages_row,
+    query, latent, rope_key, key_gain, out, log, lengths, starts, pages, scale, capacity, splits, new_tokens,
+    heads, heads_per_gain, window, query_row, query_token, query_head, latent_row, latent_token, rope_key_row,
+    rope_key_token, key_gain_row, key_gain_token, pages_row,
     RANK: tl.constexpr, ROPE: tl.constexpr, CHUNK: tl.constexpr, ROPE_BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_ROWS query rows against one split of the tokens of one row of the batch."""
     CHUNKS: tl.constexpr = (RANK + CHUNK - 1) // CHUNK
@@ -166,6 +167,8 @@ def mla_decode_kernel(
         real_rope = real[:, None] & (rope_column < ROPE)[None, :]
         rope_query = tl.load(at[:, None] + (RANK + rope_column)[None, :], mask=real_rope, other=0.0)
 
+    if PAGE > 0:
+        capacity *= PAGE
     length = capacity if lengths is None else tl.minimum(tl.load(lengths + batch), capacity)
     position = length - new_tokens + new_token
     low = 0 if starts is None else tl.load(starts + batch)
@@ -174,7 +177,7 @@ def mla_decode_kernel(
         first_seen = position - window + 1
         low = tl.maximum(low, length - new_tokens - window + 1)
     low = tl.maximum(low, 0)
-    start, stop = split_tokens(low, length, split, SPLITS, BLOCK_TOKENS)
+    start, stop = split_tokens(low, length, split, splits, BLOCK_TOKENS)
 
     most = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
@@ -223,7 +226,7 @@ def mla_decode_kernel(
         mixed = added
 
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
-    index = (batch * new_tokens * heads + row) * SPLITS + split
+    index = (batch * new_tokens * heads + row) * splits + split
     for i in tl.static_range(CHUNKS):
         real_column = real[:, None] & (i * CHUNK + column < RANK)[None, :]
         value = (mixed[i] * inverse[:, None]).to(out.dtype.element_ty)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from surgery.kernels.checks import check_counts, check_dtypes, check_pages, check_positive
 from surgery.kernels.mla_decode.reference import ragged_latent_attention
-from surgery.kernels.operation import attention_outputs, operation
+from surgery.kernels.operation import Operation, attention_outputs
 
 
 def mla_decode(
@@ -41,13 +41,20 @@ def mla_decode(
     Raises:
         ValueError: shapes or dtypes that do not belong together.
     """
-    _check(query, latent, rope_key, pages, key_gain)
-    check_counts("mla_decode", query.shape[0], lengths=lengths, starts=starts)
-    check_positive("mla_decode", window=window)
     return _mla_decode(query, latent, rope_key, scale, lengths, starts, pages, key_gain, window)
 
 
-def _check(query: Tensor, latent: Tensor, rope_key: Tensor, pages: Tensor | None, key_gain: Tensor | None) -> None:
+def _check(
+    query: Tensor,
+    latent: Tensor,
+    rope_key: Tensor,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    pages: Tensor | None,
+    key_gain: Tensor | None,
+    window: int | None,
+    **_: object,
+) -> None:
     shapes = f"query {list(query.shape)}, latent {list(latent.shape)}, rope_key {list(rope_key.shape)}"
     if query.dim() != 4 or latent.dim() != 3 or rope_key.dim() != 3:
         raise ValueError(f"mla_decode: {shapes}: [B, T, H, r + ρ], [B, S, r] and [B, S, ρ] are needed")
@@ -61,6 +68,8 @@ def _check(query: Tensor, latent: Tensor, rope_key: Tensor, pages: Tensor | None
     check_dtypes("mla_decode", query=query, latent=latent, rope_key=rope_key)
     check_pages("mla_decode", query.shape[0], pages)
     check_gain("mla_decode", query, key_gain, latent.shape[:2])
+    check_counts("mla_decode", query.shape[0], lengths=lengths, starts=starts)
+    check_positive("mla_decode", window=window)
 
 
 def check_gain(name: str, query: Tensor, key_gain: Tensor | None, tokens: tuple[int, ...]) -> None:
@@ -85,4 +94,11 @@ def unsupported(**given: object) -> str | None:
     return None
 
 
-_mla_decode = operation("mla_decode", ragged_latent_attention, _outputs, unsupported)
+_mla_decode = Operation(
+    "mla_decode",
+    ragged_latent_attention,
+    _outputs,
+    unsupported,
+    _check,
+    growth=({"latent": 1, "rope_key": 1, "key_gain": 1},),
+)

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.launch import Config, Launch, launches_of, strides
+from surgery.kernels.launch import Config, Launch, launches_of, size, strides
 from surgery.kernels.mla_decode.kernel import HOPPER_SHARED, rope_block, shared_limit
 from surgery.kernels.mla_decode.quantized_reference import quantized_latent_attention
 from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
@@ -40,15 +40,16 @@ from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merg
 from surgery.kernels.tuned import key_of, tuned
 
 
-@triton.jit
+# These grow with a text: not worth a compilation each.
+@triton.jit(do_not_specialize=["capacity", "splits", "key_gain_row"])
 def mla_decode_quantized_kernel(
     query, codes, scales, zeros, rope_codes, rope_scales, rope_zeros, key_gain, out, log, lengths, coded, starts, scale,
-    capacity, new_tokens, heads, heads_per_gain, window, query_row, query_token, query_head, codes_row, codes_token,
-    scales_row, scales_token, zeros_row, zeros_token, rope_codes_row, rope_codes_token, rope_scales_row,
+    capacity, splits, new_tokens, heads, heads_per_gain, window, query_row, query_token, query_head, codes_row,
+    codes_token, scales_row, scales_token, zeros_row, zeros_token, rope_codes_row, rope_codes_token, rope_scales_row,
     rope_scales_token, rope_zeros_row, rope_zeros_token, key_gain_row, key_gain_token,
     RANK: tl.constexpr, ROPE: tl.constexpr, CHUNK: tl.constexpr, ROPE_CHUNK: tl.constexpr, BITS: tl.constexpr,
     FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, BY_CHANNEL: tl.constexpr, GROUP: tl.constexpr,
-    ROPE_GROUP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    ROPE_GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_ROWS query rows against one split of the quantised tokens of one row of the batch."""
     CHUNKS: tl.constexpr = (RANK + CHUNK - 1) // CHUNK
@@ -69,6 +70,7 @@ def mla_decode_quantized_kernel(
         zeros += batch * zeros_row
         rope_zeros += batch * rope_zeros_row
 
+    capacity *= 8 // BITS
     held = capacity if coded is None else tl.minimum(tl.load(coded + batch), capacity)
     length = held if lengths is None else tl.load(lengths + batch)
     position = length - new_tokens + new_token
@@ -80,7 +82,7 @@ def mla_decode_quantized_kernel(
     low = tl.maximum(low, 0)
     # Steps begin at multiples of a step, so that one begins with a byte, and lies within a group if groups are longer.
     start, stop = split_tokens(
-        low // BLOCK_TOKENS * BLOCK_TOKENS, tl.minimum(held, length), split, SPLITS, BLOCK_TOKENS
+        low // BLOCK_TOKENS * BLOCK_TOKENS, tl.minimum(held, length), split, splits, BLOCK_TOKENS
     )
 
     most = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
@@ -130,7 +132,7 @@ def mla_decode_quantized_kernel(
         mixed = added
 
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
-    index = (batch * new_tokens * heads + row) * SPLITS + split
+    index = (batch * new_tokens * heads + row) * splits + split
     for i in tl.static_range(CHUNKS):
         there = real[None, :] & (i * CHUNK + column < RANK)[:, None]
         value = (mixed[i] * inverse[None, :]).to(out.dtype.element_ty)
@@ -249,7 +251,8 @@ def launches(
         out=out if parts is None else parts,
         log=lse if logs is None else logs,
         scale=float(given.scale),
-        capacity=capacity,
+        capacity=size(codes, 1),
+        splits=splits,
         new_tokens=tokens,
         heads=heads,
         heads_per_gain=heads // gains if gains else 0,
@@ -266,7 +269,6 @@ def launches(
         BY_CHANNEL=by_channel,
         GROUP=group if by_channel else group_size(rank, given.scales.shape[-1]),
         ROPE_GROUP=group_size(rope, rope_scales.shape[-1]),
-        SPLITS=splits,
         BLOCK_ROWS=config.block_rows,
         BLOCK_TOKENS=config.block_tokens,
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 from surgery.kernels.checks import check_counts, check_positive
 from surgery.kernels.mla_decode.operator import check_gain, unsupported
 from surgery.kernels.mla_decode.quantized_reference import quantized_latent_attention
-from surgery.kernels.operation import attention_outputs, operation
+from surgery.kernels.operation import Operation, attention_outputs
 from surgery.kernels.quantization import BITS
 
 
@@ -58,15 +58,29 @@ def mla_decode_quantized(
     Raises:
         ValueError: shapes, dtypes or settings that do not belong together.
     """
-    _check(query, codes, scales, zeros, rope_codes, rope_scales, rope_zeros, format, group, by_channel, key_gain)
-    check_counts("mla_decode_quantized", query.shape[0], lengths=lengths, coded=coded, starts=starts)
-    check_positive("mla_decode_quantized", window=window)
     tensors = (query, codes, scales, zeros, rope_codes, rope_scales, rope_zeros)
     settings = (format, group, by_channel)
     return _mla_decode_quantized(*tensors, scale, *settings, lengths, coded, starts, key_gain, window)
 
 
-def _check(query, codes, scales, zeros, rope_codes, rope_scales, rope_zeros, format, group, by_channel, key_gain):
+def _check(
+    query: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    rope_codes: Tensor,
+    rope_scales: Tensor,
+    rope_zeros: Tensor | None,
+    format: str,
+    group: int,
+    by_channel: bool,
+    lengths: Tensor | None,
+    coded: Tensor | None,
+    starts: Tensor | None,
+    key_gain: Tensor | None,
+    window: int | None,
+    **_: object,
+) -> None:
     name = "mla_decode_quantized"
     if format not in BITS:
         raise ValueError(f"{name}: format {format!r}: {', '.join(BITS)} are possible")
@@ -93,6 +107,8 @@ def _check(query, codes, scales, zeros, rope_codes, rope_scales, rope_zeros, for
         if (zero is None) != (format == "fp8") or (zero is not None and zero.shape != scale_.shape):
             raise ValueError(f"{name}: zeros of the shape of {what} belong to integers, none to fp8")
     check_gain(name, query, key_gain, (batch, total))
+    check_counts(name, batch, lengths=lengths, coded=coded, starts=starts)
+    check_positive(name, window=window)
 
 
 def _outputs(query: Tensor, codes: Tensor, **_: object) -> tuple[Tensor, Tensor]:
@@ -108,10 +124,12 @@ def _unsupported(query: Tensor, codes: Tensor, group: int, by_channel: bool, **o
     return quantized_kernel.unsupported(codes.shape[-1], group, by_channel, query.dtype)
 
 
-_mla_decode_quantized = operation(
+_mla_decode_quantized = Operation(
     "mla_decode_quantized",
     quantized_latent_attention,
     _outputs,
     _unsupported,
+    _check,
+    growth=(dict.fromkeys(("codes", "rope_codes", "scales", "zeros", "rope_scales", "rope_zeros", "key_gain"), 1),),
     kernel="surgery.kernels.mla_decode.quantized_kernel",
 )

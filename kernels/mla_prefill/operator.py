@@ -10,7 +10,7 @@ from torch import Tensor
 from surgery.kernels.backend import refusal, tell_once
 from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, too_wide
 from surgery.kernels.mla_prefill.reference import document_bounds, prefill_attention, prefill_gradients
-from surgery.kernels.operation import operation, prefill_outputs, side_by_side
+from surgery.kernels.operation import Operation, prefill_outputs, side_by_side
 
 
 def mla_prefill(
@@ -52,6 +52,28 @@ def mla_prefill(
     Raises:
         ValueError: shapes or settings that do not fit together.
     """
+    bounds = None
+    if documents is not None:
+        wanted = (key.shape[0], key.shape[2])
+        if documents.shape != wanted or documents.dtype != torch.int32:
+            found = f"{documents.dtype} {list(documents.shape)}"
+            raise ValueError(f"mla_prefill: documents is {found}, int32 {list(wanted)} is needed")
+        bounds = document_bounds(documents)
+    return _mla_prefill(query, key, value, float(scale), causal, window, starts, lengths, bounds, offsets)
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    offsets: Tensor | None,
+    **_: object,
+) -> None:
     name = "mla_prefill"
     check_keys(name, query, key, value)
     (batch, heads, tokens, _), (kv_heads, positions) = query.shape, key.shape[1:3]
@@ -68,14 +90,9 @@ def mla_prefill(
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"{name}: a window of {window} needs to be at least 1, and causal attention")
     check_counts(name, batch, starts=starts, lengths=lengths, offsets=offsets)
-    if documents is not None and (documents.shape != (batch, positions) or documents.dtype != torch.int32):
-        found = f"{documents.dtype} {list(documents.shape)}"
-        raise ValueError(f"{name}: documents is {found}, int32 [{batch}, {positions}] is needed")
-    bounds = None if documents is None else document_bounds(documents)
-    return _mla_prefill(query, key, value, float(scale), causal, window, starts, lengths, bounds, offsets)
 
 
-_mla_prefill = operation("mla_prefill", prefill_attention, prefill_outputs, too_wide, differentiable=False)
+_mla_prefill = Operation("mla_prefill", prefill_attention, prefill_outputs, too_wide, _check, differentiable=False)
 
 
 @torch.library.custom_op("surgery::mla_prefill_backward", mutates_args=())
@@ -147,4 +164,4 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     return (*gradients, *[None] * 7)
 
 
-_mla_prefill.register_autograd(_backward, setup_context=_setup_context)
+_mla_prefill.registered.register_autograd(_backward, setup_context=_setup_context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, too_wide
-from surgery.kernels.operation import operation, prefill_outputs
+from surgery.kernels.operation import Operation, prefill_outputs
 from surgery.kernels.sink_recent_prefill.reference import sink_recent_attention
 
 
@@ -41,6 +41,12 @@ def sink_recent_prefill(
     Raises:
         ValueError: shapes or dtypes that do not belong together.
     """
+    return _sink_recent_prefill(query, key, value, scale, sinks, recent, starts)
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, recent: Tensor, starts: Tensor | None, **_: object
+) -> None:
     name = "sink_recent_prefill"
     check_keys(name, query, key, value)
     check_heads(name, query.shape[1], key.shape[1])
@@ -51,7 +57,6 @@ def sink_recent_prefill(
         raise ValueError(f"{name}: {query.shape[2]} queries of a text of {key.shape[2]} tokens")
     check_counts(name, key.shape[1], sinks=sinks, recent=recent)
     check_counts(name, len(query), starts=starts)
-    return _sink_recent_prefill(query, key, value, scale, sinks, recent, starts)
 
 
-_sink_recent_prefill = operation("sink_recent_prefill", sink_recent_attention, prefill_outputs, too_wide)
+_sink_recent_prefill = Operation("sink_recent_prefill", sink_recent_attention, prefill_outputs, too_wide, _check)

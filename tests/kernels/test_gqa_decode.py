@@ -178,7 +178,7 @@ def test_tokens_of_two_caches_merge_to_one(device):
 EXAMPLES = {
     "gqa_decode": Example(
         gqa_decode,
-        _gqa_decode,
+        _gqa_decode.registered,
         grouped_query_attention,
         {"query": normal(2, 2, 4, 6), "key": normal(2, 2, 7, 6), "value": normal(2, 2, 7, 5), "scale": 0.4}
         | {"lengths": ints(7, 1), "starts": ints(2, 0), "window": 4},
@@ -198,7 +198,7 @@ EXAMPLES = {
     ),
     "gqa_decode in pages": Example(
         gqa_decode,
-        _gqa_decode,
+        _gqa_decode.registered,
         grouped_query_attention,
         {"query": normal(2, 2, 4, 6), "key": normal(5, 2, 4, 6), "value": normal(5, 2, 4, 5), "scale": 0.4}
         | {"pages": ints([3, 1], [0, 4])},

@@ -162,7 +162,7 @@ def test_codes_and_the_exact_tail_are_one_cache(device):
 EXAMPLES = {
     "gqa_decode_quantized": Example(
         gqa_decode_quantized,
-        _quantized,
+        _quantized.registered,
         quantized_attention,
         {"query": normal(2, 1, 4, 16), "scale": 0.3, "format": "int4", "group": 8, "keys": "channel", "behind": 0}
         | {"lengths": ints(9, 3)}

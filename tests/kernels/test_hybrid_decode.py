@@ -176,7 +176,7 @@ def agree_with_operators(entries, padding, chunks, dtype, tolerance, monkeypatch
 EXAMPLES = {
     "hybrid_decode": Example(
         hybrid_decode,
-        _hybrid_decode,
+        _hybrid_decode.registered,
         hybrid_attention,
         {"query": normal(2, 2, 4, 8), "scale": 0.3, "sink_slots": 1, "sinks": 1, "recent": 4}
         | {"full_key": normal(2, 1, 10, 8), "full_value": normal(2, 1, 10, 8)}

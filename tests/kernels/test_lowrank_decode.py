@@ -9,8 +9,8 @@ from kernel_examples import Compiled, Example, ints, normal, slow, zeros
 
 from surgery.kernels.lowrank_decode.launches import default_config, launches
 from surgery.kernels.lowrank_decode.operator import (
+    _lowrank_decode,
     lowrank_decode,
-    lowrank_decode_op,
     lowrank_decode_quantized,
     rotation_tables,
 )
@@ -355,7 +355,7 @@ WITHIN, BEGINS = rotation_tables(10.0 ** -torch.arange(2.0), 9, torch.float64)
 EXAMPLES = {
     "lowrank_decode": Example(
         lowrank_decode,
-        lowrank_decode_op,
+        _lowrank_decode.registered,
         lowrank_attention,
         {"query": normal(1, 2, 4, 4), "latent": normal(1, 9, 6), "key_up": normal(2, 4, 6), "scale": 0.25}
         | {"key_bias": normal(2, 4), "norm_weight": normal(4), "norm_eps": 1e-6, "raw_exact": True}

@@ -197,7 +197,7 @@ def test_the_operator_runs_the_kernel(device, caplog):
 EXAMPLES = {
     "mla_decode": Example(
         mla_decode,
-        _mla_decode,
+        _mla_decode.registered,
         ragged_latent_attention,
         {"query": normal(2, 2, 4, 10), "latent": normal(2, 9, 8), "rope_key": normal(2, 9, 2), "scale": 0.2}
         | {"lengths": ints(9, 7), "key_gain": normal(2, 9, 2), "window": 5},

@@ -151,7 +151,7 @@ def test_the_operator_runs_the_kernel(device, caplog):
 EXAMPLES = {
     "mla_decode_quantized": Example(
         mla_decode_quantized,
-        _mla_decode_quantized,
+        _mla_decode_quantized.registered,
         quantized_latent_attention,
         {"query": normal(2, 1, 2, 20), "scale": 0.2, "format": "int8", "group": 8, "by_channel": True, "window": 11}
         | {"lengths": ints(10, 7)}
@@ -170,7 +170,7 @@ EXAMPLES = {
     ),
     "mla_decode_quantized in fp8": Example(
         mla_decode_quantized,
-        _mla_decode_quantized,
+        _mla_decode_quantized.registered,
         quantized_latent_attention,
         {"query": normal(2, 1, 2, 20), "scale": 0.2, "format": "fp8", "group": 8, "by_channel": True}
         | coded("", 16, 0, "fp8", 8, True, "codes scales zeros")

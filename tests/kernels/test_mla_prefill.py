@@ -138,7 +138,7 @@ def test_the_attention_function_gives_masks_to_the_operator_and_to_pytorch_alike
 EXAMPLES = {
     "mla_prefill": Example(
         mla_prefill,
-        _mla_prefill,
+        _mla_prefill.registered,
         prefill_attention,
         {"query": normal(1, 2, 3, 8), "key": normal(1, 1, 5, 8), "value": normal(1, 1, 5, 4), "scale": 0.3}
         | {"starts": ints(1), "window": 3},
@@ -151,7 +151,7 @@ EXAMPLES = {
     ),
     "mla_prefill of wide heads": Example(
         mla_prefill,
-        _mla_prefill,
+        _mla_prefill.registered,
         prefill_attention,
         {"query": normal(1, 2, 2, 320), "key": normal(1, 1, 2, 320), "value": normal(1, 1, 2, 8), "scale": 0.3},
         [],

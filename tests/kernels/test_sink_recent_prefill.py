@@ -139,7 +139,7 @@ def test_long_texts_are_cut_by_the_reference(monkeypatch):
 EXAMPLES = {
     "sink_recent_prefill": Example(
         sink_recent_prefill,
-        _sink_recent_prefill,
+        _sink_recent_prefill.registered,
         sink_recent_attention,
         {"query": normal(2, 2, 9, 8), "key": normal(2, 2, 9, 8), "value": normal(2, 2, 9, 8), "scale": 0.3}
         | {"sinks": ints(1, 0), "recent": ints(-1, 3), "starts": ints(0, 2)},

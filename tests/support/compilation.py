@@ -76,6 +76,8 @@ def compile_launch(launch: Launch, capability: int = 90) -> Compiled:
         signature[parameter.name] = kind
         if kind == "constexpr":
             constants[(index,)] = value
+        elif parameter.do_not_specialize:
+            continue
         elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)

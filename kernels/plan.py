@@ -1,0 +1,248 @@
+"""A call of an operation worked out once, and run again for all calls that are launched alike.
+
+Checks, configuration, splits, grids and arguments follow from dtypes, devices, shapes, strides and settings: the key of
+a plan. While a text grows, the plan stays. Of the dimension of tokens the key holds the number of bits of its size,
+since splits change at powers of two only (`split_count.py`); of strides that depend on it, what Triton specialises on.
+A plan reads that size and those strides from every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.launch import Extent, Launch
+
+Growth = tuple[Mapping[str, int], ...]
+"""Dimensions that grow with a text, by the argument's name, in groups whose sizes are usually equal."""
+
+Results = tuple[Tensor, ...]
+Run = Callable[[Sequence[Any], list[int]], Results]
+"""Runs a call: its arguments in the order of the schema, and the extents that `Layout.key` read from them."""
+
+MOST_PLANS = 1024
+"""Plans of one operation, and calls whose plan is known."""
+
+TENSORS = frozenset((Tensor, torch.nn.Parameter))
+"""Types that hold their numbers themselves."""
+
+
+class Cache(dict[Any, Any]):
+    """A dictionary of at most `MOST_PLANS` entries, emptied when it is full and by `forget_plans`."""
+
+    def __init__(self) -> None:
+        _caches.append(self)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= MOST_PLANS:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+_caches: list[Cache] = []
+
+
+def forget_plans() -> None:
+    """Has every call planned again: measured configurations changed."""
+    for cache in _caches:
+        cache.clear()
+
+
+class Layout:
+    """The arguments of an operation: which are tensors, which grow, which numbers differ from call to call.
+
+    Args:
+        names: the arguments, in the order of the schema.
+        tensors: the names of those that are tensors, or None.
+        growth: what grows with a text. Where there are `pages`, a text grows by them instead.
+        free: integers that change at every step, and that no plan depends on.
+    """
+
+    def __init__(self, names: Sequence[str], tensors: set[str], growth: Growth, free: Sequence[str] = ()) -> None:
+        self.names = tuple(names)
+        self.free = tuple(self.names.index(name) for name in free)
+        self._tensors = [index for index, name in enumerate(self.names) if name in tensors]
+        settings = [index for index, name in enumerate(self.names) if name not in tensors and name not in free]
+        # Twice the first: a getter of one gives no tuple.
+        self._settings = itemgetter(settings[0], *settings)
+        self._pages = self.names.index("pages") if "pages" in tensors else None
+        self._dense = self._entries(tensors, growth)
+        self._paged = () if self._pages is None else self._entries(tensors, ({"pages": 1},))
+
+    def _entries(self, tensors: set[str], growth: Growth) -> tuple[tuple[int, int, int], ...]:
+        grown = {name: (dim, group) for group, names in enumerate(growth) for name, dim in names.items()}
+        # Leaders of groups first, in the order in which the operation names them.
+        order = [*grown, *(name for name in self.names if name in tensors and name not in grown)]
+        return tuple((self.names.index(name), *grown.get(name, (-1, 0))) for name in order)
+
+    def entries(self, values: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
+        """The tensors among arguments: position, the dimension that grows or -1, and its group."""
+        return self._dense if self._pages is None or values[self._pages] is None else self._paged
+
+    def extents(self, values: Sequence[Any]) -> list[tuple[int, int, bool]]:
+        """Tensor (its `id`), dimension and whether it is a stride, of each of the extents that `key` reads."""
+        return [
+            (id(values[index]), place, is_stride)
+            for index, dim, _ in self.entries(values)
+            if dim >= 0 and values[index] is not None
+            for is_stride in (False, True)
+            for place in range(values[index].dim())
+        ]
+
+    def exact_key(self, values: Sequence[Any], needs_gradient: bool = False) -> tuple[Any, ...] | None:
+        """Everything that a plan and its extents depend on; cheap, since every call asks for it.
+
+        Args:
+            needs_gradient: whether tensors that require gradients are none for a plan.
+
+        Returns:
+            None for tensors that do not hold their numbers, or require gradients.
+        """
+        key = [*self._settings(values)]
+        for index in self._tensors:
+            tensor = values[index]
+            if tensor is None:
+                key.append(None)
+                continue
+            if type(tensor) not in TENSORS or (needs_gradient and tensor.requires_grad):
+                return None
+            # Triton specialises on pointers that are multiples of 16.
+            key += tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
+        return tuple(key)
+
+    def key(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
+        """The key of a plan, which holds while a text grows, and the sizes and strides of the tensors that grow."""
+        key, extents, leaders = [*self._settings(values)], [], {}
+        for index, dim, group in self.entries(values):
+            tensor = values[index]
+            if tensor is None:
+                key.append(None)
+                continue
+            numbers = [*tensor.shape, *tensor.stride()]
+            if 0 <= dim < tensor.dim():
+                extents += numbers
+                size = numbers[dim]
+                leader = leaders.setdefault(group, size)
+                numbers[dim] = (size, leader) if size != leader else size.bit_length()
+                # Strides outside of tokens that lie densely are multiples of their number; others stay while it grows.
+                dense = size * tensor.stride(dim)
+                for place in range(dim - 1, -1, -1):
+                    stride = tensor.stride(place)
+                    if stride == dense:
+                        numbers[tensor.dim() + place] = _kind(stride)
+                    dense *= tensor.shape[place]
+            key += (*numbers, tensor.dtype, tensor.device, tensor.data_ptr() & 15)
+        return tuple(key), extents
+
+
+def _kind(stride: int) -> tuple[int, int]:
+    """What Triton specialises on of a stride or of half of it: multiples of 16, 1, more than 32 bits; and parity."""
+    return stride.bit_length(), stride % 32 if stride % 16 == 0 else 1 + stride % 2
+
+
+class Plan:
+    """Launches of a call, run with the tensors of any call of the same key.
+
+    Arguments of kernels are picked from one list: the call's arguments, its extents, new memory for results and
+    scratch, and what is the same in all calls.
+
+    Args:
+        layout: the operation's arguments.
+        values: those of the call that is planned, no tensor twice.
+        outputs: its results, as large as those of any call.
+        launches: what fills these, and scratch memory on the meta device.
+    """
+
+    def __init__(self, layout: Layout, values: Sequence[Any], outputs: Results, launches: Sequence[Launch]) -> None:
+        launches = [launch for launch in launches if 0 not in launch.grid]
+        everything = [value for launch in launches for value in launch.arguments.values()]
+        scratch = {id(value): value for value in everything if isinstance(value, Tensor) and value.is_meta}
+        memory = (*outputs, *scratch.values())
+        extents = layout.extents(values)
+        first = len(values) + len(extents)
+        self._out, self._device = first, outputs[0].device
+        self._is_cuda = self._device.type == "cuda"
+        # One number, expanded: its like takes less time to allocate than a shape and a dtype.
+        self._memory = [torch.empty(1, dtype=like.dtype, device=self._device).expand(like.shape) for like in memory]
+        self._constants: list[Any] = []
+        self._quotients: list[tuple[int, int, int]] = []
+        positions: dict[Any, int] = {id(value): at for at, value in enumerate(values) if isinstance(value, Tensor)}
+        positions |= {extent: len(values) + at for at, extent in enumerate(extents)}
+        positions |= {id(tensor): first + at for at, tensor in enumerate(memory)}
+        free = {layout.names[index]: index for index in layout.free}
+
+        def position(name: str, value: Any) -> int:
+            is_extent = isinstance(value, Extent)
+            source = positions.get((id(value.tensor), value.dim, value.is_stride) if is_extent else id(value))
+            if name in free:
+                return free[name]
+            if source is not None and not (is_extent and value.divisor > 1):
+                return source
+            self._constants.append(int(value) if is_extent else value)
+            at = first + len(memory) + len(self._constants) - 1
+            if source is not None:
+                self._quotients.append((at, source, value.divisor))
+            return at
+
+        self._steps = []
+        for launch in launches:
+            order = [position(name, launch.arguments[name]) for name in launch.kernel.arg_names]
+            self._steps.append((itemgetter(*order), _Starter(launch)))
+
+    def __call__(self, values: Sequence[Any], extents: list[int]) -> Results:
+        """Launches everything on the device of the tensors and returns the results."""
+        # Triton launches on the current device, and a model may be spread over several.
+        if self._is_cuda and self._device.index != torch.cuda.current_device():
+            with torch.cuda.device(self._device):
+                return self(values, extents)
+        flat = [*values, *extents, *map(torch.empty_like, self._memory), *self._constants]
+        for at, source, divisor in self._quotients:
+            flat[at] = flat[source] // divisor
+        for pick, starter in self._steps:
+            starter.start(*pick(flat))
+        return flat[self._out], flat[self._out + 1]
+
+
+class _Starter:
+    """A launch of a kernel with arguments of one kind: by Triton's dispatch once, then by the compiled kernel itself.
+
+    Triton binds and specialises arguments at every launch, which takes as long as all the rest of a call. A plan's key
+    holds what it specialises on, so that the kernel that it chose is right for every call of the plan.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self.start: Callable[..., Any] = self._dispatch
+
+    def _dispatch(self, *arguments: Any) -> None:
+        launch = self._launch
+        kernel = launch.kernel[launch.grid](*arguments, num_warps=launch.warps, num_stages=launch.stages)
+        # Nothing of the interpreter, and no kernel that is compiled in the background.
+        if hasattr(type(kernel), "__getitem__"):
+            self.start = _direct(kernel, (*launch.grid, 1, 1)[:3])
+
+
+def _direct(kernel: Any, grid: tuple[int, int, int]) -> Callable[..., Any]:
+    """Starts a compiled kernel as the end of `JITFunction.run` does, and describes it if a profiler has set hooks.
+
+    Triton makes that description in any case, which takes longer than the rest.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    described, active, hooks, (x, y, z) = kernel[grid], driver.active, knobs.runtime, grid
+    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+
+    def start(*arguments: Any) -> None:
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            described(*arguments)
+        else:
+            stream = active.get_current_stream(active.get_current_device())
+            run(x, y, z, stream, function, metadata, None, None, None, *arguments)
+
+    return start

@@ -1,0 +1,111 @@
+"""Counts what steps of decoding plan and compile while a text grows; prints JSON: growing_texts.py TOKENS FIRST...
+
+A process of its own, without Triton's interpreter: Triton dispatches as on a GPU, and compiling is left out.
+"""
+
+import json
+import sys
+
+import torch
+import triton.compiler
+
+from surgery.kernels.bench.host_cost import coded, without_gpu, zeros
+from surgery.kernels.gqa_decode.operator import _gqa_decode, gqa_decode
+from surgery.kernels.gqa_decode_quantized.operator import _quantized, gqa_decode_quantized
+from surgery.kernels.hybrid_decode.operator import _hybrid_decode, hybrid_decode
+from surgery.kernels.lowrank_decode.operator import _lowrank_decode, lowrank_decode, rotation_tables
+from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
+from surgery.kernels.mla_decode.quantized_operator import _mla_decode_quantized, mla_decode_quantized
+
+compilations = []
+
+
+class Kernel:
+    """A compiled kernel that does nothing."""
+
+    function = packed_metadata = None
+
+    def __init__(self, source, **options):
+        compilations.append(source.fn.__name__)
+
+    def launch_metadata(self, *arguments):
+        pass
+
+    def run(self, *arguments):
+        pass
+
+    def __getitem__(self, grid):
+        return self.run
+
+
+def pages(tokens):
+    return torch.zeros(1, -(-tokens // 16), dtype=torch.int32)
+
+
+def quantized_heads(tokens):
+    codes = (*coded(tokens // 32 * 32, 32, True, 2), *coded(tokens // 32 * 32, 32, False, 2))
+    settings = {"format": "int4", "group": 32, "behind": tokens % 32}
+    return gqa_decode_quantized(zeros(1, 1, 4, 32), *codes, 0.1, **settings)
+
+
+def quantized_latents(tokens):
+    codes = (*coded(tokens // 32 * 32, 64, True), *coded(tokens // 32 * 32, 32, False))
+    return mla_decode_quantized(zeros(1, 1, 4, 96), *codes, 0.1, format="int4", group=32, by_channel=True)
+
+
+def lowrank(tokens):
+    exact = {"exact_key": zeros(1, 2, tokens % 32 + 1, 32), "exact_value": zeros(1, 2, tokens % 32 + 1, 32)}
+    exact["exact_slots"] = torch.zeros(1, tokens % 32 + 1, dtype=torch.int32)
+    rotation = rotation_tables(10.0 ** -torch.arange(16.0), tokens)
+    return lowrank_decode(
+        zeros(1, 1, 4, 32), zeros(1, tokens, 64), zeros(2, 32, 64), 0.1, rotation=rotation, window=2, **exact
+    )
+
+
+def hybrid(tokens):
+    full, streaming = zeros(1, 1, tokens, 32), zeros(1, 1, min(tokens, 800), 32)
+    settings = {"sink_slots": min(8, tokens % 9), "sinks": 8, "recent": 792}
+    return hybrid_decode(zeros(1, 1, 4, 32), full, full, streaming, streaming, 0.1, **settings)
+
+
+STEPS = {
+    "mla_decode": (_mla_decode, lambda n: mla_decode(zeros(1, 1, 4, 96), zeros(1, n, 64), zeros(1, n, 32), 0.1)),
+    "mla_decode with gains": (
+        _mla_decode,
+        lambda n: mla_decode(zeros(1, 1, 4, 96), zeros(1, n, 64), zeros(1, n, 32), 0.1, key_gain=zeros(1, n, 2)),
+    ),
+    "mla_decode in pages": (
+        _mla_decode,
+        lambda n: mla_decode(zeros(1, 1, 4, 96), zeros(99, 16, 64), zeros(99, 16, 32), 0.1, pages=pages(n)),
+    ),
+    "gqa_decode": (
+        _gqa_decode,
+        lambda n: gqa_decode(zeros(1, 1, 4, 32), zeros(1, 2, n, 32), zeros(1, 2, n, 32), 0.1),
+    ),
+    "gqa_decode in pages": (
+        _gqa_decode,
+        lambda n: gqa_decode(zeros(1, 1, 4, 32), zeros(99, 2, 16, 32), zeros(99, 2, 16, 32), 0.1, pages=pages(n)),
+    ),
+    "mla_decode_quantized": (_mla_decode_quantized, quantized_latents),
+    "gqa_decode_quantized": (_quantized, quantized_heads),
+    "lowrank_decode": (_lowrank_decode, lowrank),
+    "hybrid_decode": (_hybrid_decode, hybrid),
+}
+
+
+def grow(name, begin, tokens):
+    """Plans and compilations of a text that grows by some tokens behind its first step."""
+    operation, step = STEPS[name]
+    step(begin)
+    before, kernels = set(operation._plans), len(compilations)
+    for length in range(begin + 1, begin + tokens + 1):
+        step(length)
+    return {"plans": len(set(operation._plans) - before), "compilations": compilations[kernels:]}
+
+
+if __name__ == "__main__":
+    without_gpu()
+    triton.compiler.compile = Kernel
+    with torch.no_grad():
+        tokens, *begins = map(int, sys.argv[1:])
+        json.dump({begin: {name: grow(name, begin, tokens) for name in STEPS} for begin in begins}, sys.stdout)
