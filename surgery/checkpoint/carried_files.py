@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.file_kinds import CARD, CARRIED, CONFIG, HEALING, REPORT, SOURCE_CARD, Kind, kind_of, summary
 from surgery.checkpoint.gguf_folder import temporary_folder
-from surgery.checkpoint.layout import check_links
+from surgery.checkpoint.layout import check_links, follows_links
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
 
@@ -46,7 +47,7 @@ class CarriedFiles:
         """Read the files of an opened checkpoint; its templates are carried in any case, which run in a sandbox.
 
         Raises:
-            SurgeryError: a file cannot be read, is too large, or leads out of its folder.
+            SurgeryError: a file cannot be read, is too large, or is a link to what is not carried.
         """
         files = reader.files
         origin = reader.stored_path if reader.stored_names else reader.path
@@ -56,6 +57,7 @@ class CarriedFiles:
         records = [name for name in files.sidecars if name in _CONTINUED]
         left_out = {*files.sidecars, *files.strays} - {*names, *records}
         check_links(files.folder, [files.folder / name for name in names])
+        _check_targets(files.folder, names, keep_code)
         with disk_errors(folder):
             folder.mkdir()
             for name in (*names, *records):
@@ -100,6 +102,18 @@ class CarriedFiles:
 def _is_carried(name: str, keep_code: bool) -> bool:
     """Names that a report cannot hold are no checkpoint's."""
     return name.isprintable() and (kind_of(name) in CARRIED or (keep_code and kind_of(name) is Kind.CODE))
+
+
+def _check_targets(folder: Path, names: Collection[str], keep_code: bool) -> None:
+    """Raises SurgeryError: a file is a link to one of its folder that is not carried, LICENSE to .env."""
+    root = Path(os.path.realpath(folder))
+    for name in () if follows_links() else names:
+        real = Path(os.path.realpath(folder / name))
+        if real.is_relative_to(root) and not _is_carried(real.relative_to(root).as_posix(), keep_code):
+            raise SurgeryError(
+                f"{folder / name}: a link to {real.name}, which is no file of a checkpoint; pass --follow-links if you"
+                " trust it, or copy the file in its place"
+            )
 
 
 def _content(path: Path) -> bytes:

@@ -94,7 +94,7 @@ def check_links(folder: Path, files: Iterable[Path]) -> None:
     Raises:
         SurgeryError: a file is such a link.
     """
-    if os.environ.get(FOLLOW_LINKS, "0") != "0":
+    if follows_links():
         return
     root = Path(os.path.realpath(folder))
     homes = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
@@ -105,6 +105,11 @@ def check_links(folder: Path, files: Iterable[Path]) -> None:
                 f"{path}: a link that leads out of its folder, to {real}; pass --follow-links if you trust it, or copy"
                 " the file in its place"
             )
+
+
+def follows_links() -> bool:
+    """Whether links to anywhere are followed."""
+    return os.environ.get(FOLLOW_LINKS, "0") != "0"
 
 
 def is_hub_blob(path: Path) -> bool:

@@ -140,8 +140,8 @@ def _healing(healing: dict | None) -> str:
 
 def _source_code(report) -> str:
     """Code that was taken over from the source, which is not the package's."""
-    code = (report.source_files or {}).get("code")
-    if not code:
+    code = report.source_files.get("code") if isinstance(report.source_files, dict) else None
+    if not code or not isinstance(code, list):
         return ""
     return f"\nCode of the source, which nobody read or checked: {', '.join(f'`{in_code(name)}`' for name in code)}."
 

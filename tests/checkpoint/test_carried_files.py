@@ -14,6 +14,8 @@ from tiny_models import make_checkpoint
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.file_kinds import Kind, kind_of, list_files, summary
+from surgery.checkpoint.layout import FOLLOW_LINKS
+from surgery.common.errors import SurgeryError
 from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.training.models import write_healed
@@ -129,6 +131,23 @@ def test_a_healed_checkpoint_carries_the_same(copy, tmp_path):
     assert (out / "LICENSE").read_text() == "{}" and "auto_map" not in json.loads((out / "config.json").read_text())
     weights = CheckpointReader.open(out)
     assert all(torch.equal(weights.tensor(name), reader.tensor(name)) for name in weights.names())
+
+
+@pytest.mark.parametrize("target", ["env", ".env", "sub/tokenizer.json", "modeling_x.py", "pytorch_model.bin"])
+def test_links_to_files_that_are_not_carried_are_refused(copy, target, monkeypatch):
+    (copy / "LICENSE").unlink()
+    (copy / "LICENSE").symlink_to(target)
+    reader = CheckpointReader.open(copy)
+    with pytest.raises(SurgeryError, match=r"LICENSE: a link to .*--follow-links"):
+        CarriedFiles.of(reader)
+    monkeypatch.setenv(FOLLOW_LINKS, "1")
+    assert "LICENSE" in CarriedFiles.of(reader).names
+
+
+def test_links_between_carried_files_are_followed(copy):
+    (copy / "LICENSE").unlink()
+    (copy / "LICENSE").symlink_to("NOTICE.txt")
+    assert (CarriedFiles.of(CheckpointReader.open(copy)).folder / "LICENSE").read_text() == "{}"
 
 
 @given(st.lists(st.sampled_from((*CARRIED, *CODE, *STRAYS, *HIDDEN)), unique=True), st.booleans())
