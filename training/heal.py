@@ -335,13 +335,6 @@ def _write(
     try:
         copied = reader.model_folder() if reader.stored_names else reader.path
         staging.claim_like(copied, "*.safetensors", "*.json", f"{ADAPTER}/*", REPORT, LOG)
-            reader.model_folder() if reader.stored_names else reader.path,
-            "*.safetensors",
-            "*.json",
-            f"{ADAPTER}/*",
-            REPORT,
-            LOG,
-        )
         write_healed(reader, settings, trained, staging.partial)
         with disk_errors(staging.partial):
             shutil.copyfile(log, staging.partial / LOG)
