@@ -96,7 +96,7 @@ def test_inspections_have_a_plot_where_there_is_text(checkpoints, in_memory, her
     assert plain.kv["bytes_per_token"] == 256 and plain.plot is None
     measured = surgery.inspect(checkpoints("llama"), calibration="none", device="cpu", progress=False)
     assert isinstance(measured.plot, Svg) and "<svg" in measured.plot._repr_svg_()
-    assert (measured.plot.save("spectra.svg")).read_text() == measured.plot
+    assert measured.plot.save("spectra.svg").read_text().startswith(measured.plot)
 
 
 def test_evaluations_have_rows_a_page_and_plots(in_memory, checkpoints, here):
