@@ -152,7 +152,7 @@ def test_a_rope_that_no_target_takes_is_a_reason_and_not_a_failure(tmp_path):
     inspection = inspect_checkpoint(path)
     assert inspection.kv["bytes_per_token"] == 256
     for target in inspection.targets:
-        assert not target["applies"] and "'dynamic' is not supported" in target["reasons"][0]
+        assert not target["applies"] and "RoPE type 'dynamic'" in target["reasons"][0]
     with pytest.raises(SurgeryError, match="dynamic"):
         inspect_checkpoint(path, replace(QUICK, calibration="none"), spectra=True)
 

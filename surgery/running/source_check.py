@@ -17,7 +17,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from surgery.checkpoint import CheckpointReader
-from surgery.families import WHY_NOT
+from surgery.families import LATENT_FAMILIES, WHY_NOT
 from surgery.families.towers import TOWERS
 from surgery.running.loading import causal_class, load_config, loading
 from surgery.running.source_faults import Comparison, check_class, check_comparison, check_stored
@@ -56,7 +56,8 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
 
     own_model.register()
     model_type = reader.config.get("model_type")
-    if model_type not in CONFIG_MAPPING or model_type in WHY_NOT or reader.config.get("quantization_config"):
+    unknown = model_type not in CONFIG_MAPPING or _is_refused(model_type)
+    if unknown or reader.config.get("quantization_config"):
         return reader
     config = load_config(reader.path)
     try:
@@ -73,6 +74,12 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
         comparison = _compare(reader, model_class, config)
         check_comparison(reader, text, comparison)
     return _untied(reader, comparison)
+
+
+def _is_refused(model_type: str) -> bool:
+    """Whether families have a message of their own for a model type."""
+    family = LATENT_FAMILIES.get(model_type)
+    return model_type in WHY_NOT or (family is not None and family.inside is not None)
 
 
 def _class_of(config: Any) -> type[PreTrainedModel]:
