@@ -53,11 +53,11 @@ class BlockwiseDecoder(nn.Module):
         """
         if kwargs.get("output_attentions") or kwargs.get("output_router_logits"):
             raise ValueError("attentions and router logits differ in shape from block to block: ask for neither")
-        if attention_mask is not None and attention_mask.ndim != 2:
-            raise ValueError("layers that share a cache need an attention mask [batch, tokens], not a prepared one")
-        kwargs.pop("return_dict", None)
         given_cache, cache = cache, DynamicCache(config=self.config) if cache is None else cache
         self._adopt(cache)
+        if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
+            raise ValueError("layers that share a cache need an attention mask [batch, tokens], not a prepared one")
+        kwargs.pop("return_dict", None)
         given = input_ids if input_ids is not None else inputs_embeds
         first, stop = cache.get_seq_length(), cache.get_seq_length() + given.shape[1]
         mask = attention_mask if attention_mask is None or not attention_mask.all() else None

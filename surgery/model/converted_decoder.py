@@ -25,7 +25,7 @@ from .hybrid_attention import HybridAttention
 from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
 from .latent_attention import LatentAttention
 from .low_rank_attention import LowRankAttention
-from .packed_rows import DocumentAttention, take_documents
+from .packed_rows import DocumentAttention, new_tokens, take_documents
 from .sink_window_cache import set_padding
 from .straight_through import StraightThroughCodes, StraightThroughLayer
 
@@ -205,7 +205,7 @@ def _prepare_call(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None
         raise ValueError("layers that share a cache cannot keep several documents of a row apart: pass one a row")
     if not all(hasattr(layer, "self_attn") for layer in decoder.layers):
         raise ValueError("layers that keep a state cannot keep several documents of a row apart: pass one a row")
-    if is_flash(implementation) and len(call["position_ids"]) > 1:
+    if is_flash(implementation) and len(new_tokens(call)) > 1:
         raise ValueError("FlashAttention reads documents off the positions of one row alone: pass a batch of one row")
     aware = decoder.training and decoder.quantization_aware
     if cache_layers(config, training=decoder.training, aware=aware) is not None:

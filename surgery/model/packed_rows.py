@@ -36,7 +36,7 @@ def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
     Raises:
         ValueError: a call whose documents cannot be kept apart.
     """
-    tokens = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
+    tokens = new_tokens(call)
     rows, length = tokens.shape[:2]
     if length == 1:
         return None
@@ -71,6 +71,11 @@ def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
             "pass use_cache=False, or one document a row"
         )
     return [_spans(row) for row in starts.cpu()]
+
+
+def new_tokens(call: Call) -> Tensor:
+    """The tokens [B, T] of a call, or their embeddings [B, T, D]."""
+    return call["input_ids"] if call.get("inputs_embeds") is None else call["inputs_embeds"]
 
 
 def _told_starts(call: Call, rows: int, length: int, device: torch.device) -> Tensor | None:
@@ -181,4 +186,4 @@ def _cut(tensor: Tensor, row: slice, span: slice) -> Tensor:
     return tensor[row if len(tensor) > 1 else slice(None), span]
 
 
-__all__ = ["DocumentAttention", "Spans", "take_documents"]
+__all__ = ["DocumentAttention", "Spans", "new_tokens", "take_documents"]

@@ -179,10 +179,8 @@ def set_padding(cache: Cache, mask: Tensor | None) -> list[int] | None:
     """
     if mask is None:
         return None
-    if mask.ndim != 2:
-        raise ValueError(
-            f"an attention mask of {mask.ndim} dimensions: with sinks and a window it must be [batch, tokens]"
-        )
+    if getattr(mask, "ndim", None) != 2:
+        raise ValueError("the attention mask is a prepared one: with sinks and a window it must be [batch, tokens]")
     layers = [layer for layer in cache.layers if hasattr(layer, "padding")]
     seen = cache.get_seq_length()
     known = next((layer.padding for layer in layers if layer.padding is not None), None)

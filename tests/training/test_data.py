@@ -7,14 +7,13 @@ from own_models import KINDS, tiny_source
 from tiny_models import DEMO
 from training_data import opened_data
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from written_models import WRITTEN
 
 from surgery.common.errors import SurgeryError
 from surgery.training import sources
 from surgery.training.data import IGNORED, Batch, Row, collate, dealt
 from surgery.training.document_masks import honours_document_masks
 from surgery.training.sources import TextSource, fitting, parse_sources
-
-HONOURING = {"latent", "low_rank", "blocks", "shared", "grouped"}
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +86,13 @@ def source(family):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_which_models_of_the_own_class_honour_document_masks(kind):
-    assert honours_document_masks(KINDS[kind](source("llama"))) == (kind in HONOURING)
+def test_models_of_the_custom_class_honour_document_masks(kind):
+    """hiyouga/LLaMA-Factory#4224, huggingface/transformers#46634."""
+    assert honours_document_masks(KINDS[kind](source("llama")))
+
+
+def test_layers_that_share_a_cache_refuse_packed_documents():
+    assert not honours_document_masks(WRITTEN["cross_layer_static"]())
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "mixtral"])
