@@ -225,7 +225,7 @@ def test_convert_and_card_name_what_ruins_a_result(checkpoints, tmp_path, monkey
     monkeypatch.setattr("surgery.structures.converter.ruinous_formats", lambda reader: ["float16"])
     source = checkpoints("llama", torch.bfloat16)
     out = tmp_path / "out"
-    flags = "--kv-lora-rank 12 --rope-dim 4 --calibration none".split()
+    flags = ["--kv-lora-rank", "12", "--rope-dim", "4", "--calibration", "none"]
     code, printed, _ = run_main(monkeypatch, capsys, "convert", str(source), "--to", "mla", *flags, "--out", str(out))
     assert code == 0 and "float16" in printed.split("Next:")[0]
     assert "Ruined by float16" in (out / "README.md").read_text()
