@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surgery.checkpoint.disk import disk_errors, read_json
+from surgery.checkpoint.disk import check_encoding, disk_errors, read_json
 from surgery.common.errors import SurgeryError
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ def find_sidecars(folder: Path) -> list[Path]:
         for root, folders, files in os.walk(folder, onerror=_raise):
             folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
             found += [Path(root, name) for name in sorted(files) if not name.startswith(".")]
+    for path in found:
+        check_encoding(path)
     sidecars = [path for path in found if path != folder / CONFIG and not path.name.endswith(_WEIGHT_SUFFIXES)]
     for path in sidecars:
         if not path.is_file():
