@@ -74,10 +74,9 @@ def test_letters_stay(text):
     assert visible(text) == text
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_evaluations(name, tmp_path, capsys):
+def test_evaluations(tmp_path, capsys):
     """Names of rows and folders of an evaluation, in all forms of its report and on the screen."""
-    report = sample_report(rows=2)
+    report, name = sample_report(rows=2), "x".join(COMMANDS)
     report["rows"][1] |= {"name": f"a{name}b", "path": f"c{name}d"}
     report["title"] = report["command"] = f"e{name}f"
     report_csv.write(report, tmp_path / "report.csv")

@@ -52,6 +52,18 @@ def format_size(count: int) -> str:
     return f"{count} bytes"
 
 
+def check_encoding(path: Path) -> None:
+    """Check that libraries in Rust, such as safetensors and tokenizers, can open what lies at a path.
+
+    Raises:
+        SurgeryError: a name in it is not UTF-8.
+    """
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        raise SurgeryError(f"{path}: its name is not UTF-8, which safetensors needs; rename it") from None
+
+
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Turns an OSError of the block, which is busy with ``path``, into one line."""

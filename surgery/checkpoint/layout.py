@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surgery.checkpoint.disk import disk_errors, read_json
+from surgery.checkpoint.disk import check_encoding, disk_errors, read_json
 from surgery.checkpoint.file_kinds import CARRIED, CONFIG, READ_BY_LOADERS, Kind, kind_of, list_files
 from surgery.common.errors import SurgeryError
 
@@ -166,6 +166,8 @@ def find_sidecars(folder: Path, weights: Iterable[str] = ()) -> FolderFiles:
     read = {CONFIG, WEIGHTS_INDEX, PICKLE_INDEX, *weights}
     with disk_errors(folder):
         names = [name for name in list_files(folder) if name not in read]
+    for name in names:
+        check_encoding(folder / name)
     sidecars = tuple(name for name in names if _is_sidecar(name))
     for name in sidecars:
         if not (folder / name).is_file():

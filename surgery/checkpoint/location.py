@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from surgery.checkpoint.disk import check_encoding
 from surgery.checkpoint.hub import download, is_hub_id
 from surgery.checkpoint.layout import ADAPTER, CONFIG
 from surgery.common.errors import SurgeryError
@@ -62,6 +63,8 @@ def locate(source: str | Path, *, revision: str | None = None, allow_pickle: boo
         SurgeryError: there is no such checkpoint.
     """
     path = find_local(source)
+    if path is not None:
+        check_encoding(path.absolute())
     if path is None:
         path = download(str(source), revision=revision, allow_pickle=allow_pickle)
         check_folder(path)

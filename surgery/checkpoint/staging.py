@@ -14,7 +14,15 @@ import warnings
 from pathlib import Path
 from typing import TextIO
 
-from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, sync_folder, sync_tree, tree_bytes
+from surgery.checkpoint.disk import (
+    check_encoding,
+    disk_errors,
+    format_size,
+    free_bytes,
+    sync_folder,
+    sync_tree,
+    tree_bytes,
+)
 from surgery.common.errors import SurgeryError
 from surgery.common.file_lock import hold
 from surgery.common.ownership import (
@@ -46,6 +54,7 @@ def check_output(source: Path, out: Path) -> None:
         SurgeryError: ``out`` (or the ``.partial`` folder beside it) is the source, lies inside it or contains it.
     """
     source, out = Path(source).resolve(), Path(out).resolve()
+    check_encoding(out)
     for folder in (out, _partial_of(out)):
         if folder == source:
             raise SurgeryError(f"{out}: the output would replace its own source; choose another --out")

@@ -1,0 +1,32 @@
+"""Names that are not UTF-8: refused by a line before any work, as libraries in Rust cannot open them."""
+
+import os
+import sys
+
+import pytest
+from tiny_models import make_checkpoint
+
+from surgery.checkpoint import CheckpointReader, check_output
+from surgery.common.errors import SurgeryError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+NAME = os.fsdecode(b"na\xffme")
+
+
+def test_folders(tmp_path):
+    folder = make_checkpoint(tmp_path / "llama", "llama").rename(tmp_path / NAME)
+    with pytest.raises(SurgeryError, match="not UTF-8") as refusal:
+        CheckpointReader.open(folder)
+    str(refusal.value).encode()
+
+
+def test_files(tmp_path):
+    folder = make_checkpoint(tmp_path / "llama", "llama")
+    (folder / f"{NAME}.txt").touch()
+    with pytest.raises(SurgeryError, match=r"\.txt: its name is not UTF-8"):
+        CheckpointReader.open(folder)
+
+
+def test_outputs(tmp_path):
+    with pytest.raises(SurgeryError, match="not UTF-8"):
+        check_output(tmp_path / "source", tmp_path / NAME)
