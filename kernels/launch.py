@@ -69,8 +69,8 @@ class Launch:
         kernel: a `triton.jit` function.
         grid: programs along up to three axes.
         arguments: all parameters of the kernel by name, constants of compilation included; tensors, numbers or None.
-            Tensors on the meta device are scratch memory, which a plan allocates for every call.
         warps, stages: as in `Config`.
+        scratch: those of the arguments that are memory for this launch and the ones after it, no inputs or results.
     """
 
     kernel: Any
@@ -78,6 +78,7 @@ class Launch:
     arguments: dict[str, Any] = field(repr=False)
     warps: int = 4
     stages: int = 2
+    scratch: tuple[Tensor, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, kernel: Any, grid: tuple[int, ...], config: Config, given: Mapping[str, Any], **others: Any) -> Launch:

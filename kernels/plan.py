@@ -9,6 +9,7 @@ A plan reads that size and those strides from every call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -154,14 +155,12 @@ class Plan:
         layout: the operation's arguments.
         values: those of the call that is planned, no tensor twice.
         outputs: its results, as large as those of any call.
-        launches: what fills these, and scratch memory on the meta device.
+        launches: what fills these.
     """
 
     def __init__(self, layout: Layout, values: Sequence[Any], outputs: Results, launches: Sequence[Launch]) -> None:
         launches = [launch for launch in launches if 0 not in launch.grid]
-        everything = [value for launch in launches for value in launch.arguments.values()]
-        scratch = {id(value): value for value in everything if isinstance(value, Tensor) and value.is_meta}
-        memory = (*outputs, *scratch.values())
+        memory = (*outputs, *(tensor for launch in launches for tensor in launch.scratch))
         extents = layout.extents(values)
         first = len(values) + len(extents)
         self._out, self._device = first, outputs[0].device
@@ -191,7 +190,8 @@ class Plan:
         self._steps = []
         for launch in launches:
             order = [position(name, launch.arguments[name]) for name in launch.kernel.arg_names]
-            self._steps.append((itemgetter(*order), _Starter(launch)))
+            # Without its tensors, which would keep the first call's cache alive.
+            self._steps.append((itemgetter(*order), _Starter(replace(launch, arguments={}, scratch=()))))
 
     def __call__(self, values: Sequence[Any], extents: list[int]) -> Results:
         """Launches everything on the device of the tensors and returns the results."""

@@ -15,6 +15,8 @@ Shapes: N rows, S splits, D numbers of a row.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -51,19 +53,18 @@ def splits_of(
 
 
 def scratch(query: Tensor, width: int, splits: int) -> tuple[Tensor | None, Tensor | None]:
-    """Memory for parts of queries [B, T, H, ·]: [B·T·H, splits, width] and [B·T·H, splits] fp32; None for one split.
-
-    On the meta device: a plan allocates it at every call.
-    """
+    """Memory for parts of queries [B, T, H, ·]: [B·T·H, splits, width] and [B·T·H, splits] fp32; None for one split."""
     if splits == 1:
         return None, None
     shape = (query.shape[:3].numel(), splits)
-    return torch.empty(*shape, width, device="meta"), torch.empty(shape, device="meta")
+    return query.new_empty(*shape, width, dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
 
 
 def with_merge(launch: Launch, parts: Tensor | None, logs: Tensor | None, out: Tensor, lse: Tensor) -> list[Launch]:
     """A launch and, where it fills `scratch`, the one that merges this into `out` [B, T, H, width] and `lse`."""
-    return [launch] if parts is None else [launch, merge_launch(parts, logs, out, lse)]
+    if parts is None:
+        return [launch]
+    return [replace(launch, scratch=(parts, logs)), merge_launch(parts, logs, out, lse)]
 
 
 def merge(parts: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:

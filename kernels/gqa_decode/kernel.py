@@ -145,7 +145,8 @@ def gqa_decode_kernel(
         mixture = tl.load(value_at + v[None, :], mask=held[:, None] & (v < V)[None, :], other=0.0)
         mixed = tl.dot(weights.to(mixture.dtype), mixture, mixed * shrink[:, None], input_precision="ieee")
 
-    place = ((row * tokens + time) * heads + head) * splits + split
+    # In this order it takes no register more than splits that the compiler knows.
+    place = (row * tokens * heads * splits + split) + (time * heads + head) * splits
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     mine = there[:, None] & (v < V)[None, :]
     tl.store(out + place[:, None] * V + v[None, :], mixed.to(out.dtype.element_ty), mask=mine)

@@ -25,7 +25,7 @@ from torch import Tensor
 from surgery.kernels.hybrid_decode.reference import hybrid_attention
 from surgery.kernels.launch import Config, Launch, launches_of, size, strides
 from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
-from surgery.kernels.split_kv import merge_kernel, merge_launch, scratch, split_tokens, splits_of
+from surgery.kernels.split_kv import merge_kernel, scratch, split_tokens, splits_of, with_merge
 from surgery.kernels.tuned import key_of, tuned
 
 ALL = tl.constexpr(1 << 30)
@@ -87,12 +87,11 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         BLOCK_D=max(16, triton.next_power_of_2(head_size)),
         BLOCK_V=max(16, triton.next_power_of_2(value_size)),
     )
-    made = [attention]
-    if splits > 1 and full:
-        merged = merge_launch(parts, logs, out, lse)
-        behind = {"full_queries": full * per_head, "other_queries": streaming * per_head}
-        made.append(replace(merged, kernel=merge_full_kernel, arguments=merged.arguments | behind))
-    return made
+    if splits == 1 or not full:
+        return [attention]
+    attention, merged = with_merge(attention, parts, logs, out, lse)
+    behind = {"full_queries": full * per_head, "other_queries": streaming * per_head}
+    return [attention, replace(merged, kernel=merge_full_kernel, arguments=merged.arguments | behind)]
 
 
 # Sizes that only bound loops and masks: not worth a compilation each as texts grow.
