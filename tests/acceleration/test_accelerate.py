@@ -21,6 +21,7 @@ from shared_caches import FORMS, shared
 from tiny_models import CONFIGS, random_model
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, StaticCache
 
+from surgery import registration
 from surgery.acceleration import accelerate, decelerate
 from surgery.acceleration.accelerate import STATE
 from surgery.kernels import backend
@@ -279,3 +280,14 @@ def test_kernels_read_the_layers_that_they_know(family, latent, low_rank):
     model = random_model(SurgeryConfig.from_base(source, entries)).eval()
     found = accelerate(model)
     assert (found.layers, found.refused) == ((latent, low_rank), None)
+
+
+@pytest.mark.parametrize(("implementation", "accelerated"), [("sdpa", True), ("eager", False)])
+def test_attention_that_a_user_chose_is_left(implementation, accelerated, monkeypatch):
+    """QwenLM/Qwen3-VL#1682: the `attn_implementation` that a user asks for is the one that runs."""
+    calls = []
+    monkeypatch.setattr("surgery.acceleration.accelerate", calls.append)
+    model = lossless_model(tiny_source("llama"))
+    model.set_attn_implementation(implementation)
+    registration._accelerate(model)
+    assert bool(calls) is accelerated
