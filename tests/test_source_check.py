@@ -193,7 +193,14 @@ def test_contradictions_are_one_line_with_a_remedy(case, changed):
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
-    "case", ["vocabulary resized", "prefix module", "adapter", "other weights", "fewer layers said"]
+    "case",
+    [
+        *("vocabulary resized", "adapter"),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("prefix module", "other weights", "fewer layers said")
+        ),
+    ],
 )
 def test_every_command_refuses_them_before_any_work(command, case, changed, tmp_path, monkeypatch, capsys):
     edit, words = REFUSED[case]
