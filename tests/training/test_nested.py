@@ -84,7 +84,7 @@ def gradients(model):
         f"{index} {kind} {number}": up.grad
         for index, layer in enumerate(model.model.layers)
         for kind in ("key_up", "value_up")
-        for number, up in getattr(layer.self_attn, kind).items()
+        for number, up in getattr(layer.self_attn, kind).matrices().items()
     }
     return down, ups
 
