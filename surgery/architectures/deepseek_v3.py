@@ -5,7 +5,7 @@ What the stock class fixes, and how a converted layer meets it:
 - softmax scale ``(nope + rope)^-1/2``: folded into the up-projection of the keys and the rotary queries;
 - an RMS norm on the latent: neutralised (:mod:`surgery.architectures.neutral_norm`);
 - a tiny latent, which would take weights too small for float16 and for the scales of quantized weights: the norm
-  before the attention is scaled down instead, by :func:`input_scale`, and queries and rotary keys are scaled up;
+  before the attention is scaled down instead, and queries and rotary keys are scaled up;
 - rotary pairs interleaved: rows permuted;
 - one frequency grid: default RoPE of another base where that fits, otherwise the list itself, as longrope factors;
 - no bias on queries: carried by a full-rank query latent with a constant channel;
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgery.architectures.neutral_norm import OLD_SCALE, TINY_EPS, NeutralNorm, neutral_norm
+from surgery.architectures.neutral_norm import TINY_EPS, NeutralNorm, neutral_norm
 from surgery.architectures.query_latent import query_latent
 from surgery.architectures.spec import MLASpec
 from surgery.checkpoint import TensorSpec
@@ -31,23 +31,12 @@ from surgery.families.rope import default_theta
 from surgery.transforms.latent_layer import LatentLayer
 
 MODEL_TYPE = "deepseek_v3"
-INPUT_NORM = ".input_layernorm.weight"
+INPUT_NORM = "model.layers.{layer}.input_layernorm.weight"
 
 ROPE_SCALE = 2.0**-4
 """Of rotary keys beside a tiny latent. One tensor holds what makes both, and one scale of fp8 must reach both."""
 LARGEST_QUERY = 2.0**13
 """Of query weights, an eighth of what float16 holds."""
-
-
-def input_scale(norm: NeutralNorm, hidden: int) -> float:
-    """The factor of the norm before the attention: a power of two near 1 / (8 √hidden), or 1.
-
-    Inputs have the norm √hidden. With this factor the weights of a tiny latent are near ``8 * norm.scale``, whatever
-    the model's width.
-    """
-    if norm.kind != "tiny" or norm.scale == OLD_SCALE:
-        return 1.0
-    return 2.0 ** -round(math.log2(8 * math.sqrt(hidden)))
 
 
 def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, beside: str | None = None) -> list[str]:
@@ -131,10 +120,13 @@ class StockMLA:
     def rank(self) -> int:
         return self.spec.ranks[0] + self.norm.extra
 
-    @property
-    def input_scale(self) -> float:
-        """The factor of the norm before the attention."""
-        return input_scale(self.norm, self.spec.hidden)
+    def input_scale(self, layer: int) -> float:
+        """The factor of the norm before a layer's attention: a power of two that leaves inputs a length of 1/8, or 1.
+
+        Weights of a tiny latent are then near ``8 * norm.scale``, whatever the model's width.
+        """
+        length = self.spec.input_lengths[layer] if self.norm.kind == "tiny" else 0.0
+        return 2.0 ** -round(math.log2(8 * length)) if length else 1.0
 
     @property
     def nope_dim(self) -> int:
@@ -267,7 +259,7 @@ class StockMLA:
             converted: latents and rotary keys are of mean square one, on average over channels and tokens.
         """
         spec, rank = self.spec, converted.rank
-        source, inputs = converted.source, self.input_scale
+        source, inputs = converted.source, self.input_scale(layer)
         # Stock multiplies logits by (nope + rope)^-1/2 where the source has its own scale.
         scale = source.scale * math.sqrt(self.nope_dim + self.rope_dim)
         pairs = interleaving(self._rotated)
@@ -275,7 +267,7 @@ class StockMLA:
 
         key_up = zero_rows(converted.query_up[..., :rank] * scale, nope)  # [H, nope, r]
         rope_up = (converted.query_up[..., rank:] * scale)[..., pairs].mT  # [H, ρ, d]
-        rope_scale = self._rope_scale(rope_up @ source.q)
+        rope_scale = self._rope_scale(rope_up @ source.q / inputs)
         rope_up = rope_up / rope_scale
         query = self._query(source.q, rope_up @ source.q) / inputs  # [H, nope + ρ, D]
         up = torch.cat([key_up, zero_rows(converted.value_up, value)], dim=1).flatten(0, 1)
@@ -310,10 +302,10 @@ class StockMLA:
 
     def _rope_scale(self, rope_query: Tensor) -> float:
         """The factor of rotary keys, a power of two; their queries [H, ρ, D] are divided by it."""
-        if self.input_scale == 1.0 or not rope_query.numel():
+        if self.norm.kind != "tiny" or not rope_query.numel():
             return 1.0
         largest = max(float(rope_query.abs().max()), torch.finfo(torch.float32).tiny)
-        return max(ROPE_SCALE, 2.0 ** math.ceil(math.log2(largest / self.input_scale / LARGEST_QUERY)))
+        return max(ROPE_SCALE, 2.0 ** math.ceil(math.log2(largest / LARGEST_QUERY)))
 
     def rescaled(self, names: list[str]) -> dict[str, float]:
         """Factors for tensors outside the attention: the norms before it, and what a rescaled residual stream needs.
@@ -321,9 +313,8 @@ class StockMLA:
         With the stream multiplied by a, ``rms_norm(a h, eps a²) = rms_norm(h, eps)``: all that writes into the stream
         is multiplied by a. Tied output embeddings are undone in the final norm's weight.
         """
-        factors = {}
-        if self.input_scale != 1.0:
-            factors = {name: self.input_scale for name in names if name.endswith(INPUT_NORM)}
+        scales = {INPUT_NORM.format(layer=layer): self.input_scale(layer) for layer in range(self.spec.layers)}
+        factors = {name: scales[name] for name in names if scales.get(name, 1.0) != 1.0}
         if self.rescale == 1.0:
             return factors
         factors["model.embed_tokens.weight"] = self.rescale

@@ -12,9 +12,10 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from surgery.architectures.deepseek_v3 import INPUT_NORM, MODEL_TYPE, input_scale
-from surgery.architectures.neutral_norm import NeutralNorm, recognised_norm
+from surgery.architectures.deepseek_v3 import INPUT_NORM, MODEL_TYPE
+from surgery.architectures.neutral_norm import OLD_SCALE, NeutralNorm, recognised_norm
 from surgery.checkpoint import CheckpointReader
 from surgery.families.base import ATTENTION_PREFIX
 
@@ -38,7 +39,7 @@ def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
             rules[weight] = rules[bias] = constant
             rules[prefix + "kv_b_proj.weight"] = {"columns": constant}
         else:
-            rules |= _tiny_latent(reader, prefix, width, norm)
+            rules |= _tiny_latent(reader, layer, width, norm)
         queries = _query_latent(reader, prefix)
         for name in rules.keys() & queries.keys():
             queries[name] = [rules[name], queries[name]]
@@ -46,26 +47,32 @@ def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
     return rules
 
 
-def _tiny_latent(reader: CheckpointReader, prefix: str, width: int, norm: NeutralNorm) -> dict[str, Any]:
-    """Rules for what makes a tiny latent, and for what reads inputs that are scaled with it."""
+def _tiny_latent(reader: CheckpointReader, layer: int, width: int, norm: NeutralNorm) -> dict[str, Any]:
+    """Rules for what makes a tiny latent, and for what reads inputs that are scaled with it.
+
+    Factors are relations of sizes, so that nothing is to be balanced between what makes and what reads a latent.
+    """
+    prefix = ATTENTION_PREFIX.format(layer=layer)
     weight, bias = prefix + "kv_a_proj_with_mqa.weight", prefix + "kv_a_proj_with_mqa.bias"
-    rules, scale = {}, input_scale(norm, reader.config["hidden_size"])
     latents = {"rows": f"0:{width}", "factor": norm.scale}
-    if bias in reader:
-        rules[bias] = latents
-    if scale == 1.0:
+    rules = {bias: latents} if bias in reader else {}
+    if norm.scale == OLD_SCALE:
         return {**rules, weight: latents}
-    # Of one size, in relation to their factors, with what reads them: nothing is to be balanced between the two.
-    made, read = (
-        float(part.double().square().mean().sqrt())
-        for part in (reader.tensor(weight)[:width], reader.tensor(prefix + "kv_b_proj.weight"))
-    )
-    latents = {**latents, "factor": 2.0 ** round(math.log2(made / read)) if made and read else norm.scale / scale}
-    larger = {"factor": 1 / scale}
-    rules[prefix.removesuffix(".self_attn.") + INPUT_NORM] = {"factor": scale}
-    rules[weight] = [larger, latents]
-    rules[prefix + ("q_b_proj.weight" if prefix + "q_b_proj.weight" in reader else "q_proj.weight")] = larger
-    return rules
+    query = prefix + ("q_b_proj.weight" if prefix + "q_b_proj.weight" in reader else "q_proj.weight")
+    larger = _ratio(reader.tensor(query), reader.tensor(prefix + "o_proj.weight"))
+    smaller = _ratio(reader.tensor(weight)[:width], reader.tensor(prefix + "kv_b_proj.weight"))
+    return {
+        **rules,
+        INPUT_NORM.format(layer=layer): {"factor": 1 / larger},
+        weight: [{"factor": larger}, {**latents, "factor": smaller}],
+        query: {"factor": larger},
+    }
+
+
+def _ratio(tensor: Tensor, other: Tensor) -> float:
+    """The power of two next to the relation of two root mean squares; 1 where one is 0."""
+    sizes = [float(each.double().square().mean().sqrt()) for each in (tensor, other)]
+    return 2.0 ** round(math.log2(sizes[0] / sizes[1])) if all(sizes) else 1.0
 
 
 def _query_latent(reader: CheckpointReader, prefix: str) -> dict[str, Any]:

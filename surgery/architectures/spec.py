@@ -27,6 +27,7 @@ class MLASpec:
     output_bias: bool
     key_norm_eps: float | None  # the source normalises queries and keys per head
     windows: tuple[int | None, ...]
+    input_lengths: tuple[float, ...]  # per layer: what inputs of its attention have, the norm's weight as a vector
     key_gains: int = 0  # numbers that its keys are divided by, cached beside the latent
     stateful: frozenset[int] = frozenset()  # layers that keep a state in place of keys and values
 

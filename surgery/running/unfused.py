@@ -19,17 +19,17 @@ from surgery.running.loading import load_config
 from surgery.running.source_check import open_source
 
 
-def open_model(source: str | Path, *, allow_pickle: bool = False, dtype: torch.dtype | None = None) -> CheckpointReader:
+def open_model(source: str | Path, *, allow_pickle: bool = False, dtype: str | None = None) -> CheckpointReader:
     """Opens a checkpoint as :func:`unfused` sees it; what every verb begins with that reads a model's attention.
 
     Args:
-        dtype: round the weights to it as they are read; None: read them as they are stored.
+        dtype: name of the one that weights are rounded to as they are read; None: they are read as they are stored.
 
     Raises:
         SurgeryError: it cannot be read, or has something that its family has not.
     """
     reader = open_source(source, allow_pickle=allow_pickle)
-    return unfused(reader if dtype is None else reader.in_dtype(dtype))
+    return unfused(reader if dtype is None else reader.in_dtype(getattr(torch, dtype)))
 
 
 def unfused(reader: CheckpointReader) -> CheckpointReader:

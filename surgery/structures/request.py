@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from surgery.architectures.cached import check_quantizable
 from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint.output_place import settle_output
@@ -53,8 +51,8 @@ def open_request(request: ConversionRequest, progress: Progress) -> tuple[Struct
         SurgeryError: whatever can be refused before any work.
     """
     source, settings = request.source, request.settings
-    dtype = None if settings.weights_dtype is None else getattr(torch, settings.weights_dtype)
-    reader, target = open_model(source, allow_pickle=request.allow_pickle, dtype=dtype), target_of(settings)
+    reader = open_model(source, allow_pickle=request.allow_pickle, dtype=settings.weights_dtype)
+    target = target_of(settings)
     check_keepable(reader, settings)
     structure = target.structure().for_source(reader.config, settings)
     opened = structure.open(reader, settings)

@@ -67,6 +67,7 @@ def student_of(settings: dict) -> dict:
         output_bias=False,
         key_norm_eps=None,
         windows=(None,) * layers,
+        input_lengths=(hidden**0.5,) * layers,
     )
     return StockMLA.choose(source, spec).config(source)
 

@@ -30,6 +30,7 @@ def stock_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedC
         output_bias=False,
         key_norm_eps=None,
         windows=(None,) * layers,
+        input_lengths=(config.hidden_size**0.5,) * layers,
     )
     plain = StockMLA(spec, neutral_norm("tiny", rank, dtype)).config(config.to_dict())
     plain.pop("model_type"), plain.pop("architectures")

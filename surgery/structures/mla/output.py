@@ -69,6 +69,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         key_norm_eps=anatomy.k_norm.eps if anatomy.k_norm else None,
         key_gains=anatomy.key_gains,
         windows=opened.windows,
+        input_lengths=tuple(float(opened.input_scale(layer).double().norm()) for layer in range(layers)),
         stateful=opened.stateful,
     )
     config, beside = opened.reader.config, "a vision tower" if opened.reader.stored_names else None
