@@ -158,7 +158,7 @@ def _scored(
         )
         with progress.at(f"seed {len(found) + 1} of {settings.seeds}") if settings.seeds > 1 else nullcontext():
             found.append(score(session))
-        if not found[-1].scores.isfinite().all():
+        if not all(part.isfinite().all() for part in (found[-1].scores, *found[-1].parts.values())):
             raise overflow(checkpoint.reader, "scores of heads")
         journals.append(journal)
         seconds += journal.seconds

@@ -17,6 +17,8 @@ from surgery.engines.in_transformers import PICTURES
 
 LONGEST = 500
 """Characters of a text that is inherited, and entries of a list."""
+LONGEST_HEAD = 2**16
+"""Characters of a head that is read: of others nothing is inherited."""
 HERITABLE = ("license", "license_name", "license_link", "language")
 """What a source's card says that holds for what is made of it."""
 
@@ -51,7 +53,7 @@ def of_source(folder: Path) -> dict[str, Any]:
     try:
         head = (folder / SOURCE_CARD).read_text(encoding="utf-8").split("---\n")[1]
         # Plain texts: safe_load raises ValueError for dates that do not exist, and takes the language `no` for false.
-        found = yaml.load(head, yaml.BaseLoader)
+        found = yaml.load(head, yaml.BaseLoader) if len(head) <= LONGEST_HEAD else {}
     except (OSError, UnicodeDecodeError, IndexError, RecursionError, ValueError, yaml.YAMLError):
         return {}
     values = {name: found.get(name) for name in HERITABLE} if isinstance(found, dict) else {}

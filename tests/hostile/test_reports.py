@@ -184,7 +184,7 @@ license: !!python/name:os.system|? [a]|language: no|license: &a [*a]|license: 12
 """.replace("\n", "|").split("|")
 
 
-@pytest.mark.parametrize("head", [*filter(None, ODD), "license: " + "[" * 5000, "license: " + "x" * 10**6])
+@pytest.mark.parametrize("head", [*filter(None, ODD), "license: " + "[" * 1000, "license: " + "x" * 10**6])
 def test_odd_front_matter(head, tmp_path):
     """The card of a source decides nothing but a few short texts in that of the result."""
     (tmp_path / "README.source.md").write_text(f"---\n{head}\n---\n# x\n")

@@ -14,8 +14,10 @@ from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.carry_over import copy_sidecars
 from surgery.checkpoint.tensors import TensorSpec
+from surgery.common.errors import SurgeryError
+from surgery.common.machine_faults import is_panic, told
 from surgery.evaluation.models import Checkpoint
-from surgery.running.loading import load_tokenizer
+from surgery.running.loading import load_tokenizer, loading
 
 TOKENIZER = json.loads((DEMO / "tokenizer.json").read_text())
 TOKENIZER["model"]["merges"] = []
@@ -87,3 +89,16 @@ def test_no_code_runs_unless_it_is_trusted(kept, tmp_path):
     taken_or_refused(lambda: Checkpoint.open(str(folder)).tokenizer())
     taken_or_refused(lambda: Checkpoint.open(str(folder)).load("cpu"))
     assert not ran.exists()
+
+
+def test_patterns_that_backtrack(folder):
+    """Rust gives up by a panic, which is no Exception of Python."""
+    pattern = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    (folder / "tokenizer.json").write_text(json.dumps({**TOKENIZER, "pre_tokenizer": pattern}))
+    shutil.copy(DEMO / "tokenizer_config.json", folder)
+    tokenizer = load_tokenizer(folder)
+    with pytest.raises(BaseException) as panic:
+        tokenizer("x" * 40)
+    assert is_panic(panic.value) and "tokenizer" in told(panic.value)
+    with pytest.raises(SurgeryError, match="transformers cannot load it"), loading("x"):
+        tokenizer("x" * 40)
