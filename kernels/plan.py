@@ -156,6 +156,9 @@ class Plan:
         values: those of the call that is planned, no tensor twice.
         outputs: its results, as large as those of any call.
         launches: what fills these.
+
+    Attributes:
+        steps: of each launch, what picks its arguments and what starts it.
     """
 
     def __init__(self, layout: Layout, values: Sequence[Any], outputs: Results, launches: Sequence[Launch]) -> None:
@@ -187,11 +190,11 @@ class Plan:
                 self._quotients.append((at, source, value.divisor))
             return at
 
-        self._steps = []
+        self.steps: list[tuple[Callable[[list[Any]], tuple[Any, ...]], _Starter]] = []
         for launch in launches:
             order = [position(name, launch.arguments[name]) for name in launch.kernel.arg_names]
             # Without its tensors, which would keep the first call's cache alive.
-            self._steps.append((itemgetter(*order), _Starter(replace(launch, arguments={}, scratch=()))))
+            self.steps.append((itemgetter(*order), _Starter(replace(launch, arguments={}, scratch=()))))
 
     def __call__(self, values: Sequence[Any], extents: list[int]) -> Results:
         """Launches everything on the device of the tensors and returns the results."""
@@ -202,7 +205,7 @@ class Plan:
         flat = [*values, *extents, *map(torch.empty_like, self._memory), *self._constants]
         for at, source, divisor in self._quotients:
             flat[at] = flat[source] // divisor
-        for pick, starter in self._steps:
+        for pick, starter in self.steps:
             starter.start(*pick(flat))
         return flat[self._out], flat[self._out + 1]
 
@@ -215,11 +218,11 @@ class _Starter:
     """
 
     def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+        self.launch = launch
         self.start: Callable[..., Any] = self._dispatch
 
     def _dispatch(self, *arguments: Any) -> None:
-        launch = self._launch
+        launch = self.launch
         kernel = launch.kernel[launch.grid](*arguments, num_warps=launch.warps, num_stages=launch.stages)
         # Nothing of the interpreter, and no kernel that is compiled in the background.
         if hasattr(type(kernel), "__getitem__"):

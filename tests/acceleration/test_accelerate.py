@@ -25,7 +25,7 @@ from surgery import registration
 from surgery.acceleration import accelerate, decelerate
 from surgery.acceleration.accelerate import STATE
 from surgery.kernels import backend
-from surgery.kernels.launch import Launch
+from surgery.kernels.plan import Plan
 from surgery.model import SurgeryConfig, SurgeryForCausalLM, quantized_cache
 
 SLOW = pytest.mark.slow
@@ -73,14 +73,15 @@ def calls(monkeypatch):
     """How often each operator ran as a kernel: a fallback to its reference would pass every comparison."""
     counted = {}
 
-    run = Launch.run
+    run = Plan.__call__
 
-    def counting(launch):
-        name = launch.kernel.fn.__name__ if hasattr(launch.kernel, "fn") else launch.kernel.__name__
-        counted[name] = counted.get(name, 0) + 1
-        run(launch)
+    def counting(plan, values, extents):
+        for _, starter in plan.steps:
+            name = starter.launch.kernel.fn.__name__
+            counted[name] = counted.get(name, 0) + 1
+        return run(plan, values, extents)
 
-    monkeypatch.setattr(Launch, "run", counting)
+    monkeypatch.setattr(Plan, "__call__", counting)
     with only_kernels():
         yield counted
 
