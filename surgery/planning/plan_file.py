@@ -17,7 +17,16 @@ from surgery.structures.registry import Target, find_target
 if TYPE_CHECKING:
     from surgery.planning.plan import Plan
 
-OF_TEXT = ("calibration", "calibration_tokens", "calibration_length", "text_field", "recall", "held_out_text", "seed", "weights_dtype")
+OF_TEXT = (
+    "calibration",
+    "calibration_tokens",
+    "calibration_length",
+    "text_field",
+    "recall",
+    "held_out_text",
+    "seed",
+    "weights_dtype",
+)
 """Settings that decide what statistics are taken on, which the conversion takes over."""
 
 
