@@ -26,6 +26,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.setting import names_of
 from surgery.engines import ruinous_formats
 from surgery.engines.number_formats import FP8_CACHE
+from surgery.export.gguf_model import GGUFModel
 from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
@@ -241,6 +242,8 @@ def test_a_float16_source_becomes_what_engines_serve(checkpoints, tmp_path):
         config = json.loads((result.path / "config.json").read_text())
         assert config["attention_bias"] is False and result.report.target["latent_norm"] == "tiny"
         assert config["dtype"] == (dtype or "float16")
+        exported = GGUFModel.of(CheckpointReader.open(result.path))
+        assert not any(tensor.tiny for tensor in exported.tensors())
     with pytest.raises(SurgeryError, match="latent_norm"):
         ConvertSettings(engine="vllm", latent_norm="constant")
 

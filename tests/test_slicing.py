@@ -97,7 +97,7 @@ def block_ranks(path) -> list[list[int]]:
     """Latents of each block of each layer, as the config has it."""
     config = AutoConfig.from_pretrained(path)
     if config.model_type == "deepseek_v3":
-        constant = CheckpointReader.open(path).tensor("model.layers.0.self_attn.kv_a_layernorm.weight")[0] < 2**15
+        constant = CheckpointReader.open(path).tensor("model.layers.0.self_attn.kv_a_layernorm.weight")[-1] == 0
         return [[config.kv_lora_rank - int(constant)]] * config.num_hidden_layers
     return [
         [block["rank"] for block in entry["blocks"]] if entry["kind"] == "low_rank" else [entry["kv_lora_rank"]]

@@ -360,7 +360,7 @@ def test_what_was_converted_before_becomes_smaller_again(checkpoints, tmp_path, 
     extra = int(norm == "constant")
     again = converter.convert(first.path, tmp_path / "again", ConvertSettings(**TEXT, kv_lora_rank=12))
     layers = again.report.to_dict()["layers"]
-    assert max(layer["norm_error"] for layer in layers) < (1e-3 if extra else 1e-9)
+    assert max(layer["norm_error"] for layer in layers) < (1e-3 if extra else 1e-5)
     assert again.report.kv["measured_bytes_per_token"] == 2 * (12 + 4) * 4
     assert again.report.to_dict()["previous"]["target"]["kv_lora_rank"] == 16
 
