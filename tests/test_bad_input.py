@@ -77,7 +77,7 @@ CASES = {
     "truncated": (truncate, {}, "truncated|shorter|bytes"),
     "absent tensor": (index({"ghost": "model-00001-of-00002.safetensors"}), {}, "ghost"),
     "outside path": (index({"x": "../../etc/passwd"}), {}, "passwd"),
-    "NaN in attention": (poison("model.layers.1.self_attn.k_proj.weight"), {}, "NaN or infinity in k_proj of layer 1"),
+    "NaN in attention": (poison("model.layers.1.self_attn.k_proj.weight"), {}, "1.self_attn.k_proj.weight holds NaN"),
     "NaN elsewhere": (poison("model.layers.0.mlp.up_proj.weight"), {}, "up_proj|layer 0|not finite|NaN"),
     "unknown model_type": (partial(edit_config, model_type="gemma4"), {}, "model_type 'gemma4' is not supported"),
     "quantised": (quantised, {}, "quantised .quip."),
