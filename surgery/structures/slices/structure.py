@@ -15,7 +15,7 @@ import torch
 
 from surgery.architectures.sliced import LatentModel, planned_tensors, sliced_tensors
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
-from surgery.checkpoint.carry_over import REPORT
+from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.human import share
 from surgery.common.progress import Progress
 from surgery.reporting.report import SourceShape, reading
