@@ -11,10 +11,10 @@ from typing import Any
 
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.file_kinds import CARD, CARRIED, CONFIG, HEALING, REPORT, SOURCE_CARD, Kind, kind_of, summary
-from surgery.checkpoint.gguf_folder import temporary_folder
 from surgery.checkpoint.layout import check_links, follows_links
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
+from surgery.common.temporary import TemporaryFolder
 
 LARGEST = 2**30
 """Bytes of a file that may be carried; the largest tokenizers have a thirtieth of it."""
@@ -34,6 +34,7 @@ class CarriedFiles:
         records: of this program, which are copied for whoever continues them.
         left_out: names of the others; of entries that name code, the file and the entry.
         keeps_code: whether code is carried.
+        owner: the temporary folder of the copy, which goes with this object.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class CarriedFiles:
     records: tuple[str, ...]
     left_out: tuple[str, ...]
     keeps_code: bool
+    owner: TemporaryFolder
 
     @classmethod
     def of(cls, reader: CheckpointReader, *, keep_code: bool = False) -> CarriedFiles:
@@ -52,7 +54,8 @@ class CarriedFiles:
         files = reader.files
         origin = reader.stored_path if reader.stored_names else reader.path
         config = reader.stored_config if reader.stored_names else reader.config
-        folder = temporary_folder() / reader.name
+        owner = TemporaryFolder("files")
+        folder = owner.path / reader.name
         names = [name for name in files.sidecars if _is_carried(name, keep_code)]
         records = [name for name in files.sidecars if name in _CONTINUED]
         left_out = {*files.sidecars, *files.strays} - {*names, *records}
@@ -68,7 +71,7 @@ class CarriedFiles:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
             (folder / CONFIG).write_bytes(_config_bytes(origin, config))
-        return cls(folder, tuple(names), tuple(records), tuple(sorted(left_out)), keep_code)
+        return cls(folder, tuple(names), tuple(records), tuple(sorted(left_out)), keep_code, owner)
 
     @property
     def code(self) -> list[str]:

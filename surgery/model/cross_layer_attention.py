@@ -224,11 +224,13 @@ class MergedPairAttention(CrossLayerAttention):
 def _unbiased(projection: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """[B, T, D] through a projection without its bias, and the bias; None where it has none.
 
-    The bias is what becomes of a zero token behind the others. So the projection is called, once, and whatever wraps it
-    or hooks into the call (adapters, offloading, quantised weights) has its part in both.
+    Where something wraps the projection or hooks into its call (adapters, offloading, sharding, quantised weights), it
+    is called, once: the bias is then what becomes of a zero token behind the others, and taking it off rounds.
     """
     if projection.bias is None:
         return projection(hidden_states), None
+    if type(projection) is nn.Linear and not (projection._forward_pre_hooks or hasattr(projection, "_hf_hook")):
+        return nn.functional.linear(hidden_states, projection.weight), projection.bias
     projected, bias = projection(nn.functional.pad(hidden_states, (0, 0, 0, 1))).split((hidden_states.shape[1], 1), 1)
     bias = bias[0, 0]
     return projected - bias, bias

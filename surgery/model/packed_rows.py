@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.functional import pad
 from transformers import Cache
 
@@ -44,7 +45,7 @@ def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
     if told is not None and call.get("position_ids") is None:
         call["position_ids"] = _positions(told)
     positions = _text_positions(call.get("position_ids"))
-    if positions is None:
+    if positions is None or isinstance(positions, FakeTensor):  # which has a shape alone, as in estimates of memory
         return None
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions.diff(dim=-1) != 1
