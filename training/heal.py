@@ -125,7 +125,9 @@ def _heal(
             lambda: [reader and reader.fingerprint(advance) for reader in (student_reader, teacher_reader)]
         )
     # Whoever trusts code to run has it in the result, which does not load without it.
-    carried = processes.from_main(lambda: CarriedFiles.of(student_reader, keep_code=settings.trust_remote_code))
+    carried: list[CarriedFiles] = []  # of the main process, which writes
+    keep_code = settings.trust_remote_code
+    processes.from_main(lambda: carried.append(CarriedFiles.of(student_reader, keep_code=keep_code)))
     set_seed(settings.seed)
 
     student = causal_model(student_reader, trust_remote_code=settings.trust_remote_code)
@@ -237,7 +239,7 @@ def _heal(
         "tracker_failed": log.tracker.failed,
     }
     trained = trained_tensors(distillation.student)
-    processes.from_main(lambda: _write(settings, student_reader, carried, trained, facts, run / LOG))
+    processes.from_main(lambda: _write(settings, student_reader, carried[0], trained, facts, run / LOG))
     progress.note(f"healed checkpoint in {settings.out}; checkpoints of the run in {run}, remove it if you are done")
     return facts
 

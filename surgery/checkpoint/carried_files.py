@@ -34,7 +34,7 @@ class CarriedFiles:
         records: of this program, which are copied for whoever continues them.
         left_out: names of the others; of entries that name code, the file and the entry.
         keeps_code: whether code is carried.
-        owner: the temporary folder of the copy, which goes with this object.
+        owner: the temporary folder of the copy, which goes with this object, or at the end of its `with` block.
     """
 
     folder: Path
@@ -61,17 +61,27 @@ class CarriedFiles:
         left_out = {*files.sidecars, *files.strays} - {*names, *records}
         check_links(files.folder, [files.folder / name for name in names])
         _check_targets(files.folder, names, keep_code)
-        with disk_errors(folder):
-            folder.mkdir()
-            for name in (*names, *records):
-                content = _content(files.folder / name)
-                if not keep_code and name in names and (entries := _names_of_code(content, name)):
-                    content = _without(content, entries)
-                    left_out |= {f"{name}: {entry}" for entry in entries}
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(content)
-            (folder / CONFIG).write_bytes(_config_bytes(origin, config))
+        try:
+            with disk_errors(folder):
+                folder.mkdir()
+                for name in (*names, *records):
+                    content = _content(files.folder / name)
+                    if not keep_code and name in names and (entries := _names_of_code(content, name)):
+                        content = _without(content, entries)
+                        left_out |= {f"{name}: {entry}" for entry in entries}
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / name).write_bytes(content)
+                (folder / CONFIG).write_bytes(_config_bytes(origin, config))
+        except BaseException:
+            owner.remove()
+            raise
         return cls(folder, tuple(names), tuple(records), tuple(sorted(left_out)), keep_code, owner)
+
+    def __enter__(self) -> CarriedFiles:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.owner.remove()
 
     @property
     def code(self) -> list[str]:

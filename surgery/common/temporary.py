@@ -5,6 +5,7 @@ The marker next to a folder names its program, user, process and inode: nothing 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -34,7 +35,12 @@ class TemporaryFolder:
     def __init__(self, kind: str):
         _remove_abandoned()
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-"))
-        self.remove = weakref.finalize(self, _remove, self.path, _locked(self.path), os.getpid())
+        try:
+            lock = _locked(self.path)
+        except BaseException:
+            self.path.rmdir()
+            raise
+        self.remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def __enter__(self) -> Path:
         return self.path
@@ -67,9 +73,15 @@ def _locked(folder: Path) -> TextIO | None:
         handle.close()
         os.unlink(unnamed)
         return None
-    json.dump(owner(folder=_inode(folder)), handle)
-    handle.flush()
-    os.replace(unnamed, _lock_of(folder))
+    try:
+        json.dump(owner(folder=_inode(folder)), handle)
+        handle.flush()
+        os.replace(unnamed, _lock_of(folder))
+    except BaseException:
+        with contextlib.suppress(OSError):  # it flushes once more
+            handle.close()
+        os.unlink(unnamed)
+        raise
     return handle
 
 

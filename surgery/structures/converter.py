@@ -105,20 +105,21 @@ def _convert(
         progress.note(
             f"left out: {len(left_out)} tensors that the model's class does not read, the first {left_out[0]}"
         )
-    with progress.step(1, STEPS):
-        texts = together.from_main(lambda: load_texts(asked.opened, settings, progress))
-    if not together.is_main:
-        _have_share(asked, settings, texts, together)
-        return None
-    carried = CarriedFiles.of(asked.opened.reader, keep_code=request.keep_code)
-    if carried.left_out:
-        progress.note(f"files that the result does not take over: {', '.join(summary(carried.left_out))}")
-    foreseen = asked.foresee()
-    workload = Workload.of(asked.opened, settings, texts.counts(), foreseen.demand)
-    progress.expect(workload.phase_flops())
-    facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
-    anew = {"overwrite": request.overwrite, "restart": request.restart}
     with ExitStack() as at_end:
+        if together.is_main:
+            carried = at_end.enter_context(CarriedFiles.of(asked.opened.reader, keep_code=request.keep_code))
+            if carried.left_out:
+                progress.note(f"files that the result does not take over: {', '.join(summary(carried.left_out))}")
+        with progress.step(1, STEPS):
+            texts = together.from_main(lambda: load_texts(asked.opened, settings, progress))
+        if not together.is_main:
+            _have_share(asked, settings, texts, together)
+            return None
+        foreseen = asked.foresee()
+        workload = Workload.of(asked.opened, settings, texts.counts(), foreseen.demand)
+        progress.expect(workload.phase_flops())
+        facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
+        anew = {"overwrite": request.overwrite, "restart": request.restart}
         with progress.step(1, STEPS):
             unfinished = at_end.enter_context(Unfinished(out, asked.opened.reader, facts, progress, **anew))
         folder, staging = unfinished.folder, unfinished.staging

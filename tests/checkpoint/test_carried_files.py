@@ -165,12 +165,12 @@ def test_nothing_else_is_carried(source, tmp_path_factory, names, keep_code):
     assert {*names} - {*carried.names, *HIDDEN} == {*carried.left_out}
 
 
-@pytest.mark.parametrize("name", ["LICENSE\udcff.txt", "LICENSE\n.txt", "tokenizer\x1b[2J.model"])
+@pytest.mark.parametrize("name", ["LICENSE\n.txt", "tokenizer\x1b[2J.model"])
 def test_names_that_a_report_cannot_hold_are_left_out(name, copy, tmp_path):
     (copy / name).write_text("x")
     left_out = CarriedFiles.of(CheckpointReader.open(copy)).record([])["left_out"]
     assert name not in list_files(CarriedFiles.of(CheckpointReader.open(copy)).folder)
-    assert "\\udcff" in name.encode("utf-8", "backslashreplace").decode() or name in left_out
+    assert name in left_out
     json.dumps(left_out, ensure_ascii=False).encode()
 
 

@@ -36,8 +36,14 @@ def logits(folder, dtype):
 
 
 def stays_as_stored(source, out, part="scale"):
-    """What is not attention has the source's bytes, and attention none of these parts."""
+    """What is not attention has the source's bytes, and attention none of these parts.
+
+    Stock MLA scales the norms before attention by powers of two.
+    """
     stored, written = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    for name in [name for name in written if name.endswith("input_layernorm.weight")]:
+        ratios = (written[name].double() / stored.pop(name).double()).unique()
+        assert len(ratios) == 1 and float(ratios.log2()).is_integer()
     outside = [name for name in stored if "self_attn" not in name and name in written]
     assert any("mlp" in name and part in name for name in outside)
     assert all(torch.equal(written[name], stored[name]) for name in outside)

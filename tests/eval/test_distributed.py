@@ -131,7 +131,8 @@ def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
 
 
 def test_several_processes_need_accelerate(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(SurgeryError, match="pip install accelerate"):
         Processes()

@@ -1,6 +1,7 @@
 """The files of a report: all of them, or those that were there before."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -23,8 +24,9 @@ def short_report():
 def test_a_disk_that_fills(suffix, before, tmp_path, monkeypatch):
     """A full disk left page, table and text without their JSON."""
     report, names = short_report(), [f"report.{name}" for name in ("html", "md", "csv", "json")]
+    earlier = json.dumps({"surgery_version": "0.1.0"})  # by which its files are known to be of this program
     for name in names if before else ():
-        (tmp_path / name).write_text("earlier")
+        (tmp_path / name).write_text(earlier)
     real, table = Path.write_text, open
 
     def full(path, *arguments, **options):
@@ -42,7 +44,7 @@ def test_a_disk_that_fills(suffix, before, tmp_path, monkeypatch):
     with pytest.raises(SurgeryError, match=f"report.{suffix}"):
         write_report(report, tmp_path)
     assert [path.name for path in sorted(tmp_path.iterdir())] == (sorted(names) if before else [])
-    assert all(path.read_text() == "earlier" for path in tmp_path.iterdir())
+    assert all(path.read_text() == earlier for path in tmp_path.iterdir())
 
 
 def test_all_files(tmp_path):

@@ -18,8 +18,8 @@ from surgery.evaluation.models import Checkpoint
 from surgery.healing import heal
 from surgery.healing.heal import HealRequest, heal_checkpoint
 from surgery.inspection.checks import verify_checkpoint
-from surgery.reporting.publish import Publication
 from surgery.reporting.report import Report, previous_report, read_report
+from surgery.reporting.upload import prepare_upload
 from surgery.structures.slices.settings import SliceSettings
 from surgery.structures.slices.structure import Slice
 
@@ -68,7 +68,7 @@ def uses(folder):
 
     return {
         "read": lambda: read_report(folder),
-        "push": lambda: Publication("org/name")._card(folder),
+        "push": lambda: prepare_upload(folder, "org/name"),
         "heal": healing,
         "slice": lambda: Slice(Slice.open(reader, settings), settings, Progress(silent=True)).foresee(),
         "eval": lambda: Checkpoint.open(str(folder)).conversion(),
