@@ -160,7 +160,7 @@ def lowrank_decode_kernel(
         exact = tl.zeros([EXACT_WIDTH, ROWS], tl.float32)
         rescale = tl.full([ROWS], 1.0, tl.float32)
         wide = tl.arange(0, EXACT_WIDTH)
-        exact_count = tl.where(split == splits - 1, exact_tokens, 0)
+        exact_count = tl.where(split == tl.num_programs(1) - 1, exact_tokens, 0)
         for block in range(0, exact_count, EXACT_BLOCK):
             index = block + tl.arange(0, EXACT_BLOCK)
             filled = index < exact_tokens
