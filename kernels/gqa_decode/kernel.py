@@ -145,12 +145,12 @@ def gqa_decode_kernel(
         mixture = tl.load(value_at + v[None, :], mask=held[:, None] & (v < V)[None, :], other=0.0)
         mixed = tl.dot(weights.to(mixture.dtype), mixture, mixed * shrink[:, None], input_precision="ieee")
 
-    # In this order it takes no register more than splits that the compiler knows.
-    place = (row * tokens * heads * splits + split) + (time * heads + head) * splits
+    # In this order, and added up below, it takes no register more than a constant number of splits did.
+    place = row * tokens * heads + time * heads + head
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     mine = there[:, None] & (v < V)[None, :]
-    tl.store(out + place[:, None] * V + v[None, :], mixed.to(out.dtype.element_ty), mask=mine)
-    tl.store(lse + place, log_of(most, total), mask=there)
+    tl.store(out + split * V + place[:, None] * (splits * V) + v[None, :], mixed.to(out.dtype.element_ty), mask=mine)
+    tl.store(lse + place * splits + split, log_of(most, total), mask=there)
 
 
 @triton.jit

@@ -160,7 +160,7 @@ def lowrank_decode_kernel(
         exact = tl.zeros([EXACT_WIDTH, ROWS], tl.float32)
         rescale = tl.full([ROWS], 1.0, tl.float32)
         wide = tl.arange(0, EXACT_WIDTH)
-        exact_count = tl.where(split == splits - 1, exact_tokens, 0)
+        exact_count = tl.where(split == tl.num_programs(1) - 1, exact_tokens, 0)
         for block in range(0, exact_count, EXACT_BLOCK):
             index = block + tl.arange(0, EXACT_BLOCK)
             filled = index < exact_tokens
@@ -196,8 +196,8 @@ def lowrank_decode_kernel(
 
     norm = 1.0 / tl.where(total > 0, total, 1.0)
     entry = (row * tokens + token) * (KV_HEADS * SIZE) + head * SIZE + place
-    entry = entry * splits + split
-    at = out + entry * (VALUE_RANK + EXACT_DIM)
+    # In this order it takes no register more than a constant number of splits did.
+    at = out + split * (VALUE_RANK + EXACT_DIM) + entry * (splits * (VALUE_RANK + EXACT_DIM))
     for piece in tl.static_range(VALUE_CHUNKS):
         number = piece * CHUNK + tl.arange(0, CHUNK)
         result = mixed[piece] * (rescale * norm)[None, :]
@@ -207,7 +207,7 @@ def lowrank_decode_kernel(
         result = exact * norm[None, :]
         mask = (wide < EXACT_DIM)[:, None] & real[None, :]
         tl.store(at[None, :] + VALUE_RANK + wide[:, None], result.to(out.dtype.element_ty), mask=mask)
-    tl.store(log + entry, log_of(most, total), mask=real)
+    tl.store(log + entry * splits + split, log_of(most, total), mask=real)
 
 
 @triton.jit
