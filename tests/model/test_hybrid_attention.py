@@ -227,7 +227,7 @@ def test_masks_that_a_window_cannot_follow_are_refused():
     cache = model(ids, attention_mask=right).past_key_values  # padding behind the text disturbs nothing
     with pytest.raises(ValueError, match="pad on the left"):
         model(ids[:, :1], attention_mask=torch.cat([right, right[:, :1]], dim=1), past_key_values=cache)
-    with pytest.raises(ValueError, match="4 dimensions"):
+    with pytest.raises(ValueError, match="must be \\[batch, tokens\\]"):
         model(ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
 
 
