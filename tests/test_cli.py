@@ -33,7 +33,7 @@ def test_help_answers_without_torch(verb):
     assert done.stderr.strip() == "[]"
 
 
-PARTS = {"bench": ("convert", "kernels", "decode", "all"), "heads": ("score", "compare")}
+PARTS = {"bench": ("convert", "kernels", "decode"), "heads": ("score", "compare")}
 VERBS = [[verb] for verbs in cli.PURPOSES.values() for verb in verbs if verb not in PARTS]
 VERBS += [[verb, part] for verb, parts in PARTS.items() for part in parts]
 

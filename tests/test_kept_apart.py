@@ -100,7 +100,7 @@ def test_a_training_that_goes_on_by_itself_keeps_its_folder(checkpoints, tmp_pat
         assert second.wait() == 1
     *_, line = second.stderr.splitlines()
     assert line == f"surgery: {run}: another surgery is writing it; wait for it or choose another --out"
-    assert not list(run.iterdir())
+    assert [path.name for path in run.iterdir()] == [".surgery-work"]  # the marker of a folder of unfinished work
 
 
 HOLDS = """

@@ -24,8 +24,7 @@ from surgery.architectures.query_latent import query_latent
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import names_of
-from surgery.engines import ruinous_formats
-from surgery.engines.number_formats import FP8_CACHE
+from surgery.engines.number_formats import FP8_CACHE, ruinous_formats
 from surgery.export.gguf_model import GGUFModel
 from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings

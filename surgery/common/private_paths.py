@@ -20,6 +20,8 @@ _RELATIVE = re.compile(r"\.{1,2}[\\/].*", re.DOTALL)
 # More than org/name, or a file of text, data or settings in a folder.
 _SUFFIXES = "txt|jsonl?|parquet|csv|ya?ml|gguf|safetensors|arrow"
 _NESTED = re.compile(rf"[^\\/]+[\\/][^\\/]+[\\/].*|[^:]*[\\/][^\\/]*\.(?:{_SUFFIXES})")
+_BACKSLASHED = re.compile(r"[A-Za-z]:\\|\\\\")
+"""Paths in which a backslash is no escape."""
 _URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]+://\S+")
 PATH_FIELDS = frozenset(
     {"calibration", "held_out_text", "keep_statistics", "heads", "tokenizer", "data", "held_out_data", "source", "path"}
@@ -68,8 +70,12 @@ def command_without_folders(command: str) -> str:
     """Take the folders out of every path in a command line."""
     if not any(mark in command for mark in "/\\~"):
         return command
+    lexer = shlex.shlex(command, posix=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    if re.search(_BACKSLASHED, command):
+        lexer.escape = ""
     try:
-        words = shlex.split(command)
+        words = list(lexer)
     except ValueError:  # a quote that does not end
         words = command.split()
     names = [_in_parts(word, _word) for word in words]

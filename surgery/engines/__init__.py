@@ -6,9 +6,8 @@ check function accepts it; what nobody tried is "not tried" (:mod:`surgery.engin
 
 from surgery.engines.facts import OWN_CLASSES, Facts
 from surgery.engines.limits import ENGINES, MLALimits, cache_dtype_flags, mla_limits
-from surgery.engines.number_formats import ruinous_formats, told_ruin
 from surgery.engines.table import ANY, engine_table, refuse_unless_loadable, spoken, verdicts
-from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict, loads, ran
+from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict, loads, ran, told_ruin
 
 __all__ = [
     "ANY",
@@ -27,7 +26,6 @@ __all__ = [
     "mla_limits",
     "ran",
     "refuse_unless_loadable",
-    "ruinous_formats",
     "spoken",
     "told_ruin",
     "verdicts",

@@ -6,7 +6,7 @@ the scale of a quantizer's block. Results of earlier versions scale them by 2^-3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,10 +17,6 @@ from surgery.engines.facts import MLA
 LARGEST_ERROR = 0.25
 """Relative error of the latents' weights from which a format ruins them; Q4_0 and fp8 cause less than a tenth."""
 FP8_MAX = 448.0
-OVERRIDE = (
-    "keep q_a_proj and kv_a_proj_with_mqa in bfloat16 (llama-quantize --tensor-type attn_kv_a_mqa=bf16; the list of "
-    "modules not to convert of bitsandbytes, AWQ, GPTQ and fp8), or convert the source again with this version"
-)
 
 
 def _by_blocks(size: int, divisor: float) -> Callable[[Tensor], Tensor]:
@@ -85,8 +81,3 @@ def _ruin(reader: CheckpointReader, module: str, width: int, norm: str) -> list[
     if bias[largest].abs() > FP8_MAX and norm[largest].abs() * width**0.5 > FP8_MAX:
         found.append(FP8_CACHE)
     return found
-
-
-def told_ruin(formats: Iterable[str]) -> str:
-    """A sentence on formats that ruin a checkpoint."""
-    return f"Ruined by {', '.join(formats)}: {OVERRIDE}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,3 +57,14 @@ def loads(said: Mapping[str, Any]) -> bool:
 def ran(said: Mapping[str, Any]) -> bool:
     """Whether it is that of a test, not of the engine's own check."""
     return loads(said) and said["reason"].startswith("ran in")
+
+
+OVERRIDE = (
+    "keep q_a_proj and kv_a_proj_with_mqa in bfloat16 (llama-quantize --tensor-type attn_kv_a_mqa=bf16; the list of "
+    "modules not to convert of bitsandbytes, AWQ, GPTQ and fp8), or convert the source again with this version"
+)
+
+
+def told_ruin(formats: Iterable[str]) -> str:
+    """A sentence on formats that ruin a checkpoint."""
+    return f"Ruined by {', '.join(formats)}: {OVERRIDE}."

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.config_file import check_sizes
+from surgery.checkpoint.disk import read_json
 from surgery.checkpoint.file_kinds import REPORT
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.human import per_token
-from surgery.engines import ruinous_formats
+from surgery.engines.number_formats import ruinous_formats
 from surgery.families import FAMILIES, LATENT_FAMILIES, head_shape
 from surgery.forecast import attention_structures as structures
 from surgery.forecast.speed import batches, speed_against
 from surgery.inspection.architecture import model_facts
 from surgery.kernels.gpus import GPU
 from surgery.kernels.planner import Attention, Grouped, Latent, LowRank
-from surgery.reporting.report import previous_report
 from surgery.running.loading import load_config
 from surgery.running.source import attention_dtype
 
@@ -62,7 +62,10 @@ def original(folder: Path, config: Any, windows: structures.Windows, number_byte
 
     The report beside the weights says it, and of the own class its config; of what was MLA at first none does.
     """
-    report = previous_report(folder)
+    try:
+        report = read_json(folder / REPORT)
+    except SurgeryError:
+        report = None
     while isinstance(report, dict) and report.get("previous"):
         report = report["previous"]
     try:

@@ -27,7 +27,7 @@ from surgery.checkpoint.unfinished import Unfinished
 from surgery.checkpoint.writer import in_parts
 from surgery.common.ownership import inventory
 from surgery.common.progress import Progress
-from surgery.engines import ruinous_formats
+from surgery.engines.number_formats import ruinous_formats
 from surgery.model import remote_code_files
 from surgery.reporting.report import Report, previous_report
 from surgery.running.processes import Processes
