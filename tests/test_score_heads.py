@@ -156,7 +156,12 @@ def test_what_is_there_is_not_overwritten_unasked(source, tmp_path):
         assert path.read_text() == "mine"
         path.unlink()
     pattern.write_text("mine")
-    score_heads(source, pattern, quick(method="induction"), overwrite=True)
+    with pytest.raises(SurgeryError, match="was not written by surgery"):
+        score_heads(source, pattern, quick(method="induction"), overwrite=True)
+    assert pattern.read_text() == "mine"
+    pattern.unlink()
+    for _ in range(2):
+        score_heads(source, pattern, quick(method="induction"), overwrite=True)
     assert HeadPattern.load(pattern).method == "induction"
 
 
@@ -244,7 +249,9 @@ def test_a_journal_of_another_text_is_not_used(source, tmp_path, stopping):
         scored(source, tmp_path / "a.safetensors", text=str(text))
     text.write_text(HELD_OUT.read_text()[40_000:])
     calls = stopping()
-    again = scored(source, tmp_path / "a.safetensors", text=str(text))
+    with pytest.raises(SurgeryError, match="unfinished work of another model, data or settings"):
+        scored(source, tmp_path / "a.safetensors", text=str(text))
+    again = score_heads(source, tmp_path / "a.safetensors", quick(text=str(text)), restart=True).pattern
     assert len(calls) == PASSES
     assert torch.equal(again.scores, scored(source, tmp_path / "b.safetensors", text=str(text)).scores)
 

@@ -124,9 +124,9 @@ def forget(model, whole, kept):
                 shared = [whole[i][0] for i in earlier], [kept[i][0] for i in earlier]
                 for number in range(len(before)):
                     columns = dropped([*shared[0], before[number]], [*shared[1], after[number]])
-                    for ups in (attention.key_up, attention.value_up):
-                        if str(number) in ups:
-                            ups[str(number)][:, columns] = 0
+                    for ups in (attention.key_up.matrices(), attention.value_up.matrices()):
+                        if number in ups:
+                            ups[number][:, columns] = 0
     return model
 
 

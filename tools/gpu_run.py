@@ -242,9 +242,10 @@ def _environment(work: Path, device: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "TRITON_INTERPRET": "0" if device.startswith("cuda") else "1",
+        **({"TRITON_INTERPRET": "0"} if device.startswith("cuda") else {}),
     }
-    return {**os.environ, **own, "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(work / "triton"))}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {**inherited, **own, "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(work / "triton"))}
 
 
 def _commit() -> str | None:

@@ -150,6 +150,8 @@ def _bench(setup: Setup, what: str, seconds: float, *options: str, folder: str |
     where = ["--out", str(setup.work / (folder or what)), "--overwrite", "--limit", f"{seconds:.0f}"]
     where += ["--contexts", setup.contexts]
     device = ["--device", setup.device] if what == "decode" else []
+    if what == "decode" and setup.tiny:  # kernels would run in Triton's interpreter, or not at all
+        device += ["--kernels", "stock"]
     return ["-m", "surgery", "bench", what, *options, *where, *device]
 
 

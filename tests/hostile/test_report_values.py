@@ -101,7 +101,7 @@ def test_values_of_other_types(converted, report, untrained, name):
 
 
 @given(data=st.data())
-@cases(60)
+@cases(20)
 def test_damaged_values(converted, report, untrained, data):
     check(converted, data.draw(mutated(report)))
 

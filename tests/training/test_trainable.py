@@ -177,7 +177,7 @@ def test_columns_of_an_update_by_adapters(student):
         ({"kv_down.weight": "0:99"}, "a list of indices"),
         ({"kv_down.weight": False}, "a list of indices"),
         ({"kv_down.weight": {"row": [0]}}, "a rule has"),
-        ({"kv_down.weight": {"rows": [0], "factor": 2}}, "from 0 to 1"),
+        ({"kv_down.weight": {"rows": [0], "factor": -1}}, "0 or above"),
     ],
 )
 def test_impossible_rules_are_refused(student, rules, message):
