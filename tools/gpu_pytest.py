@@ -6,12 +6,21 @@ import json
 import os
 
 
-def pytest_runtest_logreport(report) -> None:
-    """Called in the process that reports, also where several run the tests."""
-    if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
-        return
-    row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 3)}
-    if report.failed:
-        row["error"] = str(report.longrepr)[-600:]
-    with open(os.environ["SURGERY_TESTS"], "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+class Rows:
+    """Writes rows in the process that reports, also where several run the tests."""
+
+    def pytest_runtest_logreport(self, report) -> None:
+        """Append what pytest has seen of a test."""
+        if report.when != "call" and report.passed:
+            return
+        row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 3)}
+        if report.failed:
+            row["error"] = str(report.longrepr)[-600:]
+        with open(os.environ["SURGERY_TESTS"], "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def pytest_configure(config) -> None:
+    """Leave workers to the process that they report to."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Rows())
