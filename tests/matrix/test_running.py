@@ -117,6 +117,7 @@ def right_padding(name: str) -> None:
 
 
 def assisted(name: str) -> None:
+    """Drafts of another model are taken back from the cache, or refused (huggingface/transformers#48280)."""
     assistant = copy.deepcopy(written(name)) if name == IMAGES else tiny_source("llama", num_hidden_layers=1)
     generated(name, ids=tokens(batch=1, length=PROMPT), assistant_model=assistant)
 
