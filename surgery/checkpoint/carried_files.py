@@ -131,10 +131,9 @@ def _check_targets(folder: Path, names: Collection[str], keep_code: bool) -> Non
 
 def _content(path: Path) -> bytes:
     with disk_errors(path), open(path, "rb") as file:
-        content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise SurgeryError(f"{path}: has more than {LARGEST:,} bytes, which no file beside weights has; remove it")
-    return content
+        if os.fstat(file.fileno()).st_size > LARGEST:
+            raise SurgeryError(f"{path}: has more than {LARGEST:,} bytes, which no file beside weights has; remove it")
+        return file.read()
 
 
 def _config_bytes(origin: Path, config: dict[str, Any]) -> bytes:
