@@ -102,7 +102,7 @@ class Operation:
         return dict(zip(self._layout.names, values, strict=True))
 
     def _plan(self, values: Sequence[Any]) -> Run:
-        """How calls like this one are run.
+        """The plan of calls like this one.
 
         Raises:
             ValueError: arguments that do not belong together.
@@ -127,7 +127,7 @@ class Operation:
 
 
 def is_watched() -> bool:
-    """Whether something other than autograd has to see operators: a compiler, a tracer, a mode or a transform."""
+    """Tell whether something but autograd has to see operators: a compiler, a tracer, a mode or a transform."""
     return (
         torch.compiler.is_compiling()
         or _len_torch_dispatch_stack() > 0

@@ -141,7 +141,7 @@ class Layout:
 
 
 def _kind(stride: int) -> tuple[int, int]:
-    """What Triton specialises on of a stride or of half of it: multiples of 16, 1, more than 32 bits; and parity."""
+    """Facts of a stride or half of it that Triton specialises on: multiples of 16, 1, more than 32 bits; and parity."""
     return stride.bit_length(), stride % 32 if stride % 16 == 0 else 1 + stride % 2
 
 

@@ -22,7 +22,7 @@ def is_step(module: nn.Module, query: Tensor, queries: int) -> bool:
 
 
 def readable(query: Tensor, *modules: nn.Module | None) -> bool:
-    """Whether kernels may read the weights of modules without calling them.
+    """Return whether kernels may read the weights of modules without calling them.
 
     Not those that are offloaded until a call, nor those inside an adapter.
     """

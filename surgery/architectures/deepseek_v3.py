@@ -34,7 +34,7 @@ MODEL_TYPE = "deepseek_v3"
 INPUT_NORM = "model.layers.{layer}.input_layernorm.weight"
 
 ROPE_SCALE = 2.0**-4
-"""Of rotary keys beside a tiny latent. One tensor holds what makes both, and one scale of fp8 must reach both."""
+"""Scale of rotary keys beside a tiny latent. One tensor holds what makes both, and one scale of fp8 must reach both."""
 LARGEST_QUERY = 2.0**15
 """Of query weights, half of what float16 holds; rotary keys are larger where queries would exceed it."""
 
