@@ -190,9 +190,10 @@ def test_ctrl_c_of_a_terminal_ends_all_with_one_line(checkpoints, tmp_path, phas
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     said = [line for line in errors.splitlines() if line.startswith("surgery:") or "Traceback" in line]
-    assert said == ["surgery: interrupted; what was finished is kept, the same command goes on"], errors
+    left = os.listdir(tmp_path)
+    assert len(said) == 1 and (f"{tmp_path / 'out.partial'} keeps" if left else "nothing was kept") in said[0], errors
     assert process.returncode == 130 and not any(worker.is_running() for worker in workers)
-    assert set(os.listdir(tmp_path)) <= {"out.partial"}
+    assert set(left) <= {"out.partial"}
 
 
 @pytest.mark.slow

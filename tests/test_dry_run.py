@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from surgery.calibration.parts import Parts
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
+from surgery.engines import OPEN
 from surgery.families.attention import CapturedAttention
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
@@ -59,7 +60,10 @@ def test_the_class_and_the_bytes_are_those_of_the_conversion(case, checkpoints, 
     assert plan.target["model_type"] == report.target["model_type"]
     assert plan.target["reasons"] == report.target["reasons"]
     statuses = {name: row["status"] for name, row in report.target["engines"].items()}
-    assert {name: row["status"] for name, row in plan.target["engines"].items()} == statuses or case == "mla"
+    foreseen = {name: row["status"] for name, row in plan.target["engines"].items()}
+    undecided = {name for name, status in foreseen.items() if status == OPEN}
+    assert foreseen == statuses | dict.fromkeys(undecided, OPEN)
+    assert undecided == ({"llama.cpp", "SGLang"} if case == "mla" else set())
     held = report.kv["predicted_bytes_per_token"]
     if plan.target["model_type"] == "surgery":
         config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -13,7 +13,8 @@ from command_line import run_main
 from processes import Fork, kill_and_leave
 
 from surgery.cli import program as cli
-from surgery.common.interruption import interruptible
+from surgery.common import interruption
+from surgery.common.interruption import interruptible, resumes_from
 from surgery.healing.launchers import run_to_its_end
 from surgery.structures.stages import StageRuns
 from surgery.training.guards import StopRequest
@@ -40,45 +41,39 @@ def test_what_had_just_begun_leaves_nothing(number, code, checkpoints, tmp_path,
     arguments = ["convert", source, "--out", tmp_path / "out", "--calibration", "none", "--kv-ratio", "0.5"]
     ended, out, err = run_main(monkeypatch, capsys, *arguments)
     assert (ended, out) == (code, "")
-    assert err.splitlines()[-1] == "surgery: interrupted; what was finished is kept, the same command goes on"
+    assert err.splitlines()[-1] == "surgery: interrupted; nothing was kept"
     assert "out.partial" in there
     assert [path.name for path in tmp_path.iterdir()] == ["temporary"] and not list(temporary.iterdir())
     assert signal.getsignal(number) is before
 
 
 @SIGNALS
-def test_verbs_that_go_on_say_so(number, code, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "app", lambda: os.kill(os.getpid(), number))
+@pytest.mark.parametrize("files", ((), (".surgery-marker",), ("results/one.json",)))
+def test_an_interruption_names_the_work_that_is_left(files, number, code, tmp_path, monkeypatch, capsys):
+    def begin():
+        resumes_from(tmp_path / "out")
+        for name in files:
+            path = tmp_path / "out" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{}")
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(interruption, "_unfinished", [])
+    monkeypatch.setattr(cli, "app", begin)
     ended, _, err = run_main(monkeypatch, capsys, "eval", "ckpt")
-    assert ended == code
-    assert err == "surgery: interrupted; what was finished is kept, the same command goes on\n"
-
-
-@pytest.mark.parametrize(
-    ("command", "left"),
-    [
-        ("demo", "kept"),
-        ("slice x", "kept"),
-        ("plan x --out=p", "kept"),
-        ("plan x", "removed"),
-        ("inspect x", "removed"),
-    ],
-)
-def test_what_an_interruption_leaves_is_said(command, left, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "app", lambda: os.kill(os.getpid(), signal.SIGTERM))
-    _, _, err = run_main(monkeypatch, capsys, *command.split())
-    assert f"finished is {left}" in err
+    left = f"{tmp_path / 'out'} keeps the finished work" if "results/one.json" in files else "nothing was kept"
+    assert ended == code and err.startswith(f"surgery: interrupted; {left}")
 
 
 def test_a_second_sigterm_does_not_stop_the_cleaning_up():
     cleaned = False
-    with interruptible() as interruption, pytest.raises(KeyboardInterrupt):
+    with interruptible() as stopped, pytest.raises(KeyboardInterrupt):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
             cleaned = True
-    assert cleaned and interruption.exit_code == 143
+    assert cleaned and stopped.exit_code == 143
 
 
 def test_a_training_saves_undisturbed_by_a_second_sigterm():
@@ -143,6 +138,6 @@ def test_an_interrupted_healing_has_its_training_save_first(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt).start()
-    with interruptible() as interruption, pytest.raises(KeyboardInterrupt):
+    with interruptible() as stopped, pytest.raises(KeyboardInterrupt):
         run_to_its_end([sys.executable, "-c", CHILD, str(saved), str(ready)], dict(os.environ))
-    assert interruption.exit_code == 143 and saved.read_text() == "saved"
+    assert stopped.exit_code == 143 and saved.read_text() == "saved"

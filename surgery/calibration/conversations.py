@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -82,10 +82,14 @@ def sample_conversations(
     tokens: int,
     prompts: Sequence[str] = PROMPTS,
     seed: int = 0,
+    advance: Callable[[int], None] = lambda tokens: None,
 ) -> list[list[int]]:
     """Conversations of one question and the model's own answer at temperature 1, of at least `tokens` in all.
 
     The prompts come in an order that the seed decides, and again with other answers where they do not suffice.
+
+    Args:
+        advance: takes the number of tokens that the conversations grow by, of `tokens` in all.
 
     Returns:
         Token ids of each conversation, with the special tokens of the template.
@@ -97,11 +101,22 @@ def sample_conversations(
     template = ChatTemplate(tokenizer)
     asked = [_asked(tokenizer, template, prompt) for prompt in prompts]
     rng = random.Random(seed)
+    left = tokens
+
+    def grow(more: int) -> None:
+        nonlocal left
+        more = min(more, left)  # the last answers may be more than is needed
+        left -= more
+        if more:
+            advance(more)
+
     found: list[list[int]] = []
     while (lacking := tokens - sum(map(len, found))) > 0:
         # As many at once as will do if replies are a third as long as they may be: another round costs far more steps.
         count = min(len(asked), 1 + lacking // (REPLY // 3 + min(map(len, asked))))
-        found += sample_replies(model, rng.sample(asked, count), REPLY, ends, rng.getrandbits(32))
+        chosen = rng.sample(asked, count)
+        found += sample_replies(model, chosen, REPLY, ends, rng.getrandbits(32), grow)
+        grow(sum(map(len, chosen)))
     return found
 
 

@@ -1,6 +1,6 @@
 """The model's own samples as calibration text: no data needed, and just what the model expects to see."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import LongTensor, Tensor
@@ -68,6 +68,7 @@ def sample_replies(
     new_tokens: int,
     ends: Collection[int],
     seed: int = 0,
+    advance: Callable[[int], None] = lambda tokens: None,
 ) -> list[list[int]]:
     """Continues prompts at temperature 1, all of them at once, each up to the first token that ends it.
 
@@ -75,6 +76,7 @@ def sample_replies(
         prompts: token ids of each, at least one.
         new_tokens: tokens after the longest prompt at most; those after a shorter one can be a few more.
         ends: tokens that end a reply, which keeps the one that does.
+        advance: takes the number of tokens that each step adds to replies.
 
     Returns:
         Prompts with their replies.
@@ -85,7 +87,7 @@ def sample_replies(
     for row, prompt in zip(given, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
     with evaluation_mode(model):
-        drawn = _sample(model, given, length, 1.0, torch.Generator().manual_seed(seed), frozenset(ends))
+        drawn = _sample(model, given, length, 1.0, torch.Generator().manual_seed(seed), frozenset(ends), advance)
     replies = []
     for row, start in zip(drawn.tolist(), starts, strict=True):
         stop = next((place for place in range(start, len(row)) if row[place] in ends), len(row))
@@ -100,6 +102,7 @@ def _sample(
     temperature: float,
     generator: torch.Generator,
     ends: frozenset[int] = frozenset(),
+    advance: Callable[[int], None] = lambda tokens: None,
 ) -> LongTensor:
     """Continues `given` [B, T], in which FREE stands for what is to be drawn, to [B, length] or until every row has
     drawn one of `ends`. No row needs padding: the longer ones are fed while the shorter ones draw already."""
@@ -113,6 +116,7 @@ def _sample(
         cache, fed = returned_cache(output), drawn.shape[1]
         known = given[:, fed : fed + 1]
         token = torch.where(known == FREE, _draw(output.logits[:, -1], temperature, generator), known)
+        advance(int(((known == FREE)[:, 0] & ~ended).sum()))
         ended |= (known == FREE)[:, 0] & torch.isin(token[:, 0], stops)
         drawn = torch.cat([drawn, token], dim=1)
     return drawn

@@ -235,8 +235,6 @@ def _own_conversations(opened, tokenizer, settings: ConversionSettings, progress
     def conversations(unseen: bool, tokens: int) -> list[list[int]]:
         prompts = HELD_OUT_PROMPTS if unseen else PROMPTS
         with progress.phase("sample conversations", tokens, "token") as advance:
-            found = sample_conversations(model(), tokenizer, tokens, prompts, settings.seed)
-            advance(tokens)
-        return found
+            return sample_conversations(model(), tokenizer, tokens, prompts, settings.seed, advance)
 
     return conversations

@@ -25,6 +25,7 @@ from surgery.checkpoint.disk import (
 )
 from surgery.common.errors import SurgeryError
 from surgery.common.file_lock import hold
+from surgery.common.interruption import resumes_from
 from surgery.common.ownership import (
     IsOwned,
     Ledger,
@@ -132,6 +133,7 @@ class Staging:
                 self._lock = hold(self.partial / MARKER, self.partial)
                 self._refuse_foreign()
                 self._created = True
+                resumes_from(self.partial)
                 self._empty(keep_unfinished=keep_unfinished)
                 self._ledger.open(self._lock)
                 self._ledger.claim(*(f"{folder}/{name}" for folder in (UNFINISHED, _FORGOTTEN) for name in WORK_FILES))

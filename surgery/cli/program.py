@@ -27,7 +27,7 @@ from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption, flag, option
 from surgery.cli.verbs import Verbs, equip
 from surgery.common.errors import ProcessLost, SurgeryError
-from surgery.common.interruption import interruptible
+from surgery.common.interruption import interruptible, remains
 from surgery.common.machine_faults import check_working_folder, told
 from surgery.common.ownership import check_file
 from surgery.common.pictures import check_picture
@@ -192,10 +192,6 @@ cli_shipped.register(app)
 equip(app)
 
 
-RESUMABLE = ("convert", "demo", "eval", "heads", "heal", "run", "slice")
-"""Verbs that go on where they were stopped; of the others nothing is left then, but of a plan that is to be a file."""
-
-
 def main() -> None:
     """Entry point: one line and exit code 1 for bad input or a machine that fails, 2 for a wrong command line.
 
@@ -214,15 +210,13 @@ def main() -> None:
                     pass
         except SurgeryError as error:
             if os.environ.get("RANK", "0") == "0" or not (error.shared or isinstance(error, ProcessLost)):
-                print(f"surgery: error: {error}", file=sys.stderr)
+                left = f"; {remains()}" if isinstance(error, ProcessLost) else ""
+                print(f"surgery: error: {error}{left}", file=sys.stderr)
             sys.exit(1)
         except (KeyboardInterrupt, SystemExit):  # the latter is what click makes of the former
             if interruption.signal is None:
                 raise
-            verb = next(iter(sys.argv[1:]), "")
-            kept = verb in RESUMABLE or (verb == "plan" and "--out" in " ".join(sys.argv))
-            left = "what was finished is kept, the same command goes on" if kept else "what was not finished is removed"
-            print(f"surgery: interrupted; {left}", file=sys.stderr)
+            print(f"surgery: interrupted; {remains()}", file=sys.stderr)
             sys.exit(interruption.exit_code)
         except BaseException as error:  # a panic of tokenizers is no Exception
             if (line := told(error)) is None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -17,6 +18,25 @@ ASKED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr
 
 STARTED_BY = "SURGERY_STARTED_BY"
 """In the environment of a process: the one without which it is to stop."""
+
+
+_unfinished: list[Path] = []
+
+
+def resumes_from(path: Path) -> None:
+    """Names a file or folder that the same command, run again, resumes from. A folder without files is none yet."""
+    _unfinished.append(path)
+
+
+def remains() -> str:
+    """A clause for people: the newest file or folder that this command leaves to resume from, or that there is none."""
+    path = next((path for path in reversed(_unfinished) if _holds_files(path)), None)
+    return "nothing was kept" if path is None else f"{path} keeps the finished work, the same command resumes"
+
+
+def _holds_files(path: Path) -> bool:
+    files = (file for file in path.rglob("*") if not file.name.startswith(".")) if path.is_dir() else (path,)
+    return any(file.is_file() for file in files)
 
 
 class Interruption:

@@ -15,7 +15,7 @@ from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import of_conversion, show_next, show_ruin, where_it_loads
 from surgery.engines import ANY, OWN_CLASSES, spoken
 from surgery.engines.verdict import Verdict
-from surgery.reporting.quality import before_and_after, fit_told, stages_table
+from surgery.reporting.quality import before_and_after, fit_told, stages_table, useless_told
 
 LONG_TIME = 60
 """Seconds from which a dry run says what would be shorter."""
@@ -46,6 +46,8 @@ def show_conversion(conversion, address: str | None = None, *, as_json: bool = F
     made, given = typed(conversion.path), conversion.source
     page.print(f"[bold]{plain(made)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
     show_ruin(page, target.get("ruined_by", ()))
+    if useless := target.get("useless_layers"):
+        page.print(f"[bold yellow]{plain(useless_told(useless))}[/bold yellow]", soft_wrap=True)
     if address:
         page.print(f"pushed to {plain(address)}", soft_wrap=True)
     after = [f"surgery heal {made} --teacher {given}"] if first["loss"] is not None else []

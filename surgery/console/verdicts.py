@@ -9,7 +9,7 @@ from rich.console import Console
 
 from surgery.common.human import cost, share
 from surgery.console.page import plain
-from surgery.engines import NOT_TRIED, REFUSED, loads, ran, told_ruin
+from surgery.engines import NOT_TRIED, OPEN, REFUSED, loads, ran, told_ruin
 
 
 def of_conversion(report: dict[str, Any]) -> str:
@@ -57,7 +57,7 @@ def where_it_loads(engines: Mapping[str, Any]) -> str:
         if loads(said)
     ]
     told = f"loads in {', '.join(taking)}" if taking else "no engine is known to load it"
-    for words, status in (("not tried in", NOT_TRIED), ("refused by", REFUSED)):
+    for words, status in (("not tried in", NOT_TRIED), ("open in", OPEN), ("refused by", REFUSED)):
         if others := [engine for engine, said in verdicts.items() if said["status"] == status]:
             told += f"; {words} {', '.join(others)}"
     return told

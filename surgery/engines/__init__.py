@@ -7,7 +7,18 @@ check function accepts it; what nobody tried is "not tried" (:mod:`surgery.engin
 from surgery.engines.facts import OWN_CLASSES, Facts
 from surgery.engines.limits import ENGINES, MLALimits, cache_dtype_flags, mla_limits
 from surgery.engines.table import ANY, engine_table, refuse_unless_loadable, spoken, verdicts
-from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict, loads, ran, told_ruin
+from surgery.engines.verdict import (
+    LOADS,
+    LOADS_WITH,
+    NOT_TRIED,
+    OPEN,
+    REFUSED,
+    Verdict,
+    loads,
+    merged,
+    ran,
+    told_ruin,
+)
 
 __all__ = [
     "ANY",
@@ -15,6 +26,7 @@ __all__ = [
     "LOADS",
     "LOADS_WITH",
     "NOT_TRIED",
+    "OPEN",
     "OWN_CLASSES",
     "REFUSED",
     "Facts",
@@ -23,6 +35,7 @@ __all__ = [
     "cache_dtype_flags",
     "engine_table",
     "loads",
+    "merged",
     "mla_limits",
     "ran",
     "refuse_unless_loadable",

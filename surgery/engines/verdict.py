@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 LOADS, LOADS_WITH, REFUSED, NOT_TRIED = "loads", "loads with its command", "refused", "not tried"
+OPEN = "open"
+"""Of a dry run: outcomes of the conversion differ in it."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Verdict:
     Attributes:
         engine: its name, with the device where that decides.
         version: that was tried or read; ``device``: on which.
-        status: LOADS, LOADS_WITH (the flags in the command are needed), REFUSED or NOT_TRIED.
+        status: LOADS, LOADS_WITH (the flags in the command are needed), REFUSED, NOT_TRIED or OPEN.
         command: what serves the checkpoint there; None where nothing does.
         reason: who says so: the trial behind a yes, what stands in the way of it.
         cache_bytes_per_token: that the engine allocates for all layers, unless told to store other numbers.
@@ -47,6 +49,20 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "text": self.text}
+
+
+def merged(tables: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Tables of the possible outcomes as one: the last, with OPEN where the outcomes differ in status."""
+    rows = {}
+    for engine, last in tables[-1].items():
+        statuses = {table[engine]["status"] for table in tables}
+        if len(statuses) > 1:
+            facts = {name: value for name, value in last.items() if name != "text"}
+            reason = f"the conversion decides between {' and '.join(sorted(statuses))}; {last['reason']}"
+            rows[engine] = Verdict(**{**facts, "status": OPEN, "command": None, "reason": reason}).to_dict()
+        else:
+            rows[engine] = dict(last)
+    return rows
 
 
 def loads(said: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from surgery.checkpoint.disk import disk_errors, write_whole
 from surgery.checkpoint.file_hashes import hash_file
 from surgery.checkpoint.output_place import LOCK
 from surgery.common.errors import SurgeryError
+from surgery.common.interruption import resumes_from
 from surgery.common.other_threads import other_threads
 from surgery.common.ownership import first_foreign, is_unchanged, matching, remove_owned
 
@@ -49,6 +50,8 @@ class ResultStore:
             if not (folder / MARKER).exists():
                 store._mark()
             store._results.mkdir(exist_ok=True)
+            resumes_from(store._results)
+            resumes_from(folder / "unfinished")
         except OSError as error:
             raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
         return store

@@ -16,6 +16,7 @@ from torch import Tensor
 from surgery.checkpoint.disk import disk_errors, written_whole
 from surgery.checkpoint.tensors import as_bytes, describe
 from surgery.common.errors import SurgeryError
+from surgery.common.interruption import resumes_from
 from surgery.common.other_threads import other_threads
 from surgery.running.processes import Processes
 
@@ -52,6 +53,8 @@ class Journal:
             SurgeryError: the file cannot be read, is no journal, or one of another identity.
         """
         self._path = path
+        if path is not None:
+            resumes_from(path)
         self._identity = json.loads(json.dumps(identity))  # as it is when read back: lists for tuples, strings as keys
         self._processes = processes
         self._entries: dict[str, dict[str, Tensor]] = {}

@@ -31,6 +31,7 @@ from surgery.checkpoint.staging import Staging, owned_partial
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
+from surgery.common.interruption import resumes_from
 from surgery.common.ownership import IsOwned, inventory, matching, nested, owned_result
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
@@ -124,6 +125,7 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     check_tracker(settings)
     work_folder = WorkFolder(work, lambda: _owned(work), (TRAINED, f"{TRAINED}.run"))
     work_folder.open()
+    resumes_from(work / f"{TRAINED}.run" / "checkpoints")
     with kept_apart(work):
         if request.restart:
             run = work / f"{TRAINED}.run"

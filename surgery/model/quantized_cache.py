@@ -2,7 +2,7 @@
 
 Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", arXiv:2402.02750. Keys have a few channels
 that are large in every token, so the numbers of one channel share a scale; values have no such channels, so those of
-one token do. A latent in the place of the keys has none either: its keys are quantised by token.
+one token do. Latents in the place of the keys are quantised by channel too, unless `keys` says otherwise.
 
 Tokens are quantised `group` at a time, as soon as there are that many behind the window of exact ones, and the forward
 pass that completes a group already reads it quantised. A plain forward pass over a whole text therefore reads all of

@@ -11,7 +11,7 @@ from surgery.engines.in_transformers import EAGER, EAGERLY, PICTURES
 from surgery.reporting.adapters import adapters_section
 from surgery.reporting.front_matter import front_matter, reads_pictures
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
-from surgery.reporting.quality import before_and_after, fit_told, healed_table, stages_table
+from surgery.reporting.quality import before_and_after, fit_told, healed_table, stages_table, useless_told
 
 LOADING = {
     "stock": """\
@@ -91,9 +91,10 @@ versions and per-layer errors are in `surgery_report.json`. The licence of the s
 
 
 def _ruined(target: dict) -> str:
-    """Formats that the checkpoint does not survive; a paragraph of its own."""
-    formats = target.get("ruined_by")
-    return f"\n{in_markdown(told_ruin(formats))}\n" if formats else ""
+    """Formats that the checkpoint does not survive, and layers that conversion ruined; a paragraph each."""
+    formats, layers = target.get("ruined_by"), target.get("useless_layers")
+    told = [*([told_ruin(formats)] if formats else []), *([useless_told(layers)] if layers else [])]
+    return "".join(f"\n{in_markdown(text)}\n" for text in told)
 
 
 def _training(report) -> str:

@@ -41,6 +41,25 @@ def stages_table(stages: Iterable[dict[str, Any]]) -> Table:
     return Table.of(["stage", Column("loss (perplexity)", "Nats per token", align="right"), RECALL], rows)
 
 
+def useless_layers(layers: Iterable[Any]) -> dict[str, float]:
+    """Layers whose output is further from the source's than zeros would be, with their relative errors, above 1.
+
+    Args:
+        layers: layer reports; of each the last lossy stage counts.
+    """
+    last = {str(layer.layer): next(reversed(getattr(layer, "measured", {}).values()), 0.0) for layer in layers}
+    return {layer: error for layer, error in last.items() if not error <= 1}
+
+
+def useless_told(layers: dict[str, float]) -> str:
+    """A sentence on such layers."""
+    errors = ", ".join(f"{layer} ({error:.0%})" for layer, error in layers.items())
+    return (
+        f"Attention whose output error exceeds the output itself: layers {errors}. Keep these layers as they are"
+        " (--keep-layers), or ask for a larger cache."
+    )
+
+
 def fit_told(fit: dict[str, Any]) -> str:
     """What a report's target says of its fit, in one sentence."""
     tried, kept, given_up = fit["tried"], fit["kept"], fit["given_up"]

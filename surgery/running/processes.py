@@ -175,10 +175,7 @@ class Processes:
             yield
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
-            raise ProcessLost(
-                f"one of {self.count} processes has ended before its work was done ({reason}); what was finished is "
-                "kept, the same command goes on"
-            ) from error
+            raise ProcessLost(f"one of {self.count} processes has ended before its work was done ({reason})") from error
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean of every process's `tensor` of one shape, the same to the last bit on all of them.

@@ -116,7 +116,7 @@ class _Worker:
         if code in (None, 0, LOST):
             return None if code is None else ""
         said = self._said.read().decode().strip()
-        return said or f"process {self._rank + 1} {ended(code)}; what was finished is kept, the same command goes on"
+        return said or f"process {self._rank + 1} {ended(code)}"
 
     def stop(self) -> None:
         self._process.terminate()

@@ -29,6 +29,7 @@ from surgery.common.ownership import inventory
 from surgery.common.progress import Progress
 from surgery.engines.number_formats import ruinous_formats
 from surgery.model import remote_code_files
+from surgery.reporting.quality import useless_layers
 from surgery.reporting.report import Report, previous_report
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
@@ -210,6 +211,8 @@ def _conclude(
     work.opened.reader.check_unchanged()
     if ruined := ruinous_formats(CheckpointReader.open(writer.partial)):
         outcome = replace(outcome, target={**outcome.target, "ruined_by": ruined})
+    if useless := useless_layers(outcome.layers):
+        outcome = replace(outcome, target={**outcome.target, "useless_layers": useless})
     report = build_report(work, outcome, verification, writer.out.name, writer.plan, command)
     if outcome.final_config is not None:
         writer.write_json(CONFIG, outcome.final_config)

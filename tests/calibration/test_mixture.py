@@ -194,8 +194,10 @@ def test_replies_follow_their_prompts_and_end(model):
 def test_conversations_are_in_the_template_and_long_enough(model, tokenizer):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.chat_template = TEMPLATE
-    found = sample_conversations(model, tokenizer, 400, PROMPTS[:3], seed=1)
+    steps = []
+    found = sample_conversations(model, tokenizer, 400, PROMPTS[:3], seed=1, advance=steps.append)
     assert sum(map(len, found)) >= 400
+    assert sum(steps) == 400 and len(steps) > 10 and min(steps) > 0
     for conversation in found:
         text = tokenizer.decode(conversation)
         assert any(text.startswith(f"[user] {prompt}\n[assistant]") for prompt in PROMPTS[:3])

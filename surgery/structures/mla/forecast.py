@@ -13,7 +13,7 @@ import torch
 
 from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.choose import Carrier
-from surgery.engines import engine_table, refuse_unless_loadable
+from surgery.engines import engine_table, merged, refuse_unless_loadable
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures.kept_layers import kept_layers
@@ -31,7 +31,7 @@ class Forecast:
         kv_bytes_per_token: of the result, all layers, at an infinite window; the most that it can be. Of a quantised
             cache, once all tokens are quantised.
         frequencies_known: whether the rotary frequencies are settled already.
-        engines: what each will say of the result, :func:`surgery.engines.engine_table`.
+        engines: what each will say of the result, OPEN where that depends on frequencies yet to be chosen.
     """
 
     split: mla.Split
@@ -62,7 +62,7 @@ def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> For
         carrier,
         max(_kv_bytes(outcome, opened, settings) for outcome in outcomes),
         len(outcomes) == 1,
-        engine_table(carrier.writer.config(config)),
+        merged([engine_table(outcome.writer.config(config)) for outcome in outcomes]),
     )
 
 
