@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +87,16 @@ def test_the_same_tokens_as_transformers(name, answers, folders):
 def test_the_cache_holds_what_is_predicted(name, answers):
     predicted = BUDGET / (NUMBER_BYTES * cached_numbers(name))
     assert answers[name]["cached_tokens"] == pytest.approx(predicted, rel=0.02)
+
+
+def test_no_layer_waits_for_the_device(answers):
+    """Every call of the plugin's attention ran under a mode that raises; prompts and steps of all kinds of layers."""
+    calls = Counter()
+    for answer in answers.values():
+        calls.update(answer.get("watched", {}))
+    watched = {"LatentAttention.forward", "PagedLatentImpl.forward_mqa", "PagedLatentImpl.do_kv_cache_update"}
+    watched |= {"LowRankAttention.forward", "LowRankImpl.forward"}
+    assert calls.keys() == watched and min(calls.values()) > NEW_TOKENS
 
 
 def test_prompts_in_pieces(answers, folders):
