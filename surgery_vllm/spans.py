@@ -82,10 +82,14 @@ class Span:
             tile: queries of a tile, the last one's may be fewer.
         """
         queries = (self.seq_lens - self.new)[:, None] + torch.arange(self.new, device=self.pages.device)  # [B, T]
-        return [self._window(rows, sinks, recent) for rows in queries.split(tile, 1)]
+        return [
+            self._window(rows, first, sinks, recent)
+            for rows, first in zip(queries.split(tile, 1), range(0, self.new, tile), strict=True)
+        ]
 
-    def _window(self, queries: Tensor, sinks: int, recent: int) -> tuple[Tensor, Tensor]:
-        columns = seen_columns(queries, self.page, self.pages.shape[1], sinks, recent)
+    def _window(self, queries: Tensor, first: int, sinks: int, recent: int) -> tuple[Tensor, Tensor]:
+        """Pages and mask for a tile of queries at positions [B, t], from new token `first` of every request on."""
+        columns = self._columns(queries, first, sinks, recent)
         keys = (columns[..., None] * self.page + torch.arange(self.page, device=queries.device)).flatten(1)
         # Of a column past the table any page does: its tokens are none of the request's.
         pages = self.pages.gather(1, columns.clamp(max=self.pages.shape[1] - 1))
@@ -93,28 +97,22 @@ class Span:
         dropped = (queries - keys >= recent) & (keys >= sinks)
         return pages, dropped | (keys > queries)
 
+    def _columns(self, queries: Tensor, first: int, sinks: int, recent: int) -> Tensor:
+        """Columns [B, ·] of the block table that such a tile sees: sinks' first, then the window's, none twice.
 
-def seen_columns(queries: Tensor, page: int, columns: int, sinks: int, recent: int) -> Tensor:
-    """Columns of the block table that hold what queries see: sinks' first, then the window's, none twice.
-
-    Args:
-        queries: [B, T] positions of the queries, neighbours in order.
-        page: tokens of one.
-        columns: of the longest request.
-        sinks: first tokens that are seen.
-        recent: last tokens that are seen.
-
-    Returns:
-        [B, ·] int64; columns behind a request's last query may be among them.
-    """
-    sink_columns = min(-(-sinks // page), columns)
-    # So many neighbouring tokens lie in at most so many pages, wherever the first one begins.
-    tokens = queries.shape[1] + recent - 1
-    count = min(-(-(tokens - 1) // page) + 1, columns - sink_columns)
-    first = ((queries[:, 0] - recent + 1) // page).clamp(min=sink_columns)
-    window = first[:, None] + torch.arange(count, device=queries.device)
-    sink = torch.arange(sink_columns, device=queries.device).expand(len(queries), -1)
-    return torch.cat((sink, window), dim=1)
+        Columns behind a request's last query may be among them.
+        """
+        sink_columns = min(-(-sinks // self.page), self.pages.shape[1])
+        starts = ((queries[:, 0] - recent + 1) // self.page).clamp(min=sink_columns)
+        # So many neighbouring tokens lie in at most so many pages, wherever the first one begins; and none of them
+        # outside what the shortest and the longest request see.
+        tokens = queries.shape[1] + recent - 1
+        earliest = (self.shortest - self.new + first - recent + 1) // self.page
+        latest = (self.longest - self.new + first + queries.shape[1] - 1) // self.page
+        count = min(-(-(tokens - 1) // self.page), latest - max(earliest, sink_columns)) + 1
+        window = starts[:, None] + torch.arange(max(count, 0), device=queries.device)
+        sink = torch.arange(sink_columns, device=queries.device).expand(len(queries), -1)
+        return torch.cat((sink, window), dim=1)
 
 
 def spans_of(
