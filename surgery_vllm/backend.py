@@ -53,13 +53,25 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
     ) -> PagedMetadata:
         common = common_attn_metadata
         query_lens = common.query_start_loc_cpu.diff().tolist()
+        lengths, exact = host_lengths(common, self.vllm_config.speculative_config is not None)
+        page = self.kv_cache_spec.block_size
         return PagedMetadata(
-            spans=spans_of(query_lens, common.block_table_tensor, common.seq_lens),
+            spans=spans_of(query_lens, lengths, common.block_table_tensor, common.seq_lens, page, exact),
             slot_mapping=common.slot_mapping,
             num_actual_tokens=common.num_actual_tokens,
             num_decodes=common.num_reqs,
             num_decode_tokens=common.num_actual_tokens,
         )
+
+
+def host_lengths(common: CommonAttentionMetadata, speculative: bool) -> tuple[list[int], bool]:
+    """Tokens of every request as far as the host knows them without a wait, and whether those are exact.
+
+    With speculative decoding vLLM counts every draft as accepted; otherwise its upper bounds are the lengths.
+    """
+    if common.seq_lens_cpu_upper_bound is None:
+        return [common.max_seq_len] * common.num_reqs, False
+    return common.seq_lens_cpu_upper_bound.tolist(), not speculative
 
 
 class PagedLatentBackend(AttentionBackend):
@@ -135,8 +147,7 @@ class PagedLatentImpl(MLAAttentionImpl[PagedMetadata]):
             out[span.tokens] = paged_latent_attention(
                 query[span.tokens],
                 kv_cache,
-                span.pages,
-                span.seq_lens,
+                span,
                 self.kv_lora_rank,
                 self.scale,
                 self.gains,

@@ -82,8 +82,7 @@ class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
             output[span.tokens] = paged_head_attention(
                 query[span.tokens],
                 cache,
-                span.pages,
-                span.seq_lens,
+                span,
                 self.scale,
                 self.sinks,
                 self.recent,

@@ -78,8 +78,7 @@ class LowRankImpl(AttentionImpl[PagedMetadata]):
             output[span.tokens] = paged_rebuilt_attention(
                 query[span.tokens],
                 cache,
-                span.pages,
-                span.seq_lens,
+                span,
                 self.scale,
                 self.rebuild,
             )
@@ -138,8 +137,9 @@ class LowRankAttention(nn.Module):
         self.key_up = self._ups([(block.rank, len(block.keys)) for block in blocks])
         self.value_up = self._ups([(block.rank, len(block.values)) for block in blocks])
         # Where each head's rows are among those of the blocks.
-        self.key_order = _order([head for block in blocks for head in block.keys])
-        self.value_order = _order([head for block in blocks for head in block.values])
+        for name in ("keys", "values"):
+            order = _order([head for block in blocks for head in getattr(block, name)])
+            self.register_buffer(f"order_of_{name}", order, persistent=False)
         kv_width = config.num_key_value_heads * self.head_dim
         self.key_bias, self.value_bias = (
             nn.Parameter(torch.empty(kv_width), requires_grad=False) if bias else None for _ in range(2)
@@ -177,26 +177,23 @@ class LowRankAttention(nn.Module):
         query = self.rotary_emb.forward_native(positions, query)[0].unflatten(-1, (self.heads, self.head_dim))
         return self.o_proj(self.attn(query, self.kv_down(hidden_states)[0]))[0]
 
-    def _rebuilt(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents [B, S, r] of the first S tokens → rotated keys and values [B, G, S, d]."""
-        batch, tokens, _ = latents.shape
+    def _rebuilt(self, latents: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents [B, S, r] of the first S tokens, at positions [B·S] → rotated keys and values [B, G, S, d]."""
         blocks = latents.split(self.ranks, dim=-1)
-        key = self._heads(blocks, self.key_up, self.key_order, self.key_bias)
+        key = self._heads(blocks, self.key_up, self.order_of_keys, self.key_bias)
         if self.k_norm is not None:
             key = self.k_norm(key.contiguous())
-        positions = torch.arange(tokens, device=latents.device).repeat(batch)
         turned = self.rotary_emb.forward_native(positions, key.flatten(-2).flatten(0, 1))[0]
-        value = self._heads(blocks, self.value_up, self.value_order, self.value_bias)
+        value = self._heads(blocks, self.value_up, self.order_of_values, self.value_bias)
         return turned.view_as(key).transpose(1, 2), value.transpose(1, 2)
 
-    def _heads(
-        self, blocks: tuple[Tensor, ...], ups: nn.ParameterDict, order: list[int], bias: Tensor | None
-    ) -> Tensor:
+    def _heads(self, blocks: tuple[Tensor, ...], ups: nn.ParameterDict, order: Tensor, bias: Tensor | None) -> Tensor:
         """Latents [B, S, ·] of every block → heads in order [B, S, G, d]."""
         heads = torch.cat([nn.functional.linear(blocks[int(number)], up) for number, up in ups.items()], dim=-1)
-        heads = heads.unflatten(-1, (-1, self.head_dim))[:, :, order]
+        heads = heads.unflatten(-1, (-1, self.head_dim)).index_select(2, order)
         return heads if bias is None else heads + bias.view(-1, self.head_dim)
 
 
-def _order(heads: list[int]) -> list[int]:
-    return sorted(range(len(heads)), key=heads.__getitem__)
+def _order(heads: list[int]) -> Tensor:
+    """Index of every head in a list of heads."""
+    return torch.tensor(sorted(range(len(heads)), key=heads.__getitem__))

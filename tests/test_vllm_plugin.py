@@ -1,18 +1,27 @@
 """The plugin for vLLM, as far as it runs without vLLM; tests/engines runs it in vLLM."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from no_host_sync import NoHostSync
 
 from surgery_vllm import config as plugin_config
 from surgery_vllm import paged, spans
 from surgery_vllm.block_sizes import WASTED, block_sizes
-from surgery_vllm.paged import paged_head_attention, paged_latent_attention, paged_rebuilt_attention
-from surgery_vllm.spans import alike, spans_of
+from surgery_vllm.paged import paged_head_attention, paged_latent_attention, paged_rebuilt_attention, write_slots
+from surgery_vllm.spans import Span, alike, spans_of
 from surgery_vllm.structure import Block, Grouped, Latent, LowRank, SplitHeads, attention_of_layers
 
 RANK, ROPE, HEADS, PAGE = 6, 4, 6, 8
+
+
+def span_of(table, lengths, new, exact=True):
+    """Requests of which the host knows the lengths, or bounds only."""
+    longest = max(lengths) if exact else PAGE * table.shape[1]
+    bounds = (min(lengths) if exact else new, longest)
+    return Span(slice(None), table[:, : -(-longest // PAGE)].long(), torch.tensor(lengths), PAGE, new, *bounds)
 
 
 def dense(query, vectors, scale, gains):
@@ -26,7 +35,8 @@ def dense(query, vectors, scale, gains):
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("scores", [2**20, 500])
 @pytest.mark.parametrize("gains", [None, slice(0, 3), slice(1, 3)])
-def test_pages_change_nothing(lengths, new, scores, gains, monkeypatch):
+@pytest.mark.parametrize("exact", [True, False])
+def test_pages_change_nothing(lengths, new, scores, gains, exact, monkeypatch):
     monkeypatch.setattr(paged, "SCORES", scores)
     monkeypatch.setattr(paged, "KEY_STEP", 4)
     lengths = [max(length, new) for length in lengths]
@@ -41,7 +51,9 @@ def test_pages_change_nothing(lengths, new, scores, gains, monkeypatch):
             table[request, number] = next(free)
             cache[table[request, number], : len(piece)] = piece
     query = torch.randn(len(lengths) * new, HEADS, RANK + ROPE, dtype=torch.float64)
-    got = paged_latent_attention(query, cache, table, torch.tensor(lengths), RANK, 0.7, gains)
+    span = span_of(table, lengths, new, exact)
+    with NoHostSync():
+        got = paged_latent_attention(query, cache, span, RANK, 0.7, gains)
     expected = []
     for q, vectors in zip(query.split(new), rows, strict=True):
         scaled = torch.ones(len(vectors), 1) if gains is None else vectors[:, RANK + ROPE :][:, gains]
@@ -54,7 +66,8 @@ def test_pages_change_nothing(lengths, new, scores, gains, monkeypatch):
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("tile", [512, 2])
 @pytest.mark.parametrize(("sinks", "recent"), [(0, None), (0, 1), (3, 9), (8, 16), (60, 1)])
-def test_heads_see_sinks_and_a_window(lengths, new, tile, sinks, recent, monkeypatch):
+@pytest.mark.parametrize("exact", [True, False])
+def test_heads_see_sinks_and_a_window(lengths, new, tile, sinks, recent, exact, monkeypatch):
     """Pages that no query sees are not there."""
     monkeypatch.setattr(paged, "QUERY_TILE", tile)
     lengths = [max(length, new) for length in lengths]
@@ -75,17 +88,46 @@ def test_heads_see_sinks_and_a_window(lengths, new, tile, sinks, recent, monkeyp
         keys, values = rows.repeat_interleave(HEADS // 2, dim=0).split(RANK, dim=-1)
         scores = (torch.einsum("thd,hsd->hts", q, keys) * 0.7).masked_fill(~seen, -torch.inf)
         expected.append(torch.einsum("hts,hsd->thd", scores.softmax(-1), values))
-    got = paged_head_attention(query, cache, table, torch.tensor(lengths), 0.7, sinks, recent)
+    span = span_of(table, lengths, new, exact)
+    with NoHostSync():
+        got = paged_head_attention(query, cache, span, 0.7, sinks, recent)
     torch.testing.assert_close(got, torch.cat(expected), atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("new", [1, 5])
-def test_rebuilt_keys_are_read_like_cached_ones(new):
+@pytest.mark.parametrize("exact", [True, False])
+def test_rebuilt_keys_are_read_like_cached_ones(new, exact):
     torch.manual_seed(0)
-    cache, table = torch.randn(6, PAGE, 2 * RANK), torch.randperm(6).view(2, 3)
-    query, lengths = torch.randn(2 * new, HEADS, RANK), torch.tensor([7, 20])
-    got = paged_rebuilt_attention(query, cache, table, lengths, 0.7, lambda x: x.unsqueeze(1).chunk(2, dim=-1))
-    torch.testing.assert_close(got, paged_head_attention(query, cache.unsqueeze(1), table, lengths, 0.7, 0, None))
+    cache, span = torch.randn(6, PAGE, 2 * RANK), span_of(torch.randperm(6).view(2, 3), [7, 20], new, exact)
+    query = torch.randn(2 * new, HEADS, RANK)
+
+    def rebuild(latents, positions):
+        turned = latents * positions.view(2, -1, 1).cos()
+        return turned.unsqueeze(1).chunk(2, dim=-1)
+
+    with NoHostSync():
+        got = paged_rebuilt_attention(query, cache, span, 0.7, rebuild)
+    turned = torch.zeros_like(cache)  # what the table says is where
+    turned[span.pages] = cache[span.pages] * torch.arange(3 * PAGE).view(3, PAGE, 1)[: span.pages.shape[1]].cos()
+    torch.testing.assert_close(got, paged_head_attention(query, turned.unsqueeze(1), span, 0.7, 0, None))
+
+
+@pytest.mark.parametrize("shape", [(RANK,), (2, RANK)])
+def test_slots_are_written_and_padding_is_not(shape):
+    cache, vectors = torch.randn(3, PAGE, *shape), torch.randn(5, *shape)
+    expected = cache.clone()
+    expected[2, 3], expected[1, 7] = vectors[0], vectors[2]
+    slots = torch.tensor([2 * PAGE + 3, -1, PAGE + 7, -1])
+    with NoHostSync():
+        write_slots(cache, vectors, slots)
+    assert torch.equal(cache, expected)
+
+
+def test_layers_of_a_step_share_masks_and_pages():
+    span = span_of(torch.arange(6).view(2, 3), [7, 20], 2)
+    for plan in (span.positions, partial(span.hidden, 24, 2), partial(span.windows, 3, 9, 128)):
+        assert plan() is plan()
+    assert span.hidden(24, 1) is not span.hidden(24, 2)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +159,21 @@ def test_a_batch_is_cut_by_new_tokens_length_and_room(monkeypatch):
 
 
 def test_a_span_finds_its_tokens_and_pages():
-    table = torch.arange(12).view(3, 4)
-    one, pair = spans_of([2, 1, 2], table, torch.tensor([9, 5, 8]))
-    assert (one.tokens, one.seq_lens.tolist()) == (slice(2, 3), [5])
-    assert (pair.tokens.tolist(), pair.seq_lens.tolist()) == ([3, 4, 0, 1], [8, 9])
-    assert torch.equal(pair.pages, table[[2, 0]])
+    """Requests that are neighbours by slices, others by indices; pages up to the longest."""
+    table, lengths = torch.arange(12, dtype=torch.int32).view(3, 4), [9, 5, 8]
+    one, pair = spans_of([2, 1, 2], lengths, table, torch.tensor(lengths), 4)
+    assert (one.tokens, one.seq_lens.tolist(), one.pages.tolist()) == (slice(2, 3), [5], [[4, 5]])
+    assert (pair.tokens.tolist(), pair.seq_lens.tolist()) == ([0, 1, 3, 4], [9, 8])
+    assert torch.equal(pair.pages, table[[0, 2], :3].long())
+    assert (pair.new, pair.shortest, pair.longest) == (2, 8, 9)
+
+
+def test_a_span_of_neighbours_and_of_bounds():
+    lengths = torch.tensor([9, 8, 9])
+    (span,) = spans_of([1, 1, 1], [10, 10, 10], torch.arange(12).view(3, 4), lengths, 4, exact=False)
+    assert (span.tokens, span.shortest, span.longest) == (slice(0, 3), 1, 10)
+    assert torch.equal(span.seq_lens, lengths)
+    assert spans_of([0, 0], [0, 0], torch.zeros(2, 4), lengths[:2], 4) == []
 
 
 def config(**changes):

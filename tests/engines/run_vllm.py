@@ -5,8 +5,9 @@
 The request holds by name what is run, one after another: the checkpoint (``model``), settings of ``vllm.LLM``
 (``engine``), rounds of prompts as token ids (``rounds``; the prompts of a round are handed over at once) and
 ``new_tokens``. The answer holds by name and round the new tokens, their log-probabilities and the prompt's tokens that
-were found in the cache; besides, the tokens that the cache has room for and how often a request was preempted. Where
-vLLM gave up it holds the ``error`` instead.
+were found in the cache; besides, the tokens that the cache has room for, how often a request was preempted, and the
+calls of every method of the plugin's attention (``watched``), where a wait for a device is an error. Where vLLM gave up
+it holds the ``error`` instead.
 """
 
 import gc
@@ -24,9 +25,10 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 COMMON = {"dtype": "float32", "enforce_eager": True, "block_size": 16, "max_model_len": 256, "disable_log_stats": False}
 
 
-def run(request: dict) -> dict:
+def run(request: dict, watched: dict[str, int]) -> dict:
     from vllm import LLM, SamplingParams
 
+    watched.clear()
     llm = LLM(request["model"], **{**COMMON, **request["engine"]})
     sampling = SamplingParams(temperature=0.0, max_tokens=request["new_tokens"], ignore_eos=True, logprobs=0)
     cache = llm.llm_engine.vllm_config.cache_config
@@ -43,7 +45,7 @@ def run(request: dict) -> dict:
                 "found": [output.num_cached_tokens for output in outputs],
             }
         )
-    return {**answer, "preemptions": preemptions(llm) - before}
+    return {**answer, "preemptions": preemptions(llm) - before, "watched": dict(watched)}
 
 
 def preemptions(llm) -> int:
@@ -53,13 +55,14 @@ def preemptions(llm) -> int:
 
 def main(request_path: str, answer_path: str) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
+    from watched_attention import watch
 
     with open(request_path, encoding="utf-8") as file:
         requests = json.load(file)
-    answers = {}
+    answers, watched = {}, watch()
     for name, request in requests.items():
         try:
-            answers[name] = run(request)
+            answers[name] = run(request, watched)
         except Exception as error:
             traceback.print_exc()
             answers[name] = {"error": str(error)}

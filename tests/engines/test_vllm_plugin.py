@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ PAGE, NUMBER_BYTES = 16, 4
 LONG = list(range(100, 180))
 SHARED = [[*LONG[:70], 5, 6, 7]]
 MANY = [[first, *range(50, 89)] for first in range(20, 28)]
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 BUDGET = 2**22
 # 27 pages: room for four of MANY with what is generated, one of them is no page's.
 TIGHT = 27 * PAGE * NUMBER_BYTES * cached_numbers("llama")
@@ -48,6 +50,7 @@ def requests(folders: dict[str, Path]) -> dict[str, dict]:
         # vLLM's own attention on the CPU wants pages of 32.
         **{name: of(name, block_size=32 if name.endswith("heads") else PAGE) for name in SERVED},
         "chunked": of("llama", [[*PROMPTS, LONG]], max_num_batched_tokens=16, max_num_seqs=4),
+        "drafted": of("qwen2", [[*PROMPTS, LONG]], speculative_config=DRAFTS),
         "prefix": of("llama", [[LONG], SHARED]),
         "preempted": of("llama", [MANY], kv_cache_memory_bytes=TIGHT),
         "low_rank_chunked": of("qwen3_low_rank", [[*PROMPTS, LONG], SHARED], max_num_batched_tokens=16, max_num_seqs=4),
@@ -88,8 +91,23 @@ def test_the_cache_holds_what_is_predicted(name, answers):
     assert answers[name]["cached_tokens"] == pytest.approx(predicted, rel=0.02)
 
 
+def test_no_layer_waits_for_the_device(answers):
+    """Every call of the plugin's attention ran under a mode that raises; prompts and steps of all kinds of layers."""
+    calls = Counter()
+    for answer in answers.values():
+        calls.update(answer.get("watched", {}))
+    watched = {"LatentAttention.forward", "PagedLatentImpl.forward_mqa", "PagedLatentImpl.do_kv_cache_update"}
+    watched |= {"LowRankAttention.forward", "LowRankImpl.forward"}
+    assert calls.keys() == watched and min(calls.values()) > NEW_TOKENS
+
+
 def test_prompts_in_pieces(answers, folders):
     assert_as_transformers(answers["chunked"], 0, folders["llama"], [*PROMPTS, LONG])
+
+
+def test_drafts_are_checked(answers, folders):
+    """The host knows only upper bounds of the lengths, and several tokens of a request are new."""
+    assert_as_transformers(answers["drafted"], 0, folders["qwen2"], [*PROMPTS, LONG])
 
 
 def test_a_shared_prefix_is_read_from_the_cache(answers, folders):

@@ -80,6 +80,13 @@ def test_the_same_tokens_as_transformers(name, answers, folders):
     assert_as_transformers(answers[name], 0, folders[name], PROMPTS)
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_no_layer_waits_for_the_device(name, answers):
+    """Every call of the plugin's attention ran under a mode that raises."""
+    calls = answers[name]["watched"]
+    assert calls.keys() == {"SplitAttention.forward", "PagedHeadsImpl.forward"} and min(calls.values()) > NEW_TOKENS
+
+
 @pytest.mark.parametrize(("name", "source"), [("long", "llama_hybrid"), ("long_of_unequal", "qwen2_hybrid")])
 def test_the_cache_holds_what_is_predicted(name, source, answers, folders):
     model = AutoModelForCausalLM.from_pretrained(folders[name], trust_remote_code=True)

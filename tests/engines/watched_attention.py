@@ -1,0 +1,37 @@
+"""The plugin's attention under the mode that forbids host synchronisation, in every layer and step that vLLM runs."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+
+
+def watch() -> Counter[str]:
+    """Wrap the forward of every layer and what vLLM's operators, which leave modes, call of it; returns the calls."""
+    from no_host_sync import NoHostSync
+
+    from surgery_vllm.attention import LatentAttention
+    from surgery_vllm.backend import PagedLatentImpl
+    from surgery_vllm.heads import SplitAttention
+    from surgery_vllm.heads_backend import PagedHeadsImpl
+    from surgery_vllm.low_rank import LowRankAttention, LowRankImpl
+
+    calls: Counter[str] = Counter()
+
+    def watched(method: Callable) -> Callable:
+        @wraps(method)
+        def call(*arguments, **named):
+            calls[method.__qualname__] += 1
+            with NoHostSync():
+                return method(*arguments, **named)
+
+        return call
+
+    for owner in (LatentAttention, SplitAttention, LowRankAttention, PagedHeadsImpl, LowRankImpl):
+        owner.forward = watched(owner.forward)
+    PagedLatentImpl.forward_mqa = watched(PagedLatentImpl.forward_mqa)
+    PagedLatentImpl.do_kv_cache_update = watched(PagedLatentImpl.do_kv_cache_update)
+    return calls
