@@ -33,6 +33,9 @@ SMALLEST = 512
 """Rows of a matrix from which on another device than its own factorises it; smaller ones are soon done where they are.
 A guess: no GPU has been measured."""
 
+WITH_FLOAT64 = ("cpu", "cuda")
+"""Kinds of devices that surely have it."""
+
 CPU = torch.device("cpu")
 
 
@@ -71,9 +74,7 @@ class MomentPrecision:
 
     def total(self, values: Tensor, dims: int | tuple[int, ...] = 0) -> Tensor:
         """Sum values over dimensions, in float64, where the sums are."""
-        if values.device.type in ("cpu", "cuda"):
-            return self.kept(values.double().sum(dims))
-        return self.kept(values.float().sum(dims))  # no float64 there
+        return self.kept((values.double() if values.device.type in WITH_FLOAT64 else values.float()).sum(dims))
 
     def widened(self, rows: Tensor) -> Tensor:
         """Return rows in the dtype of products."""
@@ -82,7 +83,7 @@ class MomentPrecision:
     def kept(self, values: Tensor) -> Tensor:
         """Return values in float64 (or complex128) where the sums are."""
         dtype = torch.complex128 if values.is_complex() else torch.float64
-        if self.sums.type == "cpu" and values.device.type not in ("cpu", "cuda"):
+        if values.device.type not in WITH_FLOAT64:
             return values.cpu().to(dtype)
         return values.to(dtype).to(self.sums)
 

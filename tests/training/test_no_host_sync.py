@@ -5,28 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from device_checks import on_device
 from no_host_sync import HostSync, NoHostSync
 from own_models import KINDS, tiny_source
+from training_data import packed_batch
 
 from surgery.training.chunks import States
-from surgery.training.data import IGNORED, Row, collate
+from surgery.training.data import IGNORED
 from surgery.training.distillation import Body, Distillation
 from surgery.training.objectives import PARTS, ObjectiveWeights
 from surgery.training.top_k import top_k
 
 LENGTH = 16
-
-
-def batch(vocabulary=64):
-    """Two rows of two documents, of which some tokens are not to be predicted."""
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for _ in range(2):
-        tokens = torch.randint(vocabulary, (LENGTH,), generator=generator)
-        labels = tokens.clone()
-        labels[[0, 3, LENGTH // 2]] = IGNORED
-        rows.append(Row(tokens, labels, torch.arange(LENGTH) // (LENGTH // 2)))
-    return collate(rows)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +34,7 @@ def test_a_microbatch_does_not_wait(models, part, own_class, document_masks):
     student = student if own_class else deepcopy(teacher).requires_grad_(True)
     weights = ObjectiveWeights(**{"kl": 0.0, part: 1.0})
     module = Distillation(student, weights, teacher, document_masks=document_masks).train()
-    data = batch()
+    data = packed_batch()
     with NoHostSync():
         loss, parts = module(data.to("cpu"), float(data.predicted))
         loss.backward()
@@ -52,9 +42,13 @@ def test_a_microbatch_does_not_wait(models, part, own_class, document_masks):
     assert any(each.grad is not None for each in student.parameters())
 
 
+def test_a_microbatch_stays_on_its_device():
+    on_device("microbatches")
+
+
 def test_kept_logits_do_not_wait_either(models):
     teacher, student = models
-    data = batch()
+    data = packed_batch()
     body = Body.of(teacher)
     with torch.no_grad():
         top = top_k(States(body.states(data.tokens, None)[:, :-1].flatten(0, 1), body.head()), 8)
@@ -69,7 +63,7 @@ def test_kept_logits_do_not_wait_either(models):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_documents_that_the_host_knows_make_the_same_states(models, packed):
-    body, data = Body.of(models[0]), batch()
+    body, data = Body.of(models[0]), packed_batch()
     positions = data.position_ids if packed else torch.arange(LENGTH)[None]
     with torch.no_grad():
         looked, known = (body.states(data.tokens, positions, each) for each in (None, packed))
@@ -77,7 +71,7 @@ def test_documents_that_the_host_knows_make_the_same_states(models, packed):
 
 
 def test_a_batch_knows_where_it_predicts():
-    data = batch()
+    data = packed_batch()
     kept = (data.labels[:, 1:] != IGNORED).flatten()
     assert data.predicted == int(kept.sum()) and data.packed
     assert torch.equal(data.tokens.flatten()[data.predicting + 1], data.labels[:, 1:].flatten()[kept])
