@@ -12,8 +12,10 @@ from surgery.calibration import kronecker, statistics
 from surgery.calibration.kronecker import kronecker_factors, weighted_mean, weighted_moment
 from surgery.calibration.statistics import MomentAccumulator, lag_statistics
 from surgery.families.attention import CapturedAttention
-from surgery.running import moment_precision
+from surgery.running import layer_stream, moment_precision
 from surgery.running.moment_precision import CPU, MomentPrecision
+from surgery.running.source import Source
+from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.algebra import left_root
 from surgery.transforms.key_basis import identity_basis
 
@@ -109,3 +111,20 @@ def test_factors_do_not_depend_on_where_they_are_fitted():
     torch.testing.assert_close(batched.moment, whole.moment)
     torch.testing.assert_close(batched.gradient, whole.gradient)
     torch.testing.assert_close(left_root(whole.moment) @ left_root(whole.moment).T, whole.moment)
+
+
+def test_losses_of_tokens_do_not_wait(checkpoints, monkeypatch):
+    """Over a vocabulary in slices, of which a token's own is one."""
+    monkeypatch.setattr(layer_stream, "VOCABULARY_SLICE", 1000)
+    stream = Source.open(checkpoints("llama"), ConvertSettings()).stream
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(4096, (2, 12), generator=generator)
+    hidden = torch.randn(2, 12, stream.config.hidden_size, generator=generator)
+    slices = list(stream.output_slices())  # read from the file on the CPU
+    monkeypatch.setattr(stream, "output_slices", lambda: slices)
+    with NoHostSync():
+        losses = stream.token_losses(hidden, tokens)
+    expected = torch.nn.functional.cross_entropy(
+        stream.logits(hidden)[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten(), reduction="none"
+    )
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
