@@ -12,12 +12,7 @@ from surgery.eval.logits import ROWS_AT_ONCE, LogitReader
 
 def losses_of_states(reader: LogitReader, states: Tensor, targets: LongTensor) -> Tensor:
     """Cross-entropy in nats [B, n], fp32 on the CPU, of `targets` [B, n] predicted by the states [B, n, ...]."""
-    parts = []
-    for part, wanted in _in_parts(states, targets):
-        logits = reader.logits(part)
-        loss = F.cross_entropy(logits.flatten(0, 1), wanted.to(logits.device).flatten(), reduction="none")
-        parts.append(loss.view(wanted.shape).cpu())
-    return torch.cat(parts, dim=1)
+    return _losses(reader, states, targets).cpu()
 
 
 def losses_through_cache(reader: LogitReader, tokens: LongTensor, decoded: int) -> Tensor:
@@ -35,11 +30,11 @@ def losses_through_cache(reader: LogitReader, tokens: LongTensor, decoded: int) 
     # The last token is only predicted.
     prefill = length - 1 - decoded
     states, cache = reader.extend(tokens[:, :prefill], None)
-    losses = [losses_of_states(reader, states, tokens[:, 1 : prefill + 1])]
+    losses = [_losses(reader, states, tokens[:, 1 : prefill + 1])]
     for position in range(prefill, length - 1):
         states, cache = reader.extend(tokens[:, position : position + 1], cache)
-        losses.append(losses_of_states(reader, states, tokens[:, position + 1 : position + 2]))
-    return torch.cat(losses, dim=1)
+        losses.append(_losses(reader, states, tokens[:, position + 1 : position + 2]))
+    return torch.cat(losses, dim=1).cpu()
 
 
 def divergence(
@@ -61,9 +56,19 @@ def divergence(
         other = other.to(logits.device)
         expected = (other if baseline_head is None else baseline_head(other)).float()
         log_p, log_q = expected.log_softmax(-1), logits.log_softmax(-1)
-        kl.append((log_p.exp() * (log_p - log_q)).sum(-1).cpu())
-        same.append((expected.argmax(-1) == logits.argmax(-1)).cpu())
-    return torch.cat(kl, dim=1), torch.cat(same, dim=1)
+        kl.append((log_p.exp() * (log_p - log_q)).sum(-1))
+        same.append(expected.argmax(-1) == logits.argmax(-1))
+    return torch.cat(kl, dim=1).cpu(), torch.cat(same, dim=1).cpu()
+
+
+def _losses(reader: LogitReader, states: Tensor, targets: LongTensor) -> Tensor:
+    """As `losses_of_states`, on the device of the logits."""
+    targets, parts = targets.to(states.device), []
+    for part, wanted in _in_parts(states, targets):
+        logits = reader.logits(part)
+        loss = F.cross_entropy(logits.flatten(0, 1), wanted.to(logits.device).flatten(), reduction="none")
+        parts.append(loss.view(wanted.shape))
+    return torch.cat(parts, dim=1)
 
 
 def _in_parts(states: Tensor, others: Tensor):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import LongTensor
+from torch import LongTensor, Tensor
 
 from surgery.common.errors import SurgeryError
 
@@ -39,11 +39,28 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one length, stacked: everything is [B, T] int64; see `Row`."""
+    """Rows of one length, stacked: [B, T] int64 each; see `Row`.
+
+    Attributes:
+        predicting: [N] int64, the positions that predict something, as indices into [B T]: those whose next token has a
+            label.
+        packed: whether a row holds several documents.
+
+    The last two follow from the others. `to` takes them along, so that nothing has to wait for a GPU to learn them.
+    """
 
     tokens: LongTensor
     labels: LongTensor
     documents: LongTensor
+    predicting: LongTensor | None = None
+    packed: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.predicting is None:
+            rows, columns = (self.labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
+            object.__setattr__(self, "predicting", rows * self.labels.shape[1] + columns)
+        if self.packed is None:
+            object.__setattr__(self, "packed", bool((self.documents != self.documents[:, :1]).any()))
 
     @property
     def position_ids(self) -> LongTensor:
@@ -60,11 +77,19 @@ class Batch:
     @property
     def predicted(self) -> int:
         """Number of tokens that are to be predicted: what the sum of losses is divided by."""
-        return int((self.labels[:, 1:] != IGNORED).sum())
+        return len(self.predicting)
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on a device."""
-        return Batch(self.tokens.to(device), self.labels.to(device), self.documents.to(device))
+        tensors = (self.tokens, self.labels, self.documents, self.predicting)
+        return Batch(*(moved(tensor, torch.device(device)) for tensor in tensors), self.packed)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. A copy to CUDA is queued: the host does not wait for it, nor for work before it."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Sequences(Protocol):

@@ -17,6 +17,7 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.training.chunks import States, chunk_count
 from surgery.training.data import Batch
+from surgery.training.known_documents import known_documents
 from surgery.training.matching import matching_loss, on_teacher_inputs
 from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting
 from surgery.training.recording import Recording, decoder_of, recorded, same_layers
@@ -44,14 +45,19 @@ class Body:
         with torch.no_grad(), evaluation_mode(model):
             return cls(model, LogitReader(model, tokens).splits)
 
-    def states(self, tokens: LongTensor, position_ids: LongTensor | None) -> Tensor:
-        """Final hidden states [B, T, D], or logits [B, T, V] where the model does not split."""
+    def states(self, tokens: LongTensor, position_ids: LongTensor | None, packed: bool | None = None) -> Tensor:
+        """Final hidden states [B, T, D], or logits [B, T, V] where the model does not split.
+
+        Args:
+            packed: whether the positions start again within a row, where that is known.
+        """
         call = {"input_ids": tokens, "use_cache": False}
         if position_ids is not None:
             call["position_ids"] = position_ids
-        if self.splits:
-            return self.model.base_model(**call).last_hidden_state
-        return self.model(**call).logits
+        with known_documents(packed):
+            if self.splits:
+                return self.model.base_model(**call).last_hidden_state
+            return self.model(**call).logits
 
     def head(self) -> nn.Module:
         """What makes logits of `states`."""
@@ -115,28 +121,30 @@ class Distillation(nn.Module):
         if measure:
             weights = ObjectiveWeights(kl=float(teacher is not None), cross_entropy=1.0)
         position_ids = batch.position_ids if self._document_masks else None
-        chosen = predicting(batch.labels)
-        targets = batch.labels[:, 1:][chosen]
+        inputs = batch.tokens, position_ids, batch.packed and self._document_masks
+        index = batch.predicting
+        targets = batch.labels.flatten().index_select(0, index + 1)
         matches = self._matches and not measure
         if weights.layerwise:
-            return combine(weights, {"layerwise": self._layerwise(batch, position_ids, pad(chosen, (0, 1)), positions)})
+            return combine(weights, {"layerwise": self._layerwise(batch, inputs, positions)})
         with ExitStack() as stack:
             wanted, known = None, None
             if teacher is not None and (weights.needs_teacher or matches):
                 with torch.no_grad():
                     known = self._recording(stack, teacher.model) if matches else None
-                    hidden = teacher.states(batch.tokens, position_ids)[:, :-1][chosen]
+                    hidden = teacher.states(*inputs).flatten(0, 1).index_select(0, index)
                 wanted = States(hidden, teacher.head())
             elif cached is not None and weights.needs_teacher:
-                wanted = cached[chosen]
+                length = batch.tokens.shape[1]
+                wanted = cached[index // length, index % length]
             own = self._recording(stack, self.student) if matches else None
-            states = self._student[0].states(batch.tokens, position_ids)
-        student = States(states[:, :-1][chosen], self._student[0].head())
+            states = self._student[0].states(*inputs)
+        student = States(states.flatten(0, 1).index_select(0, index), self._student[0].head())
         # The same number of chunks on every process: each gathers a sharded head.
         chunks = chunk_count(batch.labels[:, 1:].numel(), self._vocabulary)
         losses = logit_losses(weights, student, wanted, targets, chunks=chunks, positions=positions)
         if matches:
-            valid = pad(chosen, (0, 1))
+            valid = _valid(batch)
             for name in ("hidden", "attention"):
                 if getattr(weights, name):
                     losses[name] = matching_loss(getattr(own, name), getattr(known, name), valid, positions)
@@ -147,14 +155,14 @@ class Distillation(nn.Module):
             parts["teacher_cross_entropy"] = of_teacher["cross_entropy"].detach()
         return total, parts
 
-    def _layerwise(self, batch: Batch, position_ids: LongTensor | None, valid: BoolTensor, positions: float) -> Tensor:
+    def _layerwise(self, batch: Batch, inputs: tuple, positions: float) -> Tensor:
         """How far each attention's output is from its teacher's on the same input."""
         teacher = self._teacher[0]
         with torch.no_grad(), recorded(teacher.model, attention=True, inputs=True) as known:
-            teacher.states(batch.tokens, position_ids)
+            teacher.states(*inputs)
         with on_teacher_inputs(self.student, known) as own:
-            self._student[0].states(batch.tokens, position_ids)
-        return matching_loss(own.attention, known.attention, valid, positions)
+            self._student[0].states(*inputs)
+        return matching_loss(own.attention, known.attention, _valid(batch), positions)
 
     def _recording(self, stack: ExitStack, model: nn.Module) -> Recording:
         return stack.enter_context(
@@ -169,6 +177,11 @@ class Distillation(nn.Module):
     def measured(self) -> list[str]:
         """Names of the parts that `forward` gives when it measures."""
         return ["cross_entropy"] + (["kl", "teacher_cross_entropy"] if self._teacher[0] is not None else [])
+
+
+def _valid(batch: Batch) -> BoolTensor:
+    """The positions [B, T] that predict something, as a mask."""
+    return pad(predicting(batch.labels), (0, 1))
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

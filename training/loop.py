@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -182,11 +182,10 @@ class Loop:
                 for name, part in {"loss": loss.detach(), **parts}.items():
                     sums[name] = sums[name] + part if name in sums else part
             drawn = {"latents": self._nested.kept()} if self._nested is not None else {}
-        values = summed(t.accelerator, [float(value) for value in sums.values()])
-        losses = dict(zip(sums, (value / self._averaged for value in values), strict=True))
         t.factors.before_step()
         norm = t.accelerator.clip_grad_norm_(self._parameters, settings.clip or math.inf)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) if norm is not None else 0.0
+        *values, norm = _read([*sums.values(), 0.0 if norm is None else norm])
+        losses = dict(zip(sums, (value / self._averaged for value in summed(t.accelerator, values)), strict=True))
         # A scaler of fp16 losses finds its scale by gradients that overflow, and skips their steps itself.
         checked = 0.0 if t.accelerator.scaler is not None else norm
         guard = self._guard(share)
@@ -371,3 +370,11 @@ class Loop:
             t.progress.note(f"the state after step {at.best_step} has the lowest held-out loss: it is taken")
         t.log.write("end", step=at.step, why=self.ended, seconds=at.seconds)
         t.progress.note(f"{self.ended}: {at.step} steps, {count(at.tokens)} tokens in {duration(at.seconds)}")
+
+
+def _read(values: Sequence[Tensor | float]) -> list[float]:
+    """Return scalars as plain numbers; those on a device come in one transfer, for which the host waits."""
+    whole = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in values]
+    tensors = [value.double() for value in whole if isinstance(value, Tensor)]
+    numbers = iter(torch.stack([each.to(tensors[0].device) for each in tensors]).tolist())
+    return [next(numbers) if isinstance(value, Tensor) else float(value) for value in whole]

@@ -143,7 +143,7 @@ def _summed_error(student: Tensor, teacher: Tensor, valid: BoolTensor | None) ->
     errors = (student.to(wide) - teacher).square().mean(-1)
     squares = teacher.square().mean(-1)
     if valid is None:
-        counted = torch.tensor(float(squares.shape[1]), device=squares.device)
+        counted = torch.full((), squares.shape[1], device=squares.device)
     else:
         valid = valid.to(squares.device)
         errors, squares = errors.where(valid, 0), squares.where(valid, 0)

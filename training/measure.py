@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from surgery.common.memory import peak_memory as resident_peak
 from surgery.eval.logits import evaluation_mode
-from surgery.training.data import IGNORED, Batch, Row, collate
+from surgery.training.data import IGNORED, Row, collate
 
 
 @torch.no_grad()
@@ -28,17 +28,20 @@ def held_out_losses(
         names: of the parts that it gives.
     """
     batches = [collate(rows[first : first + batch_size]) for first in range(0, len(rows), batch_size)]
-    nothing = replace(batches[0], labels=torch.full_like(batches[0].labels, IGNORED))
+    nothing = replace(batches[0], labels=torch.full_like(batches[0].labels, IGNORED), predicting=None)
     while len(batches) % accelerator.num_processes:
         batches.append(nothing)
-    sums = dict.fromkeys(names, 0.0)
+    sums: list[Tensor] = []
     predicted = 0
     with evaluation_mode(module):
         for batch in batches[accelerator.process_index :: accelerator.num_processes]:
             predicted += batch.predicted
-            for name, value in _measured(accelerator, module, batch).items():
-                sums[name] += value
-    *totals, positions = summed(accelerator, [*sums.values(), float(predicted)])
+            _, parts = module(batch.to(accelerator.device), 1.0, measure=True)
+            sums.append(torch.stack([parts[name] for name in names]))
+    totals = [0.0] * len(names)
+    for values in torch.stack(sums).tolist():  # here the device is waited for, once
+        totals = [total + value for total, value in zip(totals, values, strict=True)]
+    *totals, positions = summed(accelerator, [*totals, float(predicted)])
     return {name: total / max(positions, 1.0) for name, total in zip(names, totals, strict=True)}
 
 
@@ -53,8 +56,3 @@ def summed(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
 def peak_memory(device: torch.device) -> int:
     """The most bytes that this process has held: handed out by PyTorch on CUDA, resident on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_peak()
-
-
-def _measured(accelerator: Accelerator, module: nn.Module, batch: Batch) -> dict[str, float]:
-    _, parts = module(batch.to(accelerator.device), 1.0, measure=True)
-    return {name: float(value) for name, value in parts.items()}

@@ -47,6 +47,8 @@ class NestedRanks:
         attentions = nested_attentions(student)
         self._downs = [attention.kv_down for attention in attentions]
         self._blocks = [attention.latent_slices for attention in attentions]
+        self._whole = [block.stop - block.start for blocks in self._blocks for block in blocks]
+        self._ranks = self._whole  # that count now
         for down in self._downs:
             weight = next(down.parameters())
             width = getattr(down, "out_features", None) or len(weight)
@@ -75,10 +77,7 @@ class NestedRanks:
 
     def kept(self) -> float:
         """Share of all latents of the student that count now."""
-        some = [
-            getattr(down, MASK)[each] for down, blocks in zip(self._downs, self._blocks, strict=True) for each in blocks
-        ]
-        return float(sum(float(each.sum()) for each in some) / sum(len(each) for each in some))
+        return sum(self._ranks) / sum(self._whole)
 
     def _share(self, number: float) -> float:
         """One of the shares, by a number from 0 to below 1."""
@@ -86,17 +85,19 @@ class NestedRanks:
 
     @contextmanager
     def _cut(self, share: Callable[[int, int], float]) -> Iterator[None]:
-        masks = [getattr(down, MASK) for down in self._downs]
+        masks, self._ranks = [getattr(down, MASK) for down in self._downs], []
         with torch.no_grad():
             for layer, (mask, blocks) in enumerate(zip(masks, self._blocks, strict=True)):
                 for number, block in enumerate(blocks):
                     rank = kept_rank(share(layer, number), block.stop - block.start)
                     mask[block.start + rank : block.stop] = 0
+                    self._ranks.append(rank)
         try:
             yield
         finally:
             for mask in masks:
                 mask.fill_(1)
+            self._ranks = self._whole
 
 
 def kept_rank(share: float, rank: int) -> int:

@@ -11,6 +11,7 @@ from torch.nn.functional import log_softmax
 
 from surgery.common.errors import SurgeryError
 from surgery.training.chunks import LOGIT_BYTES, States, chunk_count
+from surgery.training.data import moved
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -43,7 +44,7 @@ class TopK:
 
     def to(self, device: torch.device) -> TopK:
         """The same on another device."""
-        return TopK(self.values.to(device), self.ids.to(device), self.rest.to(device), self.vocabulary)
+        return TopK(*(moved(each, device) for each in (self.values, self.ids, self.rest)), self.vocabulary)
 
     @property
     def whole(self) -> bool:

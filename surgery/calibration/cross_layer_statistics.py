@@ -10,6 +10,7 @@ from torch import Tensor
 from surgery.calibration.sweep import BoundaryStore
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.running.activations import give_back
+from surgery.running.moment_precision import MomentPrecision
 from surgery.running.source import Source
 
 
@@ -17,8 +18,8 @@ from surgery.running.source import Source
 def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, batch_size: int) -> Tensor:
     """``E[z zᵀ]`` of the stacked ``z_i = [k ; v]`` of layers ``start`` to ``stop`` - 1, [W·n, W·n] in float64.
 
-    Keys are without biases and before their norm; of MLA z_i are latents behind theirs. Products of a batch are taken
-    in the stream's dtype and summed in float64.
+    Keys are without biases and before their norm; of MLA z_i are latents behind theirs. Products and sums are as
+    :mod:`surgery.running.moment_precision` says.
 
     Args:
         store: what entered each layer in the forward sweep over calibration text.
@@ -54,12 +55,13 @@ def moment_of(inputs: Sequence[Tensor], batch_size: int, cached: Callable[[int, 
         inputs: [N, T, D] what entered each layer.
         cached: what the layer in that place makes of [tokens, D], [tokens, n].
     """
-    moment = 0
+    moment, precision = 0, None
     for batches in zip(*(hidden.split(batch_size) for hidden in inputs), strict=True):
         z = torch.cat([cached(place, hidden.flatten(0, 1)) for place, hidden in enumerate(batches)], dim=-1)
-        moment += (z.mT @ z).double().cpu()
+        precision = precision or MomentPrecision.of(z.device, 2 * 8 * z.shape[-1] ** 2)
+        moment += precision.gram(z)
         give_back(*inputs)
-    return moment / inputs[0].shape[:2].numel()
+    return moment.cpu() / inputs[0].shape[:2].numel()
 
 
 def _latent_moment(opened: Source, store: BoundaryStore, start: int, stop: int, batch_size: int) -> Tensor:

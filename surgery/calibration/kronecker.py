@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from surgery.running.activations import give_back
+from surgery.running.moment_precision import MomentPrecision
 from surgery.running.processes import ALONE, Processes
 
 SWEEPS = 2
@@ -53,11 +54,11 @@ def kronecker_factors(
     """Fits the two factors.
 
     Args:
-        rows: z; products are taken in their dtype (float32 or better) and summed in float64.
+        rows: z.
         gradients: g of the same tokens.
-        gradient: E[g gᵀ] in float64 on the CPU, where it is known.
+        gradient: E[g gᵀ] in float64, where it is known.
         sweeps: alternations.
-        device: where products are taken, batch by batch.
+        device: where products are taken, batch by batch, as :mod:`surgery.running.moment_precision` says.
         processes: that share the parts.
 
     Returns:
@@ -74,9 +75,8 @@ def kronecker_factors(
         gradient_weights = _unusual(rows, moment, **options)
         gradient = weighted_moment(gradients, gradient_weights, **options)
     mean = torch.cat(weights).mean()
-    return KroneckerFactors(
-        moment / mean, gradient * mean, [w / mean for w in weights], [w * mean for w in gradient_weights]
-    )
+    moment, gradient = (moment / mean).cpu(), (gradient * mean).cpu()
+    return KroneckerFactors(moment, gradient, [w / mean for w in weights], [w * mean for w in gradient_weights])
 
 
 def weighted_moment(
@@ -86,18 +86,31 @@ def weighted_moment(
     device: str | torch.device = "cpu",
     processes: Processes = ALONE,
 ) -> Tensor:
-    """``Σ w x xᵀ / N`` over N rows, float64 on the CPU; weights by parts, or of one."""
-
-    def product(batch: Tensor, weight: Tensor | None) -> Tensor:
-        x = batch.to(device)
-        return (x.mT @ (x if weight is None else x * weight[:, None].to(x))).double().cpu()
-
-    return _mean(product, rows, weights, processes)
+    """``Σ w x xᵀ / N`` over N rows, float64; weights by parts, or of one."""
+    precision = _precision(rows, device)
+    return _mean(lambda batch, weight: precision.gram(batch.to(device), weight), rows, weights, processes)
 
 
-def weighted_mean(rows: Held, weights: Sequence[Tensor], processes: Processes = ALONE) -> Tensor:
+def weighted_mean(
+    rows: Held,
+    weights: Sequence[Tensor],
+    *,
+    device: str | torch.device = "cpu",
+    processes: Processes = ALONE,
+) -> Tensor:
     """``Σ w x / N`` over N rows, float64 on the CPU."""
-    return _mean(lambda batch, weight: weight @ batch.double(), rows, weights, processes)
+    precision = _precision(rows, device)
+
+    def product(batch: Tensor, weight: Tensor) -> Tensor:
+        x = batch.to(precision.sums).double()
+        return weight.to(x) @ x
+
+    return _mean(product, rows, weights, processes).cpu()
+
+
+def _precision(rows: Held, device: str | torch.device) -> MomentPrecision:
+    width = next((batch.shape[-1] for part in rows for batch in part), 0)
+    return MomentPrecision.of(device, 4 * 8 * width**2)  # two sums, a root and its inverse
 
 
 def _mean(
@@ -115,7 +128,7 @@ def _mean(
             total += of_batch(batch, weight)
             start += len(batch)
             give_back(batch)
-        return total, start
+        return processes.sendable(total), start
 
     total, count = 0.0, 0
     for summed, tokens in processes.in_turn(of_part, range(len(rows))):
@@ -131,16 +144,19 @@ def _any(batches: Sequence[Tensor]) -> bool:
 
 def _unusual(rows: Held, moment: Tensor, *, device: str | torch.device, processes: Processes) -> list[Tensor]:
     """``xᵀ M⁻¹ x / n`` of every row, float64, by parts: one on average where M is the rows' own moment."""
-    size = len(moment)
-    damped = moment + DAMPING * moment.trace() / size * torch.eye(size, dtype=moment.dtype)
+    size, precision = len(moment), _precision(rows, device)
+    moment = moment.to(precision.solver)
+    damped = moment + DAMPING * moment.trace() / size * torch.eye(size, dtype=moment.dtype, device=moment.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
 
     def of_part(part: int) -> Tensor:
+        nonlocal inverse
         found = []
         for batch in rows[part]:
-            x = batch.to(device)
-            found.append(((x @ inverse.to(x)) * x).sum(-1).double().cpu())
+            x = precision.widened(batch.to(device))
+            inverse = inverse.to(x)
+            found.append(precision.kept(((x @ inverse) * x).sum(-1)))
             give_back(batch)
-        return torch.cat(found) / size
+        return torch.cat(found).cpu() / size
 
     return processes.map(of_part, range(len(rows)))

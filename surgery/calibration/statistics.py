@@ -26,12 +26,15 @@ from surgery.families.anatomy import AttentionAnatomy, Projection
 from surgery.families.attention import attention_weights
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import complex_dtype, phases, to_complex
+from surgery.running.moment_precision import MomentPrecision
 from surgery.running.processes import ALONE, Processes
 
 CAUSAL_BLOCKS = 4
 """Of queries, which meet the keys up to the last of them; more save little and cost calls."""
 CAUSAL_SHARE = (CAUSAL_BLOCKS + 1) / (2 * CAUSAL_BLOCKS)
 """Of all pairs of queries and keys, those in blocks."""
+LAG_BYTES = 2**30
+"""Of what an accelerator holds of several heads at once, for lag statistics; a CPU takes one head after the other."""
 
 
 @dataclass
@@ -97,7 +100,7 @@ class LayerStatistics:
 
 
 class MomentAccumulator:
-    """Sums over batches; products are taken in the batch's dtype (float32 or better) and summed in float64.
+    """Sums over batches, where and in which dtype :mod:`surgery.running.moment_precision` says.
 
     With gradients it holds keys, values, outputs and their gradients of all tokens, on the CPU, until :meth:`result`.
 
@@ -118,6 +121,7 @@ class MomentAccumulator:
     ):
         self._gradients, self._hold, self._processes = gradients, hold, processes
         self._key_norm, self._device = anatomy.k_norm, anatomy.o.device
+        self._precision = MomentPrecision.of(self._device, _sums_bytes(anatomy, gradients))
         self._sums: list[dict[str, Any]] = [{} for _ in range(parts)]
         names = ("rows", "gradients", "raw_gradients", "outputs", "output_gradients")
         self._held: dict[str, list[list[Tensor]]] = {name: [[] for _ in range(parts)] for name in names}
@@ -134,14 +138,14 @@ class MomentAccumulator:
             part: that the batch belongs to.
         """
         k, v = projection.k.detach(), projection.v.detach()
-        sums, rows = self._sums[part], _rows(k, v)
+        sums, rows, precision = self._sums[part], _rows(k, v), self._precision
         gain = 1 if projection.key_gain is None else projection.key_gain.detach()[..., None]
         _add(sums, "tokens", k.shape[0] * k.shape[1])
-        _add(sums, "moment", _gram(rows))
-        _add(sums, "mean", rows.double().sum(0).cpu())
-        _add(sums, "query_energy", projection.q.detach().square().double().sum((0, 1)).cpu())
-        _add(sums, "query_norm", to_complex(projection.q.detach().float()).abs().double().sum((0, 1)).cpu())
-        _add(sums, "key_norm", (to_complex(k.float()).abs() * gain).double().sum((0, 1)).cpu())
+        _add(sums, "moment", precision.gram(rows))
+        _add(sums, "mean", precision.total(rows))
+        _add(sums, "query_energy", precision.total(projection.q.detach().square(), (0, 1)))
+        _add(sums, "query_norm", precision.total(to_complex(projection.q.detach().float()).abs(), (0, 1)))
+        _add(sums, "key_norm", precision.total(to_complex(k.float()).abs() * gain, (0, 1)))
         if self._gradients:
             k_grad, v_grad = projection.k.grad, projection.v.grad
             met = {
@@ -150,18 +154,18 @@ class MomentAccumulator:
                 "outputs": _wide(output.detach().flatten(0, 1)),
                 "output_gradients": _wide(output.grad.flatten(0, 1)),
             }
-            _add(sums, "gradient", _gram(met["gradients"]))
-            _add(sums, "output_gradient", _gram(met["output_gradients"]))
+            _add(sums, "gradient", precision.gram(met["gradients"]))
+            _add(sums, "output_gradient", precision.gram(met["output_gradients"]))
             if self._key_norm is not None:
                 raw = raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight)
                 met["raw_gradients"] = _rows(raw, v_grad)
-                _add(sums, "raw_gradient", _gram(met["raw_gradients"]))
+                _add(sums, "raw_gradient", precision.gram(met["raw_gradients"]))
             for name, batch in met.items():
                 self._held[name][part].append(self._hold(batch))
         if inputs is not None:
             x = inputs.detach().flatten(0, 1)
-            _add(sums, "input_scale", x.abs().double().sum(0).cpu())
-            _add(sums, "input_energy", x.square().double().sum(0).cpu())
+            _add(sums, "input_scale", precision.total(x.abs()))
+            _add(sums, "input_energy", precision.total(x.square()))
 
     def collect(self, add: Callable[[int], None]) -> None:
         """Has ``add`` add all batches of a part, by its number, on the process that has it, and sums over the parts."""
@@ -169,7 +173,7 @@ class MomentAccumulator:
         def sums(part: int) -> dict[str, Any]:
             add(part)
             found, self._sums[part] = self._sums[part], {}
-            return found
+            return {name: self._processes.sendable(value) for name, value in found.items()}
 
         for found in self._processes.in_turn(sums, range(len(self._sums))):
             for name, value in found.items():
@@ -185,7 +189,9 @@ class MomentAccumulator:
         outputs = None
         if factors:
             outputs = self._factors("outputs", "output_gradients", means["output_gradient"], OUTPUT_SWEEPS)
-        return LayerStatistics(tokens=count, **means, **(self._weighted(factors, outputs) if factors else {}))
+        weighted = self._weighted(factors, outputs) if factors else {}
+        means = {name: mean if mean is None else mean.cpu() for name, mean in means.items()}
+        return LayerStatistics(tokens=count, **means, **weighted)
 
     def _factors(self, rows: str, gradients: str, gradient: Tensor, sweeps: int = SWEEPS) -> KroneckerFactors | None:
         how = {"sweeps": sweeps, "device": self._device, "processes": self._processes}
@@ -193,7 +199,7 @@ class MomentAccumulator:
 
     def _weighted(self, factors: KroneckerFactors, outputs: KroneckerFactors | None) -> dict[str, Tensor]:
         held, processes, raw_metric = self._held, self._processes, None
-        mean = weighted_mean(held["rows"], factors.token_weights, processes)
+        mean = weighted_mean(held["rows"], factors.token_weights, device=self._device, processes=processes)
         if self._key_norm is not None:
             raw = held["raw_gradients"]
             raw_metric = weighted_moment(raw, factors.gradient_weights, device=self._device, processes=processes)
@@ -205,6 +211,16 @@ class MomentAccumulator:
             "weighted_output_gradient": None if outputs is None else outputs.gradient,
             "weighted_raw_gradient": raw_metric,
         }
+
+
+def _sums_bytes(anatomy: AttentionAnatomy | LatentAnatomy, gradients: bool) -> int:
+    """Bytes of a layer's sums: one part's and those of all parts."""
+    if isinstance(anatomy, LatentAnatomy):
+        width = len(anatomy.down)
+    else:
+        width = anatomy.k.shape[:2].numel() + anatomy.v.shape[:2].numel()
+    matrices = 1 + gradients * (1 + (anatomy.k_norm is not None))
+    return 2 * 8 * (matrices * width**2 + gradients * anatomy.o.shape[0] ** 2)
 
 
 def _add(sums: dict[str, Any], name: str, value: Tensor | int) -> None:
@@ -260,11 +276,10 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: 
     device, dtype = anatomy.k.device, anatomy.k.dtype
     key, query = (part.to(device, complex_dtype(dtype)) for part in (basis.key, basis.query))
     frequencies = anatomy.inv_freq[basis.frequency]
-    group_of = torch.arange(anatomy.heads) // (anatomy.heads // anatomy.kv_heads)
+    group_of = torch.arange(anatomy.heads, device=device) // (anatomy.heads // anatomy.kv_heads)
+    precision, query_rows = MomentPrecision.of(device), query.permute(1, 2, 0)  # [G, d/2, P]
 
     def of_sequence(sequence: Tensor) -> tuple[Tensor, Tensor]:
-        turned = torch.zeros(basis.components, anatomy.heads, dtype=torch.complex128)
-        energy = torch.zeros(basis.components, anatomy.heads, dtype=torch.float64)
         x = sequence[None].to(device, dtype)
         projection = anatomy.project(x)
         weights = _wide(attention_weights(anatomy, projection)[0])  # [H, T, T]
@@ -278,13 +293,14 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: 
         key_turned = key_energy * phase
         # One product with the attention matrix for all that is summed over keys: energies, cosines, sines.
         summed = torch.cat([key_energy, key_turned.real, key_turned.imag], dim=-1)
-        for head in range(anatomy.heads):
-            q = to_complex(projection.q[0, :, head])
-            query_energy = (q @ query[:, group_of[head]].T).abs().square()  # [T, P]
-            plain, real, imag = _causal_product(weights[head], summed).chunk(3, dim=-1)
-            energy[:, head] = (query_energy * plain).sum(0).double().cpu()
-            turned[:, head] = (query_energy * phase.conj() * torch.complex(real, imag)).sum(0).to(turned)
-        return turned, energy
+        turned, energy = [], []
+        for heads in _together(anatomy.heads, len(phase) * basis.components, device):
+            q = to_complex(projection.q[0].movedim(1, 0)[heads])  # [..., T, d/2], of one head or of several
+            query_energy = (q @ query_rows[group_of[heads]]).abs().square()  # [..., T, P]
+            plain, real, imag = _causal_product(weights[heads], summed).chunk(3, dim=-1)
+            energy.append(precision.kept((query_energy * plain).sum(-2)))
+            turned.append(precision.kept((query_energy * phase.conj() * torch.complex(real, imag)).sum(-2)))
+        return tuple(torch.cat(parts).view(anatomy.heads, -1).T.contiguous().cpu() for parts in (turned, energy))
 
     turned, energy = 0, 0
     for one, other in processes.map(of_sequence, inputs):
@@ -292,11 +308,20 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: 
     return LagStatistics(turned, energy)
 
 
+def _together(heads: int, numbers: int, device: torch.device) -> list[int] | list[slice]:
+    """Return which heads go at once, of each of which so many components of queries are taken."""
+    if device.type == "cpu":
+        return list(range(heads))
+    count = max(1, LAG_BYTES // (40 * numbers))  # complex and real numbers, and products of theirs
+    return [slice(start, start + count) for start in range(0, heads, count)]
+
+
 def _causal_product(weights: Tensor, rows: Tensor) -> Tensor:
-    """Attention weights [T, T] of queries to no later keys, times rows [T, n]; most zeros are left out."""
-    size = math.ceil(len(weights) / CAUSAL_BLOCKS)
-    ends = [(start, start + size) for start in range(0, len(weights), size)]
-    return torch.cat([weights[start:end, :end] @ rows[:end] for start, end in ends])
+    """Attention weights [..., T, T] of queries to no later keys, times rows [T, n]; most zeros are left out."""
+    tokens = weights.shape[-1]
+    size = math.ceil(tokens / CAUSAL_BLOCKS)
+    ends = [(start, start + size) for start in range(0, tokens, size)]
+    return torch.cat([weights[..., start:end, :end] @ rows[:end] for start, end in ends], dim=-2)
 
 
 def _rows(keys: Tensor, values: Tensor) -> Tensor:
@@ -307,7 +332,3 @@ def _rows(keys: Tensor, values: Tensor) -> Tensor:
 def _wide(rows: Tensor) -> Tensor:
     """In float32 at least: moments of 16-bit products may be of no inverse."""
     return rows.float() if rows.itemsize < 4 else rows
-
-
-def _gram(rows: Tensor) -> Tensor:
-    return (rows.mT @ rows).double().cpu()

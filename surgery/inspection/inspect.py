@@ -20,6 +20,7 @@ from surgery.inspection.spectra import LayerSpectrum, spectra_figure
 from surgery.inspection.targets import foreseen_targets, smallest_targets
 from surgery.kernels.gpus import GPU, GPUS
 from surgery.kernels.planner import Attention
+from surgery.running.moment_precision import factorising_on
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.kept_layers import converted_layers
@@ -161,7 +162,7 @@ def _spectra(opened: Source, settings: ConvertSettings, progress: Progress) -> t
     method = mla.METHODS["fisher"]  # the one whose statistics weigh by the loss
     texts = load_texts(opened, settings, progress)
     work = Work.in_folder(Snapshots(), opened, settings, texts, progress)
-    with work.library, work.store, work.alternatives:
+    with work.library, work.store, work.alternatives, factorising_on(opened.stream.device):
         work.gather(gradients=method.gradients, basis_of=mla.lag_basis(method))
         found = [
             LayerSpectrum.of(layer, work.library.load(layer)[0])

@@ -26,7 +26,7 @@ from surgery.model.logit_factor import logit_cap, logit_factor
 from surgery.running.activations import give_back, give_back_freed
 from surgery.running.equal_widths import use_equal_widths
 from surgery.running.loading import causal_class, loading, with_standard_names
-from surgery.running.overflow import check_hidden, overflow
+from surgery.running.overflow import check_hidden, check_sizes, overflow, size_of
 
 SMALL = 2**26
 """Layers of a model that are no more bytes together stay loaded: to load them would take longer than to run them."""
@@ -169,14 +169,16 @@ class LayerStream:
 
     def run_layer(self, layer: StreamedLayer, hidden: Tensor, batch_size: int, attention=None) -> Tensor:
         """Applies a layer to [N, T, D] in batches, in place (the input's memory is reused)."""
+        sizes = []
         with torch.no_grad():
             for start in range(0, len(hidden), batch_size):
                 batch = hidden[start : start + batch_size].to(self.device, self.dtype)
                 output = layer(batch, attention)
                 if attention is None:  # simulated ones may overflow where the model does not
-                    check_hidden(output, self.reader, "hidden states")
+                    sizes.append(size_of(output))
                 hidden[start : start + batch_size] = output.to(hidden)
                 give_back(hidden)
+        check_sizes(sizes, self.reader, "hidden states")
         return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -248,7 +250,8 @@ class LayerStream:
                 normaliser[rows] = torch.logaddexp(normaliser[rows], logits.logsumexp(-1))
                 local = labels[rows] - first
                 inside = (local >= 0) & (local < len(weight))
-                chosen[rows[inside]] = logits[inside].gather(1, local[inside, None])[:, 0]
+                own = logits.gather(1, local.clamp(0, len(weight) - 1)[:, None])[:, 0]
+                chosen[rows] = torch.where(inside, own, chosen[rows])
         return normaliser.double() - chosen.double()
 
     @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,18 @@ def check_hidden(hidden: Tensor, reader: CheckpointReader, what: str) -> None:
     Raises:
         SurgeryError: one is NaN, infinite or too large to be squared; the line names the tensor to blame.
     """
-    if hidden.numel() and not float(torch.stack(hidden.aminmax()).abs().max()) <= LARGEST:  # nor is NaN
+    if hidden.numel():
+        check_sizes([size_of(hidden)], reader, what)
+
+
+def size_of(hidden: Tensor) -> Tensor:
+    """Return the largest absolute value of hidden states, NaN where one is, still on their device."""
+    return torch.stack(hidden.aminmax()).abs().max()
+
+
+def check_sizes(sizes: Sequence[Tensor], reader: CheckpointReader, what: str) -> None:
+    """Check what `size_of` gave for several hidden states; the host waits for their device once."""
+    if sizes and not float(torch.stack(list(sizes)).max()) <= LARGEST:  # nor is NaN
         raise overflow(reader, what)
 
 

@@ -192,6 +192,10 @@ class Processes:
             total = total + other
         return (total / self.count).to(tensor.device)
 
+    def sendable(self, value: Any) -> Any:
+        """Return a result as other processes can take it: a tensor on the CPU, where there are others."""
+        return value.cpu() if self.count > 1 and isinstance(value, Tensor) else value
+
     def wait(self) -> None:
         """Until all processes are here."""
         if self._state is not None:

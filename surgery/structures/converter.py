@@ -31,6 +31,7 @@ from surgery.engines.number_formats import ruinous_formats
 from surgery.model import remote_code_files
 from surgery.reporting.quality import useless_layers
 from surgery.reporting.report import Report, previous_report
+from surgery.running.moment_precision import factorising_on
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.running.workers import sharing_threads, workers
@@ -107,6 +108,7 @@ def _convert(
             f"left out: {len(left_out)} tensors that the model's class does not read, the first {left_out[0]}"
         )
     with ExitStack() as at_end:
+        at_end.enter_context(factorising_on(asked.opened.stream.device))
         if together.is_main:
             carried = at_end.enter_context(CarriedFiles.of(asked.opened.reader, keep_code=request.keep_code))
             if carried.left_out:

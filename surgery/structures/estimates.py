@@ -205,7 +205,8 @@ class Workload:
         process                 Python, torch and transformers as they are loaded now
         ======================= =====================================================================================
 
-        On an accelerator the layer, its batch and its attention weights are there, everything else on the host.
+        On an accelerator the layer, its batch, its attention weights and the sums of its moments are there, everything
+        else on the host.
         """
         process = psutil.Process().memory_info().rss
         phases = [self._calibration_memory(), self._conversion_memory()]
@@ -278,6 +279,8 @@ class Workload:
         }
         one_batch = max(batch * width * self.compute, self._vocabulary_bytes())
         device = {"one layer": self._layer_bytes(), "one batch": one_batch}
+        if not self.on_host:
+            device["moments"] = self._sums_bytes()
         weights = max(4 * self.demand.lags, 5 * self.own_softmax * min(self.batch, self.calibration))
         if weights:
             device["attention weights"] = weights * self.heads * self.length**2 * self.compute

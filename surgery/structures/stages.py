@@ -146,4 +146,5 @@ class StageRuns:
 
 @torch.no_grad()
 def _relative_error(attention: nn.Module, source: CapturedAttention) -> float:
-    return relative(float((attention(source.inputs)[0] - source.outputs).norm()), float(source.outputs.norm()))
+    norms = torch.stack([(attention(source.inputs)[0] - source.outputs).norm(), source.outputs.norm()])
+    return relative(*norms.tolist())

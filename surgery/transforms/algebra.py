@@ -1,5 +1,7 @@
 """The linear algebra that all transforms share. Everything is batched, Hermitian-safe and in float64.
 
+Results lie where their arguments do; :mod:`surgery.running.moment_precision` says which device factorises.
+
 Positive semidefinite matrices are always taken apart with ``eigh`` and a small damping, never with Cholesky: second
 moments of activations are singular as a rule (biases, dead channels, fewer tokens than channels).
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from surgery.running.moment_precision import solver_of
 from surgery.running.threads import torch_threads
 
 RELATIVE_FLOOR = 1e-9  # of the largest eigenvalue: below it a direction counts as empty
@@ -21,15 +24,16 @@ often that two threads, asleep as they wait, took 59 ms for what one did in 13 (
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``torch.linalg.eigh``, on one thread where that is sooner."""
+    """As ``torch.linalg.eigh``, on one thread where that is sooner, or on the solver's device."""
     with torch_threads(_worth(matrix)):
-        return torch.linalg.eigh(matrix)
+        values, vectors = torch.linalg.eigh(matrix.to(solver_of(matrix)))
+        return values.to(matrix.device), vectors.to(matrix.device)
 
 
 def eigvalsh(matrix: Tensor) -> Tensor:
-    """As ``torch.linalg.eigvalsh``, on one thread where that is sooner."""
+    """As ``torch.linalg.eigvalsh``, on one thread where that is sooner, or on the solver's device."""
     with torch_threads(_worth(matrix)):
-        return torch.linalg.eigvalsh(matrix)
+        return torch.linalg.eigvalsh(matrix.to(solver_of(matrix))).to(matrix.device)
 
 
 def _worth(matrix: Tensor) -> int:
@@ -47,18 +51,20 @@ def psd_powers(matrix: Tensor, exponents: tuple[float, ...], floor: float = RELA
     Eigenvalues are raised by a relative floor, so that negative powers exist. Nothing is relative to a matrix of zeros,
     as of a head that is dead: its floor is that of the identity.
     """
-    values, vectors = eigh(matrix)
+    device = matrix.device
+    values, vectors = eigh(matrix.to(solver_of(matrix)))
     largest = values.amax(-1, keepdim=True)
     largest = torch.where(largest * floor > torch.finfo(values.dtype).tiny, largest, 1.0)
     values = values.clamp_min(0) + largest * floor
-    return [(vectors * values.pow(e).to(vectors.dtype)[..., None, :]) @ vectors.mH for e in exponents]
+    powers = [(vectors * values.pow(e).to(vectors.dtype)[..., None, :]) @ vectors.mH for e in exponents]
+    return [power.to(device) for power in powers]
 
 
 def left_root(matrix: Tensor) -> Tensor:
     """R with ``R Rᵀ`` the positive matrix: Cholesky's, a tenth of the time of the symmetric one, unless rounding left
     the matrix not positive."""
-    root, failed = torch.linalg.cholesky_ex(matrix)
-    return psd_powers(matrix, (0.5,))[0] if failed else root
+    root, failed = torch.linalg.cholesky_ex(matrix.to(solver_of(matrix)))
+    return psd_powers(matrix, (0.5,))[0] if failed else root.to(matrix.device)
 
 
 def eigh_descending(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +96,8 @@ def reduced_rank_projection(moment: Tensor, metric: Tensor, rank: int) -> tuple[
         down [rank, n], up [n, rank], and all n squared singular values: their sum beyond ``rank`` is the error, and
         the latent ``down z`` has those before ``rank`` as its variances.
     """
-    root, inverse_root = psd_powers(metric, (0.5, -0.5))
-    energy, basis = eigh_descending(root @ moment @ root)
+    device, solver = moment.device, solver_of(moment)
+    root, inverse_root = psd_powers(metric.to(solver), (0.5, -0.5))
+    energy, basis = eigh_descending(root @ moment.to(solver) @ root)
     kept = basis[:, :rank]
-    return kept.mT @ root, inverse_root @ kept, energy.clamp_min(0)
+    return tuple(part.to(device) for part in (kept.mT @ root, inverse_root @ kept, energy.clamp_min(0)))

@@ -167,16 +167,19 @@ class SimulatedGroup:
         The parts are keys before norm and rotation, and values; 0 where no block was complete.
         """
         widths = self.members[0].parts
-        lost, energy = torch.zeros(2, len(widths), dtype=torch.float64)
+        sums = []
         for member in self.members:
             if member.rebuilt is None:
                 continue
             exact = member.exact[:, : member.rebuilt.shape[1]]
-            for side, (z, rebuilt) in enumerate(
-                zip(exact.split(member.parts, -1), member.rebuilt.split(member.parts, -1), strict=True)
-            ):
-                lost[side] += float((z - rebuilt).double().square().sum())
-                energy[side] += float(z.double().square().sum())
+            pairs = zip(exact.split(member.parts, -1), member.rebuilt.split(member.parts, -1), strict=True)
+            for z, rebuilt in pairs:
+                sums += [(z - rebuilt).double().square().sum(), z.double().square().sum()]
+        lost, energy = torch.zeros(2, len(widths), dtype=torch.float64)
+        if sums:
+            for of_member in torch.stack(sums).cpu().view(-1, len(widths), 2):
+                lost += of_member[:, 0]
+                energy += of_member[:, 1]
         return tuple((lost / energy.clamp_min(torch.finfo(torch.float64).tiny)).tolist())
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from surgery.calibration.statistics import LayerStatistics
 from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import AttentionAnatomy
+from surgery.running.moment_precision import MomentPrecision
 from surgery.transforms.algebra import damp, psd_powers
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
 from surgery.transforms.low_rank_methods import METHODS, BlockMoments, method_named
@@ -65,19 +66,21 @@ class SharedMoments:
         """Measures them on the layer's inputs [N, T, D] and the shared latents [N, T, s] of the same tokens.
 
         ``weight`` [N T] is :attr:`LayerStatistics.token_weight`. Products of a sequence are taken in the anatomy's
-        dtype and summed in float64.
+        dtype and summed in float64, where :mod:`surgery.running.moment_precision` says.
         """
         weight = torch.ones(inputs.shape[:2].numel()) if weight is None else weight
         rows = kv_rows(anatomy)
-        cross = torch.zeros(len(rows), latents.shape[-1], dtype=torch.float64)
-        moment = torch.zeros(latents.shape[-1], latents.shape[-1], dtype=torch.float64)
+        size = latents.shape[-1]
+        precision = MomentPrecision.of(rows.device, 2 * 8 * size * (len(rows) + size))
+        cross = torch.zeros(len(rows), size, dtype=torch.float64, device=precision.sums)
+        moment = torch.zeros(size, size, dtype=torch.float64, device=precision.sums)
         for x, c, w in zip(inputs, latents, weight.view(inputs.shape[:2]), strict=True):
             c = c.to(rows)
             weighted = c * w.to(rows)[:, None]
-            cross += (rows @ (x.to(rows).mT @ weighted)).double().cpu()
-            moment += (c.mT @ weighted).double().cpu()
+            cross += precision.kept(rows @ (x.to(rows).mT @ weighted))
+            moment += precision.kept(c.mT @ weighted)
         total = float(weight.double().sum())
-        return cls(cross / total, moment / total)
+        return cls(cross.cpu() / total, moment.cpu() / total)
 
 
 def kv_rows(anatomy: AttentionAnatomy) -> Tensor:

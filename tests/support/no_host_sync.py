@@ -1,17 +1,21 @@
-"""A mode in which what makes the host wait for a device raises, on any device: with it, CPU tests watch GPU code."""
+"""A mode in which calls that make the host wait for a device raise, on any device: CPU tests watch GPU code with it."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Functions by name: those that read a tensor in Python, and those that make one of Python's data.
-FUNCTIONS = {"tolist", "numpy", "__array__", "cpu", "tensor", "as_tensor", "asarray", "new_tensor"}
-# Operators whose result, or its shape, the host has to know.
+# Functions that read a tensor in Python, and those that make one of Python's data.
+READS = {"tolist", "numpy", "__array__", "cpu"}
+CONSTANTS = {"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy"}
+# Operators whose result, or its shape, the host has to know: `item`, `int` and `bool` of tensors among them.
 OPERATORS = {
     "_local_scalar_dense",
     "allclose",
@@ -20,44 +24,89 @@ OPERATORS = {
     "is_nonzero",
     "masked_select",
     "nonzero",
+    "nonzero_static",
     "_unique2",
     "unique_consecutive",
     "unique_dim",
 }
-INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 COPIES = {"_to_copy", "copy_"}
+TORCH, TRANSFORMERS = str(Path(torch.__file__).parent), "/transformers/"
 
 
-class HostSyncError(RuntimeError):
+class HostSyncError(AssertionError):
     """A call that makes the host wait for a device, or copies a constant to it."""
 
 
 class NoHostSync:
-    """Context manager: ``.item()``, ``.tolist()``, ``nonzero``, boolean indexing, new constants and the like raise."""
+    """Context manager: ``.item()``, ``.tolist()``, ``nonzero``, boolean indexing, new constants and the like raise.
+
+    Operators of this project are looked at from outside: on a GPU they are kernels, in tests their references.
+    """
+
+    def __init__(self, *, constants: bool = True, allow_transformers: bool = False) -> None:
+        """Watch a ``with`` block.
+
+        Args:
+            constants: raise for tensors made of Python's data, too, which a step in a CUDA graph may not copy.
+            allow_transformers: let transformers' own code pass: it reads padded masks.
+        """
+        self._constants, self._allow_transformers, self._inside = constants, allow_transformers, False
 
     def __enter__(self) -> NoHostSync:
         self._modes = ExitStack()
-        self._modes.enter_context(_Functions())
-        self._modes.enter_context(_Operators())
+        self._modes.enter_context(_Functions(self))
+        self._modes.enter_context(_Operators(self))
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._modes.__exit__(*error)
+
+    def refuse(self, reason: str, *, constant: bool = False) -> None:
+        """Raise HostSyncError with the line that called, unless that may pass."""
+        if self._inside or (constant and not self._constants):
+            return
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith((__file__, TORCH)):
+            frame = frame.f_back
+        if self._allow_transformers and frame is not None and TRANSFORMERS in frame.f_code.co_filename:
+            return
+        raise HostSyncError(f"{reason}, at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else reason)
 
 
 class _Functions(TorchFunctionMode):
+    def __init__(self, watch: NoHostSync) -> None:
+        super().__init__()
+        self._watch = watch
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__name__", None) in FUNCTIONS:
-            raise HostSyncError(function.__name__)
+        name = getattr(function, "__name__", None)
+        if name in READS:
+            self._watch.refuse(f"{name} reads the device")
+        if name in CONSTANTS and not isinstance(args[-1], Tensor):
+            self._watch.refuse(f"{name} makes a constant", constant=True)
         return function(*args, **(kwargs or {}))
 
 
 class _Operators(TorchDispatchMode):
+    def __init__(self, watch: NoHostSync) -> None:
+        super().__init__()
+        self._watch = watch
+
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        reason = _reason(operator.overloadpacket.__name__, args, kwargs or {})
-        if reason:
-            raise HostSyncError(f"{operator}: {reason}")
-        return operator(*args, **(kwargs or {}))
+        kwargs, name, watch = kwargs or {}, operator.overloadpacket.__name__, self._watch
+        if operator.namespace == "surgery" and not watch._inside:
+            watch._inside = True
+            try:
+                return operator(*args, **kwargs)
+            finally:
+                watch._inside = False
+        if reason := _reason(name, args, kwargs):
+            watch.refuse(f"{operator}: {reason}")
+        # Python's lists, as an index too; a number that is written to a tensor is an argument of a kernel.
+        if name == "lift_fresh" and args[0].dim():
+            watch.refuse(f"{operator}: a new constant", constant=True)
+        return operator(*args, **kwargs)
 
 
 def _reason(name: str, args: tuple, kwargs: dict) -> str | None:
@@ -67,10 +116,8 @@ def _reason(name: str, args: tuple, kwargs: dict) -> str | None:
     if name == "repeat_interleave" and isinstance(args[-1], Tensor) and kwargs.get("output_size") is None:
         return "the host reads the length of the result: pass output_size"
     if name in INDEXING and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
-        return "the host counts the elements of a boolean index"
-    # Python's lists, as an index too; a number that is written to a tensor is an argument of a kernel.
-    if name == "lift_fresh" and args[0].dim():
-        return "a new constant"
+        # One value for all masked elements is a masked_fill.
+        return None if len(args) > 2 and args[2].numel() == 1 else "the host counts the elements of a boolean index"
     if name in COPIES and _crosses(name, args, kwargs):
         return "a copy between host and device"
     return None

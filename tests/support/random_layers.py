@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.anatomy import AttentionAnatomy, HeadNorm
 from surgery.transforms.algebra import reduced_rank_projection
 from surgery.transforms.key_basis import energy_basis
 from surgery.transforms.latent_layer import LatentLayer
@@ -44,3 +44,10 @@ def truncated(anatomy: AttentionAnatomy, x: Tensor, rotated: int, rank: int) -> 
     rows = latent_rows(anatomy, basis, torch.arange(rotated))
     down, up, _ = reduced_rank_projection(rows @ moment @ rows.T, torch.eye(len(rows), dtype=torch.float64), rank)
     return latent_form(anatomy, basis, torch.arange(rotated)), down, up
+
+
+def random_layer(dtype: torch.dtype = torch.float32) -> tuple[AttentionAnatomy, Tensor]:
+    """A layer with biases and a key norm, and its inputs [3, 20, D]."""
+    norm = HeadNorm(random(6, seed=9).abs() + 0.5, 1e-6)
+    anatomy = random_attention(8, 4, 40, 6, biased=True, k_norm=norm).to(dtype)
+    return anatomy, (random(3, 20, 40, seed=20) / 40**0.5).to(dtype)

@@ -26,6 +26,7 @@ from surgery.families.softmax import Softmax
 from surgery.model.attention_functions import normalise_heads, rotate_pairs
 from surgery.reporting.report import SourceShape
 from surgery.running.activations import give_back
+from surgery.running.moment_precision import MomentPrecision
 from surgery.running.source import OwnSource
 from surgery.structures.base import LONG, Foreseen, Outcome, Structure
 from surgery.structures.cross_layer.budget import shared_rank
@@ -183,7 +184,7 @@ def _metrics(
     with progress.phase("calibrate: backward", stream.num_layers) as advance:
         for index in reversed(range(stream.num_layers)):
             rank = opened.rank(index)
-            metric = torch.zeros(rank, rank, dtype=torch.float64)
+            precision, metric = MomentPrecision.of(stream.device, 2 * 8 * rank**2), 0
             with stream.layer(index) as layer:
                 seen: list[Tensor] = []
                 down = layer.model.layers[0].self_attn.kv_down
@@ -195,10 +196,10 @@ def _metrics(
                     out = layer(leaf)
                     gradient, latent = torch.autograd.grad(out, (leaf, seen[0]), above.to(out))
                     flat = latent[..., :rank].flatten(0, 1)
-                    metric += (flat.mT @ flat).double().cpu()
+                    metric += precision.gram(flat)
                     above.copy_(gradient)
                     give_back(entered, upstream)
-            metrics.append(damp(metric / tokens.numel(), METRIC_DAMPING))
+            metrics.append(damp(metric.cpu() / tokens.numel(), METRIC_DAMPING))
             advance()
     return metrics[::-1]
 

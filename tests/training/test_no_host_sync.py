@@ -1,0 +1,88 @@
+"""Healing on a GPU queues its work: no microbatch makes the host wait for the device."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from device_checks import on_device
+from no_host_sync import HostSyncError, NoHostSync
+from own_models import KINDS, tiny_source
+from training_data import packed_batch
+
+from surgery.training.chunks import States
+from surgery.training.data import IGNORED
+from surgery.training.distillation import Body, Distillation
+from surgery.training.objectives import PARTS, ObjectiveWeights
+from surgery.training.top_k import top_k
+
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def models():
+    with torch.no_grad():
+        source = tiny_source("llama")
+        return source, KINDS["latent"](source).requires_grad_(True)
+
+
+# With masks, classes of this project look for themselves where documents begin: one wait a forward pass.
+@pytest.mark.parametrize(("own_class", "document_masks"), [(True, False), (False, True)])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_microbatch_does_not_wait(models, part, own_class, document_masks):
+    teacher, student = models
+    student = student if own_class else deepcopy(teacher).requires_grad_(True)
+    weights = ObjectiveWeights(**{"kl": 0.0, part: 1.0})
+    module = Distillation(student, weights, teacher, document_masks=document_masks).train()
+    data = packed_batch()
+    with NoHostSync():
+        loss, parts = module(data.to("cpu"), float(data.predicted))
+        loss.backward()
+    assert loss.isfinite() and parts[part] == loss
+    assert any(each.grad is not None for each in student.parameters())
+
+
+def test_a_microbatch_stays_on_its_device():
+    on_device("microbatches")
+
+
+def test_kept_logits_do_not_wait_either(models):
+    teacher, student = models
+    data = packed_batch()
+    body = Body.of(teacher)
+    with torch.no_grad():
+        top = top_k(States(body.states(data.tokens, None)[:, :-1].flatten(0, 1), body.head()), 8)
+    grid = type(top)(*(each.unflatten(0, (2, LENGTH - 1)) for each in (top.values, top.ids, top.rest)), top.vocabulary)
+    module = Distillation(student, ObjectiveWeights()).train()
+    with NoHostSync():
+        loss, _ = module(data, float(data.predicted), grid)
+        loss.backward()
+    flat = data.predicting - data.predicting // LENGTH
+    assert torch.equal(grid[data.predicting // LENGTH, data.predicting % LENGTH].ids, top.ids[flat])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_documents_that_the_host_knows_make_the_same_states(models, packed):
+    body, data = Body.of(models[0]), packed_batch()
+    positions = data.position_ids if packed else torch.arange(LENGTH)[None]
+    with torch.no_grad():
+        looked, known = (body.states(data.tokens, positions, each) for each in (None, packed))
+    assert torch.equal(looked, known)
+
+
+def test_a_batch_knows_where_it_predicts():
+    data = packed_batch()
+    kept = (data.labels[:, 1:] != IGNORED).flatten()
+    assert data.predicted == int(kept.sum()) and data.packed
+    assert torch.equal(data.tokens.flatten()[data.predicting + 1], data.labels[:, 1:].flatten()[kept])
+    nothing = replace(data, labels=torch.full_like(data.labels, IGNORED), predicting=None)
+    assert nothing.predicted == 0 and nothing.to("cpu").predicted == 0
+    alone = replace(data, documents=torch.zeros_like(data.documents), packed=None)
+    assert not alone.packed
+
+
+def test_the_mode_sees_what_waits():
+    x = torch.arange(4.0)
+    for waits in (lambda: float(x[0]), lambda: x[x > 1], lambda: bool((x > 1).any()), lambda: (x > 1).nonzero()):
+        with pytest.raises(HostSyncError), NoHostSync():
+            waits()
