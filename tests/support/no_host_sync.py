@@ -44,14 +44,15 @@ class NoHostSync:
     Operators of this project are looked at from outside: on a GPU they are kernels, in tests their references.
     """
 
-    def __init__(self, *, constants: bool = True, allow_transformers: bool = False) -> None:
+    def __init__(self, *, strict: bool = True, allow_transformers: bool = False) -> None:
         """Watch a ``with`` block.
 
         Args:
-            constants: raise for tensors made of Python's data, too, which a step in a CUDA graph may not copy.
+            strict: raise where Python reads or makes whole tensors, too. A step in a CUDA graph may not; what reads
+                files or prepares batches has tensors on the host.
             allow_transformers: let transformers' own code pass: it reads padded masks.
         """
-        self._constants, self._allow_transformers, self._inside = constants, allow_transformers, False
+        self._strict, self._allow_transformers, self._inside = strict, allow_transformers, False
 
     def __enter__(self) -> NoHostSync:
         self._modes = ExitStack()
@@ -62,9 +63,9 @@ class NoHostSync:
     def __exit__(self, *error: Any) -> None:
         self._modes.__exit__(*error)
 
-    def refuse(self, reason: str, *, constant: bool = False) -> None:
+    def refuse(self, reason: str, *, strict: bool = False) -> None:
         """Raise HostSyncError with the line that called, unless that may pass."""
-        if self._inside or (constant and not self._constants):
+        if self._inside or (strict and not self._strict):
             return
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith((__file__, TORCH)):
@@ -82,9 +83,9 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", None)
         if name in READS:
-            self._watch.refuse(f"{name} reads the device")
+            self._watch.refuse(f"{name} reads the device", strict=True)
         if name in CONSTANTS and not isinstance(args[-1], Tensor):
-            self._watch.refuse(f"{name} makes a constant", constant=True)
+            self._watch.refuse(f"{name} makes a constant", strict=True)
         return function(*args, **(kwargs or {}))
 
 
@@ -105,7 +106,7 @@ class _Operators(TorchDispatchMode):
             watch.refuse(f"{operator}: {reason}")
         # Python's lists, as an index too; a number that is written to a tensor is an argument of a kernel.
         if name == "lift_fresh" and args[0].dim():
-            watch.refuse(f"{operator}: a new constant", constant=True)
+            watch.refuse(f"{operator}: a new constant", strict=True)
         return operator(*args, **kwargs)
 
 
