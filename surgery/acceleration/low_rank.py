@@ -198,8 +198,10 @@ def _quantized(
 def _filled_slots(layer: ExactWindowLayer, queries: int, device: torch.device) -> Tensor:
     """Slots of the exact tokens that `update` will return, int32 [B, E]; -1 of those that nothing belongs to yet."""
     held = layer.exact
-    slots = layer.slots(queries, device)
-    kept = held.sink_keys.shape[-2] if held.is_initialized else 0
-    window_start = slots[0, kept] if slots.shape[1] > kept else 0
-    empty = (torch.arange(slots.shape[1], device=device) < kept) & (slots >= window_start)
-    return torch.where(empty, -1, slots).to(torch.int32)
+
+    def make() -> Tensor:
+        slots = layer.slots(queries, device)
+        empty = (torch.arange(slots.shape[1], device=device) < held.sink_slots) & (slots >= held.window_start)
+        return slots.masked_fill(empty, -1).to(torch.int32)
+
+    return held.once((_filled_slots, queries), device, make)
