@@ -6,10 +6,13 @@ import pytest
 import torch
 from decode_mode import NotAStep, decode_mode
 from own_models import tokens
-from transformers import Cache, DynamicCache, StaticCache
-from written_models import IMAGES, WRITTEN
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from written_models import IMAGES, QUICK, WRITTEN
 
-PROMPT, STEPS = 5, 15
+from surgery.acceleration import accelerate
+from surgery.kernels import operation
+
+PROMPT, STEPS = 5, 8
 
 FORBIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda x: x.sum().item(),
@@ -50,52 +53,67 @@ def no_gradients():
         yield
 
 
-def fill(name: str, padded: bool, cache: Cache | None = None):
-    """A model, its cache after a prompt, and arguments of the steps after it."""
-    model, ids = WRITTEN[name](), tokens(length=PROMPT + STEPS)
-    cache = DynamicCache(config=model.config) if cache is None else cache
+def fill(model: PreTrainedModel, padded: bool, cache: Cache) -> list[dict[str, torch.Tensor | None]]:
+    """Read a prompt; arguments of the steps after it."""
+    ids = tokens(length=PROMPT + STEPS)
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
-    output = model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT] if padded else None, past_key_values=cache)
-    steps = [
+    model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT] if padded else None, past_key_values=cache)
+    return [
         {"input_ids": ids[:, at : at + 1], "attention_mask": mask[:, : at + 1] if padded else None}
         for at in range(PROMPT, PROMPT + STEPS)
     ]
-    return model, output.past_key_values, steps
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", WRITTEN)
-def test_steps_never_wait_for_the_device(name, padded):
-    model, cache, steps = fill(name, padded)
-    for step in steps:
-        with decode_mode(allow_transformers=padded or name == IMAGES):
-            model(**step, past_key_values=cache)
-
-
-def reserved(name: str) -> Cache:
-    """A cache of a model with memory for the whole text."""
-    model = WRITTEN[name]()
+def reserved(model: PreTrainedModel) -> Cache:
+    """A cache with memory for the whole text."""
     if hasattr(model, "reserved_cache"):
         return model.reserved_cache(PROMPT + STEPS)
     return StaticCache(config=model.config, max_cache_len=PROMPT + STEPS)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", WRITTEN)
-def test_a_reserved_cache_stays_where_it_is(name, padded):
+CASES = [
+    pytest.param(name, padded, marks=[] if name in QUICK or padded else [pytest.mark.slow])
+    for name in WRITTEN
+    for padded in (True, False)
+]
+
+
+@pytest.mark.parametrize(("name", "padded"), CASES)
+def test_steps_never_wait_for_the_device_and_move_no_cache(name, padded):
     """Nothing that was there after the prompt moves, and steps read what they read in a cache that grows."""
-    expected_model, expected, steps = fill(name, padded)
-    model, cache, _ = fill(name, padded, reserved(name))
+    model = WRITTEN[name]()
+    cache, growing = reserved(model), DynamicCache(config=model.config)
+    steps, _ = fill(model, padded, cache), fill(model, padded, growing)
     held = addresses(cache)
     for step in steps:
-        expected_logits = expected_model(**step, past_key_values=expected).logits
         with decode_mode(allow_transformers=padded or name == IMAGES):
-            logits = model(**step, past_key_values=cache).logits
-        torch.testing.assert_close(logits, expected_logits, atol=1e-5, rtol=1e-5)
+            logits, expected = (model(**step, past_key_values=each).logits for each in (cache, growing))
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
         now = addresses(cache)
         assert not {path for path in held.keys() & now.keys() if held[path] != now[path]}
         held |= now
+
+
+KERNELS = [
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for name in WRITTEN
+    if name != IMAGES  # its class takes no attention functions
+]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_steps_on_kernels_never_wait_for_the_device(name, monkeypatch):
+    """What `accelerate` puts around the kernels; their references run in their place."""
+    monkeypatch.setattr(operation, "refusal", lambda *tensors: "a test")
+    model = WRITTEN[name]()
+    cache, growing = reserved(model), DynamicCache(config=model.config)
+    steps, _ = fill(model, True, cache), fill(model, True, growing)
+    assert accelerate(model, compare=False).layers
+    for step in steps:
+        with decode_mode(allow_transformers=True):
+            model(**step, past_key_values=cache)
+            model(**step, past_key_values=growing)
 
 
 def addresses(value: object, path: str = "", seen: set[int] | None = None) -> dict[str, int]:
