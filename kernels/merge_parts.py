@@ -36,9 +36,9 @@ def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor,
     logs = torch.stack(tuple(lses))
     # Detached: it cancels. -∞ - -∞ would be NaN where no part had anything to see.
     most = logs.detach().amax(dim=0)
-    weights = (logs - torch.where(most == -torch.inf, 0.0, most)).exp()
+    weights = (logs - most.masked_fill(most == -torch.inf, 0.0)).exp()
     total = weights.sum(dim=0)
-    some = total > 0
-    safe = torch.where(some, total, 1.0)
+    empty = ~(total > 0)
+    safe = total.masked_fill(empty, 1.0)
     mixed = sum(weight.unsqueeze(-1) * out for weight, out in zip(weights, outs, strict=True)) / safe.unsqueeze(-1)
-    return mixed.to(outs[0].dtype), torch.where(some, safe.log() + most, -torch.inf)
+    return mixed.to(outs[0].dtype), (safe.log() + most).masked_fill(empty, -torch.inf)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from surgery.common.errors import SurgeryError
 from surgery.eval.variants.cache_hook import NoVariant, install, refusals
 from surgery.model.cache_layer import Call, keeps_cache, own_cache
+from surgery.model.left_padding import LeftPadding
 from surgery.model.sink_window_cache import SinkWindowCache
 
 ATTENTIONS = ("sdpa", "eager")
@@ -51,16 +52,15 @@ def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedMo
         batch, queries = new.shape[:2]
         total = layers[0].seen + queries
         real = _real_tokens(call.get("attention_mask"), batch, total)
-        padding = _left_padding(real) if real is not None else layers[0].padding or [0] * batch
+        padding = LeftPadding.of_mask(real) if real is not None else layers[0].padding or LeftPadding([0] * batch)
         for layer in layers:
             layer.padding = padding
         visible = layers[0].visible(queries, new.device)
-        if real is not None and int(real.sum()) != real.numel() - sum(padding):
+        if real is not None and padding.has_gaps:
             if keep:
                 raise SurgeryError("the attention mask has padding after a row's first token: pad on the left")
-            visible &= real[:, None, None, :].to(visible.device) | torch.eye(
-                queries, dtype=torch.bool, device=visible.device
-            )
+            own = torch.eye(queries, dtype=torch.bool, device=visible.device)
+            visible = visible & (real[:, None, None, :].to(visible.device) | own)
         eager = decoder.config._attn_implementation == "eager"
         call["attention_mask"] = _additive(visible, decoder.dtype) if eager else visible
 
@@ -78,11 +78,6 @@ def _real_tokens(mask: Tensor | None, batch: int, total: int) -> BoolTensor | No
             f"here {[batch, total]}"
         )
     return mask.bool()
-
-
-def _left_padding(real: BoolTensor) -> list[int]:
-    """How many tokens of each row [B, T] come before the first real one."""
-    return (real.cumsum(dim=1) == 0).sum(dim=1).tolist()
 
 
 def _additive(visible: BoolTensor, dtype: torch.dtype) -> Tensor:

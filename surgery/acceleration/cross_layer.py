@@ -12,7 +12,8 @@ from surgery.acceleration.steps import is_step, readable
 from surgery.kernels.lowrank_decode.operator import lowrank_decode
 from surgery.model.attention_functions import rotates_plainly
 from surgery.model.cross_layer_attention import CrossLayerAttention
-from surgery.model.group_cache import GroupLayer
+from surgery.model.group_cache import GroupLayer, Reading
+from surgery.model.step_memo import once
 
 
 def why_not_cross_layer(module: CrossLayerAttention) -> str | None:
@@ -33,6 +34,7 @@ def cross_layer_kernel(
     mask: Tensor | None,
     cache: Cache | None,
     real: Tensor | None,
+    reading: Reading,
 ) -> Tensor | None:
     """Outputs [B, T, H, d] of rotated query [B, H, T, d]; None, and nothing cached, where this is no step.
 
@@ -41,6 +43,7 @@ def cross_layer_kernel(
         biases: of keys and of values [G·d].
         mask: over positions, as `row_bounds` takes it.
         real: bool [B, T], false at padding; None without any.
+        reading: what the new tokens read.
     """
     rows, _, queries, _ = query.shape
     layer = None if cache is None else cache.layers[module.layer_idx]
@@ -48,7 +51,6 @@ def cross_layer_kernel(
         return None
     if real is not None:
         tokens = tokens * real[:, None, :, None].to(tokens.dtype)
-    reading = layer.reading(queries, query.device)
     low, stop = reading.rebuilt
     exact, _ = cache.update(tokens, tokens[..., :0], module.layer_idx)
     heads = module.num_kv_heads, module.head_dim
@@ -59,8 +61,7 @@ def cross_layer_kernel(
     else:  # nothing is rebuilt yet: one code that no query reads
         latents = tokens.new_zeros(rows, 1, 1, module.entry["rank"])
     _, starts = row_bounds(mask, rows, queries, layer.seen, query.device)
-    counts = torch.tensor([[layer.seen], [low], [max(low, stop)]], dtype=torch.int32, device=query.device)
-    lengths, first, behind = counts.expand(-1, rows)
+    lengths, first, rebuilt, exact_slots = once(reading.exact, rows, lambda: _row_facts(reading, layer.seen, rows))
     norm, (key_bias, value_bias) = module.k_norm, (None if bias is None else bias.view(heads) for bias in biases)
     out, exact_out, _ = lowrank_decode(
         query.transpose(1, 2),
@@ -71,15 +72,25 @@ def cross_layer_kernel(
         key_bias=key_bias,
         norm_weight=None if norm is None else norm.weight,
         norm_eps=0.0 if norm is None else norm.variance_epsilon,
-        lengths=lengths.contiguous(),
+        lengths=lengths,
         starts=starts,
-        first=first.contiguous(),
-        rebuilt=torch.stack([first, behind], dim=1),
+        first=first,
+        rebuilt=rebuilt,
         window=reading.window,
         exact_key=key,
         exact_value=value,
-        exact_slots=reading.exact.to(torch.int32).expand(rows, -1).contiguous(),
+        exact_slots=exact_slots,
         raw_exact=True,
     )
     layer.settle(module.encode)
     return lifted(out, up_value, exact_out, value_bias)
+
+
+def _row_facts(reading: Reading, seen: int, rows: int) -> tuple[Tensor, ...]:
+    """Of each row, int32: its length, its first latent [B], rebuilt positions [B, 2], slots of exact tokens [B, E]."""
+    low, stop = reading.rebuilt
+    device, dtype = reading.exact.device, torch.int32
+    lengths, first, behind = (
+        torch.full((rows,), number, dtype=dtype, device=device) for number in (seen, low, max(low, stop))
+    )
+    return lengths, first, torch.stack([first, behind], dim=1), reading.exact.to(dtype).repeat(rows, 1)

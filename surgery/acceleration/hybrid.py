@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from surgery.acceleration.masks import padding_starts
 from surgery.acceleration.steps import is_step
 from surgery.kernels.hybrid_decode.operator import hybrid_decode
 from surgery.kernels.sink_recent_prefill.operator import sink_recent_prefill
@@ -22,7 +21,8 @@ def hybrid_kernel(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, 
         return None
     if (full and type(layer.full) is not PlainLayer) or (layer.streaming and layer.streaming.codes is not None):
         return None
-    starts = padding_starts(layer.padding, query.device)
+    padding = layer.padding
+    starts = padding.on(query.device, torch.int32) if padding is not None and padding.most else None
     if is_step(module, query, queries):
         return _step(module, query, key, value, layer, starts)
     if layer.get_seq_length():
@@ -51,7 +51,7 @@ def _step(
         held_key, held_value = layer.full.update(key[:, :full], value[:, :full])
     if full < module.num_kv_heads:
         streaming = layer.streaming
-        sink_slots = streaming.sink_keys.shape[-2] if streaming.is_initialized else 0
+        sink_slots = streaming.sink_slots
         few_key, few_value = streaming.update(key[:, full:], value[:, full:])
     out, _ = hybrid_decode(
         query.transpose(1, 2),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor, nn
 from transformers import Cache
@@ -10,7 +12,7 @@ from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.quantized import of_both
 from surgery.acceleration.steps import is_step, readable
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, lowrank_decode_quantized, rotation_tables
-from surgery.model.attention_functions import norm_width, rotates_plainly
+from surgery.model.attention_functions import norm_width, rotates_plainly, take
 from surgery.model.exact_window_cache import ExactWindowLayer
 from surgery.model.low_rank_attention import LowRankAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -84,7 +86,7 @@ def low_rank_kernel(
     key_up, value_up, ranges = stacked_ups(module)
     heads = module.num_kv_heads, module.head_dim
     reading = {
-        "rotation": rotation_of(module.rotary[0], module.config, layer.get_seq_length()),
+        "rotation": rotation_of(module.rotary[0], module.config, slots),
         "key_bias": None if module.key_bias is None else module.key_bias.view(heads),
         "norm_weight": None if module.k_norm is None else module.k_norm.weight,
         "norm_eps": 0.0 if module.k_norm is None else module.k_norm.variance_epsilon,
@@ -141,7 +143,7 @@ def stacked_ups(
 
 
 def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, int, int, int]] | None]:
-    part, ends = module._full, torch.tensor(module.ranks).cumsum(0).tolist()
+    part, ends = module._full, list(accumulate(module.ranks))
     sides, ranges = [], []
     for up_projections, order in ((module.key_up, part.key_order), (module.value_up, part.value_order)):
         ups = up_projections.matrices()
@@ -153,7 +155,7 @@ def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, in
             rank = module.ranks[number]
             places += [(ends[number] - rank, rank)] * len(rows[-1])
         stacked = rows[0] if len(rows) == 1 else torch.cat(rows)
-        sides.append(stacked if order is None else stacked[order])
+        sides.append(take(stacked, order, 0))
         ranges.append(places if order is None else [places[place] for place in order])
     if len(module.ranks) == 1:
         return *sides, None
@@ -198,8 +200,10 @@ def _quantized(
 def _filled_slots(layer: ExactWindowLayer, queries: int, device: torch.device) -> Tensor:
     """Slots of the exact tokens that `update` will return, int32 [B, E]; -1 of those that nothing belongs to yet."""
     held = layer.exact
-    slots = layer.slots(queries, device)
-    kept = held.sink_keys.shape[-2] if held.is_initialized else 0
-    window_start = slots[0, kept] if slots.shape[1] > kept else 0
-    empty = (torch.arange(slots.shape[1], device=device) < kept) & (slots >= window_start)
-    return torch.where(empty, -1, slots).to(torch.int32)
+
+    def make() -> Tensor:
+        slots = layer.slots(queries, device)
+        empty = (torch.arange(slots.shape[1], device=device) < held.sink_slots) & (slots >= held.window_start)
+        return slots.masked_fill(empty, -1).to(torch.int32)
+
+    return held.once((_filled_slots, queries), device, make)

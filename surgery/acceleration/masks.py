@@ -1,12 +1,15 @@
 """What a decoder's attention mask says of each row, in the form that kernels take: where it begins and where it ends.
 
-Read on the device alone, so that a step recorded in a CUDA graph follows the mask that it is given.
+Read on the device alone, so that a step recorded in a CUDA graph follows the mask that it is given; and once for all
+layers that get the same mask.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from surgery.model.step_memo import once
 
 
 def row_bounds(
@@ -31,6 +34,10 @@ def row_bounds(
     if mask is None:
         empty = 1 < queries < positions
         return torch.full((rows,), queries, dtype=torch.int32, device=device) if empty else None, None
+    return once(mask, (row_bounds, rows), lambda: _bounds(mask, rows))
+
+
+def _bounds(mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     seen = mask[:, 0, -1]
     if seen.dtype != torch.bool:
         seen = seen > torch.finfo(mask.dtype).min / 2
@@ -38,10 +45,3 @@ def row_bounds(
     starts = seen.argmax(dim=-1)
     lengths = seen.shape[-1] - seen.flip(-1).argmax(dim=-1)
     return lengths.to(torch.int32), starts.to(torch.int32)
-
-
-def padding_starts(padding: list[int] | None, device: torch.device) -> Tensor | None:
-    """Starts of rows, int32 [B], of what a cache layer knows of their padding; None without any."""
-    if not padding or not any(padding):
-        return None
-    return torch.tensor(padding, dtype=torch.int32, device=device)

@@ -44,16 +44,17 @@ class SteadyLayer(DynamicLayer):
 
 
 @torch.no_grad()
-def filled_cache(model, batch: int, context: int, device: torch.device) -> Any:
+def filled_cache(model, batch: int, context: int, device: torch.device, steps: int = 0) -> Any:
     """A cache of any kind with `context` random tokens in each of `batch` rows.
 
     Plain keys and values are filled at random, without a prompt, and do not grow: see :class:`SteadyLayer`. Every other
     cache (quantised values, windows, latents that layers share) is filled as the model fills it, by reading random
-    tokens, and grows with every step.
+    tokens. It grows with every step, in memory that is allocated for `steps` of them before.
     """
     if is_plain(model, device):
         return _steady_cache(model, batch, context, device)
-    generator, cache = torch.Generator(device=device).manual_seed(0), None
+    generator = torch.Generator(device=device).manual_seed(0)
+    cache = model.reserved_cache(context + steps) if hasattr(model, "reserved_cache") else None
     for first in range(0, context, CHUNK):
         length = min(CHUNK, context - first)
         tokens = torch.randint(model.config.vocab_size, (batch, length), device=device, generator=generator)

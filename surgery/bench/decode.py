@@ -200,7 +200,8 @@ def _largest(model: Any, context: int, device: torch.device) -> int:
 
 
 def _measure(model: Any, batch: int, context: int, device: torch.device) -> dict:
-    cache, plain = filled_cache(model, batch, context, device), is_plain(model, device)
+    # Two to warm up, then those that `_seconds` counts.
+    cache, plain = filled_cache(model, batch, context, device, 2 + REPEATS * STEPS), is_plain(model, device)
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
     position = torch.full((batch, 1), context, dtype=torch.long, device=device)
     where = {"position_ids": position} if plain else {}  # a cache that grows counts by itself

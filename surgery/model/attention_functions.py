@@ -12,6 +12,8 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .step_memo import once
+
 LEARNED_SINKS = ("gpt_oss",)
 """Families whose attention has `sinks`, a logit of each head beside those of keys."""
 
@@ -106,7 +108,25 @@ def visible_mask(module: nn.Module, visible: torch.Tensor, dtype: torch.dtype) -
     """A mask [·, T, S], true where a key is seen, as the attention that `attend` takes wants it: eager adds one."""
     if module.config._attn_implementation != "eager":
         return visible
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+    least = torch.finfo(dtype).min
+    return once(visible, dtype, lambda: torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, least))
+
+
+def take(tensor: torch.Tensor, places: list[int] | None, dim: int) -> torch.Tensor:
+    """The entries of a dimension at some places, in their order; all for None.
+
+    Runs of places are cut out and joined: an index would be a constant that every step copies to the device.
+    """
+    if places is None:
+        return tensor
+    runs = [slice(places[0], places[0] + 1)] if places else []
+    for place in places[1:]:
+        if place == runs[-1].stop:
+            runs[-1] = slice(runs[-1].start, place + 1)
+        else:
+            runs.append(slice(place, place + 1))
+    parts = [tensor.narrow(dim, run.start, run.stop - run.start) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 class Accelerated:

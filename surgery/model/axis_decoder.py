@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache
 from .cache_argument import CACHE, takes_cache
 from .cache_layer import keeps_cache
 from .family_decoders import FamilyDecoder
+from .growing import append
 
 AXIS_FAMILIES = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text")
 """By `model_type` of the language model."""
@@ -75,13 +76,15 @@ def _positions(
     if known is None and (given is None or given.ndim == 2):
         return None
     seen = 0 if cache is None else cache.get_seq_length()
-    places = torch.arange(seen + tokens, device=device, dtype=torch.int32).expand(AXES, batch, -1)
-    earlier = places[..., :seen] if known is None else known[..., :seen].to(device)
+    if known is None:
+        known = torch.arange(seen, device=device, dtype=torch.int32).expand(AXES, batch, -1)
+    if known.shape[-1] != seen or known.device != device:
+        known = known[..., :seen].to(device)
     if given is None:
-        return torch.cat((earlier, places[..., seen:]), dim=-1)
+        given = torch.arange(seen, seen + tokens, device=device)
     # Before positions of the axes there may be one that masks are made of.
     new = given[-AXES:] if given.ndim == 3 else given
-    return torch.cat((earlier, new.to(earlier).expand(AXES, batch, -1)), dim=-1)
+    return append(known, new.to(known).expand(AXES, batch, -1), dim=-1)
 
 
 __all__ = ["AXIS_FAMILIES", "AxisDecoder"]

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .cache_argument import CACHE, takes_cache
@@ -22,6 +22,7 @@ from .cache_layer import is_empty
 from .cross_layer_attention import GroupMember
 from .family_decoders import NoRotation
 from .group_cache import GroupLayer
+from .hybrid_cache import PlainLayer
 
 
 class BlockwiseDecoder(nn.Module):
@@ -60,7 +61,10 @@ class BlockwiseDecoder(nn.Module):
         kwargs.pop("return_dict", None)
         given = input_ids if input_ids is not None else inputs_embeds
         first, stop = cache.get_seq_length(), cache.get_seq_length() + given.shape[1]
-        mask = attention_mask if attention_mask is None or not attention_mask.all() else None
+        mask = attention_mask
+        # Without padding, no mask; a step of decoding does not wait for the device to find that out.
+        if mask is not None and given.shape[1] > 1 and mask.all():
+            mask = None
         # Only dtype and device matter to the embedding of positions.
         like = torch.empty(0, dtype=self.embed_tokens.weight.dtype, device=given.device)
         states, layers = [], []
@@ -111,7 +115,7 @@ class BlockwiseDecoder(nn.Module):
         for layer in self.layers:
             module = layer.self_attn
             if not isinstance(module, GroupMember):
-                layers.append(DynamicLayer())
+                layers.append(PlainLayer())
                 continue
             store = module.new_store() if module.place == 0 else store
             layers.append(module.cache_layer(store))

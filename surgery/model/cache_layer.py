@@ -34,12 +34,14 @@ class CompactLayer(CacheLayerMixin):
         form: what the layer keeps, for error messages.
         reads_ahead: whether one pass over a text is another function than decoding it.
         keys, values: the tokens kept as they came [B, H, n, head_dim], in the model's dtype; None before the first.
+        reserved: tokens that memory is allocated for at once, see `reserve`.
     """
 
     form: ClassVar[str]
     reads_ahead: ClassVar[bool] = False
     is_sliding = False
     is_croppable = False
+    reserved = 0
 
     def settings(self) -> tuple:
         """What two layers of one class must share to be interchangeable."""
@@ -50,6 +52,10 @@ class CompactLayer(CacheLayerMixin):
     ) -> int:
         """Bytes that the layer will hold after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
         raise NotImplementedError
+
+    def reserve(self, tokens: int) -> None:
+        """Has memory for that many tokens in all allocated when the first come, so that no step has to move any."""
+        self.reserved = tokens
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Applies `change`, which acts on dimension 0, to everything kept for each row of the batch."""

@@ -67,7 +67,7 @@ class CachedLayer:
             yield self.held(seen + new) + self.token_bytes * (seen + new)
         elif isinstance(layer, ExactWindowLayer):
             exact = exact_window_tokens(*layer.exact.settings(), seen) + new
-            latents = seen + new if isinstance(layer.latents, CompactLayer) else 0
+            latents = seen + new if isinstance(layer.latents, QuantizedKVLayer) else 0
             read = latents * self.key_dim + exact * self.value_dim
             yield self.held(seen + new) + self.batch * self.heads * read * self.dtype.itemsize
         elif isinstance(layer, CompactLayer) and not isinstance(layer, PlainLayer):

@@ -24,9 +24,9 @@ from .grouped_attention import GroupedAttention
 from .hybrid_attention import HybridAttention
 from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
 from .latent_attention import LatentAttention
+from .left_padding import set_padding
 from .low_rank_attention import LowRankAttention
 from .packed_rows import DocumentAttention, new_tokens, take_documents
-from .sink_window_cache import set_padding
 from .straight_through import StraightThroughCodes, StraightThroughLayer
 
 ATTENTION: dict[str, type[nn.Module]] = {
@@ -232,7 +232,7 @@ def _use_cache_layers(config: SurgeryConfig, decoder: nn.Module, call: Call) -> 
     if aware:
         call["quantization_aware"] = True
     if config.exact_window or config.streams:
-        padding = set_padding(cache, call.get("attention_mask"))
+        padding = set_padding(cache, call.get("attention_mask"), rows=len(new_tokens(call)))
         if padding is not None and training:
             call["left_padding"] = padding
 

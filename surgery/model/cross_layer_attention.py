@@ -24,6 +24,7 @@ from .attention_functions import Accelerated, attend, begin_as, normalise_heads,
 from .cache_argument import takes_cache
 from .group_cache import GroupLayer, Reading
 from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
+from .step_memo import once
 
 
 class GroupMember(Accelerated, nn.Module):
@@ -61,9 +62,22 @@ class GroupMember(Accelerated, nn.Module):
             )
         return layer
 
+    def _reading(
+        self, hidden_states: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor], cache: Cache | None
+    ) -> Reading:
+        """What the new tokens [B, T, D] read; of layers alike the same object, kept with what rotates all tokens."""
+        layer, queries, device = self._group_layer(cache), hidden_states.shape[1], hidden_states.device
+        key = Reading, layer.block, layer.sinks, layer.window, device
+        return once(embeddings[0], key, lambda: layer.reading(queries, device), step=layer.seen)
+
     def _exchange(
-        self, tokens: torch.Tensor, beside: torch.Tensor, cache: Cache | None, real: torch.Tensor | None
-    ) -> tuple[Reading, torch.Tensor, torch.Tensor]:
+        self,
+        reading: Reading,
+        tokens: torch.Tensor,
+        beside: torch.Tensor,
+        cache: Cache | None,
+        real: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds tokens [B, 1, T, n] to the cache and returns the tokens of all keys that are read [B, 1, K, n].
 
         `beside` [B, 1, T, ·] is kept of every token as it is; the last result is that of all positions. `real` [B, T]
@@ -72,13 +86,12 @@ class GroupMember(Accelerated, nn.Module):
         layer = self._group_layer(cache)
         if real is not None:
             tokens = tokens * real[:, None, :, None].to(tokens.dtype)
-        reading = layer.reading(tokens.shape[-2], tokens.device)
         exact, beside = cache.update(tokens, beside, self.layer_idx)
         read = exact
         if reading.rebuilt[0] < reading.rebuilt[1]:
             read = torch.cat([self.decode(layer.store.read(self.place, *reading.rebuilt)), exact], dim=-2)
         layer.settle(self.encode)
-        return reading, read, beside
+        return read, beside
 
 
 class SharedBasis(GroupMember):
@@ -151,12 +164,13 @@ class CrossLayerAttention(SharedBasis):
         batch, num_tokens, _ = hidden_states.shape
         (keys, key_bias), (values, value_bias) = (_unbiased(each, hidden_states) for each in (self.k_proj, self.v_proj))
         tokens, biases = torch.cat([keys, values], dim=-1).unsqueeze(1), (key_bias, value_bias)
+        reading = self._reading(hidden_states, all_position_embeddings, cache)
         if self.kernel is not None:
             query = self._query(hidden_states, all_position_embeddings)
-            out = self.kernel(self, query, tokens, biases, attention_mask, cache, real_tokens)
+            out = self.kernel(self, query, tokens, biases, attention_mask, cache, real_tokens, reading)
             if out is not None:
                 return self.o_proj(out.reshape(batch, num_tokens, -1)), None
-        reading, tokens, _ = self._exchange(tokens, tokens[..., :0], cache, real_tokens)
+        tokens, _ = self._exchange(reading, tokens, tokens[..., :0], cache, real_tokens)
 
         query = self._query(hidden_states, all_position_embeddings)
         cos, sin = all_position_embeddings

@@ -17,6 +17,7 @@ from transformers import Cache
 from .attention_functions import attend, project_queries, rotate_pairs
 from .cache_argument import CACHE, takes_cache
 from .cross_layer_attention import SharedBasis
+from .group_cache import Reading
 from .latent_attention import LatentAttention
 
 
@@ -64,7 +65,8 @@ class CrossLayerLatentAttention(LatentMember, LatentAttention):
         positional = rotate_pairs(k_rope, cos, sin)
         if self.key_norm_eps is not None:
             positional = torch.cat((positional, self._key_irms(hidden_states)), dim=-1)
-        reading, latent, positional = self._exchange(latent, positional, cache, real_tokens)
+        reading = self._reading(hidden_states, all_position_embeddings, cache)
+        latent, positional = self._exchange(reading, latent, positional, cache, real_tokens)
         key_value = self._latent_key_value(latent, positional[:, :, reading.positions])
         out, weights = attend(self, query, *key_value, reading.select(attention_mask), **kwargs)  # [B, T, H, r]
         out = torch.einsum("bthr,hvr->bthv", out, self.value_up)
@@ -100,13 +102,13 @@ class CrossLayerFamilyLatents(LatentMember):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, K].
 
-        What rotates is in `kwargs`, as the family has it; `all_position_embeddings` go unused.
+        What rotates is in `kwargs`, as the family has it.
         """
-        reading = self._group_layer(cache).reading(hidden_states.shape[1], hidden_states.device)
+        reading = self._reading(hidden_states, all_position_embeddings, cache)
         return super().forward(
             hidden_states=hidden_states,
             attention_mask=reading.select(attention_mask),
-            **{CACHE: _GroupReads(self, cache, real_tokens)},
+            **{CACHE: _GroupReads(self, reading, cache, real_tokens)},
             **kwargs,
         )
 
@@ -114,10 +116,10 @@ class CrossLayerFamilyLatents(LatentMember):
 class _GroupReads:
     """What a family's attention takes for its cache."""
 
-    def __init__(self, member: LatentMember, cache: Cache, real: torch.Tensor | None):
-        self._member, self._cache, self._real = member, cache, real
+    def __init__(self, member: LatentMember, reading: Reading, cache: Cache, real: torch.Tensor | None):
+        self._member, self._reading, self._cache, self._real = member, reading, cache, real
 
     def update(self, latent: torch.Tensor, rotated: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [B, 1, K, r] and rotated keys [B, 1, K, ρ] of all that is read, the new ones [B, 1, T, ·] too."""
-        reading, latent, rotated = self._member._exchange(latent, rotated, self._cache, self._real)
-        return latent, rotated[:, :, reading.positions]
+        latent, rotated = self._member._exchange(self._reading, latent, rotated, self._cache, self._real)
+        return latent, rotated[:, :, self._reading.positions]

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
 from .cache_layer import CompactLayer
+from .hybrid_cache import PlainLayer
+from .left_padding import LeftPadding
 from .quantized_cache import QuantizedKVLayer
 from .sink_window_cache import SinkWindowLayer
 
@@ -33,31 +34,27 @@ class ExactWindowLayer(CompactLayer):
         """
         super().__init__()
         self.exact = SinkWindowLayer(sinks, window)
-        self.latents = DynamicLayer() if latents is None else latents
+        self.latents: CompactLayer = PlainLayer() if latents is None else latents
 
     def settings(self) -> tuple:
         """Sinks, window, and how the latents are kept."""
-        kept = self.latents.settings() if isinstance(self.latents, CompactLayer) else None
-        return *self.exact.settings(), kept
+        return *self.exact.settings(), type(self.latents), self.latents.settings()
 
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
         """Bytes after `tokens` tokens; `key_dim` is the width of the latents, `value_dim` of the exact numbers."""
         exact = exact_window_tokens(*self.exact.settings(), tokens) * value_dim
-        latents = tokens * key_dim
-        if isinstance(self.latents, CompactLayer):
-            size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": 0, "dtype": dtype}
-            return self.latents.predicted_bytes(tokens, **size) + batch * heads * exact * dtype.itemsize
-        return batch * heads * (latents + exact) * dtype.itemsize
+        size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": 0, "dtype": dtype}
+        return self.latents.predicted_bytes(tokens, **size) + batch * heads * exact * dtype.itemsize
 
     @property
-    def padding(self) -> list[int] | None:
+    def padding(self) -> LeftPadding | None:
         """How many tokens each row starts with that are padding."""
         return self.exact.padding
 
     @padding.setter
-    def padding(self, padding: list[int]) -> None:
+    def padding(self, padding: LeftPadding) -> None:
         self.exact.padding = padding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -90,6 +87,10 @@ class ExactWindowLayer(CompactLayer):
         """Latents that `query_length` more tokens will see, and the position of the first."""
         return self.exact.seen + query_length, 0
 
+    def reserve(self, tokens: int) -> None:
+        """Has memory for the latents of that many tokens allocated at once."""
+        self.latents.reserve(tokens)
+
     def reset(self) -> None:
         """Forgets all tokens."""
         self.latents.reset()
@@ -100,10 +101,7 @@ class ExactWindowLayer(CompactLayer):
         if not self.is_initialized:
             return
         self.exact._map_rows(change)
-        if isinstance(self.latents, CompactLayer):
-            self.latents._map_rows(change)
-        else:
-            self.latents.keys, self.latents.values = change(self.latents.keys), change(self.latents.values)
+        self.latents._map_rows(change)
 
 
 def exact_window_tokens(sinks: int, window: int, tokens: int) -> int:

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from .cache_layer import CompactLayer
 from .group_stores import GroupStore
+from .growing import append, refill
+from .step_memo import once
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Reading:
     rebuilt: tuple[int, int]
     exact: Tensor
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
         """Positions of all keys, int64 [K]; one that some queries read rebuilt and others exactly is there twice."""
         return torch.cat([torch.arange(*self.rebuilt, device=self.exact.device), self.exact])
@@ -54,6 +57,10 @@ class Reading:
         """
         if mask is None:
             return None
+        key = Reading, self.first, self.queries, self.sinks, self.window
+        return once(mask, key, lambda: self._select(mask))
+
+    def _select(self, mask: Tensor) -> Tensor:
         positions = self.positions
         picked = mask[..., positions]
         if self.queries == 1:
@@ -90,6 +97,7 @@ class GroupLayer(CompactLayer):
         self.block, self.sinks, self.window = block, sinks, window
         self.seen = 0
         self._first_piece = 0
+        self._passing: Tensor | None = None  # tokens that `settle` has to sort, while attention reads them
 
     def settings(self) -> tuple:
         """Block, sinks, window and those of the store."""
@@ -125,10 +133,13 @@ class GroupLayer(CompactLayer):
             self.lazy_initialization(key_states, value_states)
         if self.seen == 0:
             self._first_piece = key_states.shape[-2]
-        self.keys = torch.cat([self.keys, key_states], dim=-2)
-        self.values = torch.cat([self.values, value_states], dim=-2)
         self.seen += key_states.shape[-2]
-        return self.keys, self.values
+        self.values = append(self.values, value_states, capacity=self.reserved)
+        if self.keys.shape[-2] + key_states.shape[-2] == sum(self._kept):
+            self.keys = append(self.keys, key_states, capacity=self.reserved if self.block is None else 0)
+            return self.keys, self.values
+        self._passing = torch.cat([self.keys, key_states], dim=-2)
+        return self._passing, self.values
 
     def settle(self, encode: Callable[[Tensor], Tensor]) -> None:
         """Hands a block that is complete over to the store, as `encode` gives it, and drops what no query reads.
@@ -138,12 +149,13 @@ class GroupLayer(CompactLayer):
         complete = self.seen == self._first_piece if self.block is None else self.seen % self.block == 0
         if complete:
             length = self.block or self._first_piece
-            self.store.write(self.place, encode(self.keys[..., -length:, :]))
-        kept, tail = min(self.seen, self.sinks), self.seen - self._tail_start(self.seen)
-        if kept + tail < self.keys.shape[-2]:
-            # Copied, because a view would keep all tokens alive.
-            last = self.keys[..., self.keys.shape[-2] - tail :, :]
-            self.keys = torch.cat([self.keys[..., :kept, :], last], dim=-2)
+            tokens = self.keys if self._passing is None else self._passing
+            self.store.write(self.place, encode(tokens[..., -length:, :]))
+        if self._passing is not None:
+            tokens, (kept, tail) = self._passing, self._kept
+            exact = torch.cat([tokens[..., :kept, :], tokens[..., tokens.shape[-2] - tail :, :]], dim=-2)
+            most = self.reserved if self.block is None else self.sinks + self.window + self.block
+            self.keys, self._passing = refill(self.keys, exact, most=most), None
 
     def predicted_bytes(
         self,
@@ -174,6 +186,10 @@ class GroupLayer(CompactLayer):
             indices = self.store.index_bytes(stored)
         return batch * (numbers * dtype.itemsize + indices)
 
+    def reserve(self, tokens: int) -> None:
+        """Has memory for that many tokens allocated at once, in the group's store too."""
+        self.reserved = self.store.reserved = tokens
+
     def get_seq_length(self) -> int:
         """Tokens that have come."""
         return self.seen
@@ -184,7 +200,7 @@ class GroupLayer(CompactLayer):
 
     def reset(self) -> None:
         """Forgets all tokens."""
-        self.keys = self.values = None
+        self.keys = self.values = self._passing = None
         self.seen = self._first_piece = 0
         self.is_initialized = False
         if self.place == 0:
@@ -194,6 +210,11 @@ class GroupLayer(CompactLayer):
         if self.block is None:
             return self._first_piece if position and position >= self._first_piece else 0
         return position // self.block * self.block
+
+    @property
+    def _kept(self) -> tuple[int, int]:
+        """Sinks and later tokens that stay exact after `seen`."""
+        return min(self.seen, self.sinks), self.seen - self._tail_start(self.seen)
 
     def _tail_start(self, seen: int) -> int:
         """The first position behind the sinks whose token a query at position `seen` or later reads exactly."""

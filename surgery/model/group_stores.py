@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .growing import append
+
 
 class GroupStore:
     """Tokens of all layers of a group.
@@ -20,6 +22,8 @@ class GroupStore:
     has written.
     """
 
+    reserved = 0
+    """Tokens that memory is allocated for at once."""
     _kept: tuple[str, ...] = ()  # attributes that hold a tensor with the batch as first dimension, or None
 
     def __init__(self, layers: int) -> None:
@@ -73,9 +77,10 @@ class GroupStore:
             if getattr(self, name) is not None:
                 setattr(self, name, change(getattr(self, name)))
 
-    def _append(self, name: str, tensor: Tensor, dim: int = -2) -> None:
-        held = getattr(self, name)
-        setattr(self, name, tensor if held is None else torch.cat([held, tensor], dim=dim))
+    def _append(self, name: str, tensor: Tensor, tokens: int, dim: int = -2) -> None:
+        """Adds entries that so many tokens have."""
+        capacity = -(-self.reserved // tokens) * tensor.shape[dim]
+        setattr(self, name, append(getattr(self, name), tensor, dim, capacity=capacity))
 
 
 class SharedCodes(GroupStore):
@@ -105,7 +110,8 @@ class SharedCodes(GroupStore):
             raise ValueError(f"layer {place} of a group wrote its tokens before the first one")
         self._pending = [tokens if place == 0 else self._pending[0] + tokens]
         if place == self.layers - 1:
-            self._append("codes", self._pending.pop())
+            codes = self._pending.pop()
+            self._append("codes", codes, codes.shape[-2])
 
     def read(self, place: int, start: int, stop: int) -> Tensor:
         """Codes [B, 1, stop - start, r], the same for every layer."""
@@ -205,7 +211,7 @@ class MergedPairs(GroupStore):
         return torch.cat(parts, dim=-1)
 
     def _encode(self, blocks: list[Tensor]) -> None:
-        width = blocks[0].shape[-1]
+        tokens, width = blocks[0].shape[-2:]
         stored = 0 if self.directions is None else self.directions.shape[-2]
         directions, slots, exact = [], [], []
         norms: list[list[Tensor]] = [[], []]
@@ -219,10 +225,11 @@ class MergedPairs(GroupStore):
             slots.append((stored + widest).int())
             index = widest[:, None, :, None]
             exact.append([b[..., span].gather(2, index.expand(-1, 1, -1, b[..., span].shape[-1])) for b in blocks])
-        self._append("directions", torch.cat(directions, dim=-1))
-        self._append("norms", torch.cat([*norms[0], *norms[1]], dim=-1))
-        self._append("exact", torch.cat([torch.cat(layers, dim=-1) for layers in zip(*exact, strict=True)], dim=1))
-        self._append("exact_slots", torch.stack(slots, dim=1), dim=-1)
+        self._append("directions", torch.cat(directions, dim=-1), tokens)
+        self._append("norms", torch.cat([*norms[0], *norms[1]], dim=-1), tokens)
+        of_layers = [torch.cat(layers, dim=-1) for layers in zip(*exact, strict=True)]
+        self._append("exact", torch.cat(of_layers, dim=1), tokens)
+        self._append("exact_slots", torch.stack(slots, dim=1), tokens, dim=-1)
 
     def _spans(self, width: int) -> tuple[slice, slice]:
         return slice(0, self.key_width), slice(self.key_width, width)
@@ -240,8 +247,8 @@ def slerp(first: Tensor, second: Tensor, t: float) -> tuple[Tensor, Tensor]:
     sine = angle.sin()
     small = sine < 1e-4
     safe = sine.masked_fill(small, 1)
-    before = torch.where(small, 1 - t, ((1 - t) * angle).sin() / safe)
-    after = torch.where(small, t, (t * angle).sin() / safe)
+    before = (((1 - t) * angle).sin() / safe).masked_fill(small, 1 - t)
+    after = ((t * angle).sin() / safe).masked_fill(small, t)
     return (before * x + after * y).to(first.dtype), angle.squeeze(-1)
 
 

@@ -23,6 +23,7 @@ from .attention_functions import (
 from .cache_argument import takes_cache
 from .grouped_attention import GroupedAttention
 from .hybrid_cache import Dropped, HybridLayer, PlainLayer, StreamingLayer, layer_of
+from .left_padding import LeftPadding
 
 
 class HybridAttention(Accelerated, GroupedAttention):
@@ -60,7 +61,7 @@ class HybridAttention(Accelerated, GroupedAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
-        left_padding: list[int] | None = None,
+        left_padding: LeftPadding | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [B, T, D] → output [B, T, D] and, if eager and no head streams, weights [B, H, T, S].
@@ -133,7 +134,7 @@ class HybridAttention(Accelerated, GroupedAttention):
         window = torch.zeros_like(visible, dtype=wide).masked_fill_(~visible, least)
         logs = dropped.count.to(wide).log().clamp(min=least)  # of none, nothing
         own = torch.eye(query.shape[2], dtype=torch.bool, device=query.device)
-        means = torch.where(own, logs[:, None, None], least)
+        means = logs[:, None, None].masked_fill(~own, least)
         out, _ = attend(
             self,
             query.to(wide),

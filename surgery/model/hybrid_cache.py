@@ -21,7 +21,10 @@ from torch import BoolTensor, Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from .cache_layer import CompactLayer
+from .growing import append, refill
+from .left_padding import LeftPadding
 from .sink_window_cache import SinkWindowLayer
+from .step_memo import once
 from .token_codes import TokenCodes
 
 PIECE = 256
@@ -36,6 +39,21 @@ class PlainLayer(CompactLayer, DynamicLayer):
     def settings(self) -> tuple:
         """Nothing to set."""
         return ()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Takes batch, heads, head sizes, dtype and device from the first tokens."""
+        self.device = key_states.device
+        # Of a dtype each: under autocast rotated keys may be wider than values.
+        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = append(self.keys, key_states, capacity=self.reserved)
+        self.values = append(self.values, value_states, capacity=self.reserved)
+        return self.keys, self.values
 
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
@@ -146,7 +164,7 @@ class StreamingLayer(SinkWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Adds tokens [B, H, n, d] and returns sinks, window and these [B, H, s + w + n, d]; see `visible`."""
-        start, first = self._window_start, self.seen
+        start, first = self.window_start, self.seen
         if self.codes is None:
             keys, values = super().update(key_states, value_states)
         else:
@@ -185,21 +203,26 @@ class StreamingLayer(SinkWindowLayer):
         `keys` and `values` [B, H, K, d] are sinks and then the tokens from place `start` on.
         """
         held = keys.shape[-2] - (self.seen - start)
-        leaving = self._window_start - start
-        padding = torch.tensor(self.padding, device=keys.device)[:, None]
-        places = start + torch.arange(leaving, device=keys.device)
-        counted = (places >= padding + self.sinks)[:, None, :, None]
-        own = torch.arange(first, self.seen, device=keys.device)
-        # How many of the leaving tokens each query no longer sees.
-        gone = (own - self.recent + 1 - start).clamp(min=0)
-        count = (own + 1 - self.recent - self.sinks - padding).clamp(min=0)
+        leaving = self.window_start - start
+        rows = self.padding.on(keys.device)
+
+        def counts() -> tuple[Tensor, Tensor, Tensor]:
+            """Which leaving tokens count, how many of them each query no longer sees, and how many of all."""
+            places = start + torch.arange(leaving, device=keys.device)
+            own = torch.arange(first, self.seen, device=keys.device)
+            count = (own + 1 - self.recent - self.sinks - rows[:, None]).clamp(min=0)
+            counted = (places >= rows[:, None] + self.sinks)[:, None, :, None]
+            return counted, (own - self.recent + 1 - start).clamp(min=0), count
+
+        key = StreamingLayer._drop, self.sinks, self.recent, start, leaving, self.seen
+        counted, gone, count = once(rows, key, counts, step=first)
         means, sums = [], []
         for tokens, before in ((keys, self.key_sums), (values, self.value_sums)):
             tokens = tokens[:, -self.compensated :, held : held + leaving].to(_wide(tokens.dtype))
             if before is None:
                 before = tokens.new_zeros(*tokens.shape[:2], tokens.shape[-1])
             running = torch.cat([before[..., None, :], tokens * counted], dim=-2).cumsum(dim=-2)
-            sums.append(running[..., -1, :].clone())
+            sums.append(refill(before, running[..., -1, :], dim=-1, most=tokens.shape[-1]))
             means.append(running[..., gone, :] / count.clamp(min=1)[:, None, :, None])
         self.key_sums, self.value_sums = sums
         return Dropped(*means, count)
@@ -250,12 +273,12 @@ class HybridLayer(CompactLayer):
         return any(part.reads_ahead for part in self.parts)
 
     @property
-    def padding(self) -> list[int] | None:
+    def padding(self) -> LeftPadding | None:
         """How many tokens each row starts with that are padding; only a streaming part asks."""
         return self.streaming and self.streaming.padding
 
     @padding.setter
-    def padding(self, padding: list[int] | None) -> None:
+    def padding(self, padding: LeftPadding | None) -> None:
         if self.streaming is not None:
             self.streaming.padding = padding
 
@@ -296,6 +319,11 @@ class HybridLayer(CompactLayer):
         """Keys that `query_length` more tokens of the full part will see, and the position of the first."""
         return self.get_seq_length() + query_length, 0
 
+    def reserve(self, tokens: int) -> None:
+        """Has the parts keep memory for that many tokens."""
+        for part in self.parts:
+            part.reserve(tokens)
+
     def reset(self) -> None:
         """Forgets all tokens."""
         for part in self.parts:
@@ -306,13 +334,15 @@ class HybridLayer(CompactLayer):
             part._map_rows(change)
 
 
-def layer_of(cache: Cache | None, index: int, new: CompactLayer, rows: int, padding: list[int] | None) -> CompactLayer:
+def layer_of(
+    cache: Cache | None, index: int, new: CompactLayer, rows: int, padding: LeftPadding | None
+) -> CompactLayer:
     """The cache's layer `index`, or `new` for one call where there is no cache; its padding is known from here on.
 
     Args:
         new: an empty layer of the class that is wanted.
         rows: of the batch.
-        padding: of this call, as `left_padding` counts it; None is none.
+        padding: of this call; None is none.
 
     Raises:
         ValueError: the cache has a layer of another class.
@@ -324,7 +354,7 @@ def layer_of(cache: Cache | None, index: int, new: CompactLayer, rows: int, padd
             "pass no cache, an empty DynamicCache, or the cache that the model returned"
         )
     if layer.padding is None:
-        layer.padding = padding or [0] * rows
+        layer.padding = padding or LeftPadding([0] * rows)
     return layer
 
 

@@ -27,10 +27,12 @@ from .attention_functions import (
     project_queries,
     rotate_pairs,
     scaled_by_position,
+    take,
     visible_mask,
 )
 from .cache_argument import takes_cache
 from .hybrid_cache import StreamingLayer, layer_of
+from .left_padding import LeftPadding
 
 
 class LatentRotaryEmbedding(nn.Module):
@@ -64,7 +66,9 @@ class LatentRotaryEmbedding(nn.Module):
         """position_ids [B, T], or of all axes [A, B, T] → cos, sin [B, 1, T, ρ/2] in fp32."""
         if position_ids.ndim == 3 and self.axes is None:
             raise ValueError("positions of several axes: some rope_inv_freq are no frequencies of the family")
-        of_pairs = position_ids[..., None] if position_ids.ndim == 2 else position_ids[self.axes].permute(1, 2, 0)
+        of_pairs = position_ids[..., None]
+        if position_ids.ndim == 3:
+            of_pairs = take(position_ids, self.axes, 0).permute(1, 2, 0)
         angles = of_pairs[:, None].float() * self.inv_freq
         return angles.cos(), angles.sin()
 
@@ -152,7 +156,7 @@ class LatentAttention(Accelerated, nn.Module):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        left_padding: list[int] | None = None,
+        left_padding: LeftPadding | None = None,
         axis_positions: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

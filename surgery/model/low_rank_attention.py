@@ -27,12 +27,15 @@ from .attention_functions import (
     project_queries,
     rotation_of,
     scaled_by_position,
+    take,
     unrotated,
     visible_mask,
 )
 from .cache_argument import takes_cache
 from .exact_window_cache import ExactWindowLayer
 from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer, layer_of
+from .left_padding import LeftPadding
+from .step_memo import once
 from .up_projections import UpProjections
 
 
@@ -167,7 +170,7 @@ class LowRankAttention(Accelerated, nn.Module):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        left_padding: list[int] | None = None,
+        left_padding: LeftPadding | None = None,
         axis_positions: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -218,11 +221,9 @@ class LowRankAttention(Accelerated, nn.Module):
         if self.window:
             exact_key, exact_value = exact.unflatten(-1, (2 * self.num_kv_heads, self.head_dim))[:, 0].chunk(2, dim=2)
             exact_key = self._rotated(exact_key.transpose(1, 2), exact_slots, axis_positions)
-            rebuilt = self._causal(attention_mask, slots, places) & ~self._is_exact(slots, places, layer.padding)
             key = torch.cat((key, exact_key), dim=2)
             value = torch.cat((value, exact_value.transpose(1, 2)), dim=2)
-            attention_mask = torch.cat((rebuilt.expand(batch, -1, -1, -1), visible.expand(batch, -1, -1, -1)), dim=-1)
-            attention_mask = visible_mask(self, attention_mask, query.dtype)
+            attention_mask = visible_mask(self, self._both(attention_mask, visible, slots, places, layer), query.dtype)
 
         out, weights = attend(self, query, key, value, attention_mask, **kwargs)
         if self.window and weights is not None:  # a token's two columns, rebuilt and exact, are one
@@ -247,13 +248,13 @@ class LowRankAttention(Accelerated, nn.Module):
             kept, _ = layer.full.update(new, new[..., :0])
             key, value = self._rebuilt(kept, part)
             key = self._rotated(key, torch.arange(kept.shape[2], device=kept.device), positions)
-            full = attend(self, query[:, part.queries], key, value, mask, **kwargs)[0]
+            full = attend(self, take(query, part.queries, 1), key, value, mask, **kwargs)[0]
         part = self._streaming
         new = torch.cat([blocks[number] for number in part.blocks], dim=-1)
         streamed = []
         for piece in layer.streaming.pieces(new, new[..., :0], with_slots=True):
             key, value = self._rebuilt(piece.keys, part)
-            queries = query[:, part.queries, piece.tokens]
+            queries = take(query, part.queries, 1)[:, :, piece.tokens]
             seen = visible_mask(self, piece.visible, query.dtype)
             key = self._rotated(key, piece.slots, positions)
             streamed.append(attend(self, queries, key, value, seen, **kwargs)[0])
@@ -261,7 +262,7 @@ class LowRankAttention(Accelerated, nn.Module):
         if not self._full.blocks:
             return out
         order = [*self._full.queries, *part.queries]
-        return torch.cat((full, out), dim=2)[:, :, sorted(range(len(order)), key=order.__getitem__)]
+        return take(torch.cat((full, out), dim=2), sorted(range(len(order)), key=order.__getitem__), 2)
 
     def _part(self, blocks: list[dict[str, Any]], numbers: list[int]) -> _Part:
         """Of the entry's blocks, those of `numbers`."""
@@ -281,17 +282,14 @@ class LowRankAttention(Accelerated, nn.Module):
         key = self._heads(latents, self.key_up, part.key_order)
         value = self._heads(latents, self.value_up, part.value_order)
         if self.key_bias is not None:
-            key = key + self.key_bias.view(self.num_kv_heads, 1, self.head_dim)[part.heads]
+            key = key + take(self.key_bias.view(self.num_kv_heads, 1, self.head_dim), part.heads, 0)
         if self.value_bias is not None:
-            value = value + self.value_bias.view(self.num_kv_heads, 1, self.head_dim)[part.heads]
+            value = value + take(self.value_bias.view(self.num_kv_heads, 1, self.head_dim), part.heads, 0)
         return normalise_heads(self.k_norm, key, at=1), value
 
     def _heads(self, latents: dict[int, torch.Tensor], up: UpProjections, order: list[int] | None) -> torch.Tensor:
         """Latents [B, S, ·] of blocks, each through its up-projection, as heads in order without bias [B, ·, S, d]."""
-        heads = up(latents).unflatten(-1, (-1, self.head_dim))
-        if order is not None:
-            heads = heads[:, :, order]
-        return heads.transpose(1, 2)
+        return take(up(latents).unflatten(-1, (-1, self.head_dim)), order, 2).transpose(1, 2)
 
     def _exact(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The source's keys (normalised, not rotated) and values: [B, 1, T, 2·G·d]."""
@@ -321,10 +319,25 @@ class LowRankAttention(Accelerated, nn.Module):
         mask = mask[..., : len(places)]
         return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
-    def _is_exact(self, slots: torch.Tensor, places: torch.Tensor, padding: list[int]) -> torch.Tensor:
-        """Which keys are read exactly, bool [B or 1, 1, T, S]."""
-        start = torch.tensor(padding, device=slots.device)[:, None, None]
-        return ((slots[:, None] - places < self.window) | (places - start < self.exact_sinks))[:, None]
+    def _both(
+        self,
+        mask: torch.Tensor | None,
+        visible: torch.Tensor,
+        slots: torch.Tensor,
+        places: torch.Tensor,
+        layer: ExactWindowLayer,
+    ) -> torch.Tensor:
+        """Which keys are read, rebuilt ones and then exact ones, bool [B, 1, T, S + E]; once for all layers alike."""
+
+        def make() -> torch.Tensor:
+            start = layer.padding.on(slots.device)[:, None, None]
+            exact = (slots[:, None] - places < self.window) | (places - start < self.exact_sinks)
+            rebuilt = self._causal(mask, slots, places) & ~exact[:, None]
+            return torch.cat((rebuilt, visible.expand(len(rebuilt), -1, -1, -1)), dim=-1)
+
+        # In a step the mask is the same tensor for all layers, and `visible` for those with the same window.
+        key = "with rebuilt", id(visible), self.window, self.exact_sinks
+        return once(visible if mask is None else mask, key, make)
 
 
 def _places(heads: list[int]) -> list[int] | None:

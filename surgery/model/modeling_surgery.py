@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import MODEL_MAPPING, Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import MODEL_MAPPING, Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -88,6 +88,19 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
     def cache_layers(self) -> list[CompactLayer] | None:
         """New, empty layers of the cache that this model keeps; None where those of a plain `DynamicCache` do."""
         return cache_layers(self.config)
+
+    def reserved_cache(self, tokens: int) -> Cache:
+        """An empty cache with memory for that many tokens of each row, which stays where it is until they have come.
+
+        Of plain tensors a `StaticCache`, which takes no more; caches of every other form grow beyond `tokens`.
+        """
+        blockwise = isinstance(self.model, BlockwiseDecoder)
+        layers = self.model.cache_layers() if blockwise else self.cache_layers()
+        if layers is None:
+            return StaticCache(config=self.config, max_cache_len=tokens)
+        for layer in layers:
+            layer.reserve(tokens)
+        return Cache(layers=layers)
 
     def kv_cache_bytes(self, batch: int, tokens: int) -> int:
         """Bytes that the live cache will hold after `tokens` tokens of each of `batch` rows, in the model's dtype.

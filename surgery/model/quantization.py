@@ -135,7 +135,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _divisor(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale as it is stored, which decides the codes; 1 where it is 0, as it is of equal values."""
-    return torch.where(scale > 0, scale, 1).to(dtype)
+    return scale.masked_fill(~(scale > 0), 1).to(dtype)
 
 
 def _shifts(bits: int, size: int, like: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .cache_layer import CompactLayer
+from .growing import append, refill
 from .quantization import BITS, PACKED, dequantize, grouped_channels, pack, quantize, token_groups, unpack
 
 EXACT = "exact"
@@ -104,7 +105,7 @@ class QuantizedKVLayer(CompactLayer):
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
         """Bytes that it holds after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
-        quantized = max(0, tokens - min(self.sinks, tokens) - self.window) // self.group * self.group
+        quantized = self._quantized(tokens)
 
         def held(format: str, width: int, by_channel: bool) -> int:
             if format == EXACT:
@@ -118,19 +119,24 @@ class QuantizedKVLayer(CompactLayer):
         codes += held(self.value_format, value_dim, by_channel=False)
         return batch * heads * (codes + (tokens - quantized) * (key_dim + value_dim) * dtype.itemsize)
 
+    def _quantized(self, tokens: int) -> int:
+        """How many of so many tokens are quantised."""
+        return max(0, tokens - min(self.sinks, tokens) - self.window) // self.group * self.group
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Takes batch, heads, head sizes, dtype and device from the first tokens."""
         self.keys, self.values = key_states[..., :0, :].clone(), value_states[..., :0, :].clone()
         self.first_keys, self.first_values = self.keys.clone(), self.values.clone()
-        said = {"by_channel": self.keys_by == "channel", "clip": self.clip}
+        said = {"by_channel": self.keys_by == "channel", "clip": self.clip, "reserved": self._quantized(self.reserved)}
         if self.spans:
             self.key_codes = SpannedCodes(self.keys, self.spans, self.group, **said)
         else:
             self.key_codes = GroupedCodes(self.keys, self.format, self.group, **said)
         if self.value_format == EXACT:
-            self.value_codes = ExactTokens(self.values)
+            self.value_codes = ExactTokens(self.values, reserved=self._quantized(self.reserved))
         else:
-            self.value_codes = GroupedCodes(self.values, self.value_format, self.group, by_channel=False)
+            of_values = {"by_channel": False, "reserved": said["reserved"]}
+            self.value_codes = GroupedCodes(self.values, self.value_format, self.group, **of_values)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -148,17 +154,21 @@ class QuantizedKVLayer(CompactLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if missing := self.sinks - self.first_keys.shape[-2]:
-            self.first_keys = torch.cat([self.first_keys, key_states[..., :missing, :]], dim=-2)
-            self.first_values = torch.cat([self.first_values, value_states[..., :missing, :]], dim=-2)
+            self.first_keys = append(self.first_keys, key_states[..., :missing, :], most=self.sinks)
+            self.first_values = append(self.first_values, value_states[..., :missing, :], most=self.sinks)
             key_states, value_states = key_states[..., missing:, :], value_states[..., missing:, :]
-        self.keys = torch.cat([self.keys, key_states], dim=-2)
-        self.values = torch.cat([self.values, value_states], dim=-2)
-        complete = max(0, self.keys.shape[-2] - self.window) // self.group * self.group
-        if complete:
-            self.key_codes.append(self.keys[..., :complete, :])
-            self.value_codes.append(self.values[..., :complete, :])
-            # Copied, because a view would keep the quantised tokens alive.
-            self.keys, self.values = self.keys[..., complete:, :].clone(), self.values[..., complete:, :].clone()
+        complete = max(0, self.keys.shape[-2] + key_states.shape[-2] - self.window) // self.group * self.group
+        most = self.window + self.group - 1
+        if not complete:
+            self.keys = append(self.keys, key_states, most=most)
+            self.values = append(self.values, value_states, most=most)
+            return
+        keys = torch.cat([self.keys, key_states], dim=-2)
+        values = torch.cat([self.values, value_states], dim=-2)
+        self.key_codes.append(keys[..., :complete, :])
+        self.value_codes.append(values[..., :complete, :])
+        self.keys = refill(self.keys, keys[..., complete:, :], most=most)
+        self.values = refill(self.values, values[..., complete:, :], most=most)
 
     def get_seq_length(self) -> int:
         """Tokens kept, in either form."""
@@ -192,10 +202,15 @@ class GroupedCodes:
             fp8 has no zero.
     """
 
-    def __init__(self, like: Tensor, format: str, group: int, *, by_channel: bool, clip: bool = False) -> None:
-        """No tokens yet; batch, heads, d, dtype and device are those of `like` [B, H, any, d]."""
+    def __init__(
+        self, like: Tensor, format: str, group: int, *, by_channel: bool, clip: bool = False, reserved: int = 0
+    ) -> None:
+        """No tokens yet; batch, heads, d, dtype and device are those of `like` [B, H, any, d].
+
+        `reserved`: tokens to allocate memory for at once.
+        """
         self.format, self.bits, self.group, self.by_channel = format, BITS[format], group, by_channel
-        self.clip = clip
+        self.clip, self.reserved = clip, reserved
         groups = like.shape[-1] if by_channel else token_groups(like.shape[-1], group)
         self.codes = like.new_empty((*like.shape[:-2], 0, like.shape[-1]), dtype=torch.uint8)
         self.scale = like.new_empty((*like.shape[:-2], 0, groups))
@@ -211,10 +226,11 @@ class GroupedCodes:
         grouped, along = self._grouped(tokens)
         codes, scale, zero = quantize(grouped, self.format, along, clip=self.clip)
         codes = codes.flatten(along - 1, along)[..., : tokens.shape[-1]]
-        self.codes = torch.cat([self.codes, pack(codes, self.bits)], dim=-2)
-        self.scale = torch.cat([self.scale, scale.squeeze(along)], dim=-2)
+        scales = self.reserved // self.group if self.by_channel else self.reserved
+        self.codes = append(self.codes, pack(codes, self.bits), capacity=self.reserved * self.bits // 8)
+        self.scale = append(self.scale, scale.squeeze(along), capacity=scales)
         if zero is not None:
-            self.zero = torch.cat([self.zero, zero.squeeze(along)], dim=-2)
+            self.zero = append(self.zero, zero.squeeze(along), capacity=scales)
 
     def dequantized(self) -> Tensor:
         """The tokens [B, H, T, d] dequantised, in the dtype they had."""
@@ -240,7 +256,9 @@ class GroupedCodes:
 class SpannedCodes:
     """Tokens [B, H, T, d] quantised in different formats: `GroupedCodes` of adjacent channels, side by side."""
 
-    def __init__(self, like: Tensor, spans: Spans, group: int, *, by_channel: bool, clip: bool = False) -> None:
+    def __init__(
+        self, like: Tensor, spans: Spans, group: int, *, by_channel: bool, clip: bool = False, reserved: int = 0
+    ) -> None:
         """No tokens yet, see `GroupedCodes`.
 
         Raises:
@@ -252,7 +270,7 @@ class SpannedCodes:
         slices = like.split(self.widths, dim=-1)
         formats = [format for format, _ in spans]
         self.parts = [
-            GroupedCodes(part, format, group, by_channel=by_channel, clip=clip)
+            GroupedCodes(part, format, group, by_channel=by_channel, clip=clip, reserved=reserved)
             for part, format in zip(slices, formats, strict=True)
         ]
 
@@ -279,13 +297,13 @@ class SpannedCodes:
 class ExactTokens:
     """Tokens [B, H, T, d] as they came, not quantised."""
 
-    def __init__(self, like: Tensor) -> None:
-        """No tokens yet."""
-        self.held = like[..., :0, :].clone()
+    def __init__(self, like: Tensor, *, reserved: int = 0) -> None:
+        """No tokens yet; `reserved`: tokens to allocate memory for at once."""
+        self.held, self.reserved = like[..., :0, :].clone(), reserved
 
     def append(self, tokens: Tensor) -> None:
         """Adds tokens [B, H, n, d]."""
-        self.held = torch.cat([self.held, tokens], dim=-2)
+        self.held = append(self.held, tokens, capacity=self.reserved)
 
     def dequantized(self) -> Tensor:
         """The tokens [B, H, T, d]."""

@@ -8,13 +8,16 @@ pass with a mask the same function as decoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import BoolTensor, Tensor
 from transformers.cache_utils import Cache
 
 from .cache_layer import CompactLayer
+from .growing import refill
+from .left_padding import LeftPadding
+from .step_memo import once
 
 
 class SinkWindowCache(Cache):
@@ -53,7 +56,7 @@ class SinkWindowLayer(CompactLayer):
                 f"a window of {recent} tokens with {sinks} sinks: at least 1 recent token and 0 sinks are needed"
             )
         self.sinks, self.recent = sinks, recent
-        self.padding: list[int] | None = None
+        self.padding: LeftPadding | None = None
         self.seen = 0
         self.sink_keys: Tensor | None = None
         self.sink_values: Tensor | None = None
@@ -67,42 +70,51 @@ class SinkWindowLayer(CompactLayer):
         self.keys, self.values = key_states[..., :0, :].clone(), value_states[..., :0, :].clone()
         self.sink_keys, self.sink_values = self.keys.clone(), self.values.clone()
         if self.padding is None:
-            self.padding = [0] * len(key_states)
+            self.padding = LeftPadding([0] * len(key_states))
         self.is_initialized = True
 
     def visible(self, queries: int, device: torch.device) -> BoolTensor:
         """Which of the keys that `update` will return the next `queries` tokens of each row see.
 
-        A padding token sees itself: attention to nothing at all is undefined.
+        A padding token sees itself: attention to nothing at all is undefined. Layers with one padding share the tensor.
 
         Returns:
             [B, 1, queries, keys], bool.
         """
-        kept = self.sink_keys.shape[-2] if self.is_initialized else 0
-        if queries == 1 and not any(self.padding):
-            # What is kept is what the next token sees; a step of decoding need not find that out.
-            keys = kept + self.seen - self._window_start + 1
-            return torch.ones(len(self.padding), 1, 1, keys, dtype=torch.bool, device=device)
-        padding = torch.tensor(self.padding, device=device).view(-1, 1)
-        places = self.slots(queries, device)
-        filled = torch.ones_like(places, dtype=torch.bool)
-        filled[:, :kept] = places[:, :kept] < self._window_start
-        filled, places = filled[:, None], places[:, None]
-        own = torch.arange(self.seen, self.seen + queries, device=device).view(1, -1, 1)
-        first = padding[:, None]
-        near = (own - places < self.recent) | (places - first < self.sinks)
-        seen = filled & (places >= first) & (places <= own) & near
-        return (seen | (filled & (places == own)))[:, None]
+        return self.once(("visible", queries), device, lambda: self._visible(queries, device))
 
     def slots(self, queries: int, device: torch.device) -> Tensor:
         """Places in the text, padding counted, of the tokens that `update` will return: [B, s + w + queries].
 
         A slot of the sinks that nothing belongs to yet has the place of the token that will be there.
         """
-        padding = torch.tensor(self.padding, device=device).view(-1, 1)
-        kept = self.sink_keys.shape[-2] if self.is_initialized else 0
-        window = torch.arange(self._window_start, self.seen + queries, device=device).expand(len(padding), -1)
-        return torch.cat([padding + torch.arange(kept, device=device), window], dim=1)
+        return self.once(("slots", queries), device, lambda: self._slots(queries, device))
+
+    def once(self, key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """What `make()` gives, made once a step for all layers with the same settings that hold the same places."""
+        held = type(self), self.sinks, self.recent, self.sink_slots, self.window_start
+        return once(self.padding.on(device), (key, held), make, step=self.seen)
+
+    def _visible(self, queries: int, device: torch.device) -> BoolTensor:
+        kept, padding = self.sink_slots, self.padding.on(device)
+        if queries == 1 and not self.padding.most:
+            # What is kept is what the next token sees; a step of decoding need not find that out.
+            keys = kept + self.seen - self.window_start + 1
+            return torch.ones(len(padding), 1, 1, keys, dtype=torch.bool, device=device)
+        places = self.slots(queries, device)
+        filled = torch.ones_like(places, dtype=torch.bool)
+        filled[:, :kept] = places[:, :kept] < self.window_start
+        filled, places = filled[:, None], places[:, None]
+        own = torch.arange(self.seen, self.seen + queries, device=device).view(1, -1, 1)
+        first = padding.view(-1, 1, 1)
+        near = (own - places < self.recent) | (places - first < self.sinks)
+        seen = filled & (places >= first) & (places <= own) & near
+        return (seen | (filled & (places == own)))[:, None]
+
+    def _slots(self, queries: int, device: torch.device) -> Tensor:
+        padding = self.padding.on(device).view(-1, 1)
+        window = torch.arange(self.window_start, self.seen + queries, device=device).expand(len(padding), -1)
+        return torch.cat([padding + torch.arange(self.sink_slots, device=device), window], dim=1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Adds tokens [B, H, n, d] and returns sinks, window and these [B, H, s + w + n, d]; see `visible`."""
@@ -110,12 +122,12 @@ class SinkWindowLayer(CompactLayer):
             self.lazy_initialization(key_states, value_states)
         keys = torch.cat([self.sink_keys, self.keys, key_states], dim=-2)
         values = torch.cat([self.sink_values, self.values, value_states], dim=-2)
-        start, self.seen = self._window_start, self.seen + key_states.shape[-2]
+        start, self.seen = self.window_start, self.seen + key_states.shape[-2]
         window = min(self.seen, self.recent - 1)
         self._move_to_sinks(keys, values, start, self.seen - window)
-        # Copied, because a view would keep all tokens alive.
-        first = keys.shape[-2] - window
-        self.keys, self.values = keys[..., first:, :].clone(), values[..., first:, :].clone()
+        first, most = keys.shape[-2] - window, self.recent - 1
+        self.keys = refill(self.keys, keys[..., first:, :], most=most)
+        self.values = refill(self.values, values[..., first:, :], most=most)
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -135,7 +147,12 @@ class SinkWindowLayer(CompactLayer):
         self.is_initialized = False
 
     @property
-    def _window_start(self) -> int:
+    def sink_slots(self) -> int:
+        """Slots of the sinks."""
+        return self.sink_keys.shape[-2] if self.is_initialized else 0
+
+    @property
+    def window_start(self) -> int:
         """Place of the window's first token."""
         return self.seen - (self.keys.shape[-2] if self.is_initialized else 0)
 
@@ -144,51 +161,23 @@ class SinkWindowLayer(CompactLayer):
 
         `keys` and `values` [B, H, T, d] are the sinks so far and then the tokens from place `start` on.
         """
-        if start - max(self.padding) >= self.sinks:  # complete in every row already
+        padding = self.padding
+        if start - padding.most >= self.sinks:  # complete in every row already
             return
-        slots = torch.arange(max(0, min(self.sinks, new_start - min(self.padding))), device=keys.device)
-        places = torch.tensor(self.padding, device=keys.device)[:, None] + slots
+        slots = torch.arange(max(0, min(self.sinks, new_start - padding.least)), device=keys.device)
+        places = padding.on(keys.device)[:, None] + slots
         held = self.sink_keys.shape[-2]
         # Slots that nothing belongs to yet take any token; `visible` leaves them out.
         index = torch.where(places < start, slots, places - start + held).clamp_(max=keys.shape[-2] - 1)
         index = index[:, None, :, None].expand(-1, keys.shape[1], -1, -1)
-        self.sink_keys = keys.gather(2, index.expand(-1, -1, -1, keys.shape[-1]))
-        self.sink_values = values.gather(2, index.expand(-1, -1, -1, values.shape[-1]))
+        sinks = (tokens.gather(2, index.expand(-1, -1, -1, tokens.shape[-1])) for tokens in (keys, values))
+        self.sink_keys, self.sink_values = (
+            refill(old, new, most=self.sinks)
+            for old, new in zip((self.sink_keys, self.sink_values), sinks, strict=True)
+        )
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.is_initialized:
             self.keys, self.values = change(self.keys), change(self.values)
             self.sink_keys, self.sink_values = change(self.sink_keys), change(self.sink_values)
-            self.padding = change(torch.tensor(self.padding)).tolist()
-
-
-def set_padding(cache: Cache, mask: Tensor | None) -> list[int] | None:
-    """Tell the layers with a `padding` how many tokens each row starts with that are none.
-
-    Known once a real token of every row has come, whatever chunks a prompt comes in.
-
-    Args:
-        cache: one whose layers have seen the same tokens.
-        mask: [B, tokens that came and that come now], zero at padding; None without any.
-
-    Returns:
-        The padding of each row if this call tells it, else None.
-
-    Raises:
-        ValueError: a mask of another form, or padding after the first real token among tokens that came earlier.
-    """
-    if mask is None:
-        return None
-    if getattr(mask, "ndim", None) != 2:
-        raise ValueError("the attention mask is a prepared one: with sinks and a window it must be [batch, tokens]")
-    layers = [layer for layer in cache.layers if hasattr(layer, "padding")]
-    seen = cache.get_seq_length()
-    known = next((layer.padding for layer in layers if layer.padding is not None), None)
-    if seen and (known is None or max(known) < seen):
-        if known and mask[:, :seen].bool().sum(-1).tolist() != [seen - padding for padding in known]:
-            raise ValueError("the attention mask has padding after a row's first token: pad on the left")
-        return None
-    padding = (mask.long().cumsum(-1) == 0).sum(-1).tolist()
-    for layer in layers:
-        layer.padding = padding
-    return padding
+            self.padding = self.padding.changed(change)

@@ -41,12 +41,6 @@ class StraightThroughLayer(PlainLayer):
         """Those of the quantised layer."""
         return self.quantized.settings()
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Takes batch, heads, head sizes, dtype and device from the first tokens."""
-        super().lazy_initialization(key_states, value_states)
-        # Of a dtype each: under autocast rotated keys may be wider than values, and scales are of their tokens' dtype.
-        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
-
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d], dequantised."""
         keys, values = super().update(key_states, value_states)

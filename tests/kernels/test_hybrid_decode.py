@@ -13,6 +13,7 @@ from surgery.kernels.hybrid_decode.operator import _hybrid_decode, hybrid_decode
 from surgery.kernels.hybrid_decode.reference import hybrid_attention
 from surgery.model.hybrid_attention import HybridAttention
 from surgery.model.hybrid_cache import StreamingLayer
+from surgery.model.left_padding import LeftPadding
 
 CASES = {
     "one token": {"lengths": [63, 111]},
@@ -113,8 +114,8 @@ def test_each_query_sees_what_the_cache_says(dtype, rounds, tolerance, device):
     torch.manual_seed(0)
     for _ in range(rounds):
         layer = StreamingLayer(rng.choice([0, 1, 4]), rng.choice([1, 2, 7, 16]))
-        layer.padding = [0, rng.choice([0, 2, 14]), rng.choice([0, 5, 20])]
-        starts = torch.tensor(layer.padding, dtype=torch.int32, device=device)
+        layer.padding = LeftPadding([0, rng.choice([0, 2, 14]), rng.choice([0, 5, 20])])
+        starts = layer.padding.on(device, torch.int32)
         for chunk in rng.choices([1, 2, 9], k=6):
             query = torch.randn(3, 4, chunk, 8, dtype=dtype, device=device)
             sink_slots = layer.sink_keys.shape[2] if layer.is_initialized else 0

@@ -20,6 +20,7 @@ from surgery.kernels.split_kv import merge
 from surgery.model.exact_window_cache import ExactWindowLayer
 from surgery.model.group_cache import GroupLayer
 from surgery.model.group_stores import SharedCodes
+from surgery.model.left_padding import LeftPadding
 from surgery.model.quantized_cache import GroupedCodes
 
 
@@ -108,7 +109,7 @@ def test_what_an_exact_window_caches_is_served():
     rotation = tables(given)
     keys, values = torch.randn(2, 2, slots, kv_heads, dim, dtype=torch.float64)
     layer = ExactWindowLayer(sinks, window)
-    layer.padding = padding
+    layer.padding = LeftPadding(padding)
     for own in range(slots):
         if own >= max(padding):
             places, visible = layer.slots(1, "cpu"), layer.visible(1, "cpu")

@@ -14,6 +14,7 @@ from surgery.kernels.sink_recent_prefill.kernel import launches
 from surgery.kernels.sink_recent_prefill.operator import _sink_recent_prefill, sink_recent_prefill
 from surgery.kernels.sink_recent_prefill.reference import sink_recent_attention
 from surgery.model.hybrid_cache import StreamingLayer
+from surgery.model.left_padding import LeftPadding
 
 CASES = {
     "a tile's parts": {"sinks": [0, 3, 8], "recent": [-1, 5, 16]},
@@ -112,10 +113,10 @@ def test_each_query_sees_what_the_cache_says(sinks, recent):
     """Of padding too; a full head's query sees everything, and itself alone where it is padding."""
     torch.manual_seed(0)
     layer = StreamingLayer(sinks, recent)
-    layer.padding = [0, 3, 12, 50]
+    layer.padding = LeftPadding([0, 3, 12, 50])
     query = torch.randn(4, 4, 30, 8, dtype=torch.float64)
     key, value = torch.randn(2, 4, 2, 30, 8, dtype=torch.float64)
-    starts = torch.tensor(layer.padding, dtype=torch.int32)
+    starts = torch.tensor(layer.padding.tolist(), dtype=torch.int32)
     visible = layer.visible(30, query.device)
     wide = StreamingLayer(0, 30)
     wide.padding = layer.padding

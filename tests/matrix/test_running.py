@@ -13,7 +13,7 @@ from own_models import LATENT, low_rank_entry, tiny_source, tokens
 from refusals import CROSS_LAYER, RUNNING
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache, PreTrainedModel
-from written_models import IMAGES, INT4, WRITTEN, from_entries
+from written_models import IMAGES, INT4, QUICK, WRITTEN, from_entries
 
 from surgery.model import SurgeryForCausalLM
 
@@ -21,7 +21,6 @@ PROMPT, NEW = 5, 6
 LOSSY = [name for name in WRITTEN if name.startswith("quantized") or name in ("mixed", "cross_layer_prompt")]
 """Models whose cache gives back other numbers than it was given, or gives them back later than one pass would."""
 TOLERANCE = 2e-4
-QUICK = ("latent", "low_rank", "window", "hybrid", "cross_layer_static", "quantized_plain", "quantized_latent", "mixed")
 
 
 @pytest.fixture(autouse=True)

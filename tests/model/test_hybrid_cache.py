@@ -7,6 +7,7 @@ import torch
 from own_models import (
     FULL_ATTENTION,
     HEAD_DIM,
+    LATENT,
     LAYERS,
     hybrid_entry,
     hybrid_model,
@@ -18,7 +19,7 @@ from own_models import (
     tiny_source,
     tokens,
 )
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -27,8 +28,9 @@ from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.model.hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
+from surgery.model.left_padding import LeftPadding, set_padding
 from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.model.sink_window_cache import SinkWindowLayer, set_padding
+from surgery.model.sink_window_cache import SinkWindowLayer
 from surgery.model.token_codes import TokenCodes
 
 CPU = torch.device("cpu")
@@ -73,14 +75,22 @@ each_model = pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
 @pytest.mark.parametrize("batch", [1, 4])
 def test_live_bytes_are_those_predicted(make, batch, dtype):
     model = make().to(dtype)
-    cache, seen = None, 0
-    for size in (1, 3, 7, 1, 20, 1, 1):
+    cache, seen, sizes = DynamicCache(config=model.config), 0, (1, 3, 7, 1, 20, 1, 1)
+    if layers := model.cache_layers():
+        cache = Cache(layers=layers)
+        for layer in layers:
+            layer.reserve(sum(sizes))
+    for size in sizes:
         cache = model(tokens(batch, size), past_key_values=cache).past_key_values
         seen += size
         assert cache_bytes(cache) == model.kv_cache_bytes(batch, seen)
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in plain_tensors(cache)}
     if not any(type(layer).__name__ == "DynamicSlidingWindowLayer" for layer in cache.layers):
-        assert sum(held.values()) == cache_bytes(cache), "a view keeps more memory alive than it shows"
+        # Of exact tokens there are fewer than have memory, until the next group of them is quantised.
+        quantized = getattr(model.config, "kv_cache", None)
+        exact = quantized["group"] + quantized["window"] if quantized else 0
+        spare = batch * LAYERS * 2 * LATENT * exact * dtype.itemsize
+        assert 0 <= sum(held.values()) - cache_bytes(cache) <= spare, "a view keeps more memory alive than it shows"
 
 
 def measured_peak(model, batch: int, prompt: int, chunk: int, steps: int) -> int:
@@ -217,7 +227,7 @@ def test_rows_are_repeated_reordered_and_selected():
     cache.reorder_cache(torch.tensor([3, 0, 0, 1]))
     cache.batch_select_indices(torch.tensor([0, 1]))
     direct = model(ids[[1, 0]], attention_mask=mask[[1, 0]]).past_key_values
-    assert [layer.padding for layer in cache.layers] == [[4, 0], [4, 0]]
+    assert [layer.padding.tolist() for layer in cache.layers] == [[4, 0], [4, 0]]
     assert torch.equal(
         model(ids[:, :3], past_key_values=cache).logits, model(ids[:, :3], past_key_values=direct).logits
     )
@@ -245,10 +255,10 @@ def test_padding_is_known_once_every_row_has_a_token():
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
     keys = torch.randn(2, 1, 5, 4)
     for stop, padding in ((2, [0, 2]), (4, [0, 3])):
-        assert set_padding(cache, mask[:, :stop]) == layer.padding == padding
+        assert set_padding(cache, mask[:, :stop]) is layer.padding and layer.padding.tolist() == padding
         layer.streaming.update(keys[:, :, stop - 2 : stop], keys[:, :, stop - 2 : stop])
         layer.full.update(keys[:, :, stop - 2 : stop], keys[:, :, stop - 2 : stop])
-    assert set_padding(cache, mask) is None and layer.padding == [0, 3]
+    assert set_padding(cache, mask) is None and layer.padding.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize("sizes", [[40], [1] * 40, [7, 1, 1, 20, 11]])
@@ -257,7 +267,7 @@ def test_what_was_dropped_is_the_mean_of_what_is_not_seen(sinks, recent, sizes):
     paddings, first = [0, 3, 11], 0
     keys = torch.randn(3, 2, 40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     layer = StreamingLayer(sinks, recent, compensated=1)
-    layer.padding = paddings
+    layer.padding = LeftPadding(paddings)
     for size in sizes:
         new = keys[:, :, first : first + size]
         layer.update(new, -new)

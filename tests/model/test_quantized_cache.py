@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from quantized_caches import quantized_cache
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
+from transformers import Cache, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
 from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.tensor_bytes import plain_tensors
@@ -157,7 +157,9 @@ def test_any_chunks_keep_the_same_and_recent_tokens_exactly(form, keys_by, windo
     ],
 )
 def test_bytes_are_those_predicted(form, keys_by, batch, tokens, group, window, dims, dtype):
-    cache = quantized_cache(form, group, window, keys_by)
+    cache = Cache(layers=[QuantizedKVLayer(form, group, window, keys_by) for _ in range(2)])
+    for layer in cache.layers:
+        layer.reserve(tokens)
     for first in range(0, tokens, 50):
         count = min(50, tokens - first)
         for layer in range(2):
@@ -166,7 +168,9 @@ def test_bytes_are_those_predicted(form, keys_by, batch, tokens, group, window, 
     predicted = cache.layers[0].predicted_bytes(tokens, **size)
     assert cache_bytes(cache) == 2 * predicted
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors_of(cache) if t.numel()}
-    assert sum(held.values()) == 2 * predicted, "a view keeps more memory alive than it shows"
+    # Of exact tokens there are fewer than have memory, until the next group of them is quantised.
+    spare = 2 * batch * 3 * (group + window - 1) * sum(dims) * dtype.itemsize
+    assert 0 <= sum(held.values()) - 2 * predicted <= spare, "a view keeps more memory alive than it shows"
 
 
 def _tensors_of(cache):

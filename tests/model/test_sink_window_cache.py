@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from surgery.eval.kv_cache import cache_bytes
+from surgery.model.left_padding import LeftPadding
 from surgery.model.sink_window_cache import SinkWindowCache, SinkWindowLayer
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ def test_a_query_sees_exactly_the_tokens_of_the_definition(sinks, recent, sizes)
     """Each key is its own place in the row, so that what the mask shows can be read off."""
     places = torch.arange(1.0, TOKENS + 1).view(1, 1, -1, 1).expand(len(PADDINGS), 2, -1, 3)
     layer = SinkWindowLayer(sinks, recent)
-    layer.padding = list(PADDINGS)
+    layer.padding = LeftPadding(PADDINGS)
     for first, last in chunks(sizes):
         visible = layer.visible(last - first, CPU)
         keys, values = layer.update(places[:, :, first:last], -places[:, :, first:last])
@@ -59,15 +60,15 @@ def test_bytes_are_those_predicted(batch):
 def test_rows_are_repeated_reordered_and_selected():
     keys = torch.randn(2, 2, 20, 4)
     cache = SinkWindowCache(3, 6, layers=1)
-    cache.layers[0].padding = [0, 5]
+    cache.layers[0].padding = LeftPadding([0, 5])
     cache.update(keys, keys, 0)
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 0, 0, 1]))
     cache.batch_select_indices(torch.tensor([0, 1]))
     direct = SinkWindowCache(3, 6, layers=1)
-    direct.layers[0].padding = [5, 0]
+    direct.layers[0].padding = LeftPadding([5, 0])
     direct.update(keys[[1, 0]], keys[[1, 0]], 0)
-    assert cache.layers[0].padding == [5, 0]
+    assert cache.layers[0].padding.tolist() == [5, 0]
     assert torch.equal(cache.layers[0].visible(2, CPU), direct.layers[0].visible(2, CPU))
     more = torch.randn(2, 2, 2, 4)
     assert torch.equal(cache.update(more, more, 0)[0], direct.update(more, more, 0)[0])

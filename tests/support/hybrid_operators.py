@@ -28,7 +28,7 @@ def through_operators(
     new = HybridLayer(PlainLayer(), StreamingLayer(self.sinks, self.recent, self.compensated_heads))
     layer = layer_of(cache, self.layer_idx, new, len(query), left_padding)
     streaming, full = layer.streaming, self.full_heads
-    starts = torch.tensor(layer.padding, dtype=torch.int32, device=query.device)
+    starts = layer.padding.on(query.device, torch.int32)
     first, sink_slots = not streaming.is_initialized, 0
     if not first:
         sink_slots = streaming.sink_keys.shape[2]

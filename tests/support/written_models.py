@@ -110,6 +110,9 @@ WRITTEN: dict[str, Callable[[], PreTrainedModel]] = {
 }
 """Makes a model by name: those of `own_models.KINDS` and the other kinds, quantised caches, stock classes."""
 
+QUICK = ("latent", "low_rank", "window", "hybrid", "cross_layer_static", "quantized_plain", "quantized_latent", "mixed")
+"""Those on which slow tests run by default."""
+
 
 def inputs(name: str) -> dict[str, torch.Tensor]:
     """Arguments of a forward pass of a model of `WRITTEN`."""

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from surgery.common.errors import SurgeryError
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.model.hybrid_cache import PlainLayer, StreamingLayer
+from surgery.model.left_padding import LeftPadding
 from surgery.model.straight_through import StraightThroughCodes
 from surgery.model.token_codes import TokenCodes
 from surgery.training.data import Batch
@@ -138,7 +139,7 @@ def test_streaming_tokens_pass_their_gradients(form):
     for kept in (codes, StraightThroughCodes(codes), None):
         keys, values = exact.clone().requires_grad_()
         layer = StreamingLayer(2, 5, codes=kept)
-        layer.padding = [0, 3]
+        layer.padding = LeftPadding([0, 3])
         pieces = [part for cut in (9, 1, 14) for part in layer.update(*(t[:, :, :cut] for t in (keys, values)))]
         read.append(pieces)
         if kept is not codes:

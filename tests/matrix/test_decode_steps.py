@@ -1,0 +1,128 @@
+"""Steps of decoding never wait for the device, copy no constants to it, and leave caches where they are in memory."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from decode_mode import NotAStep, decode_mode
+from own_models import tokens
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from written_models import IMAGES, QUICK, WRITTEN
+
+from surgery.acceleration import accelerate
+from surgery.kernels import operation
+
+PROMPT, STEPS = 5, 8
+
+FORBIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "int": lambda x: int(x.sum()),
+    "bool": lambda x: bool(x.any()),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "nonzero": lambda x: x.nonzero(),
+    "equal": lambda x: torch.equal(x, x),
+    "mask as index": lambda x: x[x > 1],
+    "assignment by mask": lambda x: x.__setitem__(x > 1, 0),
+    "masked_select": lambda x: x.masked_select(x > 1),
+    "unique": lambda x: x.unique(),
+    "tensor": lambda x: torch.tensor([1, 2], device=x.device),
+    "as_tensor": lambda x: torch.as_tensor([1, 2]),
+    "list as index": lambda x: x[:, [0, 2]],
+    "size of a slice": lambda x: x[: x.sum()],
+    "arange to a tensor": lambda x: torch.arange(x.sum()),
+    "where of a number": lambda x: torch.where(x > 1, x, 0),
+}
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_the_mode_raises(name):
+    with decode_mode(), pytest.raises(NotAStep, match="test_decode_steps"):
+        FORBIDDEN[name](torch.arange(6).view(2, 3))
+
+
+def test_the_mode_lets_steps_pass():
+    x = torch.arange(6).view(2, 3)
+    with decode_mode():
+        x[:, x[0]] + torch.arange(3) + torch.zeros(3) + x.masked_fill(x > 1, 0) + x[:, :2].sum() + x[None, ..., 1:2][0]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def fill(model: PreTrainedModel, padded: bool, cache: Cache) -> list[dict[str, torch.Tensor | None]]:
+    """Read a prompt; arguments of the steps after it."""
+    ids = tokens(length=PROMPT + STEPS)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT] if padded else None, past_key_values=cache)
+    return [
+        {"input_ids": ids[:, at : at + 1], "attention_mask": mask[:, : at + 1] if padded else None}
+        for at in range(PROMPT, PROMPT + STEPS)
+    ]
+
+
+def reserved(model: PreTrainedModel) -> Cache:
+    """A cache with memory for the whole text."""
+    if hasattr(model, "reserved_cache"):
+        return model.reserved_cache(PROMPT + STEPS)
+    return StaticCache(config=model.config, max_cache_len=PROMPT + STEPS)
+
+
+CASES = [
+    pytest.param(name, padded, marks=[] if name in QUICK or padded else [pytest.mark.slow])
+    for name in WRITTEN
+    for padded in (True, False)
+]
+
+
+@pytest.mark.parametrize(("name", "padded"), CASES)
+def test_steps_never_wait_for_the_device_and_move_no_cache(name, padded):
+    """Nothing that was there after the prompt moves, and steps read what they read in a cache that grows."""
+    model = WRITTEN[name]()
+    cache, growing = reserved(model), DynamicCache(config=model.config)
+    steps, _ = fill(model, padded, cache), fill(model, padded, growing)
+    held = addresses(cache)
+    for step in steps:
+        with decode_mode(allow_transformers=padded or name == IMAGES):
+            logits, expected = (model(**step, past_key_values=each).logits for each in (cache, growing))
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        now = addresses(cache)
+        assert not {path for path in held.keys() & now.keys() if held[path] != now[path]}
+        held |= now
+
+
+KERNELS = [
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for name in WRITTEN
+    if name != IMAGES  # its class takes no attention functions
+]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_steps_on_kernels_never_wait_for_the_device(name, monkeypatch):
+    """What `accelerate` puts around the kernels; their references run in their place."""
+    monkeypatch.setattr(operation, "refusal", lambda *tensors: "a test")
+    model = WRITTEN[name]()
+    cache, growing = reserved(model), DynamicCache(config=model.config)
+    steps, _ = fill(model, True, cache), fill(model, True, growing)
+    assert accelerate(model, compare=False).layers
+    for step in steps:
+        with decode_mode(allow_transformers=True):
+            model(**step, past_key_values=cache)
+            model(**step, past_key_values=growing)
+
+
+def addresses(value: object, path: str = "", seen: set[int] | None = None) -> dict[str, int]:
+    """Where the tensors of a cache are in memory, by the attributes that lead to them; empty ones are nowhere."""
+    seen = set() if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        return {path: value.data_ptr()} if value.numel() else {}
+    if id(value) in seen or isinstance(value, torch.nn.Module | type):
+        return {}
+    seen.add(id(value))
+    children = enumerate(value) if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).items()
+    return {key: at for name, child in children for key, at in addresses(child, f"{path}.{name}", seen).items()}
