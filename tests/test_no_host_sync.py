@@ -20,6 +20,8 @@ ROW, MASK, MATRIX = torch.arange(4), torch.tensor([True, False, True, False]), t
         lambda: 1 in ROW,
         lambda: MASK.nonzero(),
         lambda: torch.where(MASK),
+        lambda: torch.where(MASK, ROW, 0),
+        lambda: torch.arange(ROW.sum()),
         lambda: MATRIX[MASK],
         lambda: MATRIX[MASK.byte()],
         lambda: MATRIX.clone().index_put_((MASK,), MATRIX[:2]),
@@ -52,6 +54,6 @@ def test_calls_that_pass():
         out = MATRIX[table % 4].clone()
         out[:, 0] = 1.0
         out[MASK] = 0.0
-        out[ROW] = torch.where(MASK[:, None], out, 0.0).masked_fill(MATRIX > 0, -torch.inf)
+        out[ROW] = torch.where(MASK[:, None], out, MATRIX).masked_fill(MATRIX > 0, -torch.inf)
         out = out.repeat_interleave(2, 0).index_select(0, ROW).softmax(-1).to(torch.bfloat16)
     assert out.shape == (4, 3)

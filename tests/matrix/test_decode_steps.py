@@ -1,10 +1,8 @@
 """Steps of decoding never wait for the device, copy no constants to it, and leave caches where they are in memory."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from decode_mode import NotAStep, decode_mode
+from no_host_sync import NoHostSync
 from own_models import tokens
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from written_models import IMAGES, QUICK, WRITTEN
@@ -13,38 +11,6 @@ from surgery.acceleration import accelerate
 from surgery.kernels import operation
 
 PROMPT, STEPS = 5, 8
-
-FORBIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
-    "item": lambda x: x.sum().item(),
-    "int": lambda x: int(x.sum()),
-    "bool": lambda x: bool(x.any()),
-    "tolist": lambda x: x.tolist(),
-    "cpu": lambda x: x.cpu(),
-    "nonzero": lambda x: x.nonzero(),
-    "equal": lambda x: torch.equal(x, x),
-    "mask as index": lambda x: x[x > 1],
-    "assignment by mask": lambda x: x.__setitem__(x > 1, 0),
-    "masked_select": lambda x: x.masked_select(x > 1),
-    "unique": lambda x: x.unique(),
-    "tensor": lambda x: torch.tensor([1, 2], device=x.device),
-    "as_tensor": lambda x: torch.as_tensor([1, 2]),
-    "list as index": lambda x: x[:, [0, 2]],
-    "size of a slice": lambda x: x[: x.sum()],
-    "arange to a tensor": lambda x: torch.arange(x.sum()),
-    "where of a number": lambda x: torch.where(x > 1, x, 0),
-}
-
-
-@pytest.mark.parametrize("name", FORBIDDEN)
-def test_the_mode_raises(name):
-    with decode_mode(), pytest.raises(NotAStep, match="test_decode_steps"):
-        FORBIDDEN[name](torch.arange(6).view(2, 3))
-
-
-def test_the_mode_lets_steps_pass():
-    x = torch.arange(6).view(2, 3)
-    with decode_mode():
-        x[:, x[0]] + torch.arange(3) + torch.zeros(3) + x.masked_fill(x > 1, 0) + x[:, :2].sum() + x[None, ..., 1:2][0]
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +53,7 @@ def test_steps_never_wait_for_the_device_and_move_no_cache(name, padded):
     steps, _ = fill(model, padded, cache), fill(model, padded, growing)
     held = addresses(cache)
     for step in steps:
-        with decode_mode(allow_transformers=padded or name == IMAGES):
+        with NoHostSync(allow_transformers=padded or name == IMAGES):
             logits, expected = (model(**step, past_key_values=each).logits for each in (cache, growing))
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
         now = addresses(cache)
@@ -111,7 +77,7 @@ def test_steps_on_kernels_never_wait_for_the_device(name, monkeypatch):
     steps, _ = fill(model, True, cache), fill(model, True, growing)
     assert accelerate(model, compare=False).layers
     for step in steps:
-        with decode_mode(allow_transformers=True):
+        with NoHostSync(allow_transformers=True):
             model(**step, past_key_values=cache)
             model(**step, past_key_values=growing)
 
