@@ -36,12 +36,13 @@ def default_config(
     64 tokens are the rows of a warp group's matrix instruction. Older GPUs have none, and too few registers for as many
     tokens where U passes through shared memory: 32 there. `plain` is without bits and exact tokens.
     """
-    if plain and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES:
-        most = 64 if dtype == torch.float32 else 128
-        return Config(block_tokens=64, chunk=chunk_of(key_rank, value_rank, most=most), warps=8)
+    resident = plain and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     if capability >= 90:
-        return Config(block_tokens=64, chunk=chunk_of(key_rank, value_rank, most=64), warps=8)
-    return Config(block_tokens=32, chunk=chunk_of(key_rank, value_rank), warps=8)
+        # Two chunks at least, and narrow ones beside a resident U: else too few registers are left for the products.
+        most = 64 if plain or key_rank < 256 or dtype == torch.float32 else 128
+        return Config(block_tokens=64, chunk=chunk_of(key_rank, value_rank, most=most), warps=8)
+    most = 64 if resident and dtype == torch.float32 else 128
+    return Config(block_tokens=64 if resident else 32, chunk=chunk_of(key_rank, value_rank, most=most), warps=8)
 
 
 @launches_of(lowrank_attention)
