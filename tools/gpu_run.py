@@ -172,7 +172,7 @@ def _take(
     arguments = step.arguments(setup, max(1.0, limit - SPARE))
     _write(results, {"event": "begin", "step": step.name, "limit": round(limit, 1), "arguments": arguments, **_now()})
     print(f"{step.name}, at most {limit:.0f} s", flush=True)
-    began, cut = time.monotonic(), False
+    began, cut, programs = time.monotonic(), False, _programs(environment)
     process = starter(arguments, {**environment, **step.environment(setup)}, log)
     while (code := process.poll()) is None:
         time.sleep(POLL)
@@ -186,9 +186,16 @@ def _take(
             process.send(signal.SIGKILL)
     _write(results, *({"step": step.name, "row": row} for row in records.new()))
     took = round(time.monotonic() - began, 1)
-    _write(results, {"event": "ended", "step": step.name, "code": code, "seconds": took, "cut": cut})
+    programs = _programs(environment) - programs
+    ended = {"event": "ended", "step": step.name, "code": code, "seconds": took, "cut": cut, "programs": programs}
+    _write(results, ended)
     print(f"{step.name}: exit code {code} after {took:.0f} s{' (its time was over)' if cut else ''}", flush=True)
     return code == 0
+
+
+def _programs(environment: dict[str, str]) -> int:
+    """Programs in Triton's cache: a step that adds some had them compiled while the GPU waited."""
+    return sum(1 for _ in Path(environment["TRITON_CACHE_DIR"]).glob("*/*.cubin"))
 
 
 def _chosen(names: str | None) -> list[Step]:
