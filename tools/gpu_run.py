@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -136,9 +137,9 @@ def run(
     environment = _environment(work, device)
     model = _arrived(pack, work)
     if (wheels := work / "wheels").is_dir() and not (work / "site").exists():
-        _install(wheels, work / "site", out / LOG)
+        _install(wheels, work / "site")
     setup = Setup(work, device, tiny, demo_model() if tiny else model)
-    _write(results, {"event": "run", "command": " ".join(sys.argv), "commit": _commit(), "tiny": tiny, **_now()})
+    _write(results, {"event": "run", "command": " ".join(sys.argv), "commit": commit(work), "tiny": tiny, **_now()})
     for step in chosen:
         left = seconds - (time.monotonic() - began)
         done = work / "done" / step.name
@@ -234,10 +235,11 @@ def _arrived(pack: Path, work: Path) -> Path | None:
     return model.with_suffix(".joining").rename(model)
 
 
-def _install(wheels: Path, site: Path, log: Path) -> None:
-    pip = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
-    with log.open("ab") as file:
-        subprocess.run([sys.executable, *pip, *map(str, sorted(wheels.glob("*.whl")))], stdout=file, stderr=file)
+def _install(wheels: Path, site: Path) -> None:
+    """Unpacks wheels as pip would, on machines without it too; in front of whatever is installed."""
+    for wheel in sorted(wheels.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
 
 
 def _environment(work: Path, device: str) -> dict[str, str]:
@@ -255,9 +257,15 @@ def _environment(work: Path, device: str) -> dict[str, str]:
     return {**inherited, **own, "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(work / "triton"))}
 
 
-def _commit() -> str | None:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or None
+def commit(work: Path | None = None) -> str | None:
+    """The checkout's commit; on a machine without its history the one that was packed."""
+    with suppress(OSError):
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        if done.stdout.strip():
+            return done.stdout.strip()
+    with suppress(OSError, TypeError):
+        return json.loads((work / MANIFEST).read_text(encoding="utf-8")).get("commit")
+    return None
 
 
 def _now() -> dict[str, str]:

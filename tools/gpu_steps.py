@@ -7,11 +7,14 @@ Each step is one process: the arguments of a Python interpreter, and the files i
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +55,7 @@ class Setup:
 
     @property
     def batches(self) -> str:
-        return "1,2" if self.tiny else "1,32"
+        return "2" if self.tiny else "1,32"
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def _shape(setup: Setup, seconds: float) -> list[str]:
 
 def _convert(to: str, *options: str) -> Callable[[Setup, float], list[str]]:
     def arguments(setup: Setup, seconds: float) -> list[str]:
-        tokens = ["--calibration-tokens", "512", "--calibration-length", "128", "--held-out", "1"] if setup.tiny else []
+        tokens = ["--calibration-tokens", "128", "--calibration-length", "64", "--held-out", "1"] if setup.tiny else []
         out = str(setup.work / f"model-{to}")
         where = ["--device", setup.device, "--fit-steps", "0", "--out", out, "--overwrite", "--json"]
         return [
@@ -245,7 +248,7 @@ def facts(out: Path, device_name: str, tiny: bool) -> None:
 def shape(out: Path, device: str, tiny: bool) -> None:
     """Converts two layers of a Llama-3-8B shape by closed form, and appends what a layer takes to a file."""
     import torch
-    from bound import convert, make_mostly_hollow
+    from bound import make_mostly_hollow
 
     from surgery.bench.shapes import DECODE_SHAPES
 
@@ -258,9 +261,11 @@ def shape(out: Path, device: str, tiny: bool) -> None:
     tokens = "512" if tiny else "8192"
     options = ["--to", "mla", "--kv-ratio", "0.28125" if not tiny else "0.5", "--fit-steps", "0", "--held-out", "1"]
     options += ["--calibration-tokens", tokens, "--calibration-length", "128" if tiny else "1024", "--device", device]
-    report, used, seconds = convert(source, "--out", out.parent / "shape-mla", "--overwrite", *options)
-    spent = report["seconds"]
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 1024 * used.ru_maxrss
+    began = time.perf_counter()
+    report = _surgery("convert", source, "--out", out.parent / "shape-mla", "--overwrite", *options)
+    seconds, spent = time.perf_counter() - began, report["seconds"]
+    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident
     _append(
         out,
         {
@@ -273,6 +278,21 @@ def shape(out: Path, device: str, tiny: bool) -> None:
             "projected_seconds_of_all_layers": sum(spent.values()) * layers / config["num_hidden_layers"],
         },
     )
+
+
+def _surgery(*arguments: object) -> dict[str, Any]:
+    """What a command prints with --json, run in this process: another would import everything again."""
+    from surgery.cli import main as surgery
+
+    sys.argv[:] = ["surgery", *map(str, arguments), "--json"]
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        try:
+            surgery()
+        except SystemExit as end:
+            if end.code:
+                raise
+    return json.loads(printed.getvalue())
 
 
 def _seconds(function: Callable[[], object], device: Any) -> float:

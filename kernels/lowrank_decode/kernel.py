@@ -11,8 +11,9 @@ The latent is so read by every KV head, from L2 all but once: programs of one bl
 heads a program would save at best half of what L2 delivers, since U, which is d/BLOCK as large as the block of
 latents, comes by in any case, and would need each head's keys of the block, [BLOCK, d] in fp32, in registers at once.
 The products of one head are 2·d·r_k operations a token: d·G operations a byte of a joint bf16 latent that G heads
-read, 64·G where keys and values have latents of their own. From G = 4 on that and not the memory is the limit, and a
-cache of G = 8 is slower to decode than the keys and values that it replaces; blocks of one or two heads are not.
+read, 64·G where keys and values have latents of their own. At d = 128 two heads ask an H100 for 900 TFLOP/s at the full
+rate of its memory: from G = 2 on products are the limit, and a cache of G = 8 is slower to decode than the keys and
+values that it replaces.
 
 Integer and fp8 latents are dequantised as a block is loaded. Scales by channel could be folded into U, but U would be
 scaled anew for each group of tokens, as much work as the latents themselves; scales by token would leave the values'
