@@ -12,8 +12,6 @@ from collections import defaultdict
 import pytest
 import torch
 
-from surgery.bench.decode import _measure
-from surgery.bench.models import converted_configs, random_model, source_config
 from surgery.kernels.bench.registry import OPERATIONS, cases
 from surgery.kernels.bench.sizes import numbers
 
@@ -49,8 +47,11 @@ def test_kernel(group, memory):
 @torch.no_grad()
 def test_model(form):
     """One narrow layer with the heads of the model; widths of weights are not what attention is compiled for."""
+    # Here, since kernels alone need no transformers, which take long to import.
     from surgery.acceleration.accelerate import accelerate
     from surgery.acceleration.comparison import step_error
+    from surgery.bench.decode import _measure
+    from surgery.bench.models import converted_configs, random_model, source_config
 
     config = source_config(MODEL)
     narrow = {"head_dim": config.head_dim, "hidden_size": 256, "intermediate_size": 64, "vocab_size": 128}
