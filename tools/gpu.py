@@ -1,6 +1,6 @@
 """Measures this project on a machine with a GPU that may be offline, bare, and lent for minutes.
 
-    python tools/gpu.py pack gpu-pack --max-bytes 38MiB      # here: wheels and a real model, in parts that may travel
+    python tools/gpu.py pack gpu-pack --max-bytes 36MiB      # here: wheels and a real model, in parts that may travel
     python tools/gpu.py run --seconds 400 --out results      # there, from a checkout; again for what is left
     python tools/gpu.py merge results                        # here: docs/gpu/*.json and the tables made from them
 

@@ -11,7 +11,7 @@ import zipfile
 from itertools import pairwise
 from pathlib import Path
 
-from gpu_run import MANIFEST
+from gpu_run import MANIFEST, commit
 
 from surgery.checkpoint.disk import format_size
 from surgery.common.errors import SurgeryError
@@ -51,7 +51,7 @@ def pack(folder: Path, max_bytes: int, python: str, model: Path | None, wheels: 
             place.mkdir(parents=True, exist_ok=True)
             (place / f"piece-{number}").write_bytes(piece)
         digest = hashlib.sha256(content).hexdigest()
-        manifest = {"model": "model.gguf", "pieces": len(pieces), "sha256": digest}
+        manifest = {"model": "model.gguf", "pieces": len(pieces), "sha256": digest, "commit": commit()}
         (first / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     for part in sorted(folder.glob("part-*")):
         taken = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -136,9 +137,9 @@ def run(
     environment = _environment(work, device)
     model = _arrived(pack, work)
     if (wheels := work / "wheels").is_dir() and not (work / "site").exists():
-        _install(wheels, work / "site", out / LOG)
+        _install(wheels, work / "site")
     setup = Setup(work, device, tiny, demo_model() if tiny else model)
-    _write(results, {"event": "run", "command": " ".join(sys.argv), "commit": _commit(), "tiny": tiny, **_now()})
+    _write(results, {"event": "run", "command": " ".join(sys.argv), "commit": commit(work), "tiny": tiny, **_now()})
     for step in chosen:
         left = seconds - (time.monotonic() - began)
         done = work / "done" / step.name
@@ -172,7 +173,7 @@ def _take(
     arguments = step.arguments(setup, max(1.0, limit - SPARE))
     _write(results, {"event": "begin", "step": step.name, "limit": round(limit, 1), "arguments": arguments, **_now()})
     print(f"{step.name}, at most {limit:.0f} s", flush=True)
-    began, cut = time.monotonic(), False
+    began, cut, programs = time.monotonic(), False, _programs(environment)
     process = starter(arguments, {**environment, **step.environment(setup)}, log)
     while (code := process.poll()) is None:
         time.sleep(POLL)
@@ -186,9 +187,16 @@ def _take(
             process.send(signal.SIGKILL)
     _write(results, *({"step": step.name, "row": row} for row in records.new()))
     took = round(time.monotonic() - began, 1)
-    _write(results, {"event": "ended", "step": step.name, "code": code, "seconds": took, "cut": cut})
+    programs = _programs(environment) - programs
+    ended = {"event": "ended", "step": step.name, "code": code, "seconds": took, "cut": cut, "programs": programs}
+    _write(results, ended)
     print(f"{step.name}: exit code {code} after {took:.0f} s{' (its time was over)' if cut else ''}", flush=True)
     return code == 0
+
+
+def _programs(environment: dict[str, str]) -> int:
+    """Programs in Triton's cache: a step that adds some had them compiled while the GPU waited."""
+    return sum(1 for _ in Path(environment["TRITON_CACHE_DIR"]).glob("*/*.cubin"))
 
 
 def _chosen(names: str | None) -> list[Step]:
@@ -227,10 +235,11 @@ def _arrived(pack: Path, work: Path) -> Path | None:
     return model.with_suffix(".joining").rename(model)
 
 
-def _install(wheels: Path, site: Path, log: Path) -> None:
-    pip = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
-    with log.open("ab") as file:
-        subprocess.run([sys.executable, *pip, *map(str, sorted(wheels.glob("*.whl")))], stdout=file, stderr=file)
+def _install(wheels: Path, site: Path) -> None:
+    """Unpacks wheels as pip would, on machines without it too; in front of whatever is installed."""
+    for wheel in sorted(wheels.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
 
 
 def _environment(work: Path, device: str) -> dict[str, str]:
@@ -248,9 +257,15 @@ def _environment(work: Path, device: str) -> dict[str, str]:
     return {**inherited, **own, "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(work / "triton"))}
 
 
-def _commit() -> str | None:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or None
+def commit(work: Path | None = None) -> str | None:
+    """The checkout's commit; on a machine without its history the one that was packed."""
+    with suppress(OSError):
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        if done.stdout.strip():
+            return done.stdout.strip()
+    with suppress(OSError, TypeError):
+        return json.loads((work / MANIFEST).read_text(encoding="utf-8")).get("commit")
+    return None
 
 
 def _now() -> dict[str, str]:

@@ -7,16 +7,24 @@ Each step is one process: the arguments of a Python interpreter, and the files i
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+FORMS = "mla,mla-own,mla-own-int4,lowrank,lowrank-int4,gqa"
+"""What models are decoded as, beside what they are."""
+H100 = (90, 132)
+"""Compute capability and multiprocessors that kernels are compiled for where no device has said its own."""
+CASES = str(ROOT / "tools" / "gpu_cases.py")
 SPARE = 12.0
 """Seconds between the limit that a step is given and the one at which it is ended."""
 
@@ -47,7 +55,7 @@ class Setup:
 
     @property
     def batches(self) -> str:
-        return "1,2" if self.tiny else "1,32"
+        return "2" if self.tiny else "1,32"
 
 
 @dataclass(frozen=True)
@@ -85,11 +93,46 @@ def _tests(setup: Setup, seconds: float) -> list[str]:
     return ["-m", "pytest", "-p", "gpu_pytest", "-p", "no:cacheprovider", *options, *chosen, *where]
 
 
+def _compile(setup: Setup, seconds: float) -> list[str]:
+    workers = "0" if setup.tiny else str(os.cpu_count() or 1)
+    options = ["-n", workers, "--dist", "load", "-o", "addopts=", "--import-mode=importlib", "--tb=short", "-q"]
+    # The first kernel of all in a rehearsal: every other would take as long.
+    chosen = ["-m", "gpu", *(["-k", "test_kernel"] if setup.tiny else [])]
+    folder = ROOT / "tests" / "kernels"
+    tests = [] if setup.tiny else [str(folder), f"--ignore={folder / 'bench'}"]
+    return ["-m", "pytest", "-p", "gpu_compile", "-p", "no:cacheprovider", *options, *chosen, CASES, *tests]
+
+
+def _compiled(setup: Setup) -> dict[str, str]:
+    """What the programs are for: the device that the first step found, and the cases of the steps to come."""
+    try:
+        device = json.loads((setup.work / "facts.jsonl").read_text(encoding="utf-8").splitlines()[-1])["device"]
+        target = int("".join(device["capability"].split("."))), device["processors"]
+    except (OSError, IndexError, AttributeError):  # not measured, or no GPU
+        target = H100
+    sizes = [_kernel_shapes(setup), setup.contexts, _kernel_batches(setup), setup.shape, "-" if setup.tiny else FORMS]
+    return {
+        "SURGERY_TARGET": ",".join(map(str, target)),
+        "SURGERY_CASES": " ".join(sizes),
+        "SURGERY_TESTS": str(setup.work / "compile.jsonl"),
+        "TRITON_INTERPRET": "0",
+        "CUDA_VISIBLE_DEVICES": "",  # no memory of the GPU for processes that do not use it
+        **({"SURGERY_OPERATIONS": "mla_decode"} if setup.tiny else {}),
+    }
+
+
+def _kernel_shapes(setup: Setup) -> str:
+    return "tiny" if setup.tiny else "llama3-8b,smollm2"
+
+
+def _kernel_batches(setup: Setup) -> str:
+    return "2" if setup.tiny else "1,32,128"
+
+
 def _kernels(setup: Setup, seconds: float) -> list[str]:
-    shapes = "tiny" if setup.tiny else "llama3-8b,smollm2"
     some = ["--operations", "mla_decode,gqa_decode", "--device", setup.device] if setup.tiny else []
-    batches = "2" if setup.tiny else "1,32,128"
-    return _bench(setup, "kernels", seconds, "--shapes", shapes, "--batches", batches, *some)
+    sizes = ["--shapes", _kernel_shapes(setup), "--batches", _kernel_batches(setup)]
+    return _bench(setup, "kernels", seconds, *sizes, *some)
 
 
 def _tuning(setup: Setup, seconds: float) -> list[str]:
@@ -100,9 +143,8 @@ def _tuning(setup: Setup, seconds: float) -> list[str]:
 
 
 def _decode(setup: Setup, seconds: float) -> list[str]:
-    forms = "mla,mla-own,mla-own-int4,lowrank,lowrank-int4,gqa"
     sizes = ["--rank", "24", "--rope-dim", "8"] if setup.tiny else []
-    return _bench(setup, "decode", seconds, setup.shape, "--to", forms, *sizes, "--batches", setup.batches)
+    return _bench(setup, "decode", seconds, setup.shape, "--to", FORMS, *sizes, "--batches", setup.batches)
 
 
 def _shape(setup: Setup, seconds: float) -> list[str]:
@@ -111,7 +153,7 @@ def _shape(setup: Setup, seconds: float) -> list[str]:
 
 def _convert(to: str, *options: str) -> Callable[[Setup, float], list[str]]:
     def arguments(setup: Setup, seconds: float) -> list[str]:
-        tokens = ["--calibration-tokens", "512", "--calibration-length", "128", "--held-out", "1"] if setup.tiny else []
+        tokens = ["--calibration-tokens", "128", "--calibration-length", "64", "--held-out", "1"] if setup.tiny else []
         out = str(setup.work / f"model-{to}")
         where = ["--device", setup.device, "--fit-steps", "0", "--out", out, "--overwrite", "--json"]
         return [
@@ -169,6 +211,7 @@ def _tuned(setup: Setup) -> dict[str, str]:
 
 STEPS = (
     Step("facts", 45, _facts, ("facts.jsonl",)),
+    Step("compile", 80, _compile, ("compile.jsonl",), environment=_compiled),
     Step("tests", 90, _tests, ("tests.jsonl",), environment=_rows_of_tests),
     Step("kernels", 130, _kernels, ("kernels/kernels.json",)),
     Step("decode", 120, _decode, ("decode/decode.json",), environment=_tuned),
@@ -205,7 +248,7 @@ def facts(out: Path, device_name: str, tiny: bool) -> None:
 def shape(out: Path, device: str, tiny: bool) -> None:
     """Converts two layers of a Llama-3-8B shape by closed form, and appends what a layer takes to a file."""
     import torch
-    from bound import convert, make_mostly_hollow
+    from bound import make_mostly_hollow
 
     from surgery.bench.shapes import DECODE_SHAPES
 
@@ -218,9 +261,11 @@ def shape(out: Path, device: str, tiny: bool) -> None:
     tokens = "512" if tiny else "8192"
     options = ["--to", "mla", "--kv-ratio", "0.28125" if not tiny else "0.5", "--fit-steps", "0", "--held-out", "1"]
     options += ["--calibration-tokens", tokens, "--calibration-length", "128" if tiny else "1024", "--device", device]
-    report, used, seconds = convert(source, "--out", out.parent / "shape-mla", "--overwrite", *options)
-    spent = report["seconds"]
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 1024 * used.ru_maxrss
+    began = time.perf_counter()
+    report = _surgery("convert", source, "--out", out.parent / "shape-mla", "--overwrite", *options)
+    seconds, spent = time.perf_counter() - began, report["seconds"]
+    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident
     _append(
         out,
         {
@@ -233,6 +278,21 @@ def shape(out: Path, device: str, tiny: bool) -> None:
             "projected_seconds_of_all_layers": sum(spent.values()) * layers / config["num_hidden_layers"],
         },
     )
+
+
+def _surgery(*arguments: object) -> dict[str, Any]:
+    """What a command prints with --json, run in this process: another would import everything again."""
+    from surgery.cli import main as surgery
+
+    sys.argv[:] = ["surgery", *map(str, arguments), "--json"]
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        try:
+            surgery()
+        except SystemExit as end:
+            if end.code:
+                raise
+    return json.loads(printed.getvalue())
 
 
 def _seconds(function: Callable[[], object], device: Any) -> float:

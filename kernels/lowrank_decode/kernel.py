@@ -11,8 +11,9 @@ The latent is so read by every KV head, from L2 all but once: programs of one bl
 heads a program would save at best half of what L2 delivers, since U, which is d/BLOCK as large as the block of
 latents, comes by in any case, and would need each head's keys of the block, [BLOCK, d] in fp32, in registers at once.
 The products of one head are 2·d·r_k operations a token: d·G operations a byte of a joint bf16 latent that G heads
-read, 64·G where keys and values have latents of their own. From G = 4 on that and not the memory is the limit, and a
-cache of G = 8 is slower to decode than the keys and values that it replaces; blocks of one or two heads are not.
+read, 64·G where keys and values have latents of their own. At d = 128 two heads ask an H100 for 900 TFLOP/s at the full
+rate of its memory: from G = 2 on products are the limit, and a cache of G = 8 is slower to decode than the keys and
+values that it replaces.
 
 Integer and fp8 latents are dequantised as a block is loaded. Scales by channel could be folded into U, but U would be
 scaled anew for each group of tokens, as much work as the latents themselves; scales by token would leave the values'
@@ -114,16 +115,16 @@ def lowrank_decode_kernel(
         if RESIDENT:
             for piece in tl.static_range(KEY_CHUNKS):
                 tile = load_latents(
-                    latent, code_scale, code_zero, row, index, key_first, key_rank, piece, filled, latent_row,
-                    latent_token, scale_row, scale_token, BITS, GROUP, BY_CHANNEL, CHUNK, EVEN, dtype,
+                    latent, code_scale, code_zero, row, block - offset, key_first, key_rank, piece, filled, latent_row,
+                    latent_token, scale_row, scale_token, BITS, GROUP, BY_CHANNEL, BLOCK, CHUNK, EVEN, dtype,
                 )  # fmt: skip
                 near = tl.dot(tile, ups[2 * piece], near, input_precision="ieee")
                 far = tl.dot(tile, ups[2 * piece + 1], far, input_precision="ieee")
         else:
             for piece in range(KEY_CHUNKS):
                 tile = load_latents(
-                    latent, code_scale, code_zero, row, index, key_first, key_rank, piece, filled, latent_row,
-                    latent_token, scale_row, scale_token, BITS, GROUP, BY_CHANNEL, CHUNK, EVEN, dtype,
+                    latent, code_scale, code_zero, row, block - offset, key_first, key_rank, piece, filled, latent_row,
+                    latent_token, scale_row, scale_token, BITS, GROUP, BY_CHANNEL, BLOCK, CHUNK, EVEN, dtype,
                 )  # fmt: skip
                 up_near, up_far = load_up(
                     key_up, head, up_head, up_dim, key_rank, piece, column, inside, DIM, CHUNK, EVEN
@@ -149,8 +150,8 @@ def lowrank_decode_kernel(
         grown = ()
         for piece in tl.static_range(VALUE_CHUNKS):
             tile = load_latents(
-                latent, code_scale, code_zero, row, index, value_first, value_rank, piece, filled, latent_row,
-                latent_token, scale_row, scale_token, BITS, GROUP, BY_CHANNEL, CHUNK, EVEN, dtype,
+                latent, code_scale, code_zero, row, block - offset, value_first, value_rank, piece, filled, latent_row,
+                latent_token, scale_row, scale_token, BITS, GROUP, BY_CHANNEL, BLOCK, CHUNK, EVEN, dtype,
             )  # fmt: skip
             grown += (tl.dot(tl.trans(tile), weights, mixed[piece] * shrink[None, :], input_precision="ieee"),)
         mixed = grown
@@ -212,19 +213,21 @@ def lowrank_decode_kernel(
 
 @triton.jit
 def load_latents(
-    latent, code_scale, code_zero, row, index, first, rank, piece, filled, latent_row, latent_token, scale_row,
-    scale_token, BITS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, CHUNK: tl.constexpr,
-    EVEN: tl.constexpr, dtype: tl.constexpr,
+    latent, code_scale, code_zero, row, start, first, rank, piece, filled, latent_row, latent_token, scale_row,
+    scale_token, BITS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Chunk `piece` of the numbers from `first` on of tokens `index`, zero where not `filled` or behind the rank."""
-    index = index.to(tl.int64)
+    index = (start + tl.arange(0, BLOCK)).to(tl.int64)
     chunk = tl.arange(0, CHUNK)
     mask = filled[:, None]
     if not EVEN:
         mask = mask & (chunk < rank - piece * CHUNK)[None, :]
     if BITS == 0:
         # The chunk's number comes last: an offset that instructions carry, and not registers.
-        at = (latent + row * latent_row + first) + index[:, None] * latent_token + chunk[None, :] + piece * CHUNK
+        # Tokens count from the block's first one, so that what differs in it is 32 bits wide.
+        base = latent + row * latent_row + first + start.to(tl.int64) * latent_token
+        at = base + (tl.arange(0, BLOCK)[:, None] * latent_token + chunk[None, :]) + piece * CHUNK
         tile = tl.load(at, mask=mask, other=0.0)
     else:
         each: tl.constexpr = 8 // BITS

@@ -19,6 +19,9 @@ from surgery.kernels.tuned import key_of, tuned
 RESIDENT_BYTES = 64 * 1024
 """Up-projections of one head up to this size may stay in shared memory, larger ones pass through it for every block."""
 
+WIDE_CHUNK = 128 if tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6) else 64
+"""Numbers of a quantised latent, or of one beside exact tokens, in one product: Triton 3.6 spills at 64, 3.9 at 128."""
+
 
 def chunk_of(*ranks: int, most: int = 128) -> int:
     """Numbers of a latent in one product: the most that divides all ranks, or 64 (less for small ones) with a mask."""
@@ -36,12 +39,13 @@ def default_config(
     64 tokens are the rows of a warp group's matrix instruction. Older GPUs have none, and too few registers for as many
     tokens where U passes through shared memory: 32 there. `plain` is without bits and exact tokens.
     """
-    if plain and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES:
-        most = 64 if dtype == torch.float32 else 128
-        return Config(block_tokens=64, chunk=chunk_of(key_rank, value_rank, most=most), warps=8)
+    resident = plain and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     if capability >= 90:
-        return Config(block_tokens=64, chunk=chunk_of(key_rank, value_rank, most=64), warps=8)
-    return Config(block_tokens=32, chunk=chunk_of(key_rank, value_rank), warps=8)
+        wide = not plain and key_rank >= 256 and dtype != torch.float32
+        most = WIDE_CHUNK if wide else 64
+        return Config(block_tokens=64, chunk=chunk_of(key_rank, value_rank, most=most), warps=8)
+    most = 64 if resident and dtype == torch.float32 else 128
+    return Config(block_tokens=64 if resident else 32, chunk=chunk_of(key_rank, value_rank, most=most), warps=8)
 
 
 @launches_of(lowrank_attention)

@@ -40,7 +40,14 @@ HOPPER_SHARED = 227 * 1024
 
 
 def default_config(
-    rows: int, rank: int, rope: int, dtype: torch.dtype, shared: int = HOPPER_SHARED, *, paged: bool = False
+    rows: int,
+    rank: int,
+    rope: int,
+    dtype: torch.dtype,
+    shared: int = HOPPER_SHARED,
+    *,
+    paged: bool = False,
+    gains: bool = False,
 ) -> Config:
     """The configuration to begin with, as wide as fits and does not spill; chosen by what compiling showed.
 
@@ -49,13 +56,16 @@ def default_config(
         rank, rope, dtype: r, ρ and the inputs' dtype.
         shared: bytes of shared memory that a program may use; as much as Hopper's is taken for Hopper.
         paged: whether tokens are found through a table of pages.
+        gains: whether logits have gains of keys, which take registers too.
     """
     # Only WGMMA is worth 64 rows: with the MMA of a warp their accumulators leave too few registers.
     wide = shared >= HOPPER_SHARED and dtype != torch.float32
     block_rows = 16 if rows <= 16 else 64 if rows > 32 and wide else 32
     warps = 8 if block_rows == 64 or dtype == torch.float32 else 4
     chunk = chunk_of(rank, 32 if dtype == torch.float32 else 256 if block_rows * rank >= 64 * 512 else 64)
-    most = 16 if dtype == torch.float32 else 32 if block_rows * rank > 32 * 448 else 64
+    # Addresses of pages, and gains, take registers too.
+    is_wide_row = gains or block_rows * rank > (32 * 256 if paged else 32 * 448)
+    most = 16 if dtype == torch.float32 else 32 if is_wide_row else 64
     for tokens, depth in ((most, 2), (min(most, 32), 2), (16, 2), (16, 1)):
         # Where a token's page has to be fetched first, Triton counts every stage twice.
         config = Config(block_rows, tokens, chunk, None, warps, 1 + depth * (1 + paged))
@@ -106,7 +116,8 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
     capacity = latent.shape[1] if pages is None else pages.shape[1] * page
     if config is None:
         shape = key_of(heads=tokens * heads, rank=rank, rope=rope, dtype=query.dtype)
-        default = default_config(tokens * heads, rank, rope, query.dtype, shared_limit(query.device))
+        needs = {"paged": page > 0, "gains": gains > 0}
+        default = default_config(tokens * heads, rank, rope, query.dtype, shared_limit(query.device), **needs)
         config = tuned("mla_decode", shape, query.device, default)
     blocks = triton.cdiv(tokens * heads, config.block_rows)
     splits = splits_of(config, batch * blocks, query, capacity, given.window)

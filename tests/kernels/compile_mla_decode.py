@@ -34,7 +34,8 @@ def launch(
     """The attention itself, on meta tensors; its merge is `split_kv`'s and checked there."""
     with torch.device("meta"):
         rows = (4096, page) if page else (batch, capacity)
-        config = config or default_config(tokens * heads, rank, rope, dtype, SHARED_LIMITS[sm], paged=page > 0)
+        needs = {"paged": page > 0, "gains": gains > 0}
+        config = config or default_config(tokens * heads, rank, rope, dtype, SHARED_LIMITS[sm], **needs)
         return launches(
             torch.empty(batch, tokens, heads, rank + rope, dtype=dtype),
             torch.empty(*rows, rank, dtype=dtype),
