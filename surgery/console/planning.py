@@ -72,13 +72,9 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         f"{budget['batch']}{_next_best(plan)}.",
         soft_wrap=True,
     )
-    if plan.refined:
-        page.print(plain(plan.refined.told), soft_wrap=True)
     page.print(f"{duration(plan.seconds)}{f'; drawn in {plain(plot)}' if plot else ''}", soft_wrap=True)
     if written:
         page.print(f"Next: surgery convert {plain(plan.source['path'])} --plan {plain(written)}", soft_wrap=True)
-    elif "parts" in chosen.asked:  # which only a file can say
-        page.print("Next: the same with --out plan.yaml, which surgery convert --plan carries out", soft_wrap=True)
     else:
         page.print(f"Next: {plain(chosen.command)}", soft_wrap=True)
 
@@ -110,8 +106,6 @@ def _texts(plan) -> str:
 def _reason(plan) -> str:
     if plan.budget["kv_bytes"] is None:
         return "is the smallest that keeps to the loss"
-    if plan.refined and plan.refined.kept:
-        return "loses less than what it was refined from"
     if plan.alike == 1:
         return "loses least of all that keeps to the bytes"
     return (

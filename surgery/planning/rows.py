@@ -13,7 +13,6 @@ from surgery.common.human import cost
 from surgery.planning.candidates import Sized
 from surgery.planning.cost import Cost
 from surgery.planning.measure import Scored, student_t
-from surgery.planning.mixture import Mixture
 
 CONTENDERS = 6
 """Rows that are worth more text, at most."""
@@ -27,8 +26,8 @@ class Row:
     """A candidate as it was measured.
 
     Attributes:
-        name: for people; of a mixture, how many layers become what.
-        command: what asks for it; of a mixture, with the plan's file.
+        name: for people.
+        command: the command line that converts so.
         kv_bytes: of all sequences at the plan's context; ``kv_ratio`` the share of the source's.
         loss_increase: nats per token over the source's; ``low`` and ``high`` what it should be within
             on other text, in 80% of the cases.
@@ -70,11 +69,11 @@ class Row:
 
 
 def rows_of(
-    weighed: Sequence[Sized | Mixture],
+    weighed: Sequence[Sized],
     scores: Sequence[tuple[Scored, Scored]],
     source_bytes: float,
     called: str,
-    gain: Callable[[Sized | Mixture], float | None],
+    gain: Callable[[Sized], float | None],
 ) -> list[Row]:
     """In the order given.
 
@@ -87,15 +86,12 @@ def rows_of(
     for sized, (score, source) in zip(weighed, scores, strict=True):
         price = Cost(source)
         increase = price.increase(score)
-        command = f"surgery convert {called} {sized.name}"
-        if isinstance(sized, Mixture):
-            command = f"surgery convert {called} --plan plan.yaml  # {sized.name}"
         rows.append(
             Row(
                 to=sized.target.name,
                 asked=sized.asked,
                 name=sized.name.removeprefix("--to "),
-                command=command,
+                command=f"surgery convert {called} {sized.name}",
                 kv_bytes=sized.kv_bytes,
                 kv_ratio=sized.kv_bytes / source_bytes,
                 loss_increase=increase.mean,

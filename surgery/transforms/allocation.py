@@ -13,13 +13,11 @@ proportional    any weights, as Palu's Fisher        the weights
 choose_widths   the same, and what is spent on       the same
                 numbers beside a latent
 greedy          the loss itself, measured            the loss
-Frontier        options, each with size and cost     the costs
 =============== ==================================== ==========================================
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -230,47 +228,3 @@ def greedy(
         else:
             break
     return best, loss(best)
-
-
-class Frontier:
-    """The least cost of one option for every layer, by the size that the options may have together.
-
-    Dynamic programming over sizes in steps of a 2^-15th of the largest, rounded up, so that no choice is too large; but
-    for that rounding the choice is optimal (Kellerer, Pferschy, Pisinger, Knapsack Problems, 2004, section 11.5).
-
-    Args:
-        options: (size, cost) of every option of every layer.
-        most: the largest size that will be asked for.
-    """
-
-    STEPS = 2**15
-
-    def __init__(self, options: Sequence[Sequence[tuple[float, float]]], most: float):
-        self._unit = most / self.STEPS
-        self._sizes = [[math.ceil(size / self._unit - 1e-9) for size, _ in of_layer] for of_layer in options]
-        self.costs, self._choices = torch.zeros(self.STEPS + 1, dtype=torch.float64), []
-        for sizes, of_layer in zip(self._sizes, options, strict=True):
-            with_each = torch.full((len(sizes), self.STEPS + 1), math.inf, dtype=torch.float64)
-            for place, (size, (_, cost)) in enumerate(zip(sizes, of_layer, strict=True)):
-                if size <= self.STEPS:
-                    with_each[place, size:] = self.costs[: self.STEPS + 1 - size] + cost
-            self.costs, choice = with_each.min(0)
-            self._choices.append(choice)
-
-    def within(self, size: float) -> list[int] | None:
-        """The option of every layer that cost least together, of no more than a size; None where none fit."""
-        return self._chosen(min(math.floor(size / self._unit + 1e-9), self.STEPS))
-
-    def for_cost(self, cost: float) -> list[int] | None:
-        """The smallest options that cost no more together; None where there are none."""
-        (steps,) = (self.costs <= cost).nonzero(as_tuple=True)
-        return self._chosen(int(steps[0])) if len(steps) else None
-
-    def _chosen(self, step: int) -> list[int] | None:
-        if step < 0 or not math.isfinite(float(self.costs[step])):
-            return None
-        found = []
-        for sizes, choice in zip(reversed(self._sizes), reversed(self._choices), strict=True):
-            found.append(int(choice[step]))
-            step -= sizes[found[-1]]
-        return found[::-1]

@@ -24,7 +24,7 @@ from surgery.heads.pattern import HeadPattern
 from surgery.kernels.gpus import GPUS
 from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates
-from surgery.planning.measure import LATER, Carried, Increase, Scored, carry, measure, student_t
+from surgery.planning.measure import LATER, Carried, Increase, Scored, measure, student_t
 from surgery.planning.plan import make_plan, opened_work
 from surgery.planning.plan_file import read_plan, write_plan
 from surgery.planning.rounds import Rounds
@@ -56,9 +56,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def plan(checkpoints):
-    return make_plan(
-        checkpoints("llama"), PlanSettings(kv_ratio=0.4, gpu="h200", mixtures=24, **TEXT, **CONTEXT), called="ckpt"
-    )
+    return make_plan(checkpoints("llama"), PlanSettings(kv_ratio=0.4, gpu="h200", **TEXT, **CONTEXT), called="ckpt")
 
 
 ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window", "crosslayer")
@@ -148,9 +146,10 @@ def test_rows_are_told_by_bytes_and_the_choice_costs_least_within_them(plan):
     assert plan.chosen.drift == min(plan.rows[place].drift for place in level)
     for place, row in enumerate(plan.rows):
         assert row.best == all(row.cost < other.cost for other in plan.rows[:place])
-        assert row.low <= row.loss_increase <= row.high
-    assert {row.to for row in plan.rows} == {"mla", "gqa", "lowrank", "crosslayer", "quantized", "mixed"}
-    assert all(row.command.startswith(f"surgery convert ckpt --to {row.to}") for row in plan.rows if row.to != "mixed")
+        assert (row.low is None) == (len(row.by_text) == 1)
+        assert row.low is None or row.low <= row.loss_increase <= row.high
+    assert {row.to for row in plan.rows} == {"mla", "gqa", "lowrank", "crosslayer", "quantized"}
+    assert all(row.command.startswith(f"surgery convert ckpt --to {row.to}") for row in plan.rows)
 
 
 def test_memory_is_a_share_of_what_all_sequences_hold(checkpoints, plan):
@@ -167,7 +166,7 @@ def test_memory_is_a_share_of_what_all_sequences_hold(checkpoints, plan):
 
 def test_a_loss_is_met_by_the_fewest_bytes(checkpoints):
     asked = {"allow": ("lowrank", "gqa", "quantized"), **TEXT, **CONTEXT}
-    found = make_plan(checkpoints("llama"), PlanSettings(max_loss=9.0, mixtures=0, **asked))
+    found = make_plan(checkpoints("llama"), PlanSettings(max_loss=9.0, **asked))
     assert found.choice == 0 and {row.to for row in found.rows} == {"lowrank", "gqa", "quantized"}
     assert not found.refused  # of sizes that nobody asked for
     # Bits were not allowed beside other structures, and a quantised cache is nothing without.
@@ -180,7 +179,7 @@ def test_a_loss_is_looked_for_below_the_sizes_that_every_plan_weighs(least, look
     target, scores, asked = SimpleNamespace(name="lowrank"), [], []
 
     def sized(target, said, share, **kwargs):
-        of = {"target": target, "asked": {**said, "kv_ratio": share}, "kv_bytes": share, "mixes": True}
+        of = {"target": target, "asked": {**said, "kv_ratio": share}, "kv_bytes": share}
         return SimpleNamespace(**of) if share >= least else None
 
     def add(more):
@@ -262,7 +261,7 @@ def test_text_is_spent_where_it_decides(plan):
         texts = part.tokens[:, 0].tolist()
         asked.append(([tried.index(each) for each in some], texts))
         scored = [Scored([losses[text] for text in texts], None, None, moved) for losses, moved in some]
-        return Carried(Scored([1.0] * len(texts), None, None), scored, [])
+        return Carried(Scored([1.0] * len(texts), None, None), scored)
 
     def told(some, scores):
         differences = ([a - b for a, b in zip(own.losses, its.losses, strict=True)] for own, its in scores)
@@ -288,7 +287,7 @@ def test_text_is_spent_where_it_decides(plan):
 def test_sizes_around_a_budget_are_of_what_is_not_far_behind_there(plan):
     def sized(target, said, share, **kwargs):
         asked = {**said, "kv_ratio": share}
-        return SimpleNamespace(target=target, asked=asked, mixes=True, config=(target, share)) if share != 0.5 else None
+        return SimpleNamespace(target=target, asked=asked, config=(target, share)) if share != 0.5 else None
 
     tried = [sized("good", {"bits": "auto"}, 0.25), sized("far", {}, 0.25), SimpleNamespace(asked={}, config="plain")]
     rows = [
@@ -312,7 +311,7 @@ def test_divergence_is_half_the_mean_square_of_what_tokens_lose(checkpoints):
     texts = load_texts(opened, settings, quiet)
     with opened_work(opened, settings, texts, quiet) as work:
         sized = Candidates(opened, work, settings).sized(find_target("lowrank"), {"kv_ratio": 0.3}, None)
-        found = carry([[None] * opened.layers, [sized] * opened.layers], work, texts.held_out)
+        found = measure([sized], work, texts.held_out)
         hidden, stream = opened.stream.embed(texts.held_out.tokens), opened.stream
         own = hidden.clone()
         for index in range(opened.layers):
@@ -321,10 +320,10 @@ def test_divergence_is_half_the_mean_square_of_what_tokens_lose(checkpoints):
                 own = stream.run_layer(layer, own, 4, sized.structure.closed_form(work, index, None))
         losses = (stream.token_losses(each[:4], texts.held_out.tokens[:4]) for each in (own, hidden))
     own, source = losses
-    assert found.scored[0].divergence == 0
+    assert found.source.divergence == 0
     assert (
-        found.scored[1].divergence == pytest.approx(float((own - source).square().mean()) / 2)
-        and found.scored[1].divergence > 0
+        found.scored[0].divergence == pytest.approx(float((own - source).square().mean()) / 2)
+        and found.scored[0].divergence > 0
     )
 
 

@@ -81,7 +81,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """One basis for a group, of keys and values or of latents."""
-        return [Candidate({}, mixes=False)]
+        return [Candidate({})]
 
     def group(self, layer: int) -> range:
         """Those that share a basis."""

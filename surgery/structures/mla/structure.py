@@ -23,10 +23,10 @@ from surgery.families import LATENT_FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.rope import unchanged_length
 from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.running.layer_stream import LayerStream, StreamedLayer
+from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Candidate, ConfigOf, Foreseen, LayerForm, Outcome, Request, Structure
+from surgery.structures.base import Candidate, ConfigOf, Foreseen, Outcome, Request, Structure
 from surgery.structures.estimates import Demand
 from surgery.structures.fit_trial import effort_of
 from surgery.structures.kept_layers import kept_layers
@@ -106,7 +106,7 @@ class MLA(Structure[Source, ConvertSettings]):
         """In stock where that can, in the own class, and there with a latent of 8 bits beside exact rotated keys."""
         if config["model_type"] in LATENT_FAMILIES:
             return SmallerMLA.candidates(config)
-        return [Candidate({}, mixes=False), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
+        return [Candidate({}), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
@@ -173,28 +173,6 @@ class MLA(Structure[Source, ConvertSettings]):
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         converted = self._plan.convert(anatomy, work.library, layer).truncated
         return SimulatedAttention(converted.to(stream.device, stream.dtype), cache)
-
-    def layer_forms(
-        self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
-    ) -> list[LayerForm]:
-        """Truncated and fitted."""
-        if index in self.kept:
-            return super().layer_forms(work, index, layer, anatomy, fit)
-        stream, settings = self.opened.stream, self.settings
-        converted = self._plan.convert(anatomy, work.library, index)
-        forms = [converted.truncated]
-        if fit and mla.METHODS[settings.method].gradients:
-            metric = work.library.load(index)[0].output_metric
-            closed = SimulatedAttention(forms[0].to(stream.device, stream.dtype))
-            solve = _Solver(forms[0], metric, index, stream, settings)
-            forms.append(fit.fit(index, layer, anatomy, closed, solve).layer)
-        return [
-            LayerForm(
-                SimulatedAttention(form.to(stream.device, stream.dtype)),
-                self._tensors(index, form, converted),
-            )
-            for form in forms
-        ]
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The closed form and the fitted one, of which the one of less held-out loss is written."""
