@@ -127,7 +127,6 @@ def test_mistakes_at_first_sight_cost_no_torch(tmp_path):
         ("convert", "adapter"): "holds an adapter",
         ("convert", "list.yaml"): "is a file",
         ("inspect", "absent"): absent,
-        ("inspect", "source", "--gpu", "b300"): "choose h200",
         ("slice", "absent", "--kv-ratio", "0.1"): absent,
         ("slice", "source", "--kv-ratio", "0.1", "--out", "full"): "full: exists",
         ("heal", "absent"): absent,

@@ -9,6 +9,7 @@ from surgery.planning.plan_file import read_plan
 from surgery.planning.settings import PlanSettings
 
 LINES = {
+    "gpu": ["inspect", "builtin", "--gpu", "h100"],
     "mixtures": ["plan", "builtin", "--mixtures", "24"],
     "refine": ["plan", "builtin", "--refine=200k"],
     "to mixed": ["convert", "builtin", "--to", "mixed"],

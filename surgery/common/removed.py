@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 REMOVED = {
+    "gpu": "speed is measured, not predicted: use surgery bench decode",
     "mixtures": "plans choose one structure for all layers; leave it out",
     "refine": "low rank spends its budget by layer already: --to lowrank --bits auto",
     "to mixed": "convert all layers to one structure, such as --to lowrank --bits auto, which spends by layer; "

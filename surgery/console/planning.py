@@ -32,8 +32,6 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         )
         for row in plan.rows
     ]
-    if plan.settings["gpu"]:
-        rows = [(*row[:-1], each.speedup, row[-1]) for row, each in zip(rows, plan.rows, strict=True)]
     columns = [
         "",
         "convert --to",
@@ -43,7 +41,6 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         Column("±", "", lambda value: f"{value:.4f}"),
         Column("perplexity", "", lambda value: f"{perplexity(value) - 1:+.1%}"),
         Column("recall", "", lambda value: f"{value:.2f}"),
-        *([Column("decoding", "", lambda value: f"{value:.2f}x")] if plan.settings["gpu"] else []),
         "beside transformers",
     ]
     page.print(make_table(columns, rows))
@@ -60,12 +57,6 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
     if beyond := beyond_positions(budget["context"], plan.source["max_positions"]):
         page.print(f"[yellow]{plain(beyond)}[/yellow]", soft_wrap=True)
     lost = cost(chosen.loss_increase)
-    if plan.settings["gpu"]:
-        page.print(
-            "[dim]decoding: speed of a step's attention over the source's, predicted for "
-            f"{plain(plan.settings['gpu'])} from bytes and FLOPs, with this package's kernels; not timed[/dim]",
-            soft_wrap=True,
-        )
     page.print(
         f"[bold]{plain(chosen.to)}[/bold] {_reason(plan)}: {lost}, recall "
         f"{decimal(chosen.recall, 2)}, {size(chosen.kv_bytes)} at {budget['context']:,} tokens and batch "

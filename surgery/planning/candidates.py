@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
+from surgery.architectures.own_class import MODEL_TYPE, layer_entries
 from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.engines import refuse_unless_loadable
@@ -16,7 +16,7 @@ from surgery.planning.settings import BITS, PlanSettings
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, Foreseen, Structure
-from surgery.structures.kv_bytes import final_config
+from surgery.structures.kv_bytes import cache_bytes_of, final_config
 from surgery.structures.registry import TARGETS, Target
 from surgery.structures.work import Work
 
@@ -195,11 +195,9 @@ def held_bytes(
     Args:
         foreseen: of a config that is neither a family's nor the own class's: its bytes per token.
     """
-    if config["model_type"] in FAMILIES or config["model_type"] in LATENT_FAMILIES:  # windows and all
-        config = own_config(config, layer_entries(config))
-    elif config["model_type"] != MODEL_TYPE:
+    if config["model_type"] not in {MODEL_TYPE, *FAMILIES, *LATENT_FAMILIES}:
         return foreseen.kv_bytes_per_token * settings.tokens * settings.batch
-    return skeleton(config, opened.weight_dtype).kv_cache_bytes(settings.batch, settings.tokens)
+    return cache_bytes_of(config, opened.weight_dtype)(settings.batch, settings.tokens)
 
 
 def _named(target: Target, asked: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ measured. What a conversion adds, a fit, is left out: it can only lower what is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,9 +23,6 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.families import any_family_of
-from surgery.forecast.attention_structures import of_config
-from surgery.forecast.speed import find_gpu
-from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates, Sized, allowed_candidates, held_bytes, named_candidates
 from surgery.planning.measure import LATER, Carried, measure
 from surgery.planning.rounds import Rounds, Scores
@@ -116,7 +113,7 @@ def make_plan(
     progress, began, called = progress or Progress(silent=True), time.monotonic(), called or str(source)
     reader = open_model(source, allow_pickle=allow_pickle, dtype=settings.weights_dtype)
     opened = Source.of(reader, settings, any_family_of(reader.config))
-    share, gain = _share_of(settings, opened), _forecast(settings, opened)
+    share = _share_of(settings, opened)
     if beyond := beyond_positions(settings.tokens, opened.config.max_position_embeddings):
         progress.note(beyond)
     with progress.step(1, STEPS):
@@ -134,7 +131,7 @@ def make_plan(
         with progress.step(3, STEPS):
 
             def told(weighed: Sequence[Sized], scores: Scores) -> list[Row]:
-                return rows_of(weighed, scores, candidates.source_bytes, called, gain)
+                return rows_of(weighed, scores, candidates.source_bytes, called)
 
             def measured(some: Sequence[Sized], part: HeldOut, later: int) -> Carried:
                 return measure(some, work, part, later=later)
@@ -238,23 +235,6 @@ def _share_of(settings: PlanSettings, opened: Source) -> float | None:
             f"batch {settings.batch}, there is nothing to convert; ask for a longer context or a larger batch"
         )
     return memory / held
-
-
-def _forecast(settings: PlanSettings, opened: Source) -> Callable[[Sized], float | None]:
-    """What a candidate's speedup is predicted to be.
-
-    Raises:
-        SurgeryError: there is no such GPU.
-    """
-    if settings.gpu is None:
-        return lambda sized: None
-    gpu, number_bytes = find_gpu(settings.gpu), opened.weight_dtype.itemsize
-    source = of_config(opened.reader.config, number_bytes)
-
-    def gain(sized: Sized) -> float:
-        return compare(source, of_config(sized.config, number_bytes), settings.tokens, settings.batch, gpu).speedup
-
-    return gain
 
 
 def _lag_basis(opened: Source, settings: PlanSettings) -> BasisOf | None:

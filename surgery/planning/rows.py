@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
@@ -35,7 +35,6 @@ class Row:
         divergence: from the source's predictions, see :class:`surgery.planning.measure.Scored`.
         answer_increase: nats per token of the answers in recall prompts; ``recall`` the share answered right.
         cost: what is compared, the loss with the answers' increase in it.
-        speedup: of the attention of a decoding step over the source's, predicted for the GPU; None without one.
         best: whether no other candidate costs less with no more bytes.
     """
 
@@ -55,7 +54,6 @@ class Row:
     cost: float
     model_type: str
     engines: dict[str, dict] = field(repr=False)
-    speedup: float | None = None
     best: bool = False
 
     @property
@@ -73,14 +71,12 @@ def rows_of(
     scores: Sequence[tuple[Scored, Scored]],
     source_bytes: float,
     called: str,
-    gain: Callable[[Sized], float | None],
 ) -> list[Row]:
     """In the order given.
 
     Args:
         scores: of each, and of the source on the same texts.
         called: the source, in commands.
-        gain: the speedup of a candidate.
     """
     rows = []
     for sized, (score, source) in zip(weighed, scores, strict=True):
@@ -104,7 +100,6 @@ def rows_of(
                 cost=price(score),
                 model_type=sized.config["model_type"],
                 engines=sized.engines,
-                speedup=gain(sized),
             )
         )
     return rows

@@ -40,12 +40,6 @@ class PlanSettings(ConversionSettings):
     engine: Engine | None = setting(
         None, "Only what this engine, or all of them, loads as a test or its own check saw it."
     )
-    gpu: str | None = setting(
-        None,
-        "Predict decoding on this GPU: a name, as of surgery inspect, or a JSON file of surgery bench kernels.",
-        metavar="NAME|FILE",
-        unset="no prediction",
-    )
     heads: str | None = setting(
         None, "Pattern of `surgery heads`, to weigh hybrids with.", unset="no hybrids", metavar="FILE"
     )
