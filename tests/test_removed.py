@@ -9,6 +9,8 @@ from surgery.planning.plan_file import read_plan
 from surgery.planning.settings import PlanSettings
 
 LINES = {
+    "method ablation": ["heads", "builtin", "--method", "ablation"],
+    "method attention-area": ["heads", "builtin", "--method", "attention-area"],
     "gpu": ["inspect", "builtin", "--gpu", "h100"],
     "mixtures": ["plan", "builtin", "--mixtures", "24"],
     "refine": ["plan", "builtin", "--refine=200k"],

@@ -211,7 +211,7 @@ def score_heads(
 
     Args:
         model: see :mod:`surgery.api.given_models`.
-        method: duo, prulong, needle, induction, kvzip, attention-area or ablation.
+        method: duo, prulong, needle, induction or kvzip.
         out: file to write, NAME.safetensors, with a picture beside it; without it the result is temporary.
         tokenizer: of a model in memory.
         config: YAML file of settings, or the name of one that ships; arguments win over it.
