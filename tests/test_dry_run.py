@@ -34,7 +34,7 @@ CASES = {
     "mqa": ("mistral", WEIGHTS),
     "lowrank": ("qwen3", {"kv_ratio": 0.5, **WEIGHTS}),
     "lowrank in bits": ("llama", {"kv_ratio": 0.5, "bits": 4, "group": 4, **WEIGHTS}),
-    "crosslayer": ("llama", {"kv_ratio": 0.5, "group_size": 2, "method": "xkv-prompt", **WEIGHTS}),
+    "crosslayer": ("llama", {"kv_ratio": 0.5, "group_size": 2, **TEXT}),
     "crosslayer cascade": ("llama", {"method": "cascade", "group_size": 2, "fit_steps": 0, "kv_ratio": 0.5, **TEXT}),
     "hybrid": ("llama", {"streaming": 1, "sinks": 2, "recent": 8, "context": 100, **WEIGHTS}),
     "hybrid by layer": ("qwen3", {"granularity": "layer", "streaming": 1, "recent": 8, "context": 64, **WEIGHTS}),

@@ -9,6 +9,10 @@ from surgery.planning.plan_file import read_plan
 from surgery.planning.settings import PlanSettings
 
 LINES = {
+    "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
+    "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
+    "ruler_tasks qa_1": ["eval", "builtin", "--config", "{file}"],
+    "ruler_tasks qa_2": ["eval", "builtin", "--config", "{file}"],
     "method ablation": ["heads", "builtin", "--method", "ablation"],
     "method attention-area": ["heads", "builtin", "--method", "attention-area"],
     "gpu": ["inspect", "builtin", "--gpu", "h100"],
@@ -19,8 +23,11 @@ LINES = {
 
 
 @pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_option_or_value_names_what_to_use_instead(name, monkeypatch, capsys):
-    code, _, error = run_main(monkeypatch, capsys, *LINES[name])
+def test_a_removed_option_or_value_names_what_to_use_instead(name, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "eval.yaml"
+    file.write_text(f"tasks: ruler\nruler_tasks: {name.partition(' ')[2] or None}\n")
+    monkeypatch.chdir(tmp_path)
+    code, _, error = run_main(monkeypatch, capsys, *(part.format(file=file) for part in LINES[name]))
     assert code == 1 and error.count("\n") == 1 and REMOVED[name] in error
 
 

@@ -30,7 +30,7 @@ CONVERSIONS = {
     "gqa": {"kv_ratio": 0.5},
     "mqa": {},
     "lowrank": {"kv_ratio": 0.5},
-    "crosslayer": {"kv_ratio": 0.5, "group_size": 2, "method": "xkv-prompt"},
+    "crosslayer": {"kv_ratio": 0.5, "group_size": 2, "method": "cascade"},
     "hybrid": {"streaming": 1, "sinks": 2, "recent": 8, "context": 100},
     "quantized": {"bits": 8, "group": 8},
 }

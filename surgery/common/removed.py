@@ -8,6 +8,10 @@ REMOVED = {
     "refine": "low rank spends its budget by layer already: --to lowrank --bits auto",
     "method attention-area": "--method kvzip is as quick and finds the heads that retrieve",
     "method ablation": "--method duo finds the same heads; surgery heads compare --measure says what they are worth",
+    "method xkv-prompt": "--method xkv takes the basis from text once; checkpoints of bases by prompt load as before",
+    "allocate greedy": "--allocate spectrum deals ranks out by what is dropped",
+    "ruler_tasks qa_1": "use niah_multikey_1 for retrieval among distractors",
+    "ruler_tasks qa_2": "use vt for facts that take two steps",
     "to mixed": "convert all layers to one structure, such as --to lowrank --bits auto, which spends by layer; "
     "mixed checkpoints load as before",
 }

@@ -190,11 +190,11 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     def plan(self, work: Work) -> dict[str, TensorSpec]:
         """Ranks, or ranks and bits, of every layer."""
-        opened, asked, held_out, codes = self.opened, self.asked, work.texts.held_out, None
+        opened, asked, codes = self.opened, self.asked, None
         if asked.bits == "auto":
-            self._blocks, codes = plan_bits(opened, work.library, held_out, asked, self.kept)
+            self._blocks, codes = plan_bits(opened, work.library, asked, self.kept)
         else:
-            self._blocks = plan_ranks(opened, work.library, held_out, asked, self.kept, work.progress)
+            self._blocks = plan_ranks(opened, work.library, asked, self.kept)
         self._writes = self._writer(self._blocks, codes)
         return replanned_tensors(opened, self._writes.copied, self._writes.plan, self.kept)
 
