@@ -70,7 +70,7 @@ def test_what_is_not_shown_of_a_flag_still_works(tmp_path, monkeypatch, capsys):
         assert code == 1 and "no such folder" in told
 
 
-@pytest.mark.parametrize(("group", "wrong", "right"), [("heads", "scroe", "score"), ("bench", "convret", "convert")])
+@pytest.mark.parametrize(("group", "wrong", "right"), [("heads", "scroe", "score"), ("bench", "decodee", "decode")])
 def test_verbs_of_groups_are_suggested(group, wrong, right, monkeypatch, capsys):
     code, _, told = run_main(monkeypatch, capsys, group, wrong, "builtin")
     assert code == 2 and f"Did you mean '{right}'?" in told

@@ -116,6 +116,13 @@ class Verb(_PlainHelp, TyperCommand):
 class Verbs(_PlainHelp, TyperGroup):
     """The verbs of a group."""
 
+    def parse_args(self, ctx, args: list[str]) -> list[str]:
+        """Refuse verbs that were removed."""
+        name = f"{ctx.info_name} {args[0]}" if args else ""
+        if gone := removal(name):
+            raise SurgeryError(f"surgery {name} {gone}")
+        return super().parse_args(ctx, args)
+
 
 class VerbsWithDefault(Verbs):
     """``surgery heads CKPT`` is ``surgery heads score CKPT``; a verb that is nearly one of the group is a mistake."""

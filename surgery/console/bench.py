@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
-from surgery.common.human import duration, size
+from surgery.common.human import size
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
-
-
-def show_bench(bench, *, as_json: bool = False) -> None:
-    """Prints a measured conversion (:class:`surgery.bench.convert.ConvertBench`)."""
-    if as_json:
-        print_json(asdict(bench))
-        return
-    page, report = new_page(), bench.report
-    page.print(f"\n[bold]{plain(bench.shape)}[/bold], {size(bench.source_bytes)} of weights")
-    page.print(make_table(["phase", Column("seconds", "", lambda value: f"{value:.1f}")], report["seconds"].items()))
-    page.print(f"{duration(bench.seconds)} in all, peak memory {size(bench.peak_memory_bytes)}")
 
 
 def show_kernels(record: dict, written: list[Path], *, as_json: bool = False) -> None:

@@ -162,7 +162,6 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
                 fit_iterations=settings.fit_iterations,
                 fit_queries=settings.fit_queries,
                 results=2 if fits and settings.fit_steps else 1,
-                chosen=True,
                 quantizes=settings.quantizes,
             ),
         )

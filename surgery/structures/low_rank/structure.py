@@ -178,7 +178,6 @@ class LowRank(Structure[Source, LowRankSettings]):
                 fit_iterations=asked.fit_iterations,
                 fit_queries=asked.fit_queries,
                 results=forms,
-                chosen=True,
                 steps=forms if asked.window else 0,
                 quantizes=asked.quantizes,
             ),

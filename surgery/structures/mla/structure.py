@@ -35,7 +35,6 @@ from surgery.structures.mla.budget import candidate_splits
 from surgery.structures.mla.forecast import Forecast, forecast
 from surgery.structures.mla.output import all_tensors, carrier_of, reserved_numbers
 from surgery.structures.mla.plans import (
-    ROTATED_CHOICES,
     ROTATION_WEIGHTS,
     SPLIT_SEQUENCES,
     UNTRIED_WEIGHT,
@@ -136,11 +135,9 @@ class MLA(Structure[Source, ConvertSettings]):
                 fit_iterations=settings.fit_iterations,
                 fit_queries=settings.fit_queries,
                 results=2 if steps else 1,
-                chosen=True,
                 steps=1,
                 exact=len(EXACT_STAGES),
                 splits=plans if method.folds else most_tried(plans),
-                spectra=ROTATED_CHOICES * spreads,
                 split_sequences=SPLIT_SEQUENCES,
                 rescales=carrier.stock and carrier.writer.rescale != 1.0,
                 quantizes=settings.quantizes,
