@@ -20,7 +20,7 @@ def test_what_is_said_can_be_done(name, checkpoints):
 
 
 def test_where_nothing_applies_nothing_is_said(checkpoints, capsys, monkeypatch):
-    refused = {"applies": False, "class": None, "reasons": ["no"], "engines": {}, "speed": []}
+    refused = {"applies": False, "class": None, "reasons": ["no"], "engines": {}}
     monkeypatch.setattr(
         "surgery.inspection.targets._row",
         lambda opened, target, asked, *_: {"command": "", "to": target.name, **refused},

@@ -5,10 +5,8 @@ import json
 import pytest
 import torch
 import written_models
-from command_line import run_main
 
 from surgery.acceleration.accelerate import Acceleration
-from surgery.bench import convert as bench_convert
 from surgery.bench import models as bench_models
 from surgery.bench.cache import filled_cache, is_plain
 from surgery.bench.decode import DecodeSettings, _against_source, measure_decoding
@@ -20,8 +18,6 @@ from surgery.eval.kv_cache import cache_bytes
 pytestmark = pytest.mark.usefixtures("one_core")
 
 CPU = torch.device("cpu")
-TINY = bench_convert.SHAPES["llama3-1b"] | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-TINY |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 4096}
 
 
 @pytest.fixture(scope="module")
@@ -137,15 +133,3 @@ def test_kernels_without_a_gpu(tmp_path, capsys):
     ):
         with pytest.raises(SurgeryError, match=message):
             measure_kernels(KernelRequest(device="cpu", **wrong), tmp_path)
-
-
-@pytest.mark.slow
-def test_a_conversion_with_text_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(bench_convert.SHAPES, "tiny", TINY)
-    text = ["--calibration", "prose", "--calibration-tokens", "128", "--calibration-length", "64", "--held-out", "1"]
-    verb = ["bench", "convert", "--shape", "tiny", "--dir", tmp_path, "--json", "--to", "lowrank", "--device", "cpu"]
-    code, shown, errors = run_main(monkeypatch, capsys, *verb, *text)
-    assert code == 0, errors
-    found = json.loads(shown)
-    assert found["seconds"] > 0 and found["peak_memory_bytes"] > 0
-    assert found["report"]["target"]["model_type"] == "surgery" and "calibrate: backward" in found["report"]["seconds"]

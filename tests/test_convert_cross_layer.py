@@ -121,19 +121,6 @@ def test_windows_and_sinks_and_blocks_are_as_asked(converted):
     assert abs(result.report.layers[0].measured["shared"]) < abs(plain.report.layers[0].measured["shared"])
 
 
-def test_a_basis_of_each_prompt_needs_no_weights(converted, checkpoints):
-    result = converted("qwen3", method="xkv-prompt", kv_ratio=0.5)
-    source = load_file(checkpoints("qwen3") / "model.safetensors")
-    assert set(load_file(result.path / "model.safetensors")) == set(source)
-    report = result.report
-    assert [row["stage"] for row in report.ladder] == ["source", "reloaded"]
-    assert report.ladder[0]["loss"] == pytest.approx(report.ladder[1]["loss"], abs=1e-6)
-    assert report.verification["cached_decode_difference"] > 1e-4
-    assert 0 < report.layers[0].key_error < 1 and report.kv["measured_at_tokens"] == 64
-    config = json.loads((result.path / "config.json").read_text())
-    assert (config["attention_layers"][0]["key_rank"], config["attention_layers"][0]["value_rank"]) == (26, 38)
-
-
 def test_minicache_merges_pairs_of_the_deeper_half(checkpoints, tmp_path):
     from tiny_models import DEMO
 
@@ -234,7 +221,6 @@ def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name)
         ("llama", {"rank": 40}, "choose fewer than the source's 64"),
         ("llama", {"kv_ratio": 0.1, "rank_multiple": 32}, "one multiple at least"),
         ("llama", {"method": "minicache", "kv_ratio": 0.5}, "has no ratio"),
-        ("llama", {"method": "xkv-prompt", "window": 4}, "leave window and sinks out"),
     ],
 )
 def test_impossible_requests_leave_nothing_behind(checkpoints, tmp_path, name, settings, said):

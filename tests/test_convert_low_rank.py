@@ -84,7 +84,7 @@ def test_the_result_loads_without_the_package(converted, name, kind, tmp_path):
 def test_ranks_follow_the_allocation(converted):
     ranks = {
         allocate: converted("llama", allocate=allocate, kv_ratio=0.25, rank_multiple=2).report.target["ranks"]
-        for allocate in ("uniform", "spectrum", "greedy")
+        for allocate in ("uniform", "spectrum")
     }
     assert len(set(ranks["uniform"])) == 1
     assert all(sum(found) == sum(ranks["uniform"]) and not any(rank % 2 for rank in found) for found in ranks.values())

@@ -38,12 +38,12 @@ def finished(tmp_path_factory):
     source = str(make_checkpoint(folder / "source", "llama"))
     recipe = write(
         folder,
-        {"heads": {"name": "ablated", "source": source, "method": "ablation", **SCORE}},
+        {"heads": {"name": "trained", "source": source, "method": "prulong", "steps": 4, **SCORE}},
         {"heads": {"name": "induced", "source": source, "method": "induction", **SCORE}},
         {
             "compare-heads": {
                 "name": "compared",
-                "patterns": ["ablated", "induced"],
+                "patterns": ["trained", "induced"],
                 "measure": source,
                 "publish": str(folder / "published"),
                 "title": "Two ways",
@@ -52,7 +52,7 @@ def finished(tmp_path_factory):
         },
         {
             "convert": {
-                "name": "hybrid", "to": "hybrid", "source": source, "heads": "ablated", "streaming": 0.5,
+                "name": "hybrid", "to": "hybrid", "source": source, "heads": "trained", "streaming": 0.5,
                 "calibration": "none",
             }
         },
@@ -67,18 +67,18 @@ def times(work):
 
 def test_later_steps_use_patterns_by_name(finished):
     _, work = finished
-    patterns = {name: HeadPattern.load(work / f"{name}.safetensors") for name in ("ablated", "induced")}
+    patterns = {name: HeadPattern.load(work / f"{name}.safetensors") for name in ("trained", "induced")}
     assert {name: pattern.method for name, pattern in patterns.items()} == {
-        "ablated": "ablation",
+        "trained": "prulong",
         "induced": "induction",
     }
     content = json.loads((work / "compared" / "comparison.json").read_text())
     assert content["title"] == "Two ways"
-    assert content["scoring"]["ablated"]["sha256"] == patterns["ablated"].sha256
-    assert [point["name"] for point in content["measured"]["points"]] == ["ablated", "induced", "random 1"]
+    assert content["scoring"]["trained"]["sha256"] == patterns["trained"].sha256
+    assert [point["name"] for point in content["measured"]["points"]] == ["trained", "induced", "random 1"]
     report = json.loads((work / "hybrid" / "surgery_report.json").read_text())
-    assert report["target"]["pattern"]["sha256"] == patterns["ablated"].sha256
-    full = patterns["ablated"].full_heads(0.5)
+    assert report["target"]["pattern"]["sha256"] == patterns["trained"].sha256
+    full = patterns["trained"].full_heads(0.5)
     assert [layer["full_heads"] for layer in report["layers"]] == [row.nonzero().flatten().tolist() for row in full]
     assert not [name for name in listing(work) if "journal" in name or "partial" in name]
 
@@ -96,7 +96,7 @@ def test_finished_steps_are_kept(finished):
     results = times(work / "compared" / "results")
     outcome = run_recipe(recipe, work, Progress(silent=True))
     assert times(work) == before and times(work / "compared" / "results") == results
-    assert outcome.patterns == {name: work / f"{name}.safetensors" for name in ("ablated", "induced")}
+    assert outcome.patterns == {name: work / f"{name}.safetensors" for name in ("trained", "induced")}
     assert work / "compared" / "comparison.json" in outcome.written
 
 
@@ -105,7 +105,7 @@ def test_patterns_of_other_settings_are_not_taken_for_them(finished, tmp_path, c
     recipe, work = finished
     steps = steps_of(recipe)
     steps[0]["heads"].update(change)
-    with pytest.raises(SurgeryError, match=r"ablated\.safetensors: is of another model or other settings"):
+    with pytest.raises(SurgeryError, match=r"trained\.safetensors: is of another model or other settings"):
         run_recipe(write(tmp_path, *steps), work, Progress(silent=True))
 
 
@@ -119,7 +119,7 @@ def test_patterns_of_other_models_are_not_taken_for_them(finished, tmp_path):
 
 def test_a_conversion_by_an_older_pattern_is_not_kept(finished, tmp_path):
     recipe, work = finished
-    pattern = HeadPattern.load(work / "ablated.safetensors")
+    pattern = HeadPattern.load(work / "trained.safetensors")
     steps = [{"convert": {**steps_of(recipe)[3]["convert"], "heads": str(tmp_path / "mine.safetensors")}}]
     pattern.save(tmp_path / "mine.safetensors")
     mine = write(tmp_path, *steps)
@@ -127,7 +127,7 @@ def test_a_conversion_by_an_older_pattern_is_not_kept(finished, tmp_path):
     before = times(tmp_path / "work")
     run_recipe(mine, tmp_path / "work", Progress(silent=True))
     assert times(tmp_path / "work") == before
-    HeadPattern(-pattern.scores, "ablation", 4, 16).save(tmp_path / "mine.safetensors", overwrite=True)
+    HeadPattern(-pattern.scores, "prulong", 4, 16).save(tmp_path / "mine.safetensors", overwrite=True)
     with pytest.raises(SurgeryError, match="hybrid: is of another source or other settings"):
         run_recipe(mine, tmp_path / "work", Progress(silent=True))
 

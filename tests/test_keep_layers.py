@@ -46,7 +46,6 @@ def converted(source, out, to, **asked):
         ("crosslayer", {"method": "cascade", "group_size": 2}),
         pytest.param("lowrank", {"bits": "auto"}, marks=pytest.mark.slow),
         pytest.param("lowrank", {"method": "palu"}, marks=pytest.mark.slow),
-        pytest.param("lowrank", {"allocate": "greedy"}, marks=pytest.mark.slow),
         pytest.param("mla", {"allocate": "spectrum"}, marks=pytest.mark.slow),
         pytest.param("mla", {"bits": 8, "rope_bits": 16}, marks=pytest.mark.slow),
     ],

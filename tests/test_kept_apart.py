@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_core")
 
 CONVERT = ("--calibration", "none", "--kv-ratio", "0.5")
 EVAL = ("--windows", "2", "--length", "64", "--tasks", "loss", "--decoded", "4", "--variants", "none")
-HEADS = ("--method", "ablation", "--sinks", "4", "--window", "16", "--length", "200", "--facts", "1", "--samples", "1")
+HEADS = ("--method", "prulong", "--steps", "2", "--sinks", "4", "--window", "16", "--length", "200")
 HEAL = ("--teacher", "{source}", "--data", str(HELD_OUT), "--max-steps", "1", "--length", "32", "--held-out", "2")
 PLAN = ("--kv-ratio", "0.5", "--allow", "quantized", "--calibration-tokens", "512", "--calibration-length", "64")
 VERBS = {
@@ -30,7 +30,7 @@ VERBS = {
     "eval": (("eval", "{source}", *EVAL, "--out", "{out}"), "surgery.evaluation.run._Work.measure"),
     "heads": (
         ("heads", "{source}", *HEADS, "--text", str(HELD_OUT), "--out", "{out}.safetensors"),
-        "surgery.heads.ablation.mean_loss",
+        "surgery.heads.prulong.mean_loss",
     ),
     "heads compare": (
         ("heads", "compare", "{patterns[0]}", "{patterns[1]}", "--out", "{out}"),

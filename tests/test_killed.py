@@ -84,12 +84,12 @@ def of_recipe(out):
 
 
 CONVERT = ("convert", "{source}", "--to", "lowrank", "--kv-ratio", "0.5", *TEXT)
-HEADS = ("heads", "{source}", "--method", "ablation", "--sinks", "4", "--window", "16", "--length", "200")
+HEADS = ("heads", "{source}", "--method", "prulong", "--sinks", "4", "--window", "16", "--length", "200")
 EVAL = ("eval", "{source}", "--tasks", "loss,recall", "--length", "64", "--windows", "4", "--variants", "none")
 PLAN = ("plan", "{source}", "--kv-ratio", "0.5", "--allow", "lowrank,quantized", "--recall", "0", "--context", "256")
 VERBS = {
     "convert": ("out", of_checkpoint, CONVERT),
-    "heads": ("out.safetensors", of_pattern, (*HEADS, "--facts", "1", "--samples", "2", "--text", str(HELD_OUT))),
+    "heads": ("out.safetensors", of_pattern, (*HEADS, "--steps", "20", "--text", str(HELD_OUT))),
     "heal": ("out", of_healing, ("heal", "{source}", "--teacher", "{source}", "--config", "{heal}", "--no-measure")),
     "eval": ("out", of_evaluation, EVAL),
     "plan": ("out.yaml", of_plan, (*PLAN, *TEXT)),

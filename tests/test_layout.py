@@ -12,7 +12,7 @@ from surgery.evaluation.settings import EvalSettings
 from surgery.heads.settings import HeadSettings
 from surgery.planning.settings import PlanSettings
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.registry import MIXED, TARGETS
+from surgery.structures.registry import TARGETS
 from surgery.training.settings import HealSettings
 from surgery.workflow.names import check_names
 from surgery.workflow.recipe import VERBS, Recipe
@@ -198,8 +198,8 @@ def asked_for(tree: ast.AST) -> set[str]:
 def test_nothing_outside_a_structures_folder_asks_for_its_name():
     """Of what knows targets; in floors below them "hybrid" is a kind of attention, as config.json says it."""
     floor = next(index for index, packages in enumerate(FLOORS) if "structures" in packages)
-    above = {package for packages in FLOORS[floor:] for package in packages} - {"forecast"}
-    names = {*TARGETS, MIXED.name}
+    above = {package for packages in FLOORS[floor:] for package in packages}
+    names = set(TARGETS)
     for name, file in FILES.items():
         inside = name.startswith("surgery.structures.") and name.count(".") > 2
         if package_of(name) in above and not inside:

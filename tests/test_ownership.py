@@ -446,7 +446,7 @@ WHOLE = {
     "convert": "convert {source} --to gqa --kv-heads 1 {text} --held-out 2 --fit-steps 0 --out {out}",
     "slice": "slice {converted} --kv-ratio 0.3 --out {out}",
     "eval": "eval {source} --windows 2 --length 64 --tasks loss --decoded 4 --variants none --out {out}",
-    "heads": "heads {source} --method ablation --sinks 4 --window 16 --length 200 --facts 1 --samples 1"
+    "heads": "heads {source} --method induction --sinks 4 --window 16 --length 200 --facts 1 --samples 1"
     " --text {held_out} --out {out}.safetensors",
     "heads compare": "heads compare {patterns[0]} {patterns[1]} --out {out}",
     "heal": "heal {source} --teacher {source} --data {held_out} --max-steps 1 --length 32 --held-out 2 --no-measure"

@@ -17,7 +17,7 @@ from tiny_models import DEMO, HELD_OUT, make_checkpoint
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.heads import ablation
+from surgery.heads import gate_training, prulong
 from surgery.heads.pattern import HeadPattern
 from surgery.heads.scoring import default_pattern, score_heads, sequence_length
 from surgery.heads.settings import HeadSettings
@@ -31,7 +31,8 @@ from surgery.structures.quantized.settings import QuantizedSettings
 pytestmark = pytest.mark.usefixtures("one_core")
 
 QUICK = {
-    "method": "ablation",
+    "method": "prulong",
+    "steps": 10,
     "sinks": 4,
     "recent": 16,
     "length": 200,
@@ -41,8 +42,8 @@ QUICK = {
     "device": "cpu",
 }
 FLAGS = [part for name, value in QUICK.items() for part in (f"--{name}", str(value))]
-PASSES = 2 * (1 + 2 * 2)
-"""Sequences that an ablation of the tiny model measures a seed: answers and text, of no head and of each of four."""
+PASSES = QUICK["steps"]
+"""Sequences on which gates of the tiny model are trained a seed."""
 
 
 @pytest.fixture
@@ -60,8 +61,9 @@ def scored(source, out, **changes):
 
 @pytest.fixture
 def stopping(monkeypatch):
-    """Has an ablation end with an exception at its nth sequence; without one only counts them."""
-    measured = ablation.mean_loss
+    """Has a training end with an exception at its nth sequence; without one only counts them."""
+    measured = prulong.mean_loss
+    monkeypatch.setattr(gate_training, "KEPT_EVERY", 1)
 
     def start(last=None, error=KeyboardInterrupt):
         calls = []
@@ -72,7 +74,7 @@ def stopping(monkeypatch):
                 raise error
             return measured(*arguments)
 
-        monkeypatch.setattr(ablation, "mean_loss", counted)
+        monkeypatch.setattr(prulong, "mean_loss", counted)
         return calls
 
     return start
@@ -86,7 +88,7 @@ def test_the_pattern_says_where_it_came_from(source, tmp_path):
     assert torch.equal(pattern.scores, result.pattern.scores) and pattern.scores.shape == (2, 2)
     assert pattern.model["sha256"] == CheckpointReader.open(source).fingerprint()
     assert pattern.model["name"] == source.name
-    assert (pattern.method, pattern.sinks, pattern.recent, pattern.seeds) == ("ablation", 4, 16, (0,))
+    assert (pattern.method, pattern.sinks, pattern.recent, pattern.seeds) == ("prulong", 4, 16, (0,))
     assert pattern.settings == {**quick().to_dict(), "length": 128}  # half of the limit
     assert pattern.spread is None and pattern.seconds > 0
     with safe_open(result.path, "pt") as file:
@@ -100,7 +102,7 @@ def test_another_config_is_another_model(source, tmp_path):
     assert all(one.model[name] != two.model[name] for name in ("sha256", "config_sha256"))
 
 
-@pytest.mark.parametrize("method", ["ablation", "kvzip"])
+@pytest.mark.parametrize("method", ["prulong", "kvzip"])
 def test_the_data_hash_is_that_of_what_heads_were_scored_on(source, tmp_path, method):
     text = tmp_path / "text.txt"
     text.write_text(HELD_OUT.read_text()[30_000:])
@@ -185,7 +187,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_scoring(source, tmp_p
 def test_an_interrupted_scoring_goes_on(source, tmp_path, stopping, error):
     out = tmp_path / "a.safetensors"
     whole = scored(source, tmp_path / "whole.safetensors", seeds=2)
-    stopping(PASSES + 5, error)  # in the second seed, two heads of which are in its journal
+    stopping(PASSES + 5, error)  # in the second seed, four steps of which are in its journal
     with pytest.raises(type(error) if isinstance(error, SurgeryError) else error):
         scored(source, out, seeds=2)
     assert not out.exists() and not out.with_suffix(".png").exists()
@@ -237,8 +239,8 @@ def test_the_seconds_before_an_interruption_count(source, tmp_path, stopping, mo
     with pytest.raises(KeyboardInterrupt):
         scored(source, tmp_path / "a.safetensors")
     stopping()
-    # 100 s from the start to each of four entries, and 100 s from the second start to the fifth and to the end.
-    assert scored(source, tmp_path / "a.safetensors").seconds == 600
+    # 100 s from the start to each of nine entries, and 100 s from the second start to the tenth and to the end.
+    assert scored(source, tmp_path / "a.safetensors").seconds == 1100
 
 
 def test_a_journal_of_another_text_is_not_used(source, tmp_path, stopping):
@@ -258,16 +260,16 @@ def test_a_journal_of_another_text_is_not_used(source, tmp_path, stopping):
 
 KILLED = f"""
 import os, signal, sys
-from surgery.heads import ablation
+from surgery.heads import gate_training, prulong
 from surgery.heads.settings import HeadSettings
 from surgery.heads.scoring import score_heads
-measured, calls = ablation.mean_loss, []
+measured, calls, gate_training.KEPT_EVERY = prulong.mean_loss, [], 1
 def deadly(*arguments):
     calls.append(1)
     if len(calls) == 7:
         os.kill(os.getpid(), signal.SIGKILL)
     return measured(*arguments)
-ablation.mean_loss = deadly
+prulong.mean_loss = deadly
 score_heads(sys.argv[1], sys.argv[2], HeadSettings(**{QUICK!r}))
 """
 
@@ -286,10 +288,9 @@ def test_a_killed_scoring_goes_on(source, tmp_path, stopping):
 @pytest.mark.parametrize(
     "method",
     [
-        "ablation",
         "kvzip",
         "duo",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("induction", "attention-area", "prulong")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("induction", "prulong")),
     ],
 )
 def test_offloaded_layers_give_the_same_scores(source, tmp_path, method):
@@ -311,7 +312,7 @@ def test_converted_models_are_scored(source, tmp_path, target):
         converter.convert(source, tmp_path / "ckpt", KVHeadsSettings(kv_heads=1, calibration="none"))
     else:
         converter.convert(source, tmp_path / "ckpt", LowRankSettings(kv_ratio=0.5, calibration="none"))
-    for method in ("ablation", "induction"):
+    for method in ("prulong", "induction"):
         pattern = scored(tmp_path / "ckpt", tmp_path / f"{method}.safetensors", method=method)
         assert pattern.scores.shape == (2, 1 if target == "gqa" else 2)
     assert pattern.model["sha256"] == CheckpointReader.open(tmp_path / "ckpt").fingerprint()

@@ -70,7 +70,7 @@ def test_what_is_not_shown_of_a_flag_still_works(tmp_path, monkeypatch, capsys):
         assert code == 1 and "no such folder" in told
 
 
-@pytest.mark.parametrize(("group", "wrong", "right"), [("heads", "scroe", "score"), ("bench", "convret", "convert")])
+@pytest.mark.parametrize(("group", "wrong", "right"), [("heads", "scroe", "score"), ("bench", "decodee", "decode")])
 def test_verbs_of_groups_are_suggested(group, wrong, right, monkeypatch, capsys):
     code, _, told = run_main(monkeypatch, capsys, group, wrong, "builtin")
     assert code == 2 and f"Did you mean '{right}'?" in told
@@ -204,8 +204,8 @@ def test_an_inspection_is_one_screen(tmp_path, capsys):
     show_inspection(inspection)
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 34
-    assert "32.0 MiB at 8k, 128.0 MiB at 32k tokens" in shown and "speed at 32k" in shown and "128k" not in shown
-    assert "not timed but predicted" in shown and "no text was read" in shown
+    assert "32.0 MiB at 8k, 128.0 MiB at 32k tokens" in shown and "128k" not in shown
+    assert "no text was read" in shown
     assert "  best in quality: --to lowrank --bits auto --sinks 4 (25.0%)\n" in shown
     assert "  smallest: --to lowrank --kv-ratio 0.0625 --bits auto --sinks 4 (6.2%)\n" in shown
     assert "  for vLLM on CPU: --to mla --carrier own (25.0%), then surgery heal\n" in shown

@@ -25,12 +25,13 @@ from surgery.structures import converter
 from surgery.structures.registry import TARGETS
 
 WEIGHTS = {"calibration": "none", "device": "cpu"}
+TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 CONVERSIONS = {
     "mla": {"kv_ratio": 0.5, "rope_dim": 4},
     "gqa": {"kv_ratio": 0.5},
     "mqa": {},
     "lowrank": {"kv_ratio": 0.5},
-    "crosslayer": {"kv_ratio": 0.5, "group_size": 2, "method": "xkv-prompt"},
+    "crosslayer": {"kv_ratio": 0.5, "group_size": 2, **TEXT},
     "hybrid": {"streaming": 1, "sinks": 2, "recent": 8, "context": 100},
     "quantized": {"bits": 8, "group": 8},
 }
@@ -53,8 +54,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def convert(folder, out, target, **changes):
-    """Convert by the weights alone."""
-    settings = TARGETS[target].settings({**CONVERSIONS[target], **WEIGHTS, **changes})
+    """Convert by the weights alone, where the target can."""
+    settings = TARGETS[target].settings({**WEIGHTS, **CONVERSIONS[target], **changes})
     return converter.convert(folder, out, settings).path
 
 

@@ -127,7 +127,7 @@ def test_shared_bases_beat_low_rank_at_an_eighth(measure, tmp_path, group_size, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["duo", "prulong", "ablation"])
+@pytest.mark.parametrize("method", ["duo", "prulong"])
 def test_three_quarters_of_the_heads_can_stream(measure, tmp_path, method):
     given = HeadSettings(method=method, sinks=16, recent=112, length=1024)
     heads = score_heads(DEMO, tmp_path / "heads.safetensors", given).path

@@ -91,13 +91,6 @@ def test_weights_of_an_adapter_that_earlier_reports_do_not_list_are_named(copy):
     assert check.outcome == PASSED and "adapter/adapter_model.safetensors" in check.said
 
 
-def test_bases_of_prompts_take_the_bytes_of_the_report(checkpoints, tmp_path):
-    asked = {"to": "crosslayer", "method": "xkv-prompt", "kv_ratio": 0.5, "calibration": "none", "progress": False}
-    made = surgery.convert(checkpoints("llama"), out=tmp_path / "out", **asked)
-    found = outcomes(made.path)
-    assert found["KV bytes"] == PASSED and FAILED not in found.values()
-
-
 def test_a_damaged_report_is_a_fault_and_no_traceback(copy):
     path = copy("gqa")
     report = path / "surgery_report.json"

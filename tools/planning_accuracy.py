@@ -70,7 +70,7 @@ class Measured:
             carried = measure(new, self._made, part)
             self._sources[text] = carried.source
             self._scored |= {(each.name, text): score for each, score in zip(new, carried.scored, strict=True)}
-        return Carried(self._sources[text], [self._scored[each.name, text] for each in candidates], [])
+        return Carried(self._sources[text], [self._scored[each.name, text] for each in candidates])
 
 
 def candidates_of(model: str, work: Path, *, carried: bool, unseen: int) -> list[tuple[Sized, dict[str, Any]]]:

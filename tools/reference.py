@@ -18,7 +18,7 @@ from surgery.common.setting import Setting, settings_of
 from surgery.evaluation.settings import EvalSettings
 from surgery.heads.settings import HeadSettings
 from surgery.planning.settings import PlanSettings
-from surgery.structures.registry import MIXED, SLICE, TARGETS
+from surgery.structures.registry import SLICE, TARGETS
 from surgery.training.settings import HealSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
@@ -42,7 +42,6 @@ def page() -> str:
         own = {name: each for name, each in settings_of(target.settings_class).items() if each != common.get(name)}
         parts += [f"### `convert --to {target.name}`\n", _table(own)]
     verbs = {
-        f"convert --to {MIXED.name}": MIXED.settings_class,
         "plan": PlanSettings,
         "slice": SLICE.settings_class,
         "heads": HeadSettings,

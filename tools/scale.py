@@ -1,10 +1,12 @@
-"""What conversions of large models take: `surgery convert --dry-run` on checkpoints of their shapes without weights.
+"""What conversions of large models take, on checkpoints of their shapes: foreseen without weights, or measured.
 
     PYTHONPATH=. python tools/scale.py llama3-8b llama3-70b llama3-405b
-    PYTHONPATH=. python tools/scale.py llama3-405b --fit-steps 0
+    PYTHONPATH=. python tools/scale.py llama3-8b --weights FOLDER --to mla --kv-ratio 0.28125 --calibration none
 
-The files have headers and holes: gigabytes that no disk holds. Prints the table of docs/scale.md. The disk may be too
-small for the result; the dry run says so, and its numbers all the same.
+The first prints the table of docs/scale.md, of ``surgery convert --dry-run`` on files of headers and holes: gigabytes
+that no disk holds. The disk may be too small for the result; the dry run says so, and its numbers all the same. The
+second makes a checkpoint of random weights, converts it in a process of its own and prints its time and peak memory.
+What is not this program's is of ``surgery convert``.
 """
 
 from __future__ import annotations
@@ -16,32 +18,54 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from surgery.bench.convert import weight_shapes
 from surgery.bench.shapes import SHAPES
+from surgery.checkpoint import CheckpointWriter
 from surgery.checkpoint.named_models import asset
 from surgery.checkpoint.safetensors_format import encode_header
 from surgery.checkpoint.tensors import TensorSpec
 from surgery.common.human import duration, size
+from surgery.common.progress import Progress
 
-FLOPS = 400e12
-"""Of one accelerator in bfloat16: 40% of an H100's 989 TFLOP/s, which NVIDIA states for dense products."""
-DISK = 2e9
-"""Bytes a second of a disk, for all weights once; a conversion reads them several times."""
-
-SHARED = ("calibrate: forward", "calibrate: backward", "moments", "lag statistics")
-"""Phases that ``--processes`` shares; one process does the others."""
-PROCESSES = 8
-
-COLUMNS = "weights", "memory", "temporary files", "result", "TFLOP", "at 400 TFLOP/s", "on eight", "weights at 2 GB/s"
+COLUMNS = "weights", "memory", "temporary files", "result"
 HEADER = f"| shape | to | {' | '.join(COLUMNS)} |\n|---|---|{'---:|' * len(COLUMNS)}"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
+def weight_shapes(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of all tensors of a Llama or Mixtral with untied embeddings."""
+    hidden, mlp = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "input_layernorm.weight", (hidden,)
+        yield prefix + "self_attn.q_proj.weight", (queries, hidden)
+        yield prefix + "self_attn.k_proj.weight", (keys, hidden)
+        yield prefix + "self_attn.v_proj.weight", (keys, hidden)
+        yield prefix + "self_attn.o_proj.weight", (hidden, queries)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        if experts := config.get("num_local_experts"):
+            yield prefix + "block_sparse_moe.gate.weight", (experts, hidden)
+            parts = {f"block_sparse_moe.experts.{expert}": ("w1", "w3", "w2") for expert in range(experts)}
+        else:
+            parts = {"mlp": ("gate_proj", "up_proj", "down_proj")}
+        for part, (gate, up, down) in parts.items():
+            yield f"{prefix}{part}.{gate}.weight", (mlp, hidden)
+            yield f"{prefix}{part}.{up}.weight", (mlp, hidden)
+            yield f"{prefix}{part}.{down}.weight", (hidden, mlp)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (config["vocab_size"], hidden)
 
 
 def make_hollow(folder: Path, config: dict) -> None:
-    """Writes a checkpoint of zeros, which are holes in its files, with the demo model's tokenizer."""
+    """Write a checkpoint of zeros, which are holes in its files, with the demo model's tokenizer."""
     folder.mkdir(parents=True)
     index: dict[str, str] = {}
     parts: dict[str, dict[str, TensorSpec]] = {}
@@ -56,36 +80,74 @@ def make_hollow(folder: Path, config: dict) -> None:
         index |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (folder / "config.json").write_text(json.dumps(config))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
+    for file in TOKENIZER:
         shutil.copy(asset("demo-model") / file, folder / file)
+
+
+def make_random(folder: Path, config: dict) -> None:
+    """Write a checkpoint of random bf16 weights, tensor by tensor, with the demo model's tokenizer."""
+    plan = {name: TensorSpec(torch.bfloat16, shape) for name, shape in weight_shapes(config)}
+    generator = torch.Generator().manual_seed(0)
+    with CheckpointWriter(folder, plan) as writer:
+        with Progress().phase("random weights", sum(spec.nbytes for spec in plan.values()), "B") as advance:
+            for name, spec in plan.items():
+                weight = torch.ones(spec.shape, dtype=spec.dtype)
+                writer.write(name, weight if "norm" in name else weight.normal_(0, 0.02, generator=generator))
+                advance(spec.nbytes)
+        writer.write_json("config.json", config)
+        for file in TOKENIZER:
+            writer.copy_file(asset("demo-model") / file, file)
+        writer.finish()
+        writer.commit()
+
+
+def convert(source: Path, *arguments: str) -> dict:
+    """What ``surgery convert --json`` prints."""
+    command = [sys.executable, "-m", "surgery", "convert", str(source), "--out", str(source.parent / "out"), "--json"]
+    done = subprocess.run([*command, *arguments], stdout=subprocess.PIPE)
+    if not done.stdout:
+        sys.exit("the conversion failed")
+    return json.loads(done.stdout)
 
 
 def dry_run(source: Path, target: str, asked: list[str]) -> dict:
     """The plan of a conversion to a quarter of the bytes, with the defaults but for what is asked."""
-    command = [sys.executable, "-m", "surgery", "convert", "--to", target, source, "--kv-ratio", "0.25", "--dry-run"]
-    command += asked
-    command += ["--json", "--out", source.parent / "out"]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    if not done.stdout:
-        sys.exit(done.stderr)
-    return json.loads(done.stdout)
+    return convert(source, "--to", target, "--kv-ratio", "0.25", "--dry-run", *asked)
 
 
 def line(shape: str, target: str, plan: dict) -> str:
     """A row of the table."""
-    weights, disk, flops = plan["source"]["weight_bytes"], plan["disk"], plan["work"]["total_flops"]
-    shared = sum(plan["work"]["flops"].get(phase, 0) for phase in SHARED)
-    eight = flops - shared * (1 - 1 / PROCESSES)
-    cells = [f"`{shape}`", target, size(weights), size(plan["memory"]["host_bytes"]), size(disk["temporary_bytes"])]
-    cells += [size(disk["output_bytes"]), f"{flops / 1e12:,.0f}", duration(flops / FLOPS), duration(eight / FLOPS)]
-    return "| " + " | ".join([*cells, duration(weights / DISK)]) + " |"
+    weights, memory, disk = plan["source"]["weight_bytes"], plan["memory"]["host_bytes"], plan["disk"]
+    return (
+        f"| `{shape}` | {target} | "
+        + " | ".join(map(size, (weights, memory, disk["temporary_bytes"], disk["output_bytes"])))
+        + " |"
+    )
+
+
+def measure(shape: str, folder: Path, asked: list[str]) -> None:
+    """Convert a checkpoint of random weights, which is made if it is not there, and print what it took."""
+    source = folder / shape
+    if not source.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        make_random(source, SHAPES[shape])
+    foreseen = convert(source, *asked, "--dry-run")["memory"]["host_bytes"]
+    began = time.perf_counter()
+    peak = convert(source, *asked)["peak_memory_bytes"]
+    seconds = time.perf_counter() - began
+    print(f"{duration(seconds)} by the clock, {size(peak)} of memory; the dry run says {size(foreseen)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shapes", nargs="+", choices=sorted(SHAPES), metavar="SHAPE")
     parser.add_argument("--targets", nargs="+", default=["mla", "lowrank"])
+    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="make random weights there, convert them")
     said, asked = parser.parse_known_args()  # what else is given is of surgery convert
+    if said.weights:
+        for shape in said.shapes:
+            measure(shape, said.weights, asked)
+        return
     print(HEADER)
     with tempfile.TemporaryDirectory() as folder:
         for shape in said.shapes:

@@ -34,7 +34,7 @@ def needle(report: Report) -> Figure | None:
 
 @styled
 def ruler(report: Report) -> Figure | None:
-    """Scores by row and RULER-style task, a panel a length; tasks on generated stand-in data have a star."""
+    """Scores by row and RULER-style task, a panel a length; tasks of earlier versions on generated data have a star."""
     rows = [row for row in report["rows"] if dig(row, "results", "ruler", "lengths")]
     if not rows:
         return None

@@ -9,7 +9,7 @@ one that ends RULER's prompt of variable tracking, which no tokenizer with blank
 - the haystack is source text, line by line, and the noise a line without effect;
 - needles are the comments of `surgery.eval.recall` and the question is its question, so the instruction before the
   haystack is gone; numbers have five digits as there, uuids are RULER's;
-- variable tracking has assignments of Python; lists, documents and questions are comments.
+- variable tracking has assignments of Python; lists are comments.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class Domain:
         assignments_end, assignments_join: how noise lines end and what stands between lines, in variable tracking.
         track: prompt of variable tracking, of `context`, `value`, `count`.
         common, frequent: prompts for the most common words, of `context`.
-        document: of `number` and `text`; documents_join stands between documents.
-        ask: prompt of question answering, of `context` and `question`.
     """
 
     name: str
@@ -57,9 +55,6 @@ class Domain:
     track: str
     common: str
     frequent: str
-    document: str
-    documents_join: str
-    ask: str
 
 
 TEXT = Domain(
@@ -104,14 +99,6 @@ TEXT = Domain(
         "What are the three most frequently appeared words in the above coded text? "
         "Answer: According to the coded text above, the three most frequently appeared words are:"
     ),
-    document="Document {number}:\n{text}",
-    documents_join="\n\n",
-    ask=(
-        "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-        "\n\nThe following are given documents.\n\n{context}\n\n"
-        "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-        "\n\nQuestion: {question} Answer:"
-    ),
 )
 
 CODE = Domain(
@@ -130,9 +117,6 @@ CODE = Domain(
     track="{context}\n# The {count} variables that are equal to {value}:",
     common="# A numbered list of words, some of them many times:\n# {context}\n# The 10 most common words of the list:",
     frequent="# A text:\n# {context}\n# The three most frequent words of the text, without the dots:",
-    document="# Document {number}:\n# {text}\n",
-    documents_join="\n",
-    ask="{context}\n# Question: {question}\n# Answer:",
 )
 
 DOMAINS = {domain.name: domain for domain in (TEXT, CODE)}

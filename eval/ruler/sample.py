@@ -60,19 +60,17 @@ class Sample:
         ids: its token ids, with bos if the tokenizer has one.
         references: the strings to be found in the answer.
         new_tokens: how many tokens the answer may take.
-        any_reference: whether one of the references is enough.
     """
 
     prompt: str
     ids: tuple[int, ...]
     references: tuple[str, ...]
     new_tokens: int
-    any_reference: bool = False
 
     def score(self, output: str) -> float:
         """RULER's score: the share of references, 0 to 1, that occur in `output`, whatever their case."""
         found = found_in(output, self.references)
-        return float(any(found)) if self.any_reference else sum(found) / len(found)
+        return sum(found) / len(found)
 
 
 def found_in(output: str, references: Sequence[str]) -> list[bool]:

@@ -1,10 +1,10 @@
-"""The thirteen tasks of the RULER-style suite, and prompts that fit a length.
+"""The eleven tasks of the RULER-style suite, and prompts that fit a length.
 
 After "RULER: What's the Real Context Size of Your Long-Context Language Models?" (Hsieh et al., arXiv:2404.06654). What
-differs from it: the questions of `qa_1` and `qa_2` are generated, prose is any text instead of Paul Graham's essays and
-starts at a random place of it, words come from an own list, prompts fill the length to within one unit of haystack (or
-a thousandth of the length) instead of up to 500, and every key of a sample is a different one. Lengths that a task
-cannot meet are refused.
+differs from it: `qa_1` and `qa_2`, which need a download, are left out, prose is any text instead of Paul Graham's
+essays and starts at a random place of it, words come from an own list, prompts fill the length to within one unit of
+haystack (or a thousandth of the length) instead of up to 500, and every key of a sample is a different one. Lengths
+that a task cannot meet are refused.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import cache
 from transformers import PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
+from surgery.common.removed import removal
 from surgery.eval.haystack import Haystack, largest_fit
 from surgery.eval.ruler.aggregation import LEAST_CODED, LEAST_WORDS, draft_common_words, draft_frequent_words
 from surgery.eval.ruler.domain import Domain
 from surgery.eval.ruler.niah import Needles
-from surgery.eval.ruler.questions import draft_one_hop, draft_two_hops
 from surgery.eval.ruler.sample import Draft, Sample, Setting
 from surgery.eval.ruler.tracing import LEAST_NOISE, draft_tracing
 from surgery.eval.sequences import tokenize
@@ -38,24 +38,16 @@ class RulerSpec:
         least: the smallest size.
         new_tokens: tokens of an answer, by domain. RULER's for text. In code, needles are answered at once by five
             digits (a token each at worst), but variables are longer than with RULER's tokenizers.
-        any_reference: whether one reference is enough.
-        generated: whether it stands in for a data set.
     """
 
     draft: Callable[[Setting, int], Draft]
     least: int
     new_tokens: dict[str, int]
-    any_reference: bool = False
-    generated: bool = False
 
 
 def _needles(code_tokens: int, haystack: str, **options: int | str) -> RulerSpec:
     draft = Needles(haystack, **options)
     return RulerSpec(draft, draft.least, {"text": 128, "code": code_tokens})
-
-
-def _questions(draft: Callable[[Setting, int], Draft], least: int) -> RulerSpec:
-    return RulerSpec(draft, least, {"text": 32, "code": 32}, any_reference=True, generated=True)
 
 
 TASKS = {
@@ -70,8 +62,6 @@ TASKS = {
     "vt": RulerSpec(draft_tracing, LEAST_NOISE, {"text": 30, "code": 48}),
     "cwe": RulerSpec(draft_common_words, LEAST_WORDS, {"text": 120, "code": 120}),
     "fwe": RulerSpec(draft_frequent_words, LEAST_CODED, {"text": 50, "code": 50}),
-    "qa_1": _questions(draft_one_hop, least=1),
-    "qa_2": _questions(draft_two_hops, least=2),
 }
 
 
@@ -103,8 +93,10 @@ def build(
 
 
 def check_tasks(names: list[str] | tuple[str, ...]) -> None:
-    """Raises SurgeryError for a name that is none of the thirteen."""
+    """Raises SurgeryError for a name that is none of the eleven."""
     for name in names:
+        if gone := removal(f"ruler_tasks {name}"):
+            raise SurgeryError(f"ruler_tasks {name} {gone}")
         if name not in TASKS:
             raise SurgeryError(f"there is no RULER-style task {name!r}: choose from {', '.join(TASKS)}")
 
@@ -120,7 +112,7 @@ def _fitted(task: str, tokenizer: PreTrainedTokenizerBase, setting: Setting, sta
     def sample(size: int) -> Sample:
         draft = spec.draft(setting, size)
         ids = (*bos, *tokenize(tokenizer, draft.prompt))
-        return Sample(draft.prompt, ids, draft.references, new_tokens, spec.any_reference)
+        return Sample(draft.prompt, ids, draft.references, new_tokens)
 
     least = len(sample(spec.least).ids)
     if least > room:

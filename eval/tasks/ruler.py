@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RulerTask:
-    """Thirteen tasks of retrieval, tracing, aggregation and questions; see `surgery.eval.ruler.suite`.
+    """Eleven tasks of retrieval, tracing and aggregation; see `surgery.eval.ruler.suite`.
 
     Attributes:
         lengths: tokens of prompt and answer together, at most.
         samples: of each task at each length. The paper has 500.
         domain: "text" or "code".
         haystack: the prose or source text; None for the Python language reference (`domain` "text" only).
-        tasks: which of the thirteen, in the order they are run.
+        tasks: which of the eleven, in the order they are run.
 
     Raises:
         SurgeryError: a field makes no sense.
@@ -76,8 +76,8 @@ class RulerTask:
         """Mean share of references found, by length and task.
 
         Returns:
-            "lengths": for each length "tasks" with "score" (0 to 1), "scores" of its samples, "samples", whether its
-            questions are "generated", and "prompts_sha256"; and their "average". "average": mean over the lengths.
+            "lengths": for each length "tasks" with "score" (0 to 1), "scores" of its samples, "samples" and
+            "prompts_sha256"; and their "average". "average": mean over the lengths.
 
         Raises:
             SurgeryError: a task does not fit in a length. All prompts are built before the first is answered.
@@ -113,7 +113,6 @@ def _measure(model: PreTrainedModel, session: Session, task: str, length: int, s
         "score": _mean(scores),
         "scores": scores,
         "samples": len(scores),
-        "generated": suite.TASKS[task].generated,
         "prompts_sha256": prompts_sha256(ids),
     }
 

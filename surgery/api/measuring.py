@@ -30,7 +30,6 @@ def inspect(
     model: Model,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    gpu: str = "h200",
     allow_pickle: bool = False,
     progress: bool = True,
     **settings: Any,
@@ -40,7 +39,6 @@ def inspect(
     Args:
         model: see :mod:`surgery.api.given_models`.
         tokenizer: of a model in memory; needed with ``calibration``.
-        gpu: whose decoding speed is predicted: h200, h100, a100, or a file of ``surgery bench kernels``.
         allow_pickle: read pickled weights if there are no others.
         progress: show bars on standard error.
         **settings: of :class:`surgery.structures.mla.settings.ConvertSettings`; with ``calibration`` the result has
@@ -53,10 +51,9 @@ def inspect(
         >>> surgery.inspect("builtin").kv["bytes_per_token"]
         3072
     """
-    from surgery.forecast.speed import find_gpu
     from surgery.structures.mla.settings import ConvertSettings
 
-    asked, ceilings = ConvertSettings.from_mapping(settings, "inspect"), find_gpu(gpu)
+    asked = ConvertSettings.from_mapping(settings, "inspect")
     spectra = settings.get("calibration") is not None
     with on_disk(model, tokenizer, tokenized=spectra and asked.calibration != "none") as source:
         from surgery.inspection.inspect import inspect_checkpoint
@@ -66,7 +63,6 @@ def inspect(
             asked,
             spectra=spectra,
             allow_pickle=allow_pickle,
-            gpu=ceilings,
             progress=Progress(silent=not progress),
         )
 
@@ -215,7 +211,7 @@ def score_heads(
 
     Args:
         model: see :mod:`surgery.api.given_models`.
-        method: duo, prulong, needle, induction, kvzip, attention-area or ablation.
+        method: duo, prulong, needle, induction or kvzip.
         out: file to write, NAME.safetensors, with a picture beside it; without it the result is temporary.
         tokenizer: of a model in memory.
         config: YAML file of settings, or the name of one that ships; arguments win over it.

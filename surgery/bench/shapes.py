@@ -72,12 +72,6 @@ TINY = {
 DECODE_SHAPES = {**_DENSE, **TINY}
 
 
-def check_shape(name: str) -> None:
-    """Raises SurgeryError unless a shape of that name can be made a checkpoint of."""
-    if name not in SHAPES:
-        raise SurgeryError(f"unknown shape {name!r}: choose {', '.join(SHAPES)}")
-
-
 def is_shape(name: str) -> bool:
     """Whether a shape to decode is named, and not the folder or GGUF file of a checkpoint.
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 # Random tokens that stand in for held-out text where there is none, to compare logits on.
 RANDOM_SEQUENCES, RANDOM_LENGTH = 2, 64
 RECALL_PROMPTS_PER_TEXT = 1
-STRETCH = 32
-"""Tokens in a row by which a sequence is known to have text of another."""
 NO_TOKENIZER = f"use --calibration {NO_CALIBRATION}"
 
 
@@ -111,28 +109,6 @@ def load_texts(
     if run_source:
         description["fit"] = _measure(opened, tokenizer, built, settings, progress)
     return Texts(built.tokens, held_out, description)
-
-
-def further_text(opened, settings: ConversionSettings, held_out: HeldOut, tokens: int, progress: Progress) -> Tensor:
-    """More sequences [N, T] like those of calibration, of about so many tokens, without any stretch of held-out text.
-
-    Statistics may have seen some of it. Prose stands in the place of the source's own conversations.
-
-    Raises:
-        SurgeryError: as :func:`load_texts`, or nothing is left.
-    """
-    tokenizer = tokenizer_of(opened.reader, remedy=NO_TOKENIZER)
-    wanted = replace(settings, calibration_tokens=tokens, seed=settings.seed + 1)
-    drawn = _builder(opened, tokenizer, wanted, progress, False)(settings.recall).tokens
-    unseen = {tuple(row[at : at + STRETCH]) for row in held_out.tokens.tolist() for at in range(len(row) - STRETCH + 1)}
-
-    def is_apart(row: list[int]) -> bool:
-        return not any(tuple(row[at : at + STRETCH]) in unseen for at in range(0, len(row), STRETCH))
-
-    rows = [row for row in drawn.tolist() if is_apart(row)]
-    if not rows:
-        raise SurgeryError(f"{settings.calibration}: no text beside what is held out; give more text")
-    return torch.tensor(rows)
 
 
 def _builder(

@@ -1,4 +1,4 @@
-"""``surgery bench``: conversions, kernels and decoding, measured."""
+"""``surgery bench``: kernels and decoding, measured."""
 
 from __future__ import annotations
 
@@ -26,40 +26,6 @@ KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
     app.add_typer(bench, name="bench")
-
-
-@bench.command("convert", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench_convert(
-    ctx: typer.Context,
-    shape: Annotated[
-        str, option("--shape", "NAME", "llama3-1b, -8b, -70b or -405b, llama2-7b, or mixtral-8x7b.")
-    ] = "llama3-8b",
-    folder: Annotated[Path, option("--dir", "DIR", "Where checkpoints are made; both stay there.")] = Path(
-        "surgery-bench"
-    ),
-    as_json: JsonOption = False,
-) -> None:
-    """Convert a checkpoint of random weights in a real model's shape; report time and peak memory.
-
-    Other options are those of surgery convert, --overwrite for an earlier result among them. Without any it is --to mla
-    --kv-ratio 0.28125 --calibration none.
-
-    Examples:
-
-        surgery bench convert --shape llama3-8b --dir /data/bench
-
-        surgery bench convert --shape llama3-1b --to lowrank --calibration prose --calibration-tokens 2048
-    """
-    # What surgery convert does not take is refused before gigabytes of weights are made.
-    ctx.find_root().command.commands["convert"].make_context("convert", [shape, *ctx.args])
-    from surgery.bench.shapes import check_shape
-
-    check_shape(shape)
-    from surgery.bench.convert import measure_conversion
-    from surgery.common.progress import Progress
-    from surgery.console.bench import show_bench
-
-    show_bench(measure_conversion(shape, folder, ctx.args, Progress()), as_json=as_json)
 
 
 def bench_kernels(

@@ -28,13 +28,13 @@ from surgery.cli.options import (
 from surgery.cli.push import HUB, BaseModelOption, PublicOption
 from surgery.cli.verbs import Verb, equip
 from surgery.common.errors import SurgeryError
-from surgery.structures.registry import DEFAULT, MIXED, TARGETS, described, find_target
+from surgery.structures.registry import DEFAULT, TARGETS, described, find_target
 
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
     classes = {target.name: target.settings_class for target in TARGETS.working().values() if not target.fixed}
-    app.command(cls=ConvertVerb)(with_settings(convert, {**classes, MIXED.name: MIXED.settings_class}))
+    app.command(cls=ConvertVerb)(with_settings(convert, classes))
 
 
 class ConvertVerb(Verb):

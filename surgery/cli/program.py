@@ -88,23 +88,13 @@ def inspect(
         Path | None, option("--plot", "FILE", "Where to draw the spectra (png, svg, pdf). [CKPT-spectra.png]")
     ] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier picture.")] = False,
-    gpu: Annotated[
-        str,
-        option(
-            "--gpu",
-            "NAME|FILE",
-            "Whose speed is predicted: h200, h100, a100, or what surgery bench kernels measured (kernels.json).",
-        ),
-    ] = "h200",
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Why each target is what it is, every engine, predicted times.")
+        bool, typer.Option("--verbose", "-v", help="Why each target is what it is, and every engine.")
     ] = False,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show a checkpoint's attention, its KV bytes and what it can be converted to.
-
-    For every target also what the attention of a decoding step would gain on a GPU, or why it would not.
 
     With --calibration also how compressible it is: the share of the loss-weighted KV energy that fits in each rank.
 
@@ -116,10 +106,9 @@ def inspect(
     """
     from surgery.checkpoint.named_models import find_model
     from surgery.checkpoint.output_place import working_output
-    from surgery.forecast.speed import find_gpu
     from surgery.structures.mla.settings import ConvertSettings
 
-    source, ceilings = find_model(checkpoint), find_gpu(gpu)
+    source = find_model(checkpoint)
     asked = given.of(ConversionSettings)
     if plot is not None and "calibration" not in asked:
         raise SurgeryError("--plot draws the spectra, which need statistics: give --calibration too, such as builtin")
@@ -138,7 +127,6 @@ def inspect(
         settings,
         spectra="calibration" in asked,
         allow_pickle=allow_pickle,
-        gpu=ceilings,
         progress=Progress(),
     )
     show_inspection(inspection, checkpoint, plot=plot, as_json=as_json, verbose=verbose)

@@ -15,6 +15,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from surgery.cli.options import command_line, option
+from surgery.common.errors import SurgeryError
+from surgery.common.removed import removal
 from surgery.common.standard_output import printing
 from surgery.version import __version__
 
@@ -100,9 +102,26 @@ def _name_of(argument: Any) -> Callable[[Any], list[str]]:
 class Verb(_PlainHelp, TyperCommand):
     """A verb."""
 
+    def parse_args(self, ctx, args: list[str]) -> list[str]:
+        """Refuse options that were removed, which this verb does not have."""
+        known = {flag for each in self.params for flag in (*each.opts, *each.secondary_opts)}
+        for flag in (arg.split("=", 1)[0] for arg in args):
+            if flag.startswith("--") and flag not in known:
+                name = flag.removeprefix("--no-").strip("-").replace("-", "_")
+                if gone := removal(name):
+                    raise SurgeryError(f"{flag} {gone}")
+        return super().parse_args(ctx, args)
+
 
 class Verbs(_PlainHelp, TyperGroup):
     """The verbs of a group."""
+
+    def parse_args(self, ctx, args: list[str]) -> list[str]:
+        """Refuse verbs that were removed."""
+        name = f"{ctx.info_name} {args[0]}" if args else ""
+        if gone := removal(name):
+            raise SurgeryError(f"surgery {name} {gone}")
+        return super().parse_args(ctx, args)
 
 
 class VerbsWithDefault(Verbs):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
+from surgery.common.removed import removal
 from surgery.common.setting import did_you_mean, names_of, settings_of, shown
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class FileSettings:
         names = names_of(cls)
         for name in values:
             if name not in names:
+                if gone := removal(str(name)):
+                    raise SurgeryError(f"{where}: {name} {gone}")
                 raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), list(names))}")
         return cls(**typed(cls, {names[name]: value for name, value in values.items()}, where))
 

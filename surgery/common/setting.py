@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from surgery.common.errors import SurgeryError
 from surgery.common.plugins import added
+from surgery.common.removed import removal
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -155,6 +156,8 @@ class Setting:
         name, said = self.name, self.said
         if self.choices:
             if value not in self.choices:
+                if gone := removal(f"{name} {value}"):
+                    raise SurgeryError(f"{name} {value} {gone}")
                 known = [str(choice) for choice in self.choices]
                 listed = (" or " if len(known) == 2 else ", ").join(known)
                 raise SurgeryError(f"{name} {value!r} is unknown: choose {listed}{did_you_mean(str(value), known)}")

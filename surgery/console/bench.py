@@ -1,53 +1,14 @@
-"""What `surgery bench` prints, and predicted times of `surgery inspect`."""
+"""What `surgery bench` prints."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
-from surgery.common.human import duration, size
+from surgery.common.human import size
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
-
-
-def show_bench(bench, *, as_json: bool = False) -> None:
-    """Prints a measured conversion (:class:`surgery.bench.convert.ConvertBench`)."""
-    if as_json:
-        print_json(asdict(bench))
-        return
-    page, report = new_page(), bench.report
-    page.print(f"\n[bold]{plain(bench.shape)}[/bold], {size(bench.source_bytes)} of weights")
-    page.print(make_table(["phase", Column("seconds", "", lambda value: f"{value:.1f}")], report["seconds"].items()))
-    page.print(f"{duration(bench.seconds)} in all, peak memory {size(bench.peak_memory_bytes)}")
-
-
-def show_speed(page: Console, rows: list[dict], gpu: dict | None = None) -> None:
-    """Predicted times by context and batch, :func:`surgery.forecast.speed.speed_against`; or nothing.
-
-    With ``gpu`` also what they were predicted for.
-    """
-    if not rows:
-        return
-    if gpu:
-        rates = f"{gpu['bytes_per_second'] / 1e12:.2f} TB/s and {gpu['flops_per_second'] / 1e12:.0f} TFLOP/s"
-        page.print(
-            f"attention of a decoding step on {plain(gpu['name'])}, all layers, predicted at {rates}"
-            f" ({plain(gpu['source'])})",
-            soft_wrap=True,
-        )
-    compared = "speedup" in rows[0]
-    columns = ["context", "batch", *(["source"] if compared else []), "time", *(["speed-up", "of bytes"] * compared)]
-    cells = []
-    for row in rows:
-        cell = [f"{row['context'] // 1024}k", row["batch"]]
-        cell += [_time(row["source_seconds"])] if compared else []
-        cell += [_time(row["seconds"])]
-        cell += [_ratio(row["speedup"]), _ratio(row["bytes_ratio"])] if compared else []
-        why = f"bound by {row['bound']}" if row.get("faster", True) else f"will not be faster: {row['reason']}"
-        cells.append((*cell, why))
-    page.print(make_table([*columns, ""], cells))
 
 
 def show_kernels(record: dict, written: list[Path], *, as_json: bool = False) -> None:

@@ -17,9 +17,6 @@ from surgery.engines import ANY, OWN_CLASSES, spoken
 from surgery.engines.verdict import Verdict
 from surgery.reporting.quality import before_and_after, fit_told, stages_table, useless_told
 
-LONG_TIME = 60
-"""Seconds from which a dry run says what would be shorter."""
-
 
 def show_conversion(conversion, address: str | None = None, *, as_json: bool = False) -> None:
     """Prints a finished conversion (:class:`surgery.structures.converter.Conversion`), and where it was pushed to."""
@@ -111,9 +108,6 @@ def _show_plan(plan, called: str) -> None:
         f"calibration: {tokens['calibration']} sequences of {tokens['length']} tokens; held out: {tokens['held_out']}"
         f" and {tokens['recall_prompts']} recall prompts. Memory and time are estimates."
     )
-    if work["shorter"] and work["estimated_seconds"] >= LONG_TIME:
-        saved = [f"{flag} saves {duration(seconds)}" for flag, seconds in work["shorter"].items()]
-        page.print(f"shorter: {plain(', '.join(saved))}", soft_wrap=True)
     kept, where = share(kv["ratio"]), where_it_loads(plan.target["engines"])
     page.print(f"[bold]{plain(plan.out)}[/bold] would keep {kept} of the KV bytes; {plain(where)}", soft_wrap=True)
     if not plan.refusal:

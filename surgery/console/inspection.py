@@ -8,7 +8,6 @@ from rich.console import Console
 
 from surgery.common.human import count, origin, per_token, share, size
 from surgery.common.tables.table import Column
-from surgery.console.bench import show_speed
 from surgery.console.conversion import class_and_why
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import show_next
@@ -24,7 +23,7 @@ def show_inspection(
 
     Args:
         called: the checkpoint, in commands.
-        verbose: also why each target is what it is, what every engine says, and predicted times.
+        verbose: also why each target is what it is, and what every engine says.
 
     Raises:
         SurgeryError: ``plot`` cannot be written.
@@ -42,8 +41,6 @@ def show_inspection(
     named = origin(inspection.name, inspection.architecture.get("dequantised_from"))
     page.print(f"\n[bold]{plain(named)}[/bold]")
     page.print(make_table(["", ""], [*_facts(inspection), ("KV cache", _cache(inspection))], header=False))
-    if verbose or not inspection.targets:
-        show_speed(page, inspection.speed, inspection.gpu)
     if inspection.targets:
         _show_targets(page, inspection)
         if verbose:
@@ -54,9 +51,7 @@ def show_inspection(
                 for target in inspection.targets
                 if target["applies"] and target["caution"]
             ]
-            page.print(
-                f"[dim]{''.join(cautions)}reasons, commands of engines and times: --verbose[/dim]", soft_wrap=True
-            )
+            page.print(f"[dim]{''.join(cautions)}reasons and commands of engines: --verbose[/dim]", soft_wrap=True)
     if inspection.spectra is not None:
         _show_spectra(page, inspection.spectra)
         page.print(f"drawn in {plain(drawn)}", soft_wrap=True)
@@ -81,10 +76,8 @@ def _cache(inspection) -> str:
 
 
 def _show_targets(page: Console, inspection) -> None:
-    """One line a target: its bytes, its class, who loads it, what decoding gains at the longest context it takes."""
+    """One line a target: its bytes, its class, who loads it."""
     rows, refused = [], []
-    limit = inspection.architecture["max_positions"]
-    length = max((row["context"] for row in inspection.speed if row["context"] <= limit), default=None)
     for target in inspection.targets:
         name = target["command"].removeprefix(COMMAND)
         if not target["applies"]:
@@ -92,21 +85,12 @@ def _show_targets(page: Console, inspection) -> None:
             continue
         held = f"{size(target['kv_bytes_per_token'])}, {share(target['kv_ratio'])}"
         loads = [engine.removesuffix(" on CPU") for engine, row in target["engines"].items() if ran(row)]
-        gain = next((row["speedup"] for row in reversed(target["speed"]) if row["context"] == length), None)
-        row = (name, held, target["class"], ", ".join(loads) or "-")
-        rows.append((*row, f"{gain:.1f}×" if gain else "-") if length else row)
+        rows.append((name, held, target["class"], ", ".join(loads) or "-"))
     columns = ["", Column("KV per token", align="left"), "class", "ran in, on CPUs"]
     page.print("what it can become (surgery convert ...)")
-    page.print(make_table([*columns, *([f"speed at {length // 1024}k"] if length else [])], rows))
+    page.print(make_table(columns, rows))
     for line in refused:
         page.print(f"[dim]{plain(line)}[/dim]", soft_wrap=True)
-    if length:
-        page.print(
-            "[dim]speed: of a decoding step's attention at the largest batch that fits "
-            f"{plain(inspection.gpu['name'])}, not timed but predicted from bytes and FLOPs, with this package's "
-            "kernels[/dim]",
-            soft_wrap=True,
-        )
 
 
 def _show_advice(page: Console, chosen: dict) -> None:
@@ -129,7 +113,6 @@ def _show_advice(page: Console, chosen: dict) -> None:
 
 
 def _show_targets_whole(page: Console, targets: list[dict]) -> None:
-    shown = None
     for target in targets:
         page.print(f"[bold]{plain(target['command'])}[/bold]")
         if not target["applies"]:
@@ -137,10 +120,6 @@ def _show_targets_whole(page: Console, targets: list[dict]) -> None:
             continue
         page.print(f"  {class_and_why(target['class'], target['reasons'])}", soft_wrap=True)
         page.print(make_table(["engine", "the result"], spoken(target["engines"]).items()))
-        # Variants of one target that differ in their class only take the same time.
-        if target["speed"] != shown:
-            show_speed(page, target["speed"])
-        shown = target["speed"]
 
 
 def _facts(inspection) -> list[tuple[str, str]]:

@@ -32,8 +32,6 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         )
         for row in plan.rows
     ]
-    if plan.settings["gpu"]:
-        rows = [(*row[:-1], each.speedup, row[-1]) for row, each in zip(rows, plan.rows, strict=True)]
     columns = [
         "",
         "convert --to",
@@ -43,7 +41,6 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         Column("±", "", lambda value: f"{value:.4f}"),
         Column("perplexity", "", lambda value: f"{perplexity(value) - 1:+.1%}"),
         Column("recall", "", lambda value: f"{value:.2f}"),
-        *([Column("decoding", "", lambda value: f"{value:.2f}x")] if plan.settings["gpu"] else []),
         "beside transformers",
     ]
     page.print(make_table(columns, rows))
@@ -60,25 +57,15 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
     if beyond := beyond_positions(budget["context"], plan.source["max_positions"]):
         page.print(f"[yellow]{plain(beyond)}[/yellow]", soft_wrap=True)
     lost = cost(chosen.loss_increase)
-    if plan.settings["gpu"]:
-        page.print(
-            "[dim]decoding: speed of a step's attention over the source's, predicted for "
-            f"{plain(plan.settings['gpu'])} from bytes and FLOPs, with this package's kernels; not timed[/dim]",
-            soft_wrap=True,
-        )
     page.print(
         f"[bold]{plain(chosen.to)}[/bold] {_reason(plan)}: {lost}, recall "
         f"{decimal(chosen.recall, 2)}, {size(chosen.kv_bytes)} at {budget['context']:,} tokens and batch "
         f"{budget['batch']}{_next_best(plan)}.",
         soft_wrap=True,
     )
-    if plan.refined:
-        page.print(plain(plan.refined.told), soft_wrap=True)
     page.print(f"{duration(plan.seconds)}{f'; drawn in {plain(plot)}' if plot else ''}", soft_wrap=True)
     if written:
         page.print(f"Next: surgery convert {plain(plan.source['path'])} --plan {plain(written)}", soft_wrap=True)
-    elif "parts" in chosen.asked:  # which only a file can say
-        page.print("Next: the same with --out plan.yaml, which surgery convert --plan carries out", soft_wrap=True)
     else:
         page.print(f"Next: {plain(chosen.command)}", soft_wrap=True)
 
@@ -110,8 +97,6 @@ def _texts(plan) -> str:
 def _reason(plan) -> str:
     if plan.budget["kv_bytes"] is None:
         return "is the smallest that keeps to the loss"
-    if plan.refined and plan.refined.kept:
-        return "loses less than what it was refined from"
     if plan.alike == 1:
         return "loses least of all that keeps to the bytes"
     return (

@@ -62,7 +62,7 @@ class EvalSettings(FileSettings):
     needle_trials: int = setting(4, "Prompts of each length and depth.", least=1)
     ruler_lengths: tuple[int, ...] = setting((), "Tokens of ruler prompts; none: as length.", least=1)
     ruler_samples: int = setting(50, "Samples of each ruler task at each length.", least=1)
-    ruler_tasks: tuple[str, ...] = setting((), "Names of ruler tasks; none: all 13.")
+    ruler_tasks: tuple[str, ...] = setting((), "Names of ruler tasks; none: all 11.")
     ruler_floor: float = setting(
         0.3,
         "Score of the baseline from which a ruler task at a length counts for the second average.",

@@ -1,1 +1,1 @@
-"""What decoding costs on a GPU, predicted from structures and the GPU's ceilings; nothing is run."""
+"""What an evaluation will run, read and hold, before it runs."""

@@ -26,7 +26,6 @@ from surgery.evaluation.settings import HARNESS, EvalSettings
 from surgery.evaluation.store import ResultStore
 from surgery.evaluation.tasks import build_tasks
 from surgery.families import FAMILIES, LATENT_FAMILIES
-from surgery.forecast.attention_structures import cache_bytes_of
 from surgery.running.loading import load_tokenizer
 from surgery.running.processes import Processes
 from surgery.running.source import checked_device, is_absent
@@ -34,6 +33,7 @@ from surgery.running.source_check import open_source
 from surgery.running.unfused import unfused
 from surgery.structures.dry_run import measure_speed
 from surgery.structures.estimates import EFFICIENCY
+from surgery.structures.kv_bytes import cache_bytes_of
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def expected_seconds(given: Sequence[str], models: int, settings: EvalSettings) 
 
 
 def _cache_bytes_of(reader: CheckpointReader, dtype: torch.dtype) -> Callable[[int, int], int] | None:
-    """As `surgery inspect` predicts it; None for a model of a family that it does not know."""
+    """Bytes of its live cache by rows and tokens; None for a model of a family that is not known."""
     try:
         config = unfused(reader).config
     except SurgeryError:

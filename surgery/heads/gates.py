@@ -96,18 +96,16 @@ def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
 _SWITCHES = "training", "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
-def mean_loss(reader: LogitReader, tokens: LongTensor, predicted: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy, in nats, of some tokens of a batch: a float32 scalar with gradients if they are enabled.
+def mean_loss(reader: LogitReader, tokens: LongTensor) -> Tensor:
+    """Mean cross-entropy of all tokens but each row's first, in nats: a float32 scalar with gradients if enabled.
 
     Fp32 logits exist for a few positions at a time, in the backward pass too, which computes them again.
 
     Args:
         tokens: [B, T] int64.
-        predicted: [B, T] bool, the tokens that count; all but each row's first if None.
     """
-    states, targets = reader.states(tokens)[:, :-1], tokens[:, 1:]
-    chosen = torch.ones_like(targets, dtype=torch.bool) if predicted is None else predicted[:, 1:]
-    states, targets = states[chosen.to(states.device)], targets[chosen].to(states.device)
+    states = reader.states(tokens)[:, :-1].flatten(0, 1)
+    targets = tokens[:, 1:].flatten().to(states.device)
 
     def summed(rows: Tensor, wanted: Tensor) -> Tensor:
         logits = reader.logits(rows[None])[0]

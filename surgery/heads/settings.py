@@ -10,7 +10,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
 from surgery.common.setting import DTYPE_NAMES, setting
 
-Method = Literal["duo", "prulong", "needle", "induction", "kvzip", "attention-area", "ablation"]
+Method = Literal["duo", "prulong", "needle", "induction", "kvzip"]
 METHODS = get_args(Method)
 SUFFIX = ".safetensors"
 """Of pattern files."""
@@ -27,8 +27,7 @@ class HeadSettings(FileSettings):
 
     method: Method = setting(
         "duo",
-        "How heads are scored: duo and prulong train gates; ablation streams one head after the other; the others look "
-        "at attention and are done in a minute.",
+        "How heads are scored: duo and prulong train gates; the others look at attention and are done in a minute.",
         plugins="scorers",
         section="Method",
         metavar="NAME",

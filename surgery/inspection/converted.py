@@ -3,119 +3,92 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.config_file import check_sizes
-from surgery.checkpoint.disk import read_json
-from surgery.checkpoint.file_kinds import REPORT
+from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.human import per_token
 from surgery.engines.number_formats import ruinous_formats
 from surgery.families import FAMILIES, LATENT_FAMILIES, head_shape
-from surgery.forecast import attention_structures as structures
-from surgery.forecast.speed import batches, speed_against
+from surgery.families.base import keeps_state
 from surgery.inspection.architecture import model_facts
-from surgery.kernels.gpus import GPU
-from surgery.kernels.planner import Attention, Grouped, Latent, LowRank
 from surgery.running.loading import load_config
+from surgery.running.skeleton import skeleton
 from surgery.running.source import attention_dtype
 
-MODEL_TYPES = ("surgery", *LATENT_FAMILIES)
+MODEL_TYPES = (MODEL_TYPE, *LATENT_FAMILIES)
 
 
-def converted_facts(reader: CheckpointReader, gpu: GPU, contexts: tuple[int, ...]) -> dict[str, Any]:
+def converted_facts(reader: CheckpointReader, contexts: tuple[int, ...]) -> dict[str, Any]:
     """Arguments of an :class:`surgery.inspection.inspect.Inspection`.
 
     Raises:
         SurgeryError: the config is impossible.
     """
-    said = reader.config
-    config = load_config(reader.path)
-    dtype = attention_dtype(reader)
-    layers = _structures(config, said, dtype.itemsize)
-    family = FAMILIES.get(getattr(config, "base_model_type", None))
-    windows = structures.windows_of(family, config)
-    source = original(reader.path, config, windows, dtype.itemsize)
-    cache_bytes = structures.cache_bytes_of(said, dtype, layers)
-    held = {context: cache_bytes(1, context) for context in contexts}
+    config, dtype = load_config(reader.path), attention_dtype(reader)
+    own = config if config.model_type == MODEL_TYPE else None
+    family = FAMILIES.get(getattr(own, "base_model_type", None))
+    layers = [layer for layer in range(config.num_hidden_layers) if not (own and keeps_state(config, layer))]
+    said = reader.config if own else own_config(reader.config, layer_entries(reader.config))
     longest = max(contexts)
-    weights = sum(reader.info(name).nbytes for name in reader.names())
-    rows = batches(source or layers, weights, gpu)
+    try:
+        model = skeleton(said, dtype)
+        held = {context: model.kv_cache_bytes(1, context) for context in contexts}
+        by_layer = model.kv_layer_bytes(1, longest)
+        entries = layer_entries(said)
+        kinds = [
+            f"{_kind(entries[layer] or {}, model.config)}, {per_token(by_layer[layer] / longest)} a token"
+            for layer in layers
+        ]
+    except KeyError as error:
+        raise SurgeryError(f"config.json of {reader.config['model_type']} does not say {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
+        raise SurgeryError(f"config.json of {reader.config['model_type']} is damaged ({error})") from None
     return {
         "name": reader.name,
-        "architecture": _architecture(reader, config, layers, dtype),
-        "windows": windows,
+        "architecture": _architecture(reader, config, kinds, dtype),
+        "windows": [family.window(config, layer) if family else None for layer in layers],
         "kv": {
             "bytes_per_token": round(held[longest] / longest),
             "bytes_per_token_and_layer": round(held[longest] / longest / len(layers)),
             "bytes_at": held,
         },
         "targets": [],
-        "speed": speed_against(source, layers, rows, gpu),
     }
 
 
-def original(folder: Path, config: Any, windows: structures.Windows, number_bytes: float) -> list[Attention] | None:
-    """The attention that a checkpoint had before its first conversion; None where nothing tells.
-
-    The report beside the weights says it, and of the own class its config; of what was MLA at first none does.
-    """
-    try:
-        report = read_json(folder / REPORT)
-    except SurgeryError:
-        report = None
-    while isinstance(report, dict) and report.get("previous"):
-        report = report["previous"]
-    try:
-        said = report["source"]
-        if said.get("model_type") in LATENT_FAMILIES:
-            return None
-        heads, kv_heads, head_dim = (int(said[name]) for name in ("heads", "kv_heads", "head_dim"))
-        if not (0 < kv_heads <= heads and heads % kv_heads == 0 and head_dim > 0):
-            raise ValueError("heads of no model")
-        check_sizes({"num_attention_heads": heads, "head_dim": head_dim}, REPORT)
-    except (AttributeError, TypeError, KeyError, ValueError, OverflowError, SurgeryError):
-        if not hasattr(config, "base_model_type"):
-            return None
-        heads, kv_heads, head_dim = head_shape(config)
-    size = {"key_bytes": number_bytes, "value_bytes": number_bytes}
-    return [Grouped(heads, kv_heads, head_dim, head_dim, window, **size) for window in windows]
-
-
-def _structures(config: Any, said: dict[str, Any], number_bytes: float) -> list[Attention]:
-    own = said["model_type"] == "surgery"
-    try:
-        if own:
-            return structures.of_own_class(config, number_bytes)
-        return structures.of_stock_mla({**config.to_dict(), **said}, number_bytes)
-    except KeyError as error:
-        raise SurgeryError(f"config.json of {said['model_type']} does not say {error}") from None
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise SurgeryError(f"config.json of {said['model_type']} is damaged ({error})") from None
-
-
-def _architecture(reader: CheckpointReader, config: Any, layers: list[Attention], dtype: Any) -> dict[str, Any]:
+def _architecture(reader: CheckpointReader, config: Any, kinds: list[str], dtype: Any) -> dict[str, Any]:
     base = getattr(config, "base_model_type", None)
     return {
         **model_facts(reader, config, dtype),
         "model_type": config.model_type + (f" over {base}" if base else ""),
-        "attention": [f"{count} layers: {kind}" for kind, count in Counter(map(_kind, layers)).items()],
+        "attention": [f"{count} layers: {kind}" for kind, count in Counter(kinds).items()],
         "biases": [],
         "ruined_by": ruinous_formats(reader),
         "qk_norm": any(name.endswith("q_norm.weight") for name in reader.names()),
     }
 
 
-def _kind(layer: Attention) -> str:
-    """A layer's structure in words."""
-    token = per_token(layer.token_bytes(131_072))
-    if isinstance(layer, Latent):
-        kept = f", the last {layer.window:,} tokens" if layer.window else ""
-        return f"latent of {layer.rank} and {layer.rope_dim} rotary dimensions{kept}, a step reads {token} a token"
-    if isinstance(layer, LowRank):
-        ranks = " + ".join(str(block.rank) for block in layer.blocks)
-        return f"keys rebuilt from latents of {ranks}, a step reads {token} a token"
-    streaming = f", {layer.streaming_heads} of them streaming" if layer.streaming_heads else ""
-    return f"{layer.kv_heads} keys and values of {layer.key_dim}{streaming}, a step reads {token} a token"
+def _kind(entry: dict[str, Any], config: Any) -> str:
+    """A layer's structure in words, from its entry in config.json; an empty one is the source's attention."""
+    kind = entry.get("kind")
+    if kind is None and config.base_model_type in LATENT_FAMILIES:
+        return f"latent of {config.kv_lora_rank} and {config.qk_rope_head_dim} rotary dimensions"
+    if kind in ("latent", "cross_layer_latent"):
+        rank = entry["rank"] if "rank" in entry else entry["kv_lora_rank"]
+        rotary = 2 * len(entry["rope_inv_freq"]) if "rope_inv_freq" in entry else config.qk_rope_head_dim
+        stream = entry.get("streaming")
+        kept = f", the last {stream['sinks'] + stream['recent']:,} tokens" if stream else ""
+        return f"latent of {rank} and {rotary} rotary dimensions{kept}"
+    if kind == "low_rank":
+        ranks = " + ".join(str(entry["shared_rank"] + block["rank"]) for block in entry["blocks"])
+        return f"keys rebuilt from latents of {ranks}"
+    if kind == "cross_layer_prompt":
+        return f"keys rebuilt from latents of {entry['key_rank']} + {entry['value_rank']}"
+    if kind is not None and "rank" in entry:
+        return f"keys rebuilt from latents of {entry['rank']}"
+    _, kv_heads, head_dim = head_shape(config)
+    kv_heads = entry.get("kv_heads", kv_heads)
+    streaming = kv_heads - entry.get("full_heads", kv_heads)
+    return f"{kv_heads} keys and values of {head_dim}" + (f", {streaming} of them streaming" if streaming else "")

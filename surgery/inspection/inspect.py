@@ -11,15 +11,11 @@ from surgery.common.errors import SurgeryError
 from surgery.common.pictures import Svg
 from surgery.common.progress import Progress
 from surgery.families import head_shape
-from surgery.forecast import attention_structures as structures
-from surgery.forecast.speed import batches, speed_against
 from surgery.inspection.advice import advice
 from surgery.inspection.architecture import model_facts
-from surgery.inspection.converted import MODEL_TYPES, converted_facts, original
+from surgery.inspection.converted import MODEL_TYPES, converted_facts
 from surgery.inspection.spectra import LayerSpectrum, spectra_figure
 from surgery.inspection.targets import foreseen_targets, smallest_targets
-from surgery.kernels.gpus import GPU, GPUS
-from surgery.kernels.planner import Attention
 from surgery.running.moment_precision import factorising_on
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
@@ -40,12 +36,8 @@ class Inspection:
         architecture: facts of the attention and the model around it.
         windows: of every layer with keys and values, tokens; None: all.
         kv: bytes per token, and of one sequence by its length, in the checkpoint's dtype.
-        targets: what it can be converted to, in which class and why, at how many bytes, and which engines load that;
-            with "speed", what decoding's attention gains on a GPU,
-            :func:`surgery.forecast.speed.speed_against`.
+        targets: what it can be converted to, in which class and why, at how many bytes, and which engines load that.
         advice: which of them to take, :func:`surgery.inspection.advice.advice`; empty where there is no choice.
-        gpu: whose ceilings times were predicted for, and where they come from.
-        speed: predicted times of the checkpoint's own attention; against its source where that is known.
         spectra: compressibility of every layer, first to last; None where it was not asked for.
         calibration: what the spectra were taken on.
     """
@@ -56,8 +48,6 @@ class Inspection:
     kv: dict
     targets: list[dict]
     advice: dict = field(default_factory=dict)
-    gpu: dict = field(default_factory=dict)
-    speed: list[dict] = field(default_factory=list)
     spectra: list[LayerSpectrum] | None = None
     calibration: dict | None = None
 
@@ -82,12 +72,9 @@ def inspect_checkpoint(
     *,
     spectra: bool = False,
     allow_pickle: bool = False,
-    gpu: GPU = GPUS["h200"],
     progress: Progress | None = None,
 ) -> Inspection:
     """Inspects a checkpoint; with ``spectra`` runs the calibration that ``settings`` name.
-
-    Times of decoding are predicted for ``gpu``.
 
     Raises:
         SurgeryError: it cannot be read, or its family is not supported; with ``spectra`` also where its attention is
@@ -99,26 +86,17 @@ def inspect_checkpoint(
         if spectra:
             why = "was converted before, or is MLA; spectra are of keys and values of heads"
             raise SurgeryError(f"{reader.path}: {why}, drop --calibration")
-        return Inspection(**converted_facts(reader, gpu, CONTEXTS), gpu=asdict(gpu))
+        return Inspection(**converted_facts(reader, CONTEXTS))
     opened = Source.of(reader, settings)
     windows = [opened.windows[layer] for layer in converted_layers(opened.stateful, opened.layers)]
-    layers = structures.of_family(opened.config, windows, _attention_dtype(opened).itemsize)
-    rows = batches(layers, sum(opened.reader.info(name).nbytes for name in opened.reader.names()), gpu)
-
-    def gain(result: list[Attention]) -> list[dict]:
-        return speed_against(layers, result, rows, gpu)
-
-    targets = foreseen_targets(opened, gain)
+    targets = foreseen_targets(opened)
     inspection = Inspection(
         name=opened.reader.name,
         architecture=_architecture(opened),
         windows=windows,
         kv=kv_bytes(opened, windows),
         targets=targets,
-        advice=advice(targets, smallest_targets(opened, gain)),
-        gpu=asdict(gpu),
-        # A model of fewer KV heads is of its source's family, and only its report knows that source.
-        speed=speed_against(original(opened.reader.path, None, windows, layers[0].key_bytes), layers, rows, gpu),
+        advice=advice(targets, smallest_targets(opened)),
     )
     if not spectra:
         return inspection

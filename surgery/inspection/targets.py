@@ -1,41 +1,33 @@
-"""What a checkpoint can become: every target foreseen, with the class, the bytes, the engines and decoding's gain."""
+"""What a checkpoint can become: every target foreseen, with the class, the bytes and the engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from surgery.architectures.beside_pictures import whole_config
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.engines import OWN_CLASSES
-from surgery.forecast.attention_structures import of_config
-from surgery.kernels.planner import Attention
 from surgery.running.source import Source
 from surgery.structures.base import Request
 from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
 from surgery.structures.registry import TARGETS, Target
 
 COMMAND = "surgery convert "
-Speed = Callable[[list[Attention]], list[dict]]
 
 
-def smallest_targets(opened: Source, speed: Speed) -> list[dict[str, Any]]:
+def smallest_targets(opened: Source) -> list[dict[str, Any]]:
     """Targets at the least that can be recommended at all, as :func:`foreseen_targets` has them."""
-    return [_row(opened, target, request, speed) for target, request in _requests() if not request.listed]
+    return [_row(opened, target, request) for target, request in _requests() if not request.listed]
 
 
-def foreseen_targets(opened: Source, speed: Speed) -> list[dict[str, Any]]:
-    """Every target, those of installed packages among them.
-
-    Args:
-        speed: what decoding gains with attention of another structure.
-    """
+def foreseen_targets(opened: Source) -> list[dict[str, Any]]:
+    """Every target, those of installed packages among them."""
     found: list[dict[str, Any]] = []
     for target, request in _requests():
         if not request.listed:
             continue
-        row = _row(opened, target, request, speed)
+        row = _row(opened, target, request)
         if request.optional and not row["applies"]:
             continue
         if request.flags and not row["applies"] and found and found[-1]["reasons"] == row["reasons"]:
@@ -60,7 +52,7 @@ def _command(target: Target, request: Request) -> str:
     return f"{COMMAND}--to {target.name}{request.flags}"
 
 
-def _row(opened: Source, target: Target, request: Request, speed: Speed) -> dict[str, Any]:
+def _row(opened: Source, target: Target, request: Request) -> dict[str, Any]:
     command = {"command": _command(target, request), "to": target.name, "caution": request.caution}
     try:
         settings = target.settings(request.settings)
@@ -69,7 +61,7 @@ def _row(opened: Source, target: Target, request: Request, speed: Speed) -> dict
         config = final_config(foreseen, settings)
         held, of_source = kv_bytes(foreseen, config, opened, settings), source_kv_bytes(opened)
     except SurgeryError as error:
-        return {**command, "applies": False, "class": None, "reasons": [str(error)], "engines": {}, "speed": []}
+        return {**command, "applies": False, "class": None, "reasons": [str(error)], "engines": {}}
     return {
         **command,
         "applies": True,
@@ -78,5 +70,4 @@ def _row(opened: Source, target: Target, request: Request, speed: Speed) -> dict
         "engines": foreseen.engines_of(opened.reader, config),
         "kv_bytes_per_token": held,
         "kv_ratio": held / of_source,
-        "speed": speed(of_config(config, opened.weight_dtype.itemsize)),
     }

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
+from surgery.architectures.own_class import MODEL_TYPE, layer_entries
 from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.engines import refuse_unless_loadable
@@ -16,7 +16,7 @@ from surgery.planning.settings import BITS, PlanSettings
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, Foreseen, Structure
-from surgery.structures.kv_bytes import final_config
+from surgery.structures.kv_bytes import cache_bytes_of, final_config
 from surgery.structures.registry import TARGETS, Target
 from surgery.structures.work import Work
 
@@ -35,7 +35,6 @@ class Sized:
         asked: of its settings, those that are not the plan's own.
         kv_bytes: of all sequences at the plan's context.
         unspent: whether its structure has still to spend the budget.
-        mixes: whether its layers can stand beside those of others.
         engines: what each says of the result.
     """
 
@@ -47,16 +46,11 @@ class Sized:
     kv_bytes: float
     unspent: bool
     engines: dict[str, dict]
-    mixes: bool = True
 
     @property
     def name(self) -> str:
         """As an option of ``surgery convert`` says it."""
         return _named(self.target, self.asked)
-
-    def over(self, layers: int) -> list[Sized]:
-        """What every layer is of."""
-        return [self] * layers
 
     def caches(self) -> list[QuantizedKVLayer | None]:
         """An empty layer of every layer's cache of codes; None where it is exact."""
@@ -88,7 +82,7 @@ class Candidates:
         for target, asked, candidate in self._allowed():
             seen = set()  # a structure may have no more to spend a larger share on
             for share in shares if candidate.scales else (None,):
-                found = self.sized(target, asked, share, mixes=candidate.mixes)
+                found = self.sized(target, asked, share)
                 if found and found.kv_bytes not in seen and found.config not in made:
                     seen.add(found.kv_bytes)
                     made.append(found.config)
@@ -107,9 +101,7 @@ class Candidates:
         for target, candidate in allowed_candidates(self._opened.reader.config, self._settings):
             yield target, {**candidate.settings, **self._own_of(target)}, candidate
 
-    def sized(
-        self, target: Target, asked: dict[str, Any], share: float | None, *, mixes: bool = True, told: bool = True
-    ) -> Sized | None:
+    def sized(self, target: Target, asked: dict[str, Any], share: float | None, *, told: bool = True) -> Sized | None:
         """The candidate with at most that share of the source's bytes, its own if None; None where it is refused.
 
         Args:
@@ -121,19 +113,11 @@ class Candidates:
                 return None
             if found.unspent:
                 found.structure.plan(self._work)
-            return replace(found, config=final_config(found.structure.foresee(), found.settings), mixes=mixes)
+            return replace(found, config=final_config(found.structure.foresee(), found.settings))
         except SurgeryError as error:
             if told:
                 self.refused[_named(target, asked)] = str(error)
             return None
-
-    def part(self, sized: Sized) -> Sized | None:
-        """A candidate in the own class, where its layers can stand beside those of others; None where they cannot."""
-        if not sized.mixes:
-            return None
-        if getattr(sized.settings, "carrier", "own") != "own":
-            sized = self.sized(sized.target, {**sized.asked, "carrier": "own"}, None)
-        return sized if sized and sized.config["model_type"] == MODEL_TYPE else None
 
     def _fitting(self, target: Target, asked: dict[str, Any], share: float) -> Sized | None:
         """The largest found that keeps to a share."""
@@ -211,11 +195,9 @@ def held_bytes(
     Args:
         foreseen: of a config that is neither a family's nor the own class's: its bytes per token.
     """
-    if config["model_type"] in FAMILIES or config["model_type"] in LATENT_FAMILIES:  # windows and all
-        config = own_config(config, layer_entries(config))
-    elif config["model_type"] != MODEL_TYPE:
+    if config["model_type"] not in {MODEL_TYPE, *FAMILIES, *LATENT_FAMILIES}:
         return foreseen.kv_bytes_per_token * settings.tokens * settings.batch
-    return skeleton(config, opened.weight_dtype).kv_cache_bytes(settings.batch, settings.tokens)
+    return cache_bytes_of(config, opened.weight_dtype)(settings.batch, settings.tokens)
 
 
 def _named(target: Target, asked: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ measured. What a conversion adds, a fit, is left out: it can only lower what is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,14 +23,8 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.families import any_family_of
-from surgery.forecast.attention_structures import of_config
-from surgery.forecast.speed import find_gpu
-from surgery.kernels.planner import compare
 from surgery.planning.candidates import Candidates, Sized, allowed_candidates, held_bytes, named_candidates
-from surgery.planning.measure import LATER, Carried, carry, measure
-from surgery.planning.mixing import Mixer
-from surgery.planning.mixture import Mixture
-from surgery.planning.refine import Refined, foreseen, refine, refuse_too_large
+from surgery.planning.measure import LATER, Carried, measure
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import Row, alike, by_bytes, choose, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
@@ -43,11 +37,9 @@ from surgery.structures.registry import TARGETS
 from surgery.structures.work import Work
 from surgery.version import __version__
 
-SHOWN = 3
-"""Mixtures among the rows, at most: those that cost least."""
 DEFAULT_SHARE = 0.25
 STEPS = 3
-"""Of every plan: texts, statistics, candidates; and of one that is refined another."""
+"""Of every plan: texts, statistics, candidates."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,6 @@ class Plan:
         source: what was planned for; its ``sha256`` None where nothing was kept beside a file.
         rows: what was measured, by bytes; ``choice`` the place of the one to take.
         refused: what the source, or the engine, does not take, and why.
-        refined: what became of refining the choice; None where that was not asked for.
     """
 
     source: dict[str, Any]
@@ -70,7 +61,6 @@ class Plan:
     settings: dict[str, Any]
     text: dict[str, Any]
     seconds: float
-    refined: Refined | None = None
 
     @property
     def chosen(self) -> Row:
@@ -85,7 +75,7 @@ class Plan:
 
     @property
     def next_best(self) -> Row | None:
-        """What would be chosen, were there nothing like the choice: no mixture, or none of its structure and bits."""
+        """What would be chosen, were there nothing of its structure and bits."""
         chosen, share = self.chosen, self.budget["kv_ratio"]
         others = [row for row in self.rows if (row.to, row.asked.get("bits")) != (chosen.to, chosen.asked.get("bits"))]
         try:
@@ -123,59 +113,39 @@ def make_plan(
     progress, began, called = progress or Progress(silent=True), time.monotonic(), called or str(source)
     reader = open_model(source, allow_pickle=allow_pickle, dtype=settings.weights_dtype)
     opened = Source.of(reader, settings, any_family_of(reader.config))
-    share, gain = _share_of(settings, opened), _forecast(settings, opened)
+    share = _share_of(settings, opened)
     if beyond := beyond_positions(settings.tokens, opened.config.max_position_embeddings):
         progress.note(beyond)
-    if settings.refine_tokens:
-        refuse_too_large(opened, settings)
-    with progress.step(1, steps_of(settings)):
+    with progress.step(1, STEPS):
         texts = load_texts(opened, settings, progress, planted=False, held_out_length=settings.text_length)
     around = shares_around(share)
     progress.expect(_foreseen(opened, settings, texts, around))
     with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
         candidates = Candidates(opened, work, settings)
-        first = around if share is None or settings.mixtures else [share]
+        first = around if share is None else [share]
         tried = list(candidates.at(first)) or list(candidates.at(around))
         if not tried:
             raise SurgeryError(_nothing(candidates.refused))
         if share is not None and min(each.kv_bytes for each in tried) > share * candidates.source_bytes:
             tried += candidates.smallest()  # the nearest that can be had, and its price
-        unseen, refined = texts.held_out, None
-        with progress.step(3, steps_of(settings)):
+        with progress.step(3, STEPS):
 
-            def told(weighed: Sequence[Sized | Mixture], scores: Scores) -> list[Row]:
-                return rows_of(weighed, scores, candidates.source_bytes, called, gain)
+            def told(weighed: Sequence[Sized], scores: Scores) -> list[Row]:
+                return rows_of(weighed, scores, candidates.source_bytes, called)
 
-            learnt = foreseen(settings, unseen)
+            def measured(some: Sequence[Sized], part: HeldOut, later: int) -> Carried:
+                return measure(some, work, part, later=later)
 
-            if settings.mixtures:
-                seen, unseen = texts.held_out.split(-(-texts.held_out.texts // 2))
-                weighed, scores = _with_mixtures(tried, candidates, work, seen, unseen, settings, share)
-                rows = told(weighed, scores)
+            rounds = Rounds(texts.held_out, measured, told, share)
+            if share is None:
+                rounds.add(tried)
+                look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
             else:
-
-                def measured(some: Sequence[Sized], part: HeldOut, later: int) -> Carried:
-                    return measure(some, work, part, later=later + learnt)
-
-                rounds = Rounds(texts.held_out, measured, told, share)
-                if share is None:
-                    rounds.add(tried)
-                    look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
-                else:
-                    rounds.add(tried, then=most_around(tried, share))
-                    rounds.add(around_best(rounds, candidates, share), twice=False)
-                rounds.decide(settings.max_loss)
-                weighed, rows, scores = rounds.tried, rounds.rows(), rounds.scores
-        ordered = by_bytes(rows)
-        chosen = ordered[choose(ordered, share, settings.max_loss)]
-        if settings.refine_tokens:
-            with progress.step(4, steps_of(settings)):
-                pairs = list(zip(weighed, rows, strict=True))
-                refined, better = refine(chosen, pairs, candidates, work, unseen, settings, share, told)
-                progress.note(refined.told)
-            if better:
-                ordered, chosen = by_bytes([*ordered, better]), better
-    source = max((source for _, source in scores), key=lambda source: len(source.losses))
+                rounds.add(tried, then=most_around(tried, share))
+                rounds.add(around_best(rounds, candidates, share), twice=False)
+            rounds.decide(settings.max_loss)
+        ordered = by_bytes(rounds.rows())
+    source = max((source for _, source in rounds.scores), key=lambda source: len(source.losses))
     budget = {"kv_ratio": share, "max_loss": settings.max_loss, "context": settings.tokens, "batch": settings.batch}
     budget["kv_bytes"] = None if share is None else share * candidates.source_bytes
     return Plan(
@@ -189,56 +159,12 @@ def make_plan(
         },
         budget=budget,
         rows=ordered,
-        choice=next(place for place, row in enumerate(ordered) if (row.to, row.asked) == (chosen.to, chosen.asked)),
+        choice=choose(ordered, share, settings.max_loss),
         refused=candidates.refused,
         settings=settings.to_dict(),
         text=texts.description,
         seconds=time.monotonic() - began,
-        refined=refined,
     )
-
-
-def steps_of(settings: PlanSettings) -> int:
-    """How many a plan takes."""
-    return STEPS + bool(settings.refine_tokens)
-
-
-def _with_mixtures(
-    tried: list[Sized],
-    candidates: Candidates,
-    work: Work,
-    seen: HeldOut,
-    unseen: HeldOut,
-    settings: PlanSettings,
-    share: float | None,
-) -> tuple[list[Sized | Mixture], Scores]:
-    """Candidates and the best mixtures of them, which are looked for on some text, and scores on other text.
-
-    The best of many mixtures owes part of its lead to the texts that it was found on.
-    """
-    last = (1 + len(tried) + SHOWN) * unseen.tokens.numel() + foreseen(settings, unseen)
-    later = settings.mixtures * seen.tokens.numel() + last  # as many mixtures as may be, and no look for a loss
-    carried = measure(tried, work, seen, weighs=True, later=later)
-    scores = [(score, carried.source) for score in carried.scored]
-
-    def add(more: Sequence[Sized]) -> None:
-        nonlocal carried
-        found = measure(more, work, seen, weighs=True, later=later)
-        carried = carried.with_more(found)
-        tried.extend(more)
-        scores.extend((score, found.source) for score in found.scored)
-
-    if settings.max_loss is not None:
-        look_for_loss(tried, scores, candidates, settings.max_loss, add)
-    mixer = Mixer(candidates, tried, carried, work, seen, settings, last)
-    held = None if share is None else share * candidates.source_bytes
-    if held is None:
-        mixer.for_loss(settings.max_loss)
-    else:
-        mixer.within(held)
-    weighed = [*tried, *mixer.best(SHOWN, held)]
-    carried = carry([each.over(work.opened.layers) for each in weighed], work, unseen)
-    return weighed, [(score, carried.source) for score in carried.scored]
 
 
 @contextmanager
@@ -269,7 +195,7 @@ def opened_work(
         work = Work.in_folder(snapshots, opened, settings, texts, progress)
         for files in (work.library, work.store, work.alternatives):
             stack.enter_context(files)
-        with progress.step(2, steps_of(settings)):
+        with progress.step(2, STEPS):
             work.gather(basis_of=_lag_basis(opened, settings))
         yield work
         if out is not None:
@@ -289,7 +215,7 @@ def _foreseen(opened: Source, settings: PlanSettings, texts: Texts, shares: Sequ
     read = {phase: texts.calibration.numel() * flops[phase] / flops[sweeps[0]] for phase in sweeps}
     weighed = allowed_candidates(opened.reader.config, settings)
     models = 2 + sum(len(shares) if candidate.scales else 1 for _, candidate in weighed)
-    return {**read, LATER: models * texts.held_out.tokens.numel() + foreseen(settings, texts.held_out)}
+    return {**read, LATER: models * texts.held_out.tokens.numel()}
 
 
 def _share_of(settings: PlanSettings, opened: Source) -> float | None:
@@ -309,23 +235,6 @@ def _share_of(settings: PlanSettings, opened: Source) -> float | None:
             f"batch {settings.batch}, there is nothing to convert; ask for a longer context or a larger batch"
         )
     return memory / held
-
-
-def _forecast(settings: PlanSettings, opened: Source) -> Callable[[Sized | Mixture], float | None]:
-    """What a candidate's speedup is predicted to be.
-
-    Raises:
-        SurgeryError: there is no such GPU.
-    """
-    if settings.gpu is None:
-        return lambda sized: None
-    gpu, number_bytes = find_gpu(settings.gpu), opened.weight_dtype.itemsize
-    source = of_config(opened.reader.config, number_bytes)
-
-    def gain(sized: Sized | Mixture) -> float:
-        return compare(source, of_config(sized.config, number_bytes), settings.tokens, settings.batch, gpu).speedup
-
-    return gain
 
 
 def _lag_basis(opened: Source, settings: PlanSettings) -> BasisOf | None:

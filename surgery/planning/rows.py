@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
@@ -13,7 +13,6 @@ from surgery.common.human import cost
 from surgery.planning.candidates import Sized
 from surgery.planning.cost import Cost
 from surgery.planning.measure import Scored, student_t
-from surgery.planning.mixture import Mixture
 
 CONTENDERS = 6
 """Rows that are worth more text, at most."""
@@ -27,8 +26,8 @@ class Row:
     """A candidate as it was measured.
 
     Attributes:
-        name: for people; of a mixture, how many layers become what.
-        command: what asks for it; of a mixture, with the plan's file.
+        name: for people.
+        command: the command line that converts so.
         kv_bytes: of all sequences at the plan's context; ``kv_ratio`` the share of the source's.
         loss_increase: nats per token over the source's; ``low`` and ``high`` what it should be within
             on other text, in 80% of the cases.
@@ -36,7 +35,6 @@ class Row:
         divergence: from the source's predictions, see :class:`surgery.planning.measure.Scored`.
         answer_increase: nats per token of the answers in recall prompts; ``recall`` the share answered right.
         cost: what is compared, the loss with the answers' increase in it.
-        speedup: of the attention of a decoding step over the source's, predicted for the GPU; None without one.
         best: whether no other candidate costs less with no more bytes.
     """
 
@@ -56,7 +54,6 @@ class Row:
     cost: float
     model_type: str
     engines: dict[str, dict] = field(repr=False)
-    speedup: float | None = None
     best: bool = False
 
     @property
@@ -70,32 +67,27 @@ class Row:
 
 
 def rows_of(
-    weighed: Sequence[Sized | Mixture],
+    weighed: Sequence[Sized],
     scores: Sequence[tuple[Scored, Scored]],
     source_bytes: float,
     called: str,
-    gain: Callable[[Sized | Mixture], float | None],
 ) -> list[Row]:
     """In the order given.
 
     Args:
         scores: of each, and of the source on the same texts.
         called: the source, in commands.
-        gain: the speedup of a candidate.
     """
     rows = []
     for sized, (score, source) in zip(weighed, scores, strict=True):
         price = Cost(source)
         increase = price.increase(score)
-        command = f"surgery convert {called} {sized.name}"
-        if isinstance(sized, Mixture):
-            command = f"surgery convert {called} --plan plan.yaml  # {sized.name}"
         rows.append(
             Row(
                 to=sized.target.name,
                 asked=sized.asked,
                 name=sized.name.removeprefix("--to "),
-                command=command,
+                command=f"surgery convert {called} {sized.name}",
                 kv_bytes=sized.kv_bytes,
                 kv_ratio=sized.kv_bytes / source_bytes,
                 loss_increase=increase.mean,
@@ -108,7 +100,6 @@ def rows_of(
                 cost=price(score),
                 model_type=sized.config["model_type"],
                 engines=sized.engines,
-                speedup=gain(sized),
             )
         )
     return rows

@@ -40,29 +40,11 @@ class PlanSettings(ConversionSettings):
     engine: Engine | None = setting(
         None, "Only what this engine, or all of them, loads as a test or its own check saw it."
     )
-    gpu: str | None = setting(
-        None,
-        "Predict decoding on this GPU: a name, as of surgery inspect, or a JSON file of surgery bench kernels.",
-        metavar="NAME|FILE",
-        unset="no prediction",
-    )
     heads: str | None = setting(
         None, "Pattern of `surgery heads`, to weigh hybrids with.", unset="no hybrids", metavar="FILE"
     )
     allow: tuple[str, ...] = setting(
         (), "Structures to choose among, and bits for quantised caches.", unset="all", metavar="A,B"
-    )
-    mixtures: int = setting(
-        0,
-        "Mixtures of structures by layer that may be simulated, such as 24; 0: one structure for all layers.",
-        least=0,
-    )
-    refine: str = setting(
-        "0",
-        "Tokens on which gates learn what candidates near the choice cost each layer, with the whole model in memory, "
-        "such as 200k; 0: none.",
-        more="What comes of it is kept only where it loses less on held-out text. Tried on the demo model alone.",
-        metavar="N",
     )
     held_out: int = setting(
         8,
@@ -93,8 +75,6 @@ class PlanSettings(ConversionSettings):
             parse_size(self.memory, "memory")  # refuses what is none
         if self.tokens < 1:
             raise SurgeryError("context must be at least 1")
-        if self.refine_tokens and self.max_loss is not None:
-            raise SurgeryError("refine keeps to bytes, and max_loss asks for the fewest: give kv_ratio or memory")
 
     @property
     def memory_bytes(self) -> int:
@@ -105,11 +85,6 @@ class PlanSettings(ConversionSettings):
     def tokens(self) -> int:
         """Of a sequence."""
         return parse_tokens(self.context)
-
-    @property
-    def refine_tokens(self) -> int:
-        """On which gates are trained."""
-        return parse_tokens(self.refine, "refine")
 
     def allows(self, name: str) -> bool:
         """Whether a structure, or bits, may be chosen."""
@@ -134,7 +109,7 @@ def beyond_positions(tokens: int, positions: int) -> str | None:
     return f"context {tokens:,} is beyond the model's {positions:,} positions: bytes at it are of no text that it reads"
 
 
-def parse_tokens(text: str, called: str = "context") -> int:
+def parse_tokens(text: str) -> int:
     """Tokens of ``32k`` (1,024 each) or a plain number.
 
     Raises:
@@ -142,5 +117,5 @@ def parse_tokens(text: str, called: str = "context") -> int:
     """
     found = re.fullmatch(r"\s*([0-9]+)\s*(k?)\s*", str(text).lower().replace(",", "").replace("_", ""))
     if not found:
-        raise SurgeryError(f"{called} {text!r} is no number of tokens: write 32k or 32768")
+        raise SurgeryError(f"context {text!r} is no number of tokens: write 32k or 32768")
     return int(found[1]) * (1024 if found[2] else 1)

@@ -93,4 +93,4 @@ def _but_size(sized: Sized) -> dict[str, Any]:
 
 def _resized(sized: Sized, share: float, candidates: Candidates) -> Sized | None:
     """The same structure at another share of the source's bytes, if that can be had."""
-    return candidates.sized(sized.target, _but_size(sized), share, mixes=sized.mixes, told=False)
+    return candidates.sized(sized.target, _but_size(sized), share, told=False)

@@ -22,16 +22,13 @@ from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.engines import engine_table
-from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import is_further
 from surgery.families.towers import HOLD_OWN
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
-from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.estimates import Demand
 from surgery.structures.registry import TARGETS
-from surgery.structures.sequential_fit import SequentialFit
 from surgery.structures.work import Opened, Settings, Work
 from surgery.verification.flow import Flow
 from surgery.verification.written import Verification, verify_by_running
@@ -141,27 +138,12 @@ class Candidate:
     Attributes:
         settings: by name.
         scales: whether a ``kv_ratio`` beside them says how small the result is.
-        mixes: whether its layers are the same in the own class, where they can stand beside those of other structures.
         context: of most tokens at which it is worth weighing; None at any.
     """
 
     settings: Mapping[str, Any]
     scales: bool = True
-    mixes: bool = True
     context: int | None = None
-
-
-@dataclass(frozen=True)
-class LayerForm:
-    """A layer in one of the forms between which a conversion chooses.
-
-    Attributes:
-        attention: a stand-in for its attention, for prompts only.
-        tensors: what is written of it, by full names; all else is copied.
-    """
-
-    attention: nn.Module
-    tensors: Mapping[str, Tensor]
 
 
 class Structure(ABC, Generic[Opened, Settings]):
@@ -240,21 +222,6 @@ class Structure(ABC, Generic[Opened, Settings]):
     def pass_group(self, work: Work, group: range, hidden: Tensor) -> Tensor:
         """Carries [N, T, D], in place, through layers that can only be run together, as they become without a fit."""
         raise NotImplementedError
-
-    def layer_forms(
-        self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
-    ) -> list[LayerForm]:
-        """A layer by itself, with an exact cache, as a part of a model whose layers differ; after :meth:`plan`.
-
-        Args:
-            layer: the source's, loaded.
-            anatomy: the source's attention in float64.
-            fit: carried through the layer where there is a second form.
-
-        Returns:
-            The closed form, and where the structure fits and ``fit`` is given the fitted one behind it.
-        """
-        return [LayerForm(self.closed_form(work, index, None), {})]
 
     def gather(self, work: Work) -> None:
         """Takes statistics; a structure that needs none leaves it."""

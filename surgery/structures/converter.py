@@ -119,8 +119,7 @@ def _convert(
             _have_share(asked, settings, texts, together)
             return None
         foreseen = asked.foresee()
-        workload = Workload.of(asked.opened, settings, texts.counts(), foreseen.demand)
-        progress.expect(workload.phase_flops())
+        progress.expect(Workload.of(asked.opened, settings, texts.counts(), foreseen.demand).phase_flops())
         facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
         anew = {"overwrite": request.overwrite, "restart": request.restart}
         with progress.step(1, STEPS):
@@ -145,9 +144,6 @@ def _convert(
             with progress.step(4, STEPS):
                 outcome = asked.convert_layers(work, writer)
             work.shared_fits.end()
-            fit = outcome.target.get("fit") or {}  # what it and the splits came to is known now
-            fits = len(fit["tried"]) if fit.get("given_up") else None
-            progress.expect(workload.phase_flops(fits, len(outcome.splits) or None))
             with progress.step(5, STEPS):
                 outcome, verification = _finish(asked, work, writer, carried, tensors, outcome)
             if request.predicted is not None:

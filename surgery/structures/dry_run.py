@@ -53,8 +53,8 @@ class ConversionPlan:
         tokens: sequences and lengths of calibration and held-out text.
         disk: bytes of the output and of temporary files, and what is free for each.
         memory: estimated peaks in the host's memory and the device's, with their largest parts.
-        work: floating point operations by phase, the measured speed, and the estimated time; no time for a device that
-            is not here. ``shorter``: flags that ask less, and the seconds that each would save.
+        work: floating point operations, the measured speed, and the estimated time; no time for a device that is not
+            here.
         refusal: what the conversion would end in here and now, though all that was asked is right: too small a disk.
     """
 
@@ -141,7 +141,7 @@ def plan_conversion(
         tokens=tokens,
         disk=_disk(opened, out, weights, work),
         memory=work.memory(),
-        work={**work.estimate(speed), "shorter": _shorter(work, speed)},
+        work=work.estimate(speed),
         refusal=refusal,
     )
 
@@ -156,22 +156,6 @@ def expected_seconds(source: str | Path, settings: ConversionSettings) -> float 
     asked, _ = open_request(ConversionRequest(source, None, settings, overwrite=True), Progress(silent=True))
     work = Workload.of(asked.opened, settings, _asked_tokens(asked.opened, settings), asked.foresee().demand)
     return work.estimate(measure_speed(asked.opened.stream.device, asked.opened.stream.dtype))["estimated_seconds"]
-
-
-def _shorter(work: Workload, speed: dict[str, float | None]) -> dict[str, float]:
-    """Seconds that less of what is asked would save, by the flag for it, the most first; none of less than a tenth."""
-    if not (whole := work.estimate(speed)["estimated_seconds"]):
-        return {}
-    less = {}
-    if work.demand.fit_steps:
-        less["--fit-steps 0"] = replace(work, demand=replace(work.demand, fit_steps=0))
-    if (fewer := work.calibration // 2) > 0:
-        less[f"--calibration-tokens {fewer * work.length}"] = replace(work, calibration=fewer)
-    if (fewer := work.held_out // 2) > 0:
-        less[f"--held-out {fewer}"] = replace(work, held_out=fewer, recall_prompts=work.recall_prompts // 2)
-    saved = {flag: whole - smaller.estimate(speed)["estimated_seconds"] for flag, smaller in less.items()}
-    ranked = sorted(saved.items(), key=lambda item: -item[1])
-    return {flag: seconds for flag, seconds in ranked if seconds >= whole / 10}
 
 
 def _source_facts(opened: Source | OwnSource) -> dict:
@@ -232,11 +216,8 @@ BENCHMARK_SIZE, BENCHMARK_SECONDS = 1024, 0.15
 
 
 def measure_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Floating point operations per second of a large matrix product: in ``dtype`` on the device, in float64 here."""
-    return {
-        "flops_per_second": _matmul_speed(device, dtype),
-        "float64_flops_per_second": _matmul_speed(torch.device("cpu"), torch.float64),
-    }
+    """Floating point operations per second of a large matrix product on the device."""
+    return {"flops_per_second": _matmul_speed(device, dtype)}
 
 
 @cache

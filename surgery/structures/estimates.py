@@ -12,18 +12,13 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from surgery.calibration.kronecker import OUTPUT_SWEEPS, SWEEPS
-from surgery.calibration.layer_statistics import LAG_SEQUENCES
 from surgery.calibration.settings import ConversionSettings
-from surgery.calibration.statistics import CAUSAL_SHARE
 from surgery.checkpoint.disk import parse_size
 from surgery.eval.roofline import share_of_experts
 from surgery.families.base import LAYER_PREFIX, head_shape
 from surgery.model.attention_functions import own_softmax
 from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
 from surgery.running.source import OwnSource, Source
-from surgery.structures.fit_trial import TRIAL_SEQUENCES, asked_after
-from surgery.structures.stages import ERROR_SEQUENCES, EXACT_TOKENS, STEP_SEQUENCES
 from surgery.transforms.fit_blocks import BLOCKS
 
 # What a layer reaches of the rate of one large matrix product: norms, softmax and small products take the rest.
@@ -31,20 +26,9 @@ EFFICIENCY = 0.5
 # Square matrices [n, n] in float64 that live at once while a layer's statistics are used: both moments, their images in
 # the key basis, their roots, eigenvectors and workspace.
 ALGEBRA_MATRICES = 8
-# Multiples of n³ that a layer's eigendecompositions and products take.
-ALGEBRA_CUBES = 60
 # Reading held-out text through quantised caches, a few tokens at a time, against one forward pass: SmolLM2-135M on two
 # cores took 31 s and 6 s a sequence.
 CODES_SLOWDOWN = 5
-PHASE_OF = {
-    "moments": "calibrate: backward",
-    "lag statistics": "calibrate: backward",
-    "try splits": "try splits of the budget",
-    "fit": "convert",
-    "verify": "verify: reload and run",
-    "quantise": "measure",
-}
-"""The phase of a conversion in which a part of its work is done, where it has another name."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +41,8 @@ class Demand:
             attention over lags too.
         fit_steps, fit_iterations, fit_queries: of the least-squares fit of each layer.
         results: forms of a layer that are carried through all held-out text, the source's not among them.
-        chosen: whether a result passes a few texts only where it is the last that is left to choose.
         steps: forms that pass a few texts, nearly as wide as the whole cache; ``exact``: that pass a few tokens.
         splits, split_sequences: how many splits of the budget are tried at most, each on so many held-out sequences.
-        spectra: of a layer's latents that the budget is spread by.
         rescales: whether the residual stream is rescaled, and with it the embeddings.
         quantizes: whether the held-out text is then read through a quantised cache.
     """
@@ -73,11 +55,9 @@ class Demand:
     fit_iterations: int = 0
     fit_queries: int = 0
     results: int = 1
-    chosen: bool = False
     steps: int = 0
     exact: int = 0
     splits: int = 1
-    spectra: int = 0
     split_sequences: int = 0
     rescales: bool = False
     quantizes: bool = False
@@ -224,31 +204,34 @@ class Workload:
         }
 
     def estimate(self, speed: dict[str, float | None]) -> dict:
-        """Floating point operations by phase and the time they take at a measured speed; None where there is none."""
-        model, algebra = self._model_flops(self.layers), self._algebra_flops()
-        seconds = None
-        if speed["flops_per_second"]:
-            seconds = sum(model.values()) / (speed["flops_per_second"] * EFFICIENCY)
-            seconds += algebra / (speed["float64_flops_per_second"] * EFFICIENCY)
-        return {
-            "flops": {**model, "algebra in float64": algebra},
-            "total_flops": sum(model.values()) + algebra,
-            **speed,
-            "estimated_seconds": seconds,
-        }
+        """Floating point operations and the time that they take at a measured speed; None where there is none."""
+        total, rate = sum(self.phase_flops().values()), speed["flops_per_second"]
+        return {"total_flops": total, **speed, "estimated_seconds": rate and total / (rate * EFFICIENCY)}
 
-    def phase_flops(self, fits: int | None = None, splits: int | None = None) -> dict[str, int]:
-        """Operations of the model's runs by the names of a conversion's phases, in their order.
+    def phase_flops(self) -> dict[str, int]:
+        """Operations by the names of a conversion's phases, in their order: forward passes over the texts they read.
 
-        Args:
-            fits: layers after which the fit was given up, once that is known; None where it was not.
-            splits: splits of the budget that were tried, likewise.
+        Coarse: statistics, algebra and what a fit gives up early are not counted apart. Progress corrects the time left
+        by the pace of the layers that are done.
         """
-        found: dict[str, int] = {}
-        work = self if splits is None else replace(self, demand=replace(self.demand, splits=splits))
-        for part, flops in work._model_flops(self.layers if fits is None else fits).items():
-            name = PHASE_OF.get(part, part)
-            found[name] = found.get(name, 0) + flops
+        forward = self.layers * (2 * self.active_parameters + 2 * self.length * self.heads * self.head_dim)
+        held_out = (self.held_out + self.recall_prompts) * self.length
+        demand, found = self.demand, {}
+        if tokens := self.calibration * self.length:
+            found["calibrate: forward"] = tokens * forward
+            found["calibrate: backward"] = tokens * forward * (3 if demand.gradients else 1)
+        if demand.splits > 1 and self.held_out:
+            tried = demand.splits * min(self.held_out, demand.split_sequences) * self.length
+            found["try splits of the budget"] = tried * forward
+        found["convert"] = (1 + demand.results) * held_out * forward
+        if demand.fit_steps:
+            # A product with J or its transpose takes four products of the size of the attention matrix.
+            product = 8 * self.heads * demand.fit_queries * self.length * demand.cached
+            steps = demand.fit_steps * (2 * demand.fit_iterations + 3)
+            found["convert"] += self.layers * self.calibration * steps * product
+        found["verify: reload and run"] = held_out * forward
+        if demand.quantizes:
+            found["measure"] = (1 + 2 * CODES_SLOWDOWN) * held_out * forward
         return found
 
     def _algebra_bytes(self) -> int:
@@ -312,80 +295,6 @@ class Workload:
             rows = int(sequences * self.heads * self.demand.fit_queries)
             device["fit"] = rows * (self.length + 5 * self.demand.cached) * max(self.compute, 4)
         return host, device
-
-    def _model_flops(self, fits: int) -> dict[str, int]:
-        """Of runs of the model, and of fits of so many layers."""
-        attending = 2 * self.length * self.heads * self.head_dim
-        forward = 2 * self.active_parameters + attending
-        vocabulary = 2 * self.vocabulary * self.hidden
-        tokens = self.calibration * self.length
-        texts = self.held_out * self.length
-        held_out = (self.held_out + self.recall_prompts) * self.length
-        found = {}
-        if tokens:
-            found["calibrate: forward"] = tokens * self.layers * forward
-            # Weights have no gradients: behind a product of one comes one for what entered it, of two matrices two.
-            backward = 2 * self.active_parameters + 4 * self.length * self.heads * self.head_dim
-            backward = forward + backward * self.demand.gradients
-            sampling = 2 * self.demand.gradients * vocabulary
-            found["calibrate: backward"] = tokens * (self.layers * backward + sampling)
-            found["moments"] = tokens * self.layers * self._moment_flops()
-            if self.demand.lags:
-                sequences = min(LAG_SEQUENCES, self.calibration)
-                # Three sums per component over the attention matrix of every head, less most of its zeros.
-                components, pairs = self.kv_heads * self.head_dim // 2, self.length**2 * CAUSAL_SHARE
-                found["lag statistics"] = int(sequences * self.layers * 6 * self.heads * pairs * components)
-        # A simulated layer attends by absorbed queries in the place of its own.
-        widths = self.kv_width, self.demand.cached
-        whole, lossy = (forward - attending + self._absorbed_flops(width) for width in widths)
-        if self.demand.splits > 1 and texts:
-            tried = min(self.held_out, self.demand.split_sequences) * self.length
-            found["try splits"] = self.demand.splits * tried * (self.layers * lossy + vocabulary)
-        exact = self.demand.exact * whole * min(EXACT_TOKENS, held_out)
-        few = min(STEP_SEQUENCES, self.held_out) * self.length
-        # Steps cache nearly all, and pass a few texts; the source and the results all sequences, as long as there are
-        # several to choose from.
-        steps = self.demand.steps * few * whole
-        results, compared = self.demand.results, self.layers
-        if self.demand.chosen:
-            compared = 0 if results == 1 else fits
-        passed = results * compared * held_out + (self.layers - compared) * few
-        found["convert"] = self.layers * (exact + steps + held_out * forward) + passed * lossy
-        ends = results * texts if compared == self.layers else few
-        found["convert"] += (texts + self.demand.steps * few + ends) * vocabulary
-        if self.demand.fit_steps:
-            # A product with J or its transpose takes four products of the size of the attention matrix.
-            product = 8 * self.heads * self.demand.fit_queries * self.length * self.demand.cached
-            early = min(fits, min(asked_after(self.layers))) * (self.demand.fit_steps > 2)  # with a step less
-            step = (2 * self.demand.fit_iterations + 3) * product
-            # What the source's attention puts out is wanted, and the layer is passed.
-            met = 2 * self.attention_parameters + attending + lossy
-            found["fit"] = self.calibration * ((fits * self.demand.fit_steps - early) * step + fits * self.length * met)
-            behind = sum(self.layers - count for count in asked_after(self.layers) if count <= fits)
-            # Beside the source, whose stage need not pass these texts again.
-            asked = 3 * fits * ERROR_SEQUENCES + 2 * behind * min(TRIAL_SEQUENCES, self.held_out)
-            found["fit"] += asked * self.length * forward
-        found["verify"] = held_out * self.layers * forward + texts * vocabulary
-        if self.demand.quantizes:
-            found["quantise"] = (1 + 2 * CODES_SLOWDOWN) * held_out * self.layers * forward
-        return found
-
-    def _absorbed_flops(self, width: int) -> int:
-        """Of one token's attention with absorbed queries of ``width`` numbers, in a simulated layer."""
-        return 2 * self.heads * self.head_dim * width + 2 * self.length * self.heads * width
-
-    def _moment_flops(self) -> int:
-        """Of one token and layer: products of keys and values, outputs and gradients with themselves and inverses."""
-        if not self.demand.gradients:
-            return 2 * self.kv_width**2
-        # Two matrices each are fitted to the others' weights: by sweeps a sum and a form.
-        return 2 * ((2 + 4 * SWEEPS) * self.kv_width**2 + (1 + 4 * OUTPUT_SWEEPS) * self.hidden**2)
-
-    def _algebra_flops(self) -> int:
-        forms = self.demand.splits + 1 + self.demand.spectra / 2  # eigenvalues without eigenvectors
-        inverted = 2 * (SWEEPS * self.kv_width**3 + OUTPUT_SWEEPS * self.hidden**3)
-        inverted *= self.demand.gradients * bool(self.calibration)
-        return int(self.demand.statistics * self.layers * (forms * ALGEBRA_CUBES * self.kv_width**3 + inverted))
 
 
 def _layer_sizes(opened: Source | OwnSource) -> tuple[int, int]:

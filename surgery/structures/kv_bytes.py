@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.calibration.settings import ConversionSettings
@@ -20,6 +23,17 @@ def source_kv_bytes(opened: Source | OwnSource) -> float:
     if config["model_type"] == MODEL_TYPE:
         return skeleton(config, dtype).kv_cache_bytes(1, LONG) / LONG
     return (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * opened.layers * dtype.itemsize
+
+
+def cache_bytes_of(config: dict[str, Any], dtype: torch.dtype) -> Callable[[int, int], int]:
+    """Bytes of the live cache of so many sequences of so many tokens each, windows and all.
+
+    Args:
+        config: config.json of a family, of MLA or of the own class.
+    """
+    if config["model_type"] != MODEL_TYPE:
+        config = own_config(config, layer_entries(config))
+    return skeleton(config, dtype).kv_cache_bytes
 
 
 def final_config(foreseen: Foreseen, settings: ConversionSettings) -> dict[str, Any]:

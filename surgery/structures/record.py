@@ -15,7 +15,7 @@ from surgery.engines import engine_table
 from surgery.reporting.adapters import adapter_targets
 from surgery.reporting.report import Report, SourceShape, environment
 from surgery.structures.base import Outcome
-from surgery.structures.registry import MIXED, TARGETS
+from surgery.structures.registry import TARGETS
 from surgery.structures.work import Work
 from surgery.verification.written import Verification
 
@@ -79,7 +79,7 @@ def build_report(
 def _target(work: Work, outcome: Outcome, name: str) -> dict:
     """What the model became, with the class that carries it and the engines that load that."""
     # A slice stays what it was; the number of KV heads decides between two names of one conversion.
-    target, to = {**TARGETS, MIXED.name: MIXED}.get(outcome.target["to"]), outcome.target["to"]
+    target, to = TARGETS.get(outcome.target["to"]), outcome.target["to"]
     config = whole_config(work.opened.reader, outcome.final_config or outcome.config)
     return {
         **outcome.target,

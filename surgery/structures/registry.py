@@ -13,12 +13,12 @@ from surgery.checkpoint.output_place import settle_output
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean, read_mapping
 from surgery.common.plugins import Registry, load
+from surgery.common.removed import removal
 from surgery.common.setting import names_of
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.low_rank.settings import LowRankSettings
-from surgery.structures.mixed.settings import MixedSettings, Part
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.quantized.settings import QuantizedSettings
 from surgery.structures.slices.settings import SliceSettings
@@ -70,12 +70,7 @@ class Target:
             others = targets_with(name)
             if others and name not in names_of(self.settings_class):
                 raise SurgeryError(f"{where}: {name} is for {', '.join(others)}; {self.name} has no such setting")
-        found = {**read, **given, **self.fixed}
-        if "parts" in names_of(self.settings_class):
-            if not isinstance(parts := found.get("parts", ()), list | tuple):
-                raise SurgeryError(f"{where}: parts is a list, each of it with to, layers and settings, not {parts!r}")
-            found["parts"] = [_part(said, found, where) for said in parts]
-        return self.settings_class.from_mapping(found, where)
+        return self.settings_class.from_mapping({**read, **given, **self.fixed}, where)
 
     def ending_of(self, settings: ConversionSettings) -> str:
         """Of the default name of the output."""
@@ -88,28 +83,6 @@ class Target:
             SurgeryError: there is no such checkpoint, or the output is there already or is the source.
         """
         settle_output(source, find_local(source), out, self.ending_of(settings), overwrite=overwrite)
-
-
-def _part(said: Any, shared: Mapping[str, Any], where: str) -> Part:
-    """A part of a mixture, from its own settings and those that it shares with the others.
-
-    Raises:
-        SurgeryError: it is none.
-    """
-    if isinstance(said, Part):
-        return said
-    if not isinstance(said, Mapping) or not {"to", "layers"} <= set(said):
-        raise SurgeryError(f"{where}: each of parts says to, layers and settings, not {said!r}")
-    target, layers = find_target(str(said["to"])), said["layers"]
-    known = names_of(target.settings_class)
-    if not isinstance(layers, list | tuple) or not layers or not all(type(layer) is int for layer in layers):
-        raise SurgeryError(f"{where}: layers of a part are numbers such as [0, 1], not {layers!r}")
-    if "parts" in known:
-        raise SurgeryError(f"{where}: a part is one structure, not {target.name}")
-    asked = {name: value for name, value in said.items() if name not in ("to", "layers")}
-    carried = {"carrier": "own"} if "carrier" in known else {}
-    common = {name: value for name, value in shared.items() if name in known and name != "kv_ratio"}
-    return Part(target.name, tuple(layers), asked, target.settings({**common, **carried, **asked}))
 
 
 TARGETS: Registry[Target] = Registry(
@@ -173,20 +146,9 @@ SLICE = Target("slice", SliceSettings, "surgery.structures.slices.structure:Slic
 """The verb of its own that makes a smaller checkpoint from a converted one."""
 
 
-MIXED = Target(
-    "mixed",
-    MixedSettings,
-    "surgery.structures.mixed.structure:Mixed",
-    "a mixture of kinds, which differ by layer",
-)
-"""What plans ask for, or a file of settings: its parts are other targets, each with its layers."""
-
-
 def target_of(settings: ConversionSettings) -> Target:
     """The target that settings are of."""
-    return next(
-        target for target in (*TARGETS.working().values(), SLICE, MIXED) if type(settings) is target.settings_class
-    )
+    return next(target for target in (*TARGETS.working().values(), SLICE) if type(settings) is target.settings_class)
 
 
 def targets_with(setting: str) -> list[str]:
@@ -201,9 +163,9 @@ def find_target(name: str) -> Target:
     Raises:
         SurgeryError: there is none.
     """
-    if name == MIXED.name:
-        return MIXED
     if name not in TARGETS:
+        if gone := removal(f"to {name}"):
+            raise SurgeryError(f"--to {name} {gone}")
         known = list(TARGETS)
         raise SurgeryError(f"--to {name}: unknown target, choose {', '.join(known)}{did_you_mean(name, known)}")
     return TARGETS[name]

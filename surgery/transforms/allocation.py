@@ -12,24 +12,18 @@ proportional    any weights, as Palu's Fisher        the weights
                 information
 choose_widths   the same, and what is spent on       the same
                 numbers beside a latent
-greedy          the loss itself, measured            the loss
-Frontier        options, each with size and cost     the costs
 =============== ==================================== ==========================================
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from surgery.common.errors import SurgeryError
-
-# Moves that greedy measures together, of those that promise something one by one, before it gives up.
-GREEDY_ATTEMPTS = 4
 
 
 def water_fill(spectra: list[Tensor], total: int, minimum: int = 1, multiple: int = 1) -> list[int]:
@@ -166,111 +160,3 @@ def proportional(
             if sum(ranks) < budget and ranks[i] < most[i]:
                 ranks[i] += 1
     return [rank * multiple for rank in ranks]
-
-
-def greedy(
-    candidates: Sequence[Sequence[int]],
-    measure: Callable[[tuple[int, ...]], float],
-    total: int,
-    multiple: int = 1,
-    *,
-    minimum: int | None = None,
-    maximum: int | Sequence[int] | None = None,
-    rounds: int = 64,
-) -> tuple[tuple[int, ...], float]:
-    """Ranks by measured loss: the reference that predictions are held against.
-
-    Starts from the candidate of least loss and moves ``multiple`` ranks at a time: from the block whose loss rises
-    least without them to the one whose loss falls most with them. As both change together only what promises something
-    one by one is measured together, the most promising first. Stops when no move helps. Deterministic; costs 2 n + a
-    few measurements a move, every one of them once.
-
-    Args:
-        candidates: ranks to start from, such as uniform ones and those of :func:`water_fill`.
-        measure: from ranks to a loss.
-        total: that no result exceeds.
-        multiple: that is moved at once.
-        minimum: of every rank; the multiple by default.
-        maximum: of every rank, or of each.
-        rounds: moves at most.
-
-    Returns:
-        The ranks and their loss.
-
-    Raises:
-        SurgeryError: no candidate, or one that exceeds the total.
-    """
-    if not candidates or any(sum(ranks) > total for ranks in candidates):
-        raise SurgeryError(f"greedy allocation needs ranks to start from that sum to at most {total}")
-    least = multiple if minimum is None else minimum
-    tops = [maximum] * len(candidates[0]) if maximum is None or isinstance(maximum, int) else maximum
-    known: dict[tuple[int, ...], float] = {}
-
-    def loss(ranks: tuple[int, ...]) -> float:
-        if ranks not in known:
-            known[ranks] = measure(ranks)
-        return known[ranks]
-
-    def changed(ranks: tuple[int, ...], index: int, by: int) -> tuple[int, ...]:
-        return (*ranks[:index], ranks[index] + by, *ranks[index + 1 :])
-
-    best = min((tuple(ranks) for ranks in candidates), key=loss)
-    for _ in range(rounds):
-        now = loss(best)
-        givers = [i for i, rank in enumerate(best) if rank - multiple >= least]
-        takers = [i for i, rank in enumerate(best) if tops[i] is None or rank + multiple <= tops[i]]
-        rise = {i: loss(changed(best, i, -multiple)) - now for i in givers}
-        fall = {i: loss(changed(best, i, multiple)) - now for i in takers}
-        moves = sorted((rise[i] + fall[j], i, j) for i in givers for j in takers if i != j)
-        for promised, giver, taker in moves[:GREEDY_ATTEMPTS]:
-            moved = changed(changed(best, giver, -multiple), taker, multiple)
-            if promised < 0 and loss(moved) < now:
-                best = moved
-                break
-        else:
-            break
-    return best, loss(best)
-
-
-class Frontier:
-    """The least cost of one option for every layer, by the size that the options may have together.
-
-    Dynamic programming over sizes in steps of a 2^-15th of the largest, rounded up, so that no choice is too large; but
-    for that rounding the choice is optimal (Kellerer, Pferschy, Pisinger, Knapsack Problems, 2004, section 11.5).
-
-    Args:
-        options: (size, cost) of every option of every layer.
-        most: the largest size that will be asked for.
-    """
-
-    STEPS = 2**15
-
-    def __init__(self, options: Sequence[Sequence[tuple[float, float]]], most: float):
-        self._unit = most / self.STEPS
-        self._sizes = [[math.ceil(size / self._unit - 1e-9) for size, _ in of_layer] for of_layer in options]
-        self.costs, self._choices = torch.zeros(self.STEPS + 1, dtype=torch.float64), []
-        for sizes, of_layer in zip(self._sizes, options, strict=True):
-            with_each = torch.full((len(sizes), self.STEPS + 1), math.inf, dtype=torch.float64)
-            for place, (size, (_, cost)) in enumerate(zip(sizes, of_layer, strict=True)):
-                if size <= self.STEPS:
-                    with_each[place, size:] = self.costs[: self.STEPS + 1 - size] + cost
-            self.costs, choice = with_each.min(0)
-            self._choices.append(choice)
-
-    def within(self, size: float) -> list[int] | None:
-        """The option of every layer that cost least together, of no more than a size; None where none fit."""
-        return self._chosen(min(math.floor(size / self._unit + 1e-9), self.STEPS))
-
-    def for_cost(self, cost: float) -> list[int] | None:
-        """The smallest options that cost no more together; None where there are none."""
-        (steps,) = (self.costs <= cost).nonzero(as_tuple=True)
-        return self._chosen(int(steps[0])) if len(steps) else None
-
-    def _chosen(self, step: int) -> list[int] | None:
-        if step < 0 or not math.isfinite(float(self.costs[step])):
-            return None
-        found = []
-        for sizes, choice in zip(reversed(self._sizes), reversed(self._choices), strict=True):
-            found.append(int(choice[step]))
-            step -= sizes[found[-1]]
-        return found[::-1]

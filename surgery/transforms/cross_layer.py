@@ -109,21 +109,6 @@ def merged_pair(heads: int, kept: int, interpolation: float) -> Rebuild:
     return rebuild
 
 
-def prompt_basis(key_width: int, key_rank: int, value_rank: int) -> Rebuild:
-    """xKV as published: each row's own leading singular vectors of the stacked layers, keys and values apart."""
-
-    def rebuild(blocks: list[Tensor]) -> list[Tensor]:
-        sides = []
-        for side, rank in ((slice(None, key_width), key_rank), (slice(key_width, None), value_rank)):
-            stacked = torch.cat([block[..., side] for block in blocks], dim=-1)
-            u, s, vh = torch.linalg.svd(stacked.double(), full_matrices=False)
-            near = (u[..., :rank] * s[..., None, :rank]) @ vh[..., :rank, :]
-            sides.append(near.to(stacked.dtype).chunk(len(blocks), dim=-1))
-        return [torch.cat(parts, dim=-1) for parts in zip(*sides, strict=True)]
-
-    return rebuild
-
-
 class SimulatedGroup:
     """Runs the layers of a group on prompts as their shared cache makes them: block by block, with stand-ins.
 

@@ -411,7 +411,7 @@ def test_what_cannot_be_asked_of_an_mla_model(checkpoints, tmp_path, asked, mess
     [
         *((to, {}) for to in TARGETS if to not in ("mla", "quantized", "crosslayer", "hybrid")),
         ("hybrid", {"streaming": 1}),
-        *(("crosslayer", {"method": method}) for method in ("cascade", "minicache", "xkv-prompt")),
+        *(("crosslayer", {"method": method}) for method in ("cascade", "minicache")),
     ],
     ids=str,
 )

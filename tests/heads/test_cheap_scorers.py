@@ -1,6 +1,5 @@
 """Scores of heads from forward passes alone, on attention whose right answer is known and on the demo model."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.sequences import random_windows, tokenize
-from surgery.heads import attention_area, attention_rows, induction, kvzip, needle
+from surgery.heads import attention_rows, induction, kvzip, needle
 from surgery.heads.methods import scorer
 from surgery.heads.needles import needle_sequences
 from surgery.heads.scorer import ScoringSession
@@ -20,7 +19,7 @@ from surgery.heads.ties import break_ties
 from surgery.running.attention_tap import AttentionCall, tapped
 from surgery.running.processes import Processes
 
-CHEAP = ("needle", "induction", "kvzip", "attention-area")
+CHEAP = ("needle", "induction", "kvzip")
 
 
 class Backwards(Processes):
@@ -248,42 +247,7 @@ def test_kvzip_needs_more_than_streaming_keeps(checkpoints, session):
         kvzip.score(session(load(checkpoints("llama")), "kvzip", recent=100))
 
 
-@pytest.mark.parametrize("family", ["llama3", "llama_bias", "qwen3"])
-def test_attention_area_is_that_of_the_mean_query_and_key(checkpoints, session, family):
-    """The same from what the projections give before RoPE."""
-    model = load(checkpoints(family))
-    scored = session(model, "attention-area", samples=1)
-    found = attention_area.score(scored)
-    seen = {}
-    for layer, block in enumerate(model.base_model.layers):
-        for name in ("q", "k"):
-            module = getattr(block.self_attn, f"{name}_norm" if family == "qwen3" else f"{name}_proj")
-            keep = seen.setdefault((layer, name), [])
-            module.register_forward_hook(lambda *args, keep=keep: keep.append(args[-1]))
-    with torch.no_grad():
-        model(scored.text(1))
-        cos, sin = model.base_model.rotary_emb(torch.zeros(1), torch.arange(500)[None])
-    for layer in range(2):
-        width = model.base_model.layers[layer].self_attn.head_dim
-        means = [seen[layer, name][0].reshape(128, -1, width).mean(0) for name in ("q", "k")]
-        turned = []
-        for mean in means:
-            mean = mean[:, None].expand(-1, 500, -1)
-            half = torch.cat((-mean[..., width // 2 :], mean[..., : width // 2]), -1)
-            turned.append(mean * cos + half * sin)
-        logits = turned[0][:, -1:] @ turned[1].repeat_interleave(2, 0).transpose(-1, -2) / math.sqrt(width)
-        area = logits[:, 0].softmax(-1).cumsum(-1).mean(-1)
-        assert torch.allclose(found.parts["area"][layer], area, atol=1e-4)
-        assert torch.allclose(found.scores[layer], area.view(2, 2).mean(-1), atol=1e-4)
-
-
 # All of them
-
-
-@pytest.mark.parametrize("family", ["smollm3", "cohere"])
-def test_attention_area_refuses_other_rotations(checkpoints, session, family):
-    with pytest.raises(SurgeryError, match=f"{family} rotates some layers only, or neighbouring"):
-        attention_area.score(session(load(checkpoints(family)), "attention-area", samples=1))
 
 
 def test_ties_are_ordered_and_nothing_else():
@@ -297,13 +261,12 @@ def test_ties_are_ordered_and_nothing_else():
 
 @pytest.mark.parametrize("method", CHEAP)
 def test_finds_the_heads_that_retrieve(session, method):
-    """Of 24 heads of the demo model, streaming of these three costs the most recall: taken one by one, by ablation."""
+    """Of 24 heads of the demo model, streaming of these three costs the most recall: taken one by one."""
     model = load(DEMO)
     length = 512
     found = scorer(method)(session(model, method, length, sinks=16, recent=112))
     assert found.scores.shape == (6, 4) and found.scores.dtype == torch.float32
-    # Heads that look everywhere alike have a large area, too: those of the first layer.
-    assert {(5, 1), (3, 0), (4, 3)} <= best(found.scores, 7 if method == "attention-area" else 3)
+    assert {(5, 1), (3, 0), (4, 3)} <= best(found.scores, 3)
     again = scorer(method)(session(model, method, length, Backwards(), sinks=16, recent=112))
     assert torch.equal(found.scores, again.scores) and found.facts == again.facts
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from picture_models import make_model
 from tiny_models import make_checkpoint
+from written_models import WRITTEN
 
 from surgery.checkpoint.config_file import LIMITS
 from surgery.common.errors import SurgeryError
@@ -17,7 +18,6 @@ from surgery.running.unfused import open_model
 from surgery.structures import converter
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.registry import MIXED
 
 NAMES = ("llama", "qwen2_window", "qwen3_moe", "phi3_window", "gemma3_window", "smollm3", "glm4", "cohere2_window")
 
@@ -35,16 +35,17 @@ def converted(tmp_path_factory):
     place, made = tmp_path_factory.mktemp("hostile"), {}
     source, pictures = make_checkpoint(place / "llama", "llama"), make_model(place / "llava", "llava")
     quick = {"calibration": "none", "kv_ratio": 0.5}
-    parts = [{"to": "lowrank", "layers": [0], "kv_ratio": 0.5}, {"to": "quantized", "layers": [1], "bits": 8}]
     asked = {
         "mla": (source, ConvertSettings(**quick)),
         "lowrank": (source, LowRankSettings(**quick)),
-        "mixed": (source, MIXED.settings({"calibration": "none", "parts": parts})),
         "pictures": (pictures, LowRankSettings(**quick)),
     }
     for name, (checkpoint, settings) in asked.items():
         folder = converter.convert(checkpoint, place / name, settings).path
         made[name] = folder, json.loads((folder / "config.json").read_text())
+    model = WRITTEN["mixed"]()  # as earlier versions wrote it
+    model.save_pretrained(place / "mixed")
+    made["mixed"] = place / "mixed", json.loads((place / "mixed" / "config.json").read_text())
     assert isinstance(made["mixed"][1]["kv_cache"], list) and made["pictures"][1]["model_type"] == "surgery_pictures"
     return made
 

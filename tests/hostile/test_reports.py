@@ -16,7 +16,6 @@ from surgery.console.conversion import show_evaluation
 from surgery.eval.report import markdown, page
 from surgery.eval.report.document import merge, read_report, undamaged
 from surgery.evaluation.output import write_report
-from surgery.inspection.converted import original
 from surgery.reporting.card import model_card
 from surgery.reporting.front_matter import front_matter, of_source
 from surgery.reporting.report import Report, previous_report
@@ -201,4 +200,3 @@ def test_odd_front_matter(head, tmp_path):
 def test_conversions(folder, report):
     (folder / "surgery_report.json").write_text(json.dumps(report))
     taken_or_refused(lambda: previous_report(folder))
-    original(folder, None, [None, 16], 2.0)

@@ -37,19 +37,6 @@ PLAN = {
     "predicted": {"loss_increase": 0.01, "low": 0.0, "high": 0.1, "recall": None, "kv_bytes": 512, "kv_ratio": 0.25}
     | {"context": 1024, "batch": 1},
 }
-MIXTURE = {
-    **PLAN,
-    "to": "mixed",
-    "settings": {
-        "calibration": "builtin",
-        "seed": 0,
-        "parts": [
-            {"to": "lowrank", "layers": [0, 2], "kv_ratio": 0.25, "bits": 8},
-            {"to": "gqa", "layers": [3], "kv_heads": 1},
-        ],
-        "keep": [1],
-    },
-}
 BOMB = (
     "a: &a ["
     + "x, " * 9
@@ -83,10 +70,9 @@ def checked(path):
 def test_the_recipe_and_the_plan_without_changes_are_taken(file):
     file.write_text(yaml.safe_dump(RECIPE))
     assert len(checked(file).steps) == 6
-    for plan in (PLAN, MIXTURE):
-        file.write_text(yaml.safe_dump(plan))
-        planned = read_plan(file)
-        assert planned.target.name == plan["to"] and planned.target.settings(dict(planned.settings))
+    file.write_text(yaml.safe_dump(PLAN))
+    planned = read_plan(file)
+    assert planned.target.name == PLAN["to"] and planned.target.settings(dict(planned.settings))
 
 
 @given(mutated(RECIPE))
@@ -99,8 +85,7 @@ def test_recipes(file, recipe):
     taken_or_refused(lambda: checked(file))
 
 
-@given(mutated(PLAN) | mutated(MIXTURE))
-@example({**MIXTURE, "settings": {"parts": False, "keep": [1]}})
+@given(mutated(PLAN))
 @cases(15)
 def test_plans(file, plan):
     file.write_text(yaml.safe_dump(plan), errors="replace")

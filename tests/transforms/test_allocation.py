@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from surgery.common.errors import SurgeryError
-from surgery.transforms.allocation import Choice, choose_widths, greedy, proportional, water_fill
+from surgery.transforms.allocation import Choice, choose_widths, proportional, water_fill
 
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
 SPECTRA = st.lists(st.lists(st.integers(0, 40), min_size=2, max_size=6), min_size=1, max_size=3)
@@ -150,52 +150,3 @@ def test_shares_that_cannot_be():
         proportional([1, 1, 1], 5, minimum=2)
     with pytest.raises(SurgeryError, match="cannot be shared"):
         proportional([1, 1], 64, multiple=16, minimum=1, maximum=8)
-
-
-# Greedy.
-
-
-def loss_of(spectra):
-    def loss(ranks):
-        loss.calls.append(ranks)
-        return dropped(spectra, ranks)
-
-    loss.calls = []
-    return loss
-
-
-@pytest.mark.parametrize("multiple", [1, 2])
-def test_greedy_finds_what_water_filling_knows(multiple):
-    """Where losses add up, moving one by one from anywhere ends at the optimum."""
-    generator = torch.Generator().manual_seed(0)
-    spectra = [torch.rand(12, generator=generator).sort(descending=True).values * scale for scale in (1.0, 0.3, 3.0)]
-    loss = loss_of(spectra)
-    ranks, found = greedy([(6, 6, 6), (2, 8, 8)], loss, 18, multiple, maximum=12)
-    best = water_fill(spectra, 18, multiple, multiple)
-    assert sum(ranks) == 18 and found == pytest.approx(dropped(spectra, best))
-    assert len(loss.calls) == len(set(loss.calls))
-
-
-def test_greedy_looks_at_both_changes_together():
-    """One by one each move promises something; together all of them cost."""
-
-    def loss(ranks):
-        if sum(ranks) == 12:
-            return 0.0 if ranks == (4, 4, 4) else 1.0
-        return 0.1 if sum(ranks) < 12 else -0.2
-
-    assert greedy([(4, 4, 4)], loss, 12, 2, rounds=1) == ((4, 4, 4), 0.0)
-
-
-def test_greedy_starts_from_the_best_candidate_and_respects_bounds():
-    def loss(ranks):
-        return -3.0 * ranks[0] - 2.0 * ranks[1] - ranks[2]
-
-    assert greedy([(4, 4, 4), (2, 2, 8)], loss, 12, 2, minimum=2, maximum=(8, 6, 12))[0] == (8, 2, 2)
-    assert greedy([(4, 4, 4), (6, 4, 2)], loss, 12, 2, rounds=0)[0] == (6, 4, 2)
-
-
-@pytest.mark.parametrize("candidates", [[], [(4, 4), (4, 5)]])
-def test_greedy_needs_a_start_within_the_budget(candidates):
-    with pytest.raises(SurgeryError, match="sum to at most 8"):
-        greedy(candidates, lambda ranks: 0.0, 8)

@@ -100,7 +100,7 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
         return Foreseen(
             config=config,
             tensors=tensors,
-            kv_bytes_per_token=predicted_bytes(config, self._dtype, self.settings.method)(LONG) / LONG,
+            kv_bytes_per_token=predicted_bytes(config, self._dtype)(LONG) / LONG,
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(cached=-(-sum(self._ranks) // opened.layers), statistics=True, gradients=True),
@@ -137,7 +137,7 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
         return Outcome(
             config=self._config,
             target=cross_layer_target(settings, self._groups, self._ranks),
-            kv_bytes=predicted_bytes(self._config, dtype, settings.method),
+            kv_bytes=predicted_bytes(self._config, dtype),
             layers=reports,
             scores=runs.scores(),
             simulated=runs.hidden[SHARED],

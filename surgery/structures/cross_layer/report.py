@@ -13,7 +13,6 @@ from surgery.architectures.own_class import MODEL_TYPE
 from surgery.common.human import short
 from surgery.running.skeleton import skeleton
 from surgery.structures.cross_layer.settings import CrossLayerSettings
-from surgery.verification.written import prompt_of
 
 
 def cross_layer_target(settings: CrossLayerSettings, groups: Sequence[tuple[int, int]], ranks: Any) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def cross_layer_target(settings: CrossLayerSettings, groups: Sequence[tuple[int,
         "ranks": ranks,
         "sinks": settings.sinks,
         "window": settings.window,
-        "block": None if settings.method == "xkv-prompt" else settings.block,
+        "block": settings.block,
     }
 
 
@@ -67,9 +66,7 @@ class GroupReport:
         return " + ".join(map(str, self.ranks)), self.shared_rank, short(self.key_error), short(self.value_error)
 
 
-def predicted_bytes(config: dict[str, Any], dtype: torch.dtype, method: str) -> Callable[[int], int]:
-    """KV bytes of one sequence by its tokens; with a basis of the prompt's own, as verification divides them."""
+def predicted_bytes(config: dict[str, Any], dtype: torch.dtype) -> Callable[[int], int]:
+    """KV bytes of one sequence by its tokens."""
     decoder = skeleton(config, dtype).model
-    if method == "xkv-prompt":
-        return lambda tokens: decoder.kv_cache_bytes(1, tokens, prompt=prompt_of(tokens))
     return lambda tokens: decoder.kv_cache_bytes(1, tokens)

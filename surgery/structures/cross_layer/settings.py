@@ -11,7 +11,7 @@ from surgery.structures.kept_layers import AUTO
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.settings import Bits
 
-Method = Literal["xkv", "cascade", "xkv-prompt", "minicache"]
+Method = Literal["xkv", "cascade", "minicache"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class CrossLayerSettings(LowRankSettings):
         "xkv",
         "How the transform is found.",
         more="xkv: one basis for the group, a token stored once it has left the group. cascade: every layer caches its "
-        "own latents and reads those of the group's earlier layers too. For comparison xkv-prompt: a basis from each "
-        "prompt; minicache: adjacent layers merged in pairs.",
+        "own latents and reads those of the group's earlier layers too. For comparison minicache: adjacent layers "
+        "merged in pairs.",
         section="Method",
     )
     allocate: Literal["uniform"] = setting("uniform", section="Method")

@@ -1,4 +1,4 @@
-"""``surgery convert --to crosslayer``, methods xkv, xkv-prompt and minicache: layers share one cache of old tokens.
+"""``surgery convert --to crosslayer``, methods xkv and minicache: layers share one cache of old tokens.
 
 Statistics serve the static basis of xkv alone. Every tensor of the source is kept: recent tokens are read as it reads
 them.
@@ -7,7 +7,6 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Structur
 from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.cascade import Cascade
 from surgery.structures.cross_layer.latents import SharedLatents
-from surgery.structures.cross_layer.prompt_verification import verify_prompt_basis
 from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target, predicted_bytes
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
@@ -40,19 +38,15 @@ from surgery.transforms.cross_layer import (
     SimulatedGroup,
     loss_metric,
     merged_pair,
-    prompt_basis,
     shared_basis,
 )
-from surgery.verification.written import Verification
 
-# xKV's ranks of keys and values stand 1 to 1.5: arXiv:2503.18893, section 5.
-KEY_SHARE = 0.4
 # MiniCache's t, and the share of tokens that it leaves unmerged: arXiv:2405.14366, section 5.
 INTERPOLATION, RETENTION = 0.6, 0.05
 
 
 class CrossLayer(Structure[Source, CrossLayerSettings]):
-    """Groups of adjacent layers share a cache of old tokens: methods xkv, xkv-prompt and minicache."""
+    """Groups of adjacent layers share a cache of old tokens: methods xkv and minicache."""
 
     takes_latents = True
 
@@ -81,7 +75,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """One basis for a group, of keys and values or of latents."""
-        return [Candidate({}, mixes=False)]
+        return [Candidate({})]
 
     def group(self, layer: int) -> range:
         """Those that share a basis."""
@@ -102,7 +96,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return Foreseen(
             config=config,
             tensors=unchanged_tensors(opened.reader, opened.config) | self._writes.plan(),
-            kv_bytes_per_token=predicted_bytes(config, opened.weight_dtype, self.settings.method)(LONG) / LONG,
+            kv_bytes_per_token=predicted_bytes(config, opened.weight_dtype)(LONG) / LONG,
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(
@@ -128,8 +122,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         """Finds the basis of every group and carries the stages through it."""
         opened, settings = self.opened, self.settings
         config, pieces = self._writes.config(opened.reader.config), _pieces(self._groups, opened.layers)
-        stages = () if settings.method == "xkv-prompt" else (SHARED,)
-        runs, reports = work.stage_runs(stages), []
+        runs, reports = work.stage_runs((SHARED,)), []
         with work.progress.phase("convert", opened.layers) as advance:
             for start, stop in pieces:
                 group = next((i for i, span in enumerate(self._groups) if span == (start, stop)), None)
@@ -142,19 +135,12 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return Outcome(
             config=config,
             target=cross_layer_target(settings, self._groups, [report.ranks[0] for report in reports]),
-            kv_bytes=predicted_bytes(config, opened.weight_dtype, settings.method),
+            kv_bytes=predicted_bytes(config, opened.weight_dtype),
             layers=reports,
             scores=runs.scores(),
-            simulated=runs.hidden[stages[-1] if stages else "source"],
+            simulated=runs.hidden[SHARED],
             own_class=True,
         )
-
-    def verify(self, work: Work, written: Path, outcome: Outcome) -> Verification:
-        """A basis of the prompt's own is found by the written model alone."""
-        if self.settings.method != "xkv-prompt":
-            return super().verify(work, written, outcome)
-        size = self.settings.batch_size
-        return verify_prompt_basis(written, outcome, self.opened, work.texts.held_out, size, work.progress)
 
     def _written(self, group: int, basis: SharedBasis) -> dict[str, torch.Tensor]:
         """New tensors of a group; MLA caches its latents with the norm's weight."""
@@ -172,10 +158,8 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         if entry is not None and "rank" in entry:
             basis = self._basis(work, start, stop, entry["rank"])
             rebuild = basis.to(*self._where).rebuild
-        elif entry is not None and entry["kind"] == "cross_layer_pairs":
-            rebuild = merged_pair(self.opened.first.kv_heads, entry["kept"], entry["interpolation"])
         elif entry is not None:
-            rebuild = prompt_basis(self.opened.first.kv_width // 2, entry["key_rank"], entry["value_rank"])
+            rebuild = merged_pair(self.opened.first.kv_heads, entry["kept"], entry["interpolation"])
         measured, lost = self._carry(start, stop, rebuild, runs)
         if entry is None:
             return None, None
@@ -202,7 +186,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         if entry["kind"] == "cross_layer_pairs":
             anatomy = self.opened.first
             return anatomy.kv_width + 4 * anatomy.kv_heads
-        return entry.get("rank") or entry["key_rank"] + entry["value_rank"]
+        return entry["rank"]
 
     @torch.no_grad()
     def _carry(
@@ -214,15 +198,13 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         with stream.block(start, stop) as layers:
             if rebuild is not None:
                 sample = runs.sample()
-                block = settings.block if SHARED in hidden else sample.shape[1]
-                group = self._simulated(start, stop, rebuild, block)
+                group = self._simulated(start, stop, rebuild, settings.block)
                 want = layers(sample)
                 difference = group.run(layers, sample) - want
                 lost = group.errors() * (2 if self._latent else 1)  # latents are both
-                if SHARED in hidden:
-                    errors[SHARED] = float(difference.norm() / (want - sample).norm())
-                    _run(stream, layers, group, hidden[SHARED], settings.batch_size)
-            elif SHARED in hidden:
+                errors[SHARED] = float(difference.norm() / (want - sample).norm())
+                _run(stream, layers, group, hidden[SHARED], settings.batch_size)
+            else:
                 stream.run_layer(layers, hidden[SHARED], settings.batch_size)
             stream.run_layer(layers, hidden["source"], settings.batch_size)
         return errors, lost
@@ -280,15 +262,8 @@ def plan_groups(
     for start, stop in groups:
         count = stop - start
         rank = shared_rank((first.kv_width - beside) * count, count, settings, beside * count)
-        if settings.method == "xkv":
-            kind = "cross_layer_mla" if latent else "cross_layer"
-            entries.append({"kind": kind, "group_size": count, "rank": rank, **recent})
-            continue
-        if settings.window or settings.sinks:
-            raise SurgeryError("method xkv-prompt keeps every token after the prompt exact: leave window and sinks out")
-        key_rank = max(1, round(KEY_SHARE * rank))
-        ranks = {"key_rank": key_rank, "value_rank": max(1, rank - key_rank)}
-        entries.append({"kind": "cross_layer_prompt", "group_size": stop - start, **ranks})
+        kind = "cross_layer_mla" if latent else "cross_layer"
+        entries.append({"kind": kind, "group_size": count, "rank": rank, **recent})
     return groups, tuple(entries)
 
 

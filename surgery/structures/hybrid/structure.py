@@ -17,19 +17,16 @@ from surgery.architectures.hybrid import REASON, moved_tensors
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
 from surgery.architectures.sliding_layers import CARRIERS
 from surgery.checkpoint import CheckpointWriter, TensorSpec
-from surgery.families.anatomy import AttentionAnatomy
 from surgery.heads.pattern import HeadPattern
 from surgery.heads.plan import HeadPlan
 from surgery.model import SurgeryForCausalLM
 from surgery.reporting.report import SourceShape
-from surgery.running.layer_stream import StreamedLayer
 from surgery.running.skeleton import skeleton
-from surgery.structures.base import Candidate, Foreseen, LayerForm, Outcome, Request, Structure, unchanged_tensors
+from surgery.structures.base import Candidate, Foreseen, Outcome, Request, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.hybrid.streaming import Streaming, layer_report, measure_plan
 from surgery.structures.hybrid.whole_layers import WholeLayers
-from surgery.structures.sequential_fit import SequentialFit
 from surgery.structures.work import Work
 from surgery.verification.flow import predicted_flow
 
@@ -55,14 +52,8 @@ class Hybrid(Streaming):
         whole layers where a stock class has both kinds."""
         if config["model_type"] == MODEL_TYPE:
             return []
-        layers = [Candidate({"granularity": "layer"}, mixes=False)] if config["model_type"] in CARRIERS else []
+        layers = [Candidate({"granularity": "layer"})] if config["model_type"] in CARRIERS else []
         return [*(Candidate(bits) for bits in ({}, {"bits": 8}, {"bits": 4})), *layers]
-
-    def layer_forms(
-        self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
-    ) -> list[LayerForm]:
-        """Masked, with its heads in their new order."""
-        return [LayerForm(self.closed_form(work, index, None), self._moved(index))]
 
     def foresee(self) -> Foreseen:
         """All of it, at the context that was asked for: nothing is left to the work but measuring."""

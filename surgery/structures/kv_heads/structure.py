@@ -33,10 +33,9 @@ from surgery.engines import refuse_unless_loadable
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Candidate, ConfigOf, Foreseen, LayerForm, Outcome, Structure, unchanged_tensors
+from surgery.structures.base import Candidate, ConfigOf, Foreseen, Outcome, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.fit_trial import effort_of
 from surgery.structures.kv_heads.bench import half_the_heads
@@ -163,7 +162,6 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
                 fit_iterations=settings.fit_iterations,
                 fit_queries=settings.fit_queries,
                 results=2 if fits and settings.fit_steps else 1,
-                chosen=True,
                 quantizes=settings.quantizes,
             ),
         )
@@ -191,18 +189,6 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         merged = _merge(anatomy, work.library.load(layer)[0], self._plan.kv_heads[layer], self.settings).anatomy
         merged = merged.to(stream.device, stream.dtype)
         return CapturedAttention(merged) if cache is None else QuantizedAttention(merged, cache)
-
-    def layer_forms(
-        self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
-    ) -> list[LayerForm]:
-        """Merged and fitted."""
-        stream, settings, statistics = self.opened.stream, self.settings, work.library.load(index)[0]
-        merged = _merge(anatomy, statistics, self._plan.kv_heads[index], settings)
-        forms = [CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))]
-        if fit and settings.method == "fisher":
-            forms.append(fit.fit(index, layer, anatomy, forms[0], self._solver(index, merged, statistics)))
-        dtype = self.opened.first.q.dtype
-        return [LayerForm(form, attention_tensors(form.anatomy.to("cpu", dtype), index)) for form in forms]
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The merged form and the fitted one, of which the one of less held-out loss is written."""

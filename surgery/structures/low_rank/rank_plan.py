@@ -8,19 +8,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from surgery.calibration.held_out import HeldOut
 from surgery.calibration.library import StatisticsLibrary
 from surgery.common.errors import SurgeryError
-from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.quantized_cache import Spans
 from surgery.running.source import Source
 from surgery.structures.kept_layers import converted_layers
 from surgery.structures.low_rank.settings import LowRankSettings
-from surgery.transforms.allocation import greedy, water_fill
+from surgery.transforms.allocation import water_fill
 from surgery.transforms.bit_allocation import allocate_bits
-from surgery.transforms.low_rank import LowRankConversion, low_rank_layer
-from surgery.transforms.low_rank_layer import Block, SimulatedLowRank
+from surgery.transforms.low_rank import low_rank_layer
+from surgery.transforms.low_rank_layer import Block
 from surgery.transforms.low_rank_methods import METHODS, blocks_for, fisher_information, palu_ranks
 
 Blocks = tuple[Block, ...]
@@ -47,10 +45,8 @@ def wanted_rank(settings: LowRankSettings, anatomy: AttentionAnatomy) -> int:
 def plan_ranks(
     opened: Source,
     library: StatisticsLibrary,
-    held_out: HeldOut,
     settings: LowRankSettings,
     kept: frozenset[int],
-    progress: Progress,
 ) -> tuple[Blocks, ...]:
     """The blocks of every layer of a conversion by one of the methods of ``--to lowrank``; none for layers kept.
 
@@ -74,25 +70,12 @@ def plan_ranks(
         raise SurgeryError(
             f"--allocate {settings.allocate} compares layers by the loss: it needs method fisher or separate, and text"
         )
-    trial = _Trial(opened, library, held_out, uniform, settings)
-    spectra = trial.spectra()
-    ranks = water_fill(spectra, total, minimum=multiple, multiple=multiple)
-    if settings.allocate == "greedy":
-        if not held_out.texts:
-            raise SurgeryError("--allocate greedy measures losses: it needs held-out text")
-        start = [block.rank for blocks in uniform for block in blocks]
-        with progress.phase("allocate: measure", None, "plan") as advance:
-
-            def measure(ranks: tuple[int, ...]) -> float:
-                advance()
-                return trial.loss(ranks)
-
-            ranks, _ = greedy([start, ranks], measure, total, multiple, maximum=[len(s) for s in spectra])
-    return trial.with_ranks(ranks)
+    spectra = _spectra(opened, library, uniform, settings)
+    return _with_ranks(uniform, water_fill(spectra, total, minimum=multiple, multiple=multiple))
 
 
 def plan_bits(
-    opened: Source, library: StatisticsLibrary, held_out: HeldOut, settings: LowRankSettings, kept: frozenset[int]
+    opened: Source, library: StatisticsLibrary, settings: LowRankSettings, kept: frozenset[int]
 ) -> tuple[tuple[Blocks, ...], tuple[Spans, ...]]:
     """The blocks of every layer and the formats of their latents, where bits are chosen with the ranks.
 
@@ -104,16 +87,15 @@ def plan_bits(
     first = opened.first
     layers, blocks = converted_layers(kept, opened.layers), blocks_for(settings.method, first, first.kv_width)
     whole = _of_all_layers([blocks] * len(layers), layers, opened.layers)
-    trial = _Trial(opened, library, held_out, whole, settings)
     scale_bits = 8 * first.q.dtype.itemsize
     ratio = 0.25 if settings.kv_ratio is None else settings.kv_ratio
     budget = ratio * first.kv_width * scale_bits * len(layers)
     try:
-        codes = allocate_bits(trial.spectra(), budget, settings.group, scale_bits)
+        codes = allocate_bits(_spectra(opened, library, whole, settings), budget, settings.group, scale_bits)
     except ValueError as error:
         raise SurgeryError(f"--kv-ratio {ratio}: {error}; raise it") from None
     ranks = [sum(count for _, count in spans) for spans in codes]
-    return trial.with_ranks(ranks), _of_all_layers(codes, layers, opened.layers)
+    return _with_ranks(whole, ranks), _of_all_layers(codes, layers, opened.layers)
 
 
 def _of_all_layers(found: Sequence[tuple], layers: list[int], count: int) -> tuple:
@@ -124,43 +106,19 @@ def _of_all_layers(found: Sequence[tuple], layers: list[int], count: int) -> tup
     return tuple(every)
 
 
-class _Trial:
-    """Closed forms of all layers at any ranks; a list of ranks has one for every block of every layer."""
+def _with_ranks(blocks: tuple[Blocks, ...], ranks: Sequence[int]) -> tuple[Blocks, ...]:
+    """The blocks of all layers at other ranks, one for every block of every layer."""
+    remaining = iter(ranks)
+    return tuple(tuple(replace(block, rank=next(remaining)) for block in layer) for layer in blocks)
 
-    def __init__(
-        self,
-        opened: Source,
-        library: StatisticsLibrary,
-        held_out: HeldOut,
-        blocks: tuple[Blocks, ...],
-        settings: LowRankSettings,
-    ):
-        self._opened, self._library, self._held_out = opened, library, held_out
-        self._blocks, self._settings = blocks, settings
 
-    def with_ranks(self, ranks: Sequence[int]) -> tuple[Blocks, ...]:
-        """The blocks at other ranks."""
-        remaining = iter(ranks)
-        return tuple(tuple(replace(block, rank=next(remaining)) for block in blocks) for blocks in self._blocks)
-
-    def spectra(self) -> list[Tensor]:
-        """Energies of all possible latents of every block."""
-        converted = (self._convert(layer, blocks) for layer, blocks in enumerate(self._blocks) if blocks)
-        return [energy for layer in converted for energy in layer.energies]
-
-    @torch.no_grad()
-    def loss(self, ranks: tuple[int, ...]) -> float:
-        """Held-out loss of the closed forms."""
-        stream, tokens = self._opened.stream, self._held_out.tokens[: self._held_out.texts]
-        hidden = stream.embed(tokens)
-        for index, blocks in enumerate(self.with_ranks(ranks)):
-            attention = None
-            if blocks:
-                attention = SimulatedLowRank(self._convert(index, blocks).layer.to(stream.device, stream.dtype))
-            with stream.layer(index) as layer:
-                stream.run_layer(layer, hidden, self._settings.batch_size, attention)
-        return stream.loss(hidden, tokens)
-
-    def _convert(self, layer: int, blocks: Blocks) -> LowRankConversion:
-        anatomy = self._opened.anatomy(layer).to(torch.float64)
-        return low_rank_layer(anatomy, self._library.load(layer)[0], blocks, self._settings.method)
+def _spectra(
+    opened: Source, library: StatisticsLibrary, blocks: tuple[Blocks, ...], settings: LowRankSettings
+) -> list[Tensor]:
+    """Energies of all possible latents of every block of every layer."""
+    found: list[Tensor] = []
+    for layer, of_layer in enumerate(blocks):
+        if of_layer:
+            anatomy = opened.anatomy(layer).to(torch.float64)
+            found += low_rank_layer(anatomy, library.load(layer)[0], of_layer, settings.method).energies
+    return found

@@ -32,9 +32,9 @@ class LowRankSettings(FittedSettings):
         least=1,
         section="Budget",
     )
-    allocate: Literal["auto", "uniform", "spectrum", "greedy"] = setting(
+    allocate: Literal["auto", "uniform", "spectrum"] = setting(
         "auto",
-        "Ranks of layers: uniform, spectrum (by what is dropped) or greedy (by measured loss; slow).",
+        "Ranks of layers: uniform or spectrum (by what is dropped).",
         more="auto: spectrum where that compares layers by the loss (fisher, separate), uniform elsewhere. Method palu "
         "has its own way. Cross-layer groups are uniform.",
         section="Method",

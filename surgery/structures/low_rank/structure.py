@@ -32,7 +32,6 @@ from surgery.structures.base import (
     Candidate,
     ConfigOf,
     Foreseen,
-    LayerForm,
     Outcome,
     Request,
     Structure,
@@ -179,7 +178,6 @@ class LowRank(Structure[Source, LowRankSettings]):
                 fit_iterations=asked.fit_iterations,
                 fit_queries=asked.fit_queries,
                 results=forms,
-                chosen=True,
                 steps=forms if asked.window else 0,
                 quantizes=asked.quantizes,
             ),
@@ -191,11 +189,11 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     def plan(self, work: Work) -> dict[str, TensorSpec]:
         """Ranks, or ranks and bits, of every layer."""
-        opened, asked, held_out, codes = self.opened, self.asked, work.texts.held_out, None
+        opened, asked, codes = self.opened, self.asked, None
         if asked.bits == "auto":
-            self._blocks, codes = plan_bits(opened, work.library, held_out, asked, self.kept)
+            self._blocks, codes = plan_bits(opened, work.library, asked, self.kept)
         else:
-            self._blocks = plan_ranks(opened, work.library, held_out, asked, self.kept, work.progress)
+            self._blocks = plan_ranks(opened, work.library, asked, self.kept)
         self._writes = self._writer(self._blocks, codes)
         return replanned_tensors(opened, self._writes.copied, self._writes.plan, self.kept)
 
@@ -213,25 +211,6 @@ class LowRank(Structure[Source, LowRankSettings]):
         converted = low_rank_layer(anatomy, statistics, self._blocks[layer], self.asked.method).layer
         converted = converted.to(self.opened.stream.device, self.opened.stream.dtype)
         return SimulatedLowRank(converted, cache=cache, remembers=False)
-
-    def layer_forms(
-        self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
-    ) -> list[LayerForm]:
-        """Closed and fitted; without an exact window, and of a layer's own."""
-        if index in self.kept:
-            return super().layer_forms(work, index, layer, anatomy, fit)
-        stream, statistics = self.opened.stream, work.library.load(index)[0]
-        forms = [low_rank_layer(anatomy, statistics, self._blocks[index], self.asked.method).layer]
-        if fit and self.asked.method == "fisher":
-            closed = SimulatedLowRank(forms[0].to(stream.device, stream.dtype))
-            forms.append(fit.fit(index, layer, anatomy, closed, self._solver(index, forms[0], statistics)).layer)
-        return [
-            LayerForm(
-                SimulatedLowRank(form.to(stream.device, stream.dtype)),
-                self._writes.tensors(index, form.to("cpu", torch.float64)),
-            )
-            for form in forms
-        ]
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The closed form and the fitted one, of which the one of less held-out loss is written."""

@@ -119,7 +119,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """Fewer latents in the source's class, and quantised in ours beside exact rotated keys."""
         quantized = [{"bits": bits, "rope_bits": 16, "sinks": 4} for bits in (8, 4)]
-        return [Candidate(each, mixes=False) for each in ({}, *quantized)]
+        return [Candidate(each) for each in ({}, *quantized)]
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but numbers."""

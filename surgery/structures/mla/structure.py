@@ -23,10 +23,10 @@ from surgery.families import LATENT_FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.rope import unchanged_length
 from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.running.layer_stream import LayerStream, StreamedLayer
+from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
-from surgery.structures.base import Candidate, ConfigOf, Foreseen, LayerForm, Outcome, Request, Structure
+from surgery.structures.base import Candidate, ConfigOf, Foreseen, Outcome, Request, Structure
 from surgery.structures.estimates import Demand
 from surgery.structures.fit_trial import effort_of
 from surgery.structures.kept_layers import kept_layers
@@ -35,7 +35,6 @@ from surgery.structures.mla.budget import candidate_splits
 from surgery.structures.mla.forecast import Forecast, forecast
 from surgery.structures.mla.output import all_tensors, carrier_of, reserved_numbers
 from surgery.structures.mla.plans import (
-    ROTATED_CHOICES,
     ROTATION_WEIGHTS,
     SPLIT_SEQUENCES,
     UNTRIED_WEIGHT,
@@ -106,7 +105,7 @@ class MLA(Structure[Source, ConvertSettings]):
         """In stock where that can, in the own class, and there with a latent of 8 bits beside exact rotated keys."""
         if config["model_type"] in LATENT_FAMILIES:
             return SmallerMLA.candidates(config)
-        return [Candidate({}, mixes=False), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
+        return [Candidate({}), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
@@ -136,11 +135,9 @@ class MLA(Structure[Source, ConvertSettings]):
                 fit_iterations=settings.fit_iterations,
                 fit_queries=settings.fit_queries,
                 results=2 if steps else 1,
-                chosen=True,
                 steps=1,
                 exact=len(EXACT_STAGES),
                 splits=plans if method.folds else most_tried(plans),
-                spectra=ROTATED_CHOICES * spreads,
                 split_sequences=SPLIT_SEQUENCES,
                 rescales=carrier.stock and carrier.writer.rescale != 1.0,
                 quantizes=settings.quantizes,
@@ -173,28 +170,6 @@ class MLA(Structure[Source, ConvertSettings]):
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         converted = self._plan.convert(anatomy, work.library, layer).truncated
         return SimulatedAttention(converted.to(stream.device, stream.dtype), cache)
-
-    def layer_forms(
-        self, work: Work, index: int, layer: StreamedLayer, anatomy: AttentionAnatomy, fit: SequentialFit | None
-    ) -> list[LayerForm]:
-        """Truncated and fitted."""
-        if index in self.kept:
-            return super().layer_forms(work, index, layer, anatomy, fit)
-        stream, settings = self.opened.stream, self.settings
-        converted = self._plan.convert(anatomy, work.library, index)
-        forms = [converted.truncated]
-        if fit and mla.METHODS[settings.method].gradients:
-            metric = work.library.load(index)[0].output_metric
-            closed = SimulatedAttention(forms[0].to(stream.device, stream.dtype))
-            solve = _Solver(forms[0], metric, index, stream, settings)
-            forms.append(fit.fit(index, layer, anatomy, closed, solve).layer)
-        return [
-            LayerForm(
-                SimulatedAttention(form.to(stream.device, stream.dtype)),
-                self._tensors(index, form, converted),
-            )
-            for form in forms
-        ]
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The closed form and the fitted one, of which the one of less held-out loss is written."""

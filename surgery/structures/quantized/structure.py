@@ -55,7 +55,7 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
         """Plain caches of fewer bits; rotated keys of MLA stay."""
         latent = config["model_type"] in LATENT_FAMILIES
         said = {"sinks": 4, **({"rope_bits": 16} if latent else {})}
-        return [Candidate({"bits": bits, **said}, scales=False, mixes=not latent) for bits in (8, 4, 3, 2)]
+        return [Candidate({"bits": bits, **said}, scales=False) for bits in (8, 4, 3, 2)]
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but measuring."""

@@ -1,0 +1,48 @@
+"""Names of earlier versions end in one line that names what to use instead."""
+
+import pytest
+from command_line import run_main
+
+from surgery.common.errors import SurgeryError
+from surgery.common.removed import REMOVED
+from surgery.planning.plan_file import read_plan
+from surgery.planning.settings import PlanSettings
+
+LINES = {
+    "bench convert": ["bench", "convert", "--shape", "llama3-8b"],
+    "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
+    "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
+    "ruler_tasks qa_1": ["eval", "builtin", "--config", "{file}"],
+    "ruler_tasks qa_2": ["eval", "builtin", "--config", "{file}"],
+    "method ablation": ["heads", "builtin", "--method", "ablation"],
+    "method attention-area": ["heads", "builtin", "--method", "attention-area"],
+    "gpu": ["inspect", "builtin", "--gpu", "h100"],
+    "mixtures": ["plan", "builtin", "--mixtures", "24"],
+    "refine": ["plan", "builtin", "--refine=200k"],
+    "to mixed": ["convert", "builtin", "--to", "mixed"],
+}
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_option_or_value_names_what_to_use_instead(name, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "eval.yaml"
+    file.write_text(f"tasks: ruler\nruler_tasks: {name.partition(' ')[2] or None}\n")
+    monkeypatch.chdir(tmp_path)
+    code, _, error = run_main(monkeypatch, capsys, *(part.format(file=file) for part in LINES[name]))
+    *_, line = error.splitlines()
+    assert code == 1 and line.startswith("surgery: error: ") and line.endswith(REMOVED[name])
+
+
+def test_a_file_with_a_removed_setting_does_too(tmp_path):
+    (tmp_path / "plan.yaml").write_text("kv_ratio: 0.25\nmixtures: 24\n")
+    with pytest.raises(SurgeryError, match="mixtures was removed"):
+        PlanSettings.from_file(tmp_path / "plan.yaml")
+
+
+def test_a_plan_file_whose_choice_is_a_mixture_does_too(tmp_path):
+    part = "{to: lowrank, layers: [0], kv_ratio: 0.25}"
+    (tmp_path / "plan.yaml").write_text(
+        f"to: mixed\nsettings:\n  parts: [{part}]\n  keep: [1]\npredicted: {{loss_increase: 0.01}}\n"
+    )
+    with pytest.raises(SurgeryError, match="--to mixed was removed"):
+        read_plan(tmp_path / "plan.yaml")
