@@ -31,8 +31,6 @@ from surgery.running.processes import ALONE, Processes
 
 CAUSAL_BLOCKS = 4
 """Of queries, which meet the keys up to the last of them; more save little and cost calls."""
-CAUSAL_SHARE = (CAUSAL_BLOCKS + 1) / (2 * CAUSAL_BLOCKS)
-"""Of all pairs of queries and keys, those in blocks."""
 LAG_BYTES = 2**30
 """Of what an accelerator holds of several heads at once, for lag statistics; a CPU takes one head after the other."""
 
