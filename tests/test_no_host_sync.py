@@ -20,7 +20,6 @@ ROW, MASK, MATRIX = torch.arange(4), torch.tensor([True, False, True, False]), t
         lambda: 1 in ROW,
         lambda: MASK.nonzero(),
         lambda: torch.where(MASK),
-        lambda: torch.where(MASK, ROW, 0),
         lambda: torch.arange(ROW.sum()),
         lambda: MATRIX[MASK],
         lambda: MATRIX[MASK.byte()],

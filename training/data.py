@@ -44,7 +44,7 @@ class Batch:
     Attributes:
         predicting: [N] int64, the positions that predict something, as indices into [B T]: those whose next token has a
             label.
-        packed: whether a row holds several documents.
+        spans: tokens of each document of each row.
 
     The last two follow from the others. `to` takes them along, so that nothing has to wait for a GPU to learn them.
     """
@@ -53,14 +53,19 @@ class Batch:
     labels: LongTensor
     documents: LongTensor
     predicting: LongTensor | None = None
-    packed: bool | None = None
+    spans: tuple[tuple[slice, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.predicting is None:
             rows, columns = (self.labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
             object.__setattr__(self, "predicting", rows * self.labels.shape[1] + columns)
-        if self.packed is None:
-            object.__setattr__(self, "packed", bool((self.documents != self.documents[:, :1]).any()))
+        if self.spans is None:
+            object.__setattr__(self, "spans", tuple(map(_spans, self.documents.tolist())))
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row holds several documents."""
+        return any(len(row) > 1 for row in self.spans)
 
     @property
     def position_ids(self) -> LongTensor:
@@ -82,7 +87,12 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The batch on a device."""
         tensors = (self.tokens, self.labels, self.documents, self.predicting)
-        return Batch(*(moved(tensor, torch.device(device)) for tensor in tensors), self.packed)
+        return Batch(*(moved(tensor, torch.device(device)) for tensor in tensors), self.spans)
+
+
+def _spans(documents: list[int]) -> tuple[slice, ...]:
+    starts = [0, *(at for at in range(1, len(documents)) if documents[at] != documents[at - 1])]
+    return tuple(slice(*span) for span in zip(starts, [*starts[1:], len(documents)], strict=True))
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

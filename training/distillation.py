@@ -5,6 +5,7 @@ Everything that touches a student's weights happens in one `forward`, so that DD
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -45,15 +46,20 @@ class Body:
         with torch.no_grad(), evaluation_mode(model):
             return cls(model, LogitReader(model, tokens).splits)
 
-    def states(self, tokens: LongTensor, position_ids: LongTensor | None, packed: bool | None = None) -> Tensor:
+    def states(
+        self, tokens: LongTensor, position_ids: LongTensor | None, spans: Sequence[Sequence[slice]] | None = None
+    ) -> Tensor:
         """Final hidden states [B, T, D], or logits [B, T, V] where the model does not split.
 
         Args:
-            packed: whether the positions start again within a row, where that is known.
+            spans: tokens of each document of each row, by which the positions start again, where that is known.
         """
+        packed = None if spans is None else position_ids is not None and any(len(row) > 1 for row in spans)
         call = {"input_ids": tokens, "use_cache": False}
         if position_ids is not None:
             call["position_ids"] = position_ids
+        if packed and hasattr(self.model.config, "attention_layers"):  # this package's class, which would look itself
+            call["documents"] = spans
         with known_documents(packed):
             if self.splits:
                 return self.model.base_model(**call).last_hidden_state
@@ -120,8 +126,8 @@ class Distillation(nn.Module):
         weights, teacher = self.weights, self._teacher[0]
         if measure:
             weights = ObjectiveWeights(kl=float(teacher is not None), cross_entropy=1.0)
-        position_ids = batch.position_ids if self._document_masks else None
-        inputs = batch.tokens, position_ids, batch.packed and self._document_masks
+        position_ids = batch.position_ids if self._document_masks and batch.packed else None
+        inputs = batch.tokens, position_ids, batch.spans
         index = batch.predicting
         targets = batch.labels.flatten().index_select(0, index + 1)
         matches = self._matches and not measure

@@ -31,6 +31,7 @@ Spans = list[list[slice]]
 def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
     """Return the documents that the rows of a call hold; None where each holds one.
 
+    Who knows them without a look at the device says so by `documents`, beside `position_ids` that start again.
     Changes the call: documents that FlashAttention's arguments tell (`cu_seq_lens_q`, `seq_idx`) become `position_ids`,
     and a mask of ones, which hides nothing and keeps transformers from masking documents, is dropped.
 
@@ -41,6 +42,10 @@ def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
     rows, length = tokens.shape[:2]
     if length == 1:
         return None
+    if (known := call.pop("documents", None)) is not None:
+        if call.get("attention_mask") is not None or keeps_cache(decoder, call):
+            raise ValueError("several documents a row: pass use_cache=False, and no attention mask")
+        return [list(row) for row in known]
     told = _told_starts(call, rows, length, tokens.device)
     if told is not None and call.get("position_ids") is None:
         call["position_ids"] = _positions(told)

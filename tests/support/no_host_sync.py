@@ -86,8 +86,6 @@ class _Functions(TorchFunctionMode):
             self._watch.refuse(f"{name} reads the device", strict=True)
         if name in CONSTANTS and not isinstance(args[-1], Tensor):
             self._watch.refuse(f"{name} makes a constant", strict=True)
-        if name == "where" and any(isinstance(each, bool | int | float) for each in args[1:]):
-            self._watch.refuse("where copies a number to the device: use masked_fill", strict=True)
         return function(*args, **(kwargs or {}))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from device_checks import on_device
-from no_host_sync import HostSyncError, NoHostSync
+from no_host_sync import NoHostSync
 from own_models import KINDS, tiny_source
 from training_data import packed_batch
 
@@ -26,8 +26,7 @@ def models():
         return source, KINDS["latent"](source).requires_grad_(True)
 
 
-# With masks, classes of this project look for themselves where documents begin: one wait a forward pass.
-@pytest.mark.parametrize(("own_class", "document_masks"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("own_class", "document_masks"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("part", PARTS)
 def test_a_microbatch_does_not_wait(models, part, own_class, document_masks):
     teacher, student = models
@@ -61,13 +60,22 @@ def test_kept_logits_do_not_wait_either(models):
     assert torch.equal(grid[data.predicting // LENGTH, data.predicting % LENGTH].ids, top.ids[flat])
 
 
+@pytest.mark.parametrize("own_class", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_documents_that_the_host_knows_make_the_same_states(models, packed):
-    body, data = Body.of(models[0]), packed_batch()
+def test_documents_that_the_host_knows_make_the_same_states(models, own_class, packed):
+    body, data = Body.of(models[own_class]), packed_batch()
     positions = data.position_ids if packed else torch.arange(LENGTH)[None]
+    spans = data.spans if packed else [[slice(0, LENGTH)]] * 2
     with torch.no_grad():
-        looked, known = (body.states(data.tokens, positions, each) for each in (None, packed))
+        looked, known = (body.states(data.tokens, positions, each) for each in (None, spans))
     assert torch.equal(looked, known)
+
+
+def test_a_batch_knows_where_its_documents_are():
+    documents = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 2]])
+    data = replace(packed_batch(), documents=documents, spans=None)
+    assert data.spans == ((slice(0, 4),), (slice(0, 1), slice(1, 3), slice(3, 4))) and data.packed
+    assert not replace(data, documents=documents[:1], spans=None).packed
 
 
 def test_a_batch_knows_where_it_predicts():
@@ -77,12 +85,3 @@ def test_a_batch_knows_where_it_predicts():
     assert torch.equal(data.tokens.flatten()[data.predicting + 1], data.labels[:, 1:].flatten()[kept])
     nothing = replace(data, labels=torch.full_like(data.labels, IGNORED), predicting=None)
     assert nothing.predicted == 0 and nothing.to("cpu").predicted == 0
-    alone = replace(data, documents=torch.zeros_like(data.documents), packed=None)
-    assert not alone.packed
-
-
-def test_the_mode_sees_what_waits():
-    x = torch.arange(4.0)
-    for waits in (lambda: float(x[0]), lambda: x[x > 1], lambda: bool((x > 1).any()), lambda: (x > 1).nonzero()):
-        with pytest.raises(HostSyncError), NoHostSync():
-            waits()
