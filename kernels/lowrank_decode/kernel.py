@@ -217,7 +217,7 @@ def load_latents(
     scale_token, BITS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Chunk `piece` of the numbers from `first` on of tokens `index`, zero where not `filled` or behind the rank."""
+    """Chunk `piece` of the numbers from `first` on of BLOCK tokens from `start` on, zero where not `filled`."""
     index = (start + tl.arange(0, BLOCK)).to(tl.int64)
     chunk = tl.arange(0, CHUNK)
     mask = filled[:, None]
