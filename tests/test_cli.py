@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from surgery import model as own_model
 from surgery.cli import program as cli
 from surgery.common.errors import SurgeryError
-from surgery.engines import LOADS, LOADS_WITH, REFUSED
+from surgery.engines import LOADS, LOADS_WITH, OPEN
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.version import __version__
@@ -223,7 +223,7 @@ def test_a_grid_is_known_to_load_everywhere_and_a_free_list_is_not(checkpoints, 
         and plans["grid"].target["engines"]["llama.cpp"]["status"] == LOADS_WITH
     )
     assert not plans["free"].target["frequencies_known"]
-    assert plans["free"].target["engines"]["llama.cpp"]["status"] == REFUSED
+    assert plans["free"].target["engines"]["llama.cpp"]["status"] == OPEN
     assert plans["free"].target["engines"]["transformers"]["status"] == LOADS
 
 

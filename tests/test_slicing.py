@@ -370,7 +370,7 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     with pytest.raises(SurgeryError, match="--kv-ratio"):
         SliceSettings()
     with pytest.raises(SurgeryError, match="choose auto, uniform, spectrum"):
-        slice_settings(allocate="greedy")
+        slice_settings(allocate="largest")
 
 
 def test_a_rotated_latent_has_no_order(converted, tmp_path):

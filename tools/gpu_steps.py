@@ -248,7 +248,7 @@ def facts(out: Path, device_name: str, tiny: bool) -> None:
 def shape(out: Path, device: str, tiny: bool) -> None:
     """Converts two layers of a Llama-3-8B shape by closed form, and appends what a layer takes to a file."""
     import torch
-    from bound import make_mostly_hollow
+    from scale import make_random
 
     from surgery.bench.shapes import DECODE_SHAPES
 
@@ -257,7 +257,7 @@ def shape(out: Path, device: str, tiny: bool) -> None:
         config = config | {"vocab_size": 4096}
     source, layers = out.parent / "shape", 32
     if not source.exists():
-        make_mostly_hollow(source, config)
+        make_random(source, config)
     tokens = "512" if tiny else "8192"
     options = ["--to", "mla", "--kv-ratio", "0.28125" if not tiny else "0.5", "--fit-steps", "0", "--held-out", "1"]
     options += ["--calibration-tokens", tokens, "--calibration-length", "128" if tiny else "1024", "--device", device]

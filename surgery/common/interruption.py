@@ -62,6 +62,7 @@ def interruptible() -> Iterator[Interruption]:
     SIGHUP behind it, which would stop the cleaning up. Under nohup, which has SIGHUP ignored, it stays so. Threads but
     the main one cannot take signals, and leave them as they are.
     """
+    _unfinished.clear()
     caught, before = Interruption(), {}
 
     def take(number: int, frame: FrameType | None) -> None:
