@@ -16,6 +16,31 @@ from surgery.common.errors import SurgeryError
 
 BY_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
+HEAL = """
+import os, runpy, sys
+from surgery.healing import heal
+
+def fork(command, environment):
+    child = os.fork()
+    if not child:
+        os.environ.update(environment)
+        sys.argv[:] = command[2:]
+        code = 1
+        try:
+            runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+heal.run_to_its_end = fork
+sys.argv[0] = "surgery"
+runpy.run_module("surgery", run_name="__main__", alter_sys=True)
+"""
+"""`surgery heal`, whose training is a fork, which need not import torch again."""
+
 
 @pytest.fixture(scope="module")
 def gpu_run():
@@ -40,6 +65,8 @@ def fork(arguments: list[str], environment: dict[str, str], log: Path) -> Any:
     if environment.get("TRITON_INTERPRET") == "0":
         return sys.modules["gpu_run"].start(arguments, environment, log)
     path = tuple(map(Path, environment["PYTHONPATH"].split(os.pathsep)))
+    if arguments[:3] == ["-m", "surgery", "heal"]:
+        return Forked(*arguments[2:], code=HEAL, environment=environment, path=path)
     if arguments[0] == "-m":
         return Forked(*arguments[2:], module=arguments[1], environment=environment, path=path)
     return Forked(*arguments, code=BY_PATH, environment=environment, path=path)

@@ -182,7 +182,11 @@ def _heal(setup: Setup, seconds: float) -> list[str]:
     limit = ["--max-steps", "2", "--length", "64"] if setup.tiny else ["--max-time", str(max(10, int(seconds - 50)))]
     batch = ["--batch-size", "1" if setup.tiny else "16", "--gradient-accumulation", "1"]
     held_out = ["--held-out", "1" if setup.tiny else "16", "--eval-every", "50"]
-    data = ["--data", "code"] if setup.tiny else ["--data", "docstrings", "--data", "code"]
+    data = (
+        ["--data", str(ROOT / "surgery" / "assets" / "heldout-stdlib.txt")]
+        if setup.tiny
+        else ["--data", "docstrings", "--data", "code"]
+    )
     out = ["--no-measure", "--overwrite", "--out", str(setup.work / "healed"), "--json", "--device", setup.device]
     student = [str(setup.work / "model-mla"), "--teacher", str(setup.model)]
     return ["-m", "surgery", "heal", *student, *data, *batch, *limit, *held_out, *out]
