@@ -16,6 +16,7 @@ from surgery.inspection.architecture import model_facts
 from surgery.inspection.converted import MODEL_TYPES, converted_facts
 from surgery.inspection.spectra import LayerSpectrum, spectra_figure
 from surgery.inspection.targets import foreseen_targets, smallest_targets
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.moment_precision import factorising_on
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
@@ -106,13 +107,13 @@ def inspect_checkpoint(
 
 def kv_bytes(opened: Source, windows: list[int | None]) -> dict:
     """KV bytes in the checkpoint's dtype: per token over all layers, and of one sequence at some lengths."""
-    _, kv_heads, head_dim = head_shape(opened.config)
-    layer = 2 * kv_heads * head_dim * _attention_dtype(opened).itemsize
+    whole = kv_bytes_of(opened.reader.config, _attention_dtype(opened))(1)  # the first token lies in every window
+    layer = whole // len(windows)
     at = {
         context: sum(layer * min(context, context if window is None else window) for window in windows)
         for context in CONTEXTS
     }
-    return {"bytes_per_token": layer * len(windows), "bytes_per_token_and_layer": layer, "bytes_at": at}
+    return {"bytes_per_token": whole, "bytes_per_token_and_layer": layer, "bytes_at": at}
 
 
 def _architecture(opened: Source) -> dict:
