@@ -1,7 +1,9 @@
 """KV bytes are predicted in one place: every answer follows it, and live caches are held to it."""
 
 import json
+from pathlib import Path
 
+import picture_models
 import pytest
 import torch
 from own_checkpoints import HYBRIDS, SOURCES
@@ -29,6 +31,7 @@ from surgery.structures.converter import convert
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.registry import SLICE, TARGETS
 
+ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = {"calibration": "none", "device": "cpu"}
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 64, "calibration_length": 64, "held_out": 2, "recall": 0.0}
 TARGETS_ASKED = {
@@ -83,6 +86,16 @@ def test_a_config_gives_what_the_model_class_holds(name):
         assert stock(tokens) == custom(tokens) > 0 and stock(tokens, batch=3) == 3 * stock(tokens)
 
 
+@pytest.mark.parametrize("name", picture_models.CONFIGS)
+def test_a_vision_language_model_has_the_cache_of_its_decoder(name):
+    source = picture_models.CONFIGS[name]()
+    config, text = (json.loads(each.to_json_string(use_diff=False)) for each in (source, source.get_text_config()))
+    custom = own_config(text, layer_entries(text))
+    whole = {**config, "model_type": "surgery_pictures", "text_config": custom}
+    held = [kv_bytes_of(each, torch.bfloat16)(40) for each in (config, text, custom, whole)]
+    assert held[0] > 0 and len(set(held)) == 1
+
+
 def test_kv_heads_by_layer_are_counted_alike_in_both_classes():
     source = {**dumped(CONFIGS["llama"]()), "intermediate_size": 256}
     entries = [None, {"kind": "grouped", "kv_heads": 1}]
@@ -129,6 +142,13 @@ def test_every_answer_follows_the_prediction(written, one_more, tmp_path):
     wrong = answers(written, tmp_path)
     assert right.keys() == wrong.keys() and len(right) > 30
     assert [name for name in right if right[name] == wrong[name]] == []
+
+
+def test_nothing_else_asks_the_model_class():
+    """But what travels with it, and the evaluation of a model that is loaded."""
+    apart = [ROOT / "surgery" / each for each in ("model", "eval", "running/kv_bytes.py")]
+    files = [file for file in (ROOT / "surgery").rglob("*.py") if not any(file.is_relative_to(each) for each in apart)]
+    assert [file for file in files if "kv_cache_bytes(" in file.read_text(encoding="utf-8")] == []
 
 
 @pytest.mark.parametrize("name", ["source", "mla", "lowrank"])

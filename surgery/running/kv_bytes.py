@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +12,7 @@ from transformers import CONFIG_MAPPING, DynamicCache
 from surgery.checkpoint.config_file import arguments
 from surgery.checkpoint.kv_widths import kv_widths
 from surgery.common.errors import SurgeryError
-from surgery.model import SurgeryConfig
+from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.running.loading import LOADING
 from surgery.running.skeleton import skeleton
 
@@ -35,7 +37,7 @@ def kv_bytes_of(config: dict[str, Any], dtype: torch.dtype) -> KVBytes:
     if isinstance(text, dict) and text.get("model_type") == SurgeryConfig.model_type:
         config = text
     if config["model_type"] == SurgeryConfig.model_type:
-        model = skeleton(config, dtype)
+        model = _custom_model(json.dumps(config), dtype)
         return lambda tokens, batch=1, prompt=None: model.kv_cache_bytes(batch, tokens, prompt)
     try:
         widths, windows = _stock_layers(config)
@@ -48,6 +50,11 @@ def kv_bytes_of(config: dict[str, Any], dtype: torch.dtype) -> KVBytes:
         return batch * dtype.itemsize * sum(width * count for width, count in zip(widths, kept, strict=True))
 
     return held
+
+
+@lru_cache(maxsize=8)  # plans and forecasts ask again and again of one config
+def _custom_model(config: str, dtype: torch.dtype) -> SurgeryForCausalLM:
+    return skeleton(json.loads(config), dtype)
 
 
 def _stock_layers(config: dict[str, Any]) -> tuple[list[int], list[int | None]]:
