@@ -154,14 +154,6 @@ class StockMLA:
         theta = default_theta(self.spec.inv_freq[0])
         return None if theta is None else theta ** (self.rope_dim / self._rotated)
 
-    def kv_width(self, layer: int) -> int:
-        """Numbers cached per token by one layer."""
-        return self.rank + self.rope_dim
-
-    def kv_bytes(self, tokens: int) -> int:
-        """Bytes that the caches of all layers hold of one sequence."""
-        return tokens * self.spec.layers * self.kv_width(0) * self.spec.dtype.itemsize
-
     def config(self, source: dict) -> dict:
         """The config.json of the converted model."""
         spec = self.spec

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import BoolTensor, Tensor
 
-from surgery.architectures.own_class import layer_entries
+from surgery.architectures.own_class import beside_latents, layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families import key_gains
@@ -83,9 +83,7 @@ class StreamableModel:
                 count = kv_heads if entry is None else entry["kv_heads"]
                 found = tuple(Unit((head,), 2 * head_dim) for head in range(count))
             elif kind == "latent":
-                gains = 0 if entry["key_norm_eps"] is None else key_gains(config["base_model_type"], kv_heads)
-                width = entry["kv_lora_rank"] + len(entry["rope_inv_freq"]) * 2 + gains
-                found = (Unit(tuple(range(kv_heads)), width),)
+                found = (Unit(tuple(range(kv_heads)), entry["kv_lora_rank"] + beside_latents(config, entry)),)
             elif kind == "low_rank":
                 if entry["window"] or entry["shared_layers"]:
                     raise SurgeryError(f"{path}: layer {layer} has an exact window or reads other layers' latents")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from surgery.architectures.own_class import kept_tokens, own_config
+from surgery.architectures.own_class import own_config
 from surgery.checkpoint import TensorSpec
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
@@ -30,8 +30,6 @@ class OwnLowRank:
         shared_layers: how many layers before each one hand their latents on to it.
         sinks, window: tokens that are read exactly beside the latents; 0 for none.
         codes: every layer's formats of adjacent latents; None where all have one.
-        windows: of every layer's own attention.
-        stateful: layers that keep a state in place of keys and values.
     """
 
     anatomy: AttentionAnatomy
@@ -40,8 +38,6 @@ class OwnLowRank:
     sinks: int = 0
     window: int = 0
     codes: tuple[Spans, ...] | None = None
-    windows: tuple[int | None, ...] = ()
-    stateful: frozenset[int] = frozenset()
 
     @property
     def kept(self) -> frozenset[int]:
@@ -52,22 +48,9 @@ class OwnLowRank:
         """Latents of a layer: what it caches of every token."""
         return sum(block.rank for block in self.blocks[layer])
 
-    def kv_width(self, layer: int) -> int:
-        """Numbers that a layer caches of every token, beside exact ones."""
-        if layer in self.stateful:
-            return 0
-        return self.anatomy.kv_width if layer in self.kept else self.rank(layer)
-
     def shared_rank(self, layer: int) -> int:
         """Latents of earlier layers that a layer reads."""
         return sum(self.rank(other) for other in range(layer - self.shared_layers[layer], layer))
-
-    def kv_bytes(self, tokens: int) -> int:
-        """Bytes that the caches of all layers hold of one sequence."""
-        windows = self.windows or (None,) * len(self.blocks)
-        latents = sum(self.kv_width(layer) * kept_tokens(tokens, window) for layer, window in enumerate(windows))
-        exact = min(tokens, self.sinks + self.window - 1) * self.anatomy.kv_width if self.window else 0
-        return (latents + exact * len(self.blocks)) * self.anatomy.q.dtype.itemsize
 
     def config(self, source: dict) -> dict:
         """The config.json of the converted model."""

@@ -25,14 +25,6 @@ class OwnMLA:
 
     spec: MLASpec
 
-    def kv_width(self, layer: int) -> int:
-        """Numbers cached per token by one layer."""
-        return self.spec.kv_width(layer)
-
-    def kv_bytes(self, tokens: int) -> int:
-        """Bytes that the caches of all layers hold of one sequence."""
-        return self.spec.kv_bytes(tokens)
-
     def config(self, source: dict) -> dict:
         """The config.json of the converted model."""
         spec = self.spec

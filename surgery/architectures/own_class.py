@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from surgery.families import key_gains
 from surgery.families.base import FURTHER
 
 MODEL_TYPE = "surgery"
@@ -22,9 +23,12 @@ def own_config(source: dict[str, Any], attention_layers: Sequence[dict | None], 
     return {**source, **own, "attention_layers": list(attention_layers), **more}
 
 
-def kept_tokens(tokens: int, window: int | None) -> int:
-    """How many tokens the cache of a layer holds that keeps its attention, of a text of that many."""
-    return tokens if window is None else min(tokens, window - 1)
+def beside_latents(config: dict[str, Any], entry: dict[str, Any]) -> int:
+    """Count the elements per token that a layer caches next to its latents: rotary keys, gains of an exact key norm."""
+    gains = 0
+    if entry.get("key_norm_eps") is not None:
+        gains = key_gains(config["base_model_type"], config["num_key_value_heads"])
+    return 2 * len(entry.get("rope_inv_freq", ())) + gains
 
 
 def layer_entries(config: dict[str, Any]) -> list[dict | None]:

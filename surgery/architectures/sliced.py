@@ -16,9 +16,9 @@ from torch import Tensor
 
 from surgery.architectures import deepseek_v3
 from surgery.architectures.neutral_norm import NeutralNorm, constant_norm, recognised_norm
+from surgery.architectures.own_class import beside_latents
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.common.errors import SurgeryError
-from surgery.families import key_gains
 from surgery.families.base import ATTENTION_PREFIX
 
 Ranks = tuple[tuple[int, ...], ...]
@@ -118,9 +118,7 @@ class LatentModel:
         """Numbers that a layer caches of every token and that no cut takes away."""
         if self.stock:
             return self.norm.extra + self.rope_dim(layer)
-        normed = self.config["attention_layers"][layer].get("key_norm_eps") is not None
-        gains = key_gains(self.config["base_model_type"], self.config["num_key_value_heads"])
-        return self.rope_dim(layer) + (gains if normed else 0)
+        return beside_latents(self.config, self.config["attention_layers"][layer])
 
     def sliced(self, ranks: Ranks) -> LatentModel:
         """The same model with the first so many latents of every block.

@@ -39,11 +39,6 @@ class SmallerLatents:
         config = {**self.reader.config, "kv_lora_rank": self.rank}
         return {**config, FURTHER: 0} if config.get(FURTHER) else config
 
-    def kv_bytes(self, tokens: int) -> int:
-        """Bytes that the caches of all layers hold of one sequence, in the dtype of the weights."""
-        dtype = self.reader.info(ATTENTION_PREFIX.format(layer=0) + "o_proj.weight").dtype
-        return tokens * self.layers * (self.rank + self.rope_dim) * dtype.itemsize
-
     def plan(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Names, dtypes and shapes of the result, from those of the source."""
         changed = {

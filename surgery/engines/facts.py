@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from surgery.checkpoint.config_file import with_rope_beside
+from surgery.checkpoint.kv_widths import DECILM, kv_widths
 from surgery.common.size_names import with_size_names
 from surgery_vllm.structure import Grouped, Latent, LowRank, NotServed, SplitHeads, attention_of_layers, windowed
 
-MLA, HEADS, DECILM, OWN = "deepseek_v3", "heads", "nemotron-nas", "surgery"
+MLA, HEADS, OWN = "deepseek_v3", "heads", "surgery"
 PICTURES = "surgery_pictures"
 """The own class inside of a model of pictures and text."""
 OWN_CLASSES = OWN, PICTURES
@@ -96,26 +97,19 @@ class Facts:
         if structure == MLA:
             rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
             kind = rope.get("rope_type", rope.get("type", "default"))
-            width = _latent_width(config)
             return cls(
-                cached_numbers=layers * width,
+                cached_numbers=sum(kv_widths(config)),
                 head_sizes=(config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]),
-                width=width,
+                width=kv_widths(config)[0],
                 biases=bool(config.get("attention_bias")),
                 frequency_list=kind not in ("default", "yarn"),
                 yarn=kind == "yarn",
                 real_experts=config.get("first_k_dense_replace", 0) < layers,
                 **common,
             )
-        if config.get("kv_lora_rank"):  # MLA in a class of its own
-            return cls(cached_numbers=layers * _latent_width(config), **common)
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        if structure == DECILM:
-            counts = [heads // block["attention"]["n_heads_in_group"] for block in config["block_configs"]]
-        else:
-            counts = [config.get("num_key_value_heads") or heads] * _attending(config)
-        return cls(cached_numbers=2 * sum(counts) * head_dim, windowed=windowed(SimpleNamespace(**config)), **common)
+        latent = bool(config.get("kv_lora_rank"))  # MLA in a class of its own
+        has_windows = not latent and windowed(SimpleNamespace(**config))
+        return cls(cached_numbers=sum(kv_widths(config)), windowed=has_windows, **common)
 
     @property
     def kind(self) -> str:
@@ -151,13 +145,6 @@ class Facts:
         return {"cache_bytes_per_token": per_token, "cache_bytes_per_request": streamed or None}
 
 
-def _attending(config: dict[str, Any]) -> int:
-    """Layers that cache keys and values; Qwen3-Next says how often there is one, or the type of each."""
-    if types := config.get("layer_types"):
-        return len(types) - types.count("linear_attention") - types.count("mamba")
-    return config["num_hidden_layers"] // config.get("full_attention_interval", 1)
-
-
 def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
     """The whole configuration of a language model: LLaVA's files say what differs from its class alone."""
     if "num_hidden_layers" in text:
@@ -166,11 +153,6 @@ def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
 
     known = text.get("model_type") in CONFIG_MAPPING
     return {**CONFIG_MAPPING[text["model_type"]]().to_dict(), **text} if known else text
-
-
-def _latent_width(config: dict[str, Any]) -> int:
-    """Numbers that an MLA layer caches per token."""
-    return config["kv_lora_rank"] + config["qk_rope_head_dim"]
 
 
 def _own(config: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -26,6 +26,7 @@ from surgery.evaluation.settings import HARNESS, EvalSettings
 from surgery.evaluation.store import ResultStore
 from surgery.evaluation.tasks import build_tasks
 from surgery.families import FAMILIES, LATENT_FAMILIES
+from surgery.running.kv_bytes import KVBytes, kv_bytes_of
 from surgery.running.loading import load_tokenizer
 from surgery.running.processes import Processes
 from surgery.running.source import checked_device, is_absent
@@ -33,7 +34,6 @@ from surgery.running.source_check import open_source
 from surgery.running.unfused import unfused
 from surgery.structures.dry_run import measure_speed
 from surgery.structures.estimates import EFFICIENCY
-from surgery.structures.kv_bytes import cache_bytes_of
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def plan_evaluation(request: Request, progress: Progress) -> EvaluationPlan:
     def row(row) -> dict[str, Any]:
         checkpoint, reader = row.checkpoint, row.checkpoint.reader
         dtypes = {native: dtype(checkpoint, native=native) for native in (False, True)}
-        sizes = {native: _cache_bytes_of(reader, dtypes[native]) for native in dtypes}
+        sizes = {native: _kv_bytes_of(reader, dtypes[native]) for native in dtypes}
         known = all(sizes.values())
-        caches = [sizes[task.native](work.rows, work.length) for task, work in told if known and work is not None]
+        caches = [sizes[task.native](work.length, work.rows) for task, work in told if known and work is not None]
         widest = max(dtypes[task.native].itemsize for task in tasks.all)
         return {
             "name": row.name,
@@ -102,7 +102,7 @@ def plan_evaluation(request: Request, progress: Progress) -> EvaluationPlan:
             "dtype": checkpoint.dtype,
             "weights": _numbers(reader) * widest,
             "cache": max(caches, default=None),
-            "kv": sizes[True](1, tasks.context) if known else None,
+            "kv": sizes[True](tasks.context) if known else None,
         }
 
     rows = [row(each) for each in prepared.rows]
@@ -155,13 +155,13 @@ def expected_seconds(given: Sequence[str], models: int, settings: EvalSettings) 
     return models * tokens * 2 * _numbers(reader) / (speed * EFFICIENCY)
 
 
-def _cache_bytes_of(reader: CheckpointReader, dtype: torch.dtype) -> Callable[[int, int], int] | None:
-    """Bytes of its live cache by rows and tokens; None for a model of a family that is not known."""
+def _kv_bytes_of(reader: CheckpointReader, dtype: torch.dtype) -> KVBytes | None:
+    """Bytes of its live cache; None for a model of a family that is not known."""
     try:
         config = unfused(reader).config
     except SurgeryError:
         return None
-    return cache_bytes_of(config, dtype) if config["model_type"] in {"surgery", *FAMILIES, *LATENT_FAMILIES} else None
+    return kv_bytes_of(config, dtype) if config["model_type"] in {"surgery", *FAMILIES, *LATENT_FAMILIES} else None
 
 
 def _numbers(reader: CheckpointReader) -> int:

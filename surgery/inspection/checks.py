@@ -22,12 +22,13 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.inspection.whole_model import check_whole_model, kinds_of
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.unfused import open_model
-from surgery.verification.again import kv_bytes_of, open_written, run_layers, verify_again
+from surgery.verification.again import open_written, run_layers, verify_again
 from surgery.verification.files import FileComparison, compare_files
 from surgery.verification.probe import probe_difference, take_probe
 from surgery.verification.record import Recorded
-from surgery.verification.written import CACHE_TOLERANCE, QUANTIZED_TOLERANCE, TOLERANCE
+from surgery.verification.written import CACHE_TOLERANCE, QUANTIZED_TOLERANCE, TOLERANCE, prompt_of
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 ELSEWHERE = "nemotron-nas"
@@ -178,7 +179,7 @@ def _kv_bytes(reader: CheckpointReader, opened, report: Recorded) -> str:
     if report.kv is None:
         raise _NotChecked("no report states them")
     tokens, stated = report.kv
-    found = kv_bytes_of(reader, opened)(tokens) / tokens
+    found = kv_bytes_of(reader.config, opened.weight_dtype)(tokens, prompt=prompt_of(tokens)) / tokens
     if not abs(found - stated) <= 1e-6 * found:
         raise SurgeryError(f"{found:,.1f} a token, where the report says {stated:,.1f}")
     return f"{found:,.0f} a token at {tokens:,} tokens, as the report says"

@@ -13,6 +13,7 @@ from surgery.engines.number_formats import ruinous_formats
 from surgery.families import FAMILIES, LATENT_FAMILIES, head_shape
 from surgery.families.base import keeps_state
 from surgery.inspection.architecture import model_facts
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.loading import load_config
 from surgery.running.skeleton import skeleton
 from surgery.running.source import attention_dtype
@@ -34,7 +35,7 @@ def converted_facts(reader: CheckpointReader, contexts: tuple[int, ...]) -> dict
     longest = max(contexts)
     try:
         model = skeleton(said, dtype)
-        held = {context: model.kv_cache_bytes(1, context) for context in contexts}
+        held = dict(zip(contexts, map(kv_bytes_of(reader.config, dtype), contexts), strict=True))
         by_layer = model.kv_layer_bytes(1, longest)
         entries = layer_entries(said)
         kinds = [

@@ -16,6 +16,7 @@ from surgery.inspection.architecture import model_facts
 from surgery.inspection.converted import MODEL_TYPES, converted_facts
 from surgery.inspection.spectra import LayerSpectrum, spectra_figure
 from surgery.inspection.targets import foreseen_targets, smallest_targets
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.moment_precision import factorising_on
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
@@ -94,7 +95,7 @@ def inspect_checkpoint(
         name=opened.reader.name,
         architecture=_architecture(opened),
         windows=windows,
-        kv=kv_bytes(opened, windows),
+        kv=kv_bytes(opened, len(windows)),
         targets=targets,
         advice=advice(targets, smallest_targets(opened)),
     )
@@ -104,15 +105,12 @@ def inspect_checkpoint(
     return replace(inspection, spectra=found, calibration=description)
 
 
-def kv_bytes(opened: Source, windows: list[int | None]) -> dict:
-    """KV bytes in the checkpoint's dtype: per token over all layers, and of one sequence at some lengths."""
-    _, kv_heads, head_dim = head_shape(opened.config)
-    layer = 2 * kv_heads * head_dim * _attention_dtype(opened).itemsize
-    at = {
-        context: sum(layer * min(context, context if window is None else window) for window in windows)
-        for context in CONTEXTS
-    }
-    return {"bytes_per_token": layer * len(windows), "bytes_per_token_and_layer": layer, "bytes_at": at}
+def kv_bytes(opened: Source, layers: int) -> dict:
+    """KV bytes in the checkpoint's dtype: per token, over all ``layers`` that cache, and by the sequence's length."""
+    held = kv_bytes_of(opened.reader.config, _attention_dtype(opened))
+    whole = held(1)  # the first token lies in every window
+    at = dict(zip(CONTEXTS, map(held, CONTEXTS), strict=True))
+    return {"bytes_per_token": whole, "bytes_per_token_and_layer": whole // layers, "bytes_at": at}
 
 
 def _architecture(opened: Source) -> dict:

@@ -102,13 +102,14 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
             layer.reserve(tokens)
         return Cache(layers=layers)
 
-    def kv_cache_bytes(self, batch: int, tokens: int) -> int:
+    def kv_cache_bytes(self, batch: int, tokens: int, prompt: int | None = None) -> int:
         """Bytes that the live cache will hold after `tokens` tokens of each of `batch` rows, in the model's dtype.
 
-        Of layers with linear attention nothing is counted: their states do not grow with the tokens.
+        Of layers with linear attention nothing is counted: their states do not grow with the tokens. `prompt` is the
+        length of the first pass, by default all; only a basis of the prompt's own depends on it.
         """
         if isinstance(self.model, BlockwiseDecoder):
-            return self.model.kv_cache_bytes(batch, tokens)
+            return self.model.kv_cache_bytes(batch, tokens, prompt)
         return sum(self.kv_layer_bytes(batch, tokens))
 
     def kv_layer_bytes(self, batch: int, tokens: int) -> list[int]:

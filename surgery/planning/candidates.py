@@ -6,17 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from surgery.architectures.own_class import MODEL_TYPE, layer_entries
+from surgery.architectures.own_class import layer_entries
 from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.engines import refuse_unless_loadable
-from surgery.families import FAMILIES, LATENT_FAMILIES
+from surgery.families import LATENT_FAMILIES
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.planning.settings import BITS, PlanSettings
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
-from surgery.structures.base import Candidate, Foreseen, Structure
-from surgery.structures.kv_bytes import cache_bytes_of, final_config
+from surgery.structures.base import Candidate, Structure
+from surgery.structures.kv_bytes import final_config
 from surgery.structures.registry import TARGETS, Target
 from surgery.structures.work import Work
 
@@ -153,7 +154,7 @@ class Candidates:
         config = final_config(foreseen, settings)
         if self._settings.engine:
             refuse_unless_loadable(self._settings.engine, config)
-        held = held_bytes(config, self._opened, self._settings, foreseen)
+        held = held_bytes(config, self._opened, self._settings)
         engines = foreseen.engines_of(self._opened.reader, config)
         return Sized(target, asked, settings, structure, config, held, unspent, engines)
 
@@ -187,17 +188,9 @@ def named_candidates(target: Target, config: dict[str, Any]) -> list[Candidate]:
     return structure.candidates(config)
 
 
-def held_bytes(
-    config: dict[str, Any], opened: Source, settings: PlanSettings, foreseen: Foreseen | None = None
-) -> float:
-    """Bytes that the caches of all sequences hold at the plan's context.
-
-    Args:
-        foreseen: of a config that is neither a family's nor the own class's: its bytes per token.
-    """
-    if config["model_type"] not in {MODEL_TYPE, *FAMILIES, *LATENT_FAMILIES}:
-        return foreseen.kv_bytes_per_token * settings.tokens * settings.batch
-    return cache_bytes_of(config, opened.weight_dtype)(settings.batch, settings.tokens)
+def held_bytes(config: dict[str, Any], opened: Source, settings: PlanSettings) -> int:
+    """Bytes that the caches of all sequences hold at the plan's context."""
+    return kv_bytes_of(config, opened.weight_dtype)(settings.tokens, settings.batch)
 
 
 def _named(target: Target, asked: dict[str, Any]) -> str:

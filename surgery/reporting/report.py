@@ -16,6 +16,7 @@ from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.families.base import head_shape
 from surgery.reporting.healing_table import check_healing
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.version import __version__
 
 SCHEMA = 1
@@ -94,9 +95,9 @@ class SourceShape:
 
     @classmethod
     def of(cls, opened) -> SourceShape:
-        """Of a checkpoint of a family."""
+        """Of a checkpoint of a family; its KV bytes at an infinite window."""
         first = opened.first
-        kv_bytes = first.kv_width * (opened.layers - len(opened.stateful)) * first.o.dtype.itemsize
+        kv_bytes = kv_bytes_of(opened.reader.config, first.o.dtype)(1)
         return cls(first.heads, first.kv_heads, first.head_dim, first.o.dtype, kv_bytes)
 
     @classmethod

@@ -48,7 +48,6 @@ class Outcome:
     Attributes:
         config: the config.json of the result.
         target: what it became, for the report; "called" and "engines" are added there.
-        kv_bytes: predicted bytes of the caches of all layers, of one sequence by its tokens.
         layers: a dataclass a layer for the report, with the errors of each stage as ``measured``, and ``columns()`` and
             ``cells()`` for people.
         scores: loss and recall after each stage.
@@ -64,7 +63,6 @@ class Outcome:
 
     config: dict[str, Any]
     target: dict[str, Any]
-    kv_bytes: Callable[[int], float]
     layers: list[Any]
     scores: dict[str, Score]
     simulated: Tensor
@@ -245,7 +243,6 @@ class Structure(ABC, Generic[Opened, Settings]):
             self.opened,
             outcome.simulated,
             work.texts.held_out,
-            outcome.kv_bytes,
             self.settings.batch_size,
             work.progress,
             flow=outcome.flow,

@@ -14,10 +14,11 @@ from surgery.common.memory import peak_memory
 from surgery.engines import engine_table
 from surgery.reporting.adapters import adapter_targets
 from surgery.reporting.report import Report, SourceShape, environment
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.structures.base import Outcome
 from surgery.structures.registry import TARGETS
 from surgery.structures.work import Work
-from surgery.verification.written import Verification
+from surgery.verification.written import Verification, prompt_of
 
 
 def build_report(
@@ -32,6 +33,7 @@ def build_report(
     """
     opened, reader, progress = work.opened, work.opened.reader, work.progress
     shape, hub = outcome.shape or SourceShape.of(opened), id_of_snapshot(reader.source)
+    predicted, at = kv_bytes_of(outcome.config, opened.weight_dtype), verification.kv_tokens
     stages = [{"stage": stage, **asdict(score)} for stage, score in outcome.scores.items()]
     stages.append({"stage": "reloaded", **asdict(verification.score)})
     return Report(
@@ -54,9 +56,9 @@ def build_report(
         calibration=work.texts.description,
         kv={
             "source_bytes_per_token": shape.kv_bytes_per_token,
-            "predicted_bytes_per_token": outcome.kv_bytes(verification.kv_tokens) / verification.kv_tokens,
+            "predicted_bytes_per_token": predicted(at, prompt=prompt_of(at)) / at,
             "measured_bytes_per_token": verification.kv_bytes_per_token,
-            "measured_at_tokens": verification.kv_tokens,
+            "measured_at_tokens": at,
             "ratio": verification.kv_bytes_per_token / shape.kv_bytes_per_token,
             **_flow(verification, shape, work.settings),
         },

@@ -45,11 +45,6 @@ class LatentLayer:
     def rope_dim(self) -> int:
         return 2 * len(self.inv_freq)
 
-    @property
-    def kv_width(self) -> int:
-        """Numbers that the layer caches per token."""
-        return self.rank + self.rope_dim + self.source.key_gains
-
     def to(self, *args, **kwargs) -> LatentLayer:
         """A copy with every tensor but ``inv_freq`` moved or cast."""
         return moved(self, *args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,12 +10,9 @@ from transformers import DynamicCache
 from surgery.calibration.held_out import HeldOut
 from surgery.checkpoint import CheckpointReader
 from surgery.common.progress import Progress
-from surgery.model import SurgeryConfig
-from surgery.model.blockwise_decoder import BlockwiseDecoder
 from surgery.running.layer_stream import LayerStream, blocks_of
-from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source, open_any
-from surgery.verification.written import Verification, prompt_of, run_through_cache, verify_by_running
+from surgery.verification.written import Verification, run_through_cache, verify_by_running
 
 SEQUENCES, LENGTH = 2, 64
 QUANTIZED_PIECE = 8
@@ -36,7 +32,6 @@ def verify_again(reader: CheckpointReader, opened: Source | OwnSource, seed: int
         opened,
         run_layers(opened.stream, held_out.tokens, piece),
         held_out,
-        kv_bytes_of(reader, opened),
         SEQUENCES,
         progress,
         piece=piece,
@@ -66,20 +61,3 @@ class _Running:
 
     device: str
     dtype: str = "float32"
-
-
-def kv_bytes_of(reader: CheckpointReader, opened: Source | OwnSource) -> Callable[[int], int]:
-    """KV bytes of one sequence by its tokens, of which the last few came one by one, as the config says.
-
-    In the dtype of the weights.
-    """
-    if reader.config["model_type"] == SurgeryConfig.model_type:
-        model = skeleton(reader.config, opened.weight_dtype)
-        if isinstance(model.model, BlockwiseDecoder):  # where a basis may be of the prompt alone
-            return lambda tokens: model.model.kv_cache_bytes(1, tokens, prompt=prompt_of(tokens))
-        return lambda tokens: model.kv_cache_bytes(1, tokens)
-    if isinstance(opened, Source):
-        layers, width = opened.layers - len(opened.stateful), opened.first.kv_width
-    else:
-        layers, width = opened.layers, reader.config["kv_lora_rank"] + reader.config["qk_rope_head_dim"]
-    return lambda tokens: width * layers * opened.weight_dtype.itemsize * tokens

@@ -17,6 +17,7 @@ from surgery.common.progress import Progress
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.families.base import keeps_state
 from surgery.model.cache_argument import CACHE
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import LayerStream, StreamedLayer, blocks_of, single_layer_config
 from surgery.running.loading import load_config
 from surgery.running.overflow import check_hidden
@@ -68,7 +69,6 @@ def verify_by_running(
     opened: Source | OwnSource,
     simulated: Tensor,
     held_out: HeldOut,
-    predicted_bytes: Callable[[int], int],
     batch_size: int,
     progress: Progress,
     *,
@@ -81,7 +81,6 @@ def verify_by_running(
         opened: the source. It gives device and dtype of the run, the sliding windows, the logits of the simulation, and
             the dtype of the rewritten tensors: the KV bytes are those of a model that runs in it.
         simulated: final hidden states [N, T, D] of the simulated conversion.
-        predicted_bytes: KV bytes that the live caches of all layers must hold of one sequence of that many tokens.
         piece: read the held-out text that many tokens at a time, through the live cache; None: in one forward pass.
         flow: gives the peak and footprint that a prompt and decoded tokens must have, in the dtype of the run.
 
@@ -119,9 +118,10 @@ def verify_by_running(
             raise SurgeryError(f"{path}: decoding through the cache differs from one forward pass by {worst:.1e}")
     if not difference <= TOLERANCE[weight_dtype] + CACHE_TOLERANCE[stream.dtype]:
         raise SurgeryError(f"{path}: logits of the written checkpoint differ from the simulation by {difference:.1e}")
-    if measured != predicted_bytes(tokens):
+    predicted = kv_bytes_of(reader.config, weight_dtype)(tokens, prompt=prompt_of(tokens))
+    if measured != predicted:
         raise SurgeryError(
-            f"the live cache takes {measured} bytes at {tokens} tokens, where {predicted_bytes(tokens)} were predicted"
+            f"the live cache takes {measured} bytes at {tokens} tokens, where {predicted} were predicted"
         )
     found = None
     if watch is not None:

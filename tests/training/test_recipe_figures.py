@@ -55,7 +55,6 @@ def student_of(settings: dict) -> dict:
     frequencies = torch.linspace(1, 0.001, settings["rope_dim"] // 2, dtype=torch.float64)
     spec = MLASpec(
         heads=heads,
-        kv_heads=source["num_key_value_heads"],
         head_dim=hidden // heads,
         value_dim=hidden // heads,
         hidden=hidden,

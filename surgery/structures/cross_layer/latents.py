@@ -14,23 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from surgery.architectures.cross_layer import REASON
-from surgery.architectures.own_class import MODEL_TYPE
+from surgery.architectures.own_class import MODEL_TYPE, beside_latents
 from surgery.calibration.cross_layer_statistics import moment_of
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.families import key_gains
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.families.softmax import Softmax
 from surgery.model.attention_functions import normalise_heads, rotate_pairs
 from surgery.reporting.report import SourceShape
 from surgery.running.activations import give_back
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.moment_precision import MomentPrecision
 from surgery.running.source import OwnSource
 from surgery.structures.base import LONG, Foreseen, Outcome, Structure
 from surgery.structures.cross_layer.budget import shared_rank
-from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target, predicted_bytes
+from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
 from surgery.structures.stages import StageRuns
@@ -63,10 +63,7 @@ class LatentSource(OwnSource):
 
     def positional(self, layer: int) -> int:
         """Numbers that a layer caches beside its latent."""
-        entry = self.config.attention_layers[layer]
-        gains = key_gains(self.config.base_model_type, self.config.num_key_value_heads)
-        gains = 0 if entry["key_norm_eps"] is None else gains
-        return 2 * len(entry["rope_inv_freq"]) + gains
+        return beside_latents(self.reader.config, self.reader.config["attention_layers"][layer])
 
     def down(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """Weight [r, D] and bias [r] that give the latent."""
@@ -100,7 +97,7 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
         return Foreseen(
             config=config,
             tensors=tensors,
-            kv_bytes_per_token=predicted_bytes(config, self._dtype)(LONG) / LONG,
+            kv_bytes_per_token=kv_bytes_of(config, self._dtype)(LONG) / LONG,
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(cached=-(-sum(self._ranks) // opened.layers), statistics=True, gradients=True),
@@ -133,16 +130,14 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
                     writer.write(prefix + "basis_down", down.to(dtype).contiguous())
                     writer.write(prefix + "basis_up", up.to(dtype).contiguous())
                 advance(stop - start)
-        width = sum(opened.rank(i) + opened.positional(i) for i in range(opened.layers))
         return Outcome(
             config=self._config,
             target=cross_layer_target(settings, self._groups, self._ranks),
-            kv_bytes=predicted_bytes(self._config, dtype),
             layers=reports,
             scores=runs.scores(),
             simulated=runs.hidden[SHARED],
             own_class=True,
-            shape=SourceShape.of_config(opened.config, dtype, width * dtype.itemsize),
+            shape=SourceShape.of_config(opened.config, dtype, kv_bytes_of(opened.reader.config, dtype)(1)),
         )
 
 

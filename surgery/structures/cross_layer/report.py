@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from surgery.architectures.cross_layer import REASON
 from surgery.architectures.own_class import MODEL_TYPE
 from surgery.common.human import short
-from surgery.running.skeleton import skeleton
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 
 
@@ -64,9 +61,3 @@ class GroupReport:
     def cells(self) -> tuple:
         """For people."""
         return " + ".join(map(str, self.ranks)), self.shared_rank, short(self.key_error), short(self.value_error)
-
-
-def predicted_bytes(config: dict[str, Any], dtype: torch.dtype) -> Callable[[int], int]:
-    """KV bytes of one sequence by its tokens."""
-    decoder = skeleton(config, dtype).model
-    return lambda tokens: decoder.kv_cache_bytes(1, tokens)

@@ -21,13 +21,14 @@ from surgery.families import LATENT_FAMILIES, any_family_of
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.latent_family import NORM
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import LayerStream, StreamedBlock
 from surgery.running.source import Source
 from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Structure, unchanged_tensors
 from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.cascade import Cascade
 from surgery.structures.cross_layer.latents import SharedLatents
-from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target, predicted_bytes
+from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
 from surgery.structures.stages import StageRuns
@@ -96,7 +97,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return Foreseen(
             config=config,
             tensors=unchanged_tensors(opened.reader, opened.config) | self._writes.plan(),
-            kv_bytes_per_token=predicted_bytes(config, opened.weight_dtype)(LONG) / LONG,
+            kv_bytes_per_token=kv_bytes_of(config, opened.weight_dtype)(LONG) / LONG,
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(
@@ -135,7 +136,6 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return Outcome(
             config=config,
             target=cross_layer_target(settings, self._groups, [report.ranks[0] for report in reports]),
-            kv_bytes=predicted_bytes(config, opened.weight_dtype),
             layers=reports,
             scores=runs.scores(),
             simulated=runs.hidden[SHARED],

@@ -14,13 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from surgery.architectures.hybrid import REASON, moved_tensors
-from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
+from surgery.architectures.own_class import MODEL_TYPE, own_config
 from surgery.architectures.sliding_layers import CARRIERS
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.heads.pattern import HeadPattern
 from surgery.heads.plan import HeadPlan
-from surgery.model import SurgeryForCausalLM
 from surgery.reporting.report import SourceShape
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.skeleton import skeleton
 from surgery.structures.base import Candidate, Foreseen, Outcome, Request, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
@@ -58,8 +58,7 @@ class Hybrid(Streaming):
     def foresee(self) -> Foreseen:
         """All of it, at the context that was asked for: nothing is left to the work but measuring."""
         opened, config = self.opened, own_config(self.opened.reader.config, self._entries)
-        planned = skeleton(config, opened.weight_dtype)
-        held = planned.kv_cache_bytes(1, self._context) / self._context
+        held = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
         return Foreseen(
             config=config,
             tensors=unchanged_tensors(opened.reader, opened.config),
@@ -84,9 +83,7 @@ class Hybrid(Streaming):
             for name, tensor in self._moved(layer).items():
                 writer.write(name, tensor)
         config = own_config(reader.config, self._entries)
-        # The source in the own class, to know its bytes.
-        whole = skeleton(own_config(reader.config, layer_entries(reader.config)), dtype)
-        planned = skeleton(config, dtype)
+        held, whole = (kv_bytes_of(each, dtype)(self._context) for each in (config, reader.config))
         return Outcome(
             config=config,
             target={
@@ -94,14 +91,13 @@ class Hybrid(Streaming):
                 "method": "streaming-llm" if pattern is None else pattern.method,
                 "model_type": MODEL_TYPE,
                 "reasons": [REASON],
-                **_facts(plan, pattern, planned, whole, self._context, self.settings),
+                **_facts(plan, pattern, held / whole, self._context, self.settings),
             },
-            kv_bytes=lambda tokens: planned.kv_cache_bytes(1, tokens),
             layers=[layer_report(layer, plan, pattern, error) for layer, error in enumerate(errors)],
             scores=scores,
             simulated=hidden,
             own_class=True,
-            shape=SourceShape.of_config(opened.config, dtype, whole.kv_cache_bytes(1, self._context) / self._context),
+            shape=SourceShape.of_config(opened.config, dtype, whole / self._context),
             flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
         )
 
@@ -113,12 +109,7 @@ class Hybrid(Streaming):
 
 
 def _facts(
-    plan: HeadPlan,
-    pattern: HeadPattern | None,
-    planned: SurgeryForCausalLM,
-    whole: SurgeryForCausalLM,
-    context: int,
-    settings: HybridSettings,
+    plan: HeadPlan, pattern: HeadPattern | None, kv_ratio: float, context: int, settings: HybridSettings
 ) -> dict:
     """What the report says of the plan."""
     return {
@@ -129,6 +120,6 @@ def _facts(
         "compensated_heads": int(plan.compensated.sum()),
         "heads_multiple": settings.heads_multiple,
         "context": context,
-        "kv_ratio_at_context": planned.kv_cache_bytes(1, context) / whole.kv_cache_bytes(1, context),
+        "kv_ratio_at_context": kv_ratio,
         "pattern": None if pattern is None else pattern.identity(),
     }

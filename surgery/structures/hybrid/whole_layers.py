@@ -6,12 +6,12 @@ than streaming heads do at the same window.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from surgery.architectures.hybrid import StreamableModel, Unit
 from surgery.architectures.sliding_layers import REASON, sliding_config
 from surgery.checkpoint import CheckpointWriter, TensorSpec
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.structures.base import Foreseen, Outcome, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.streaming import Streaming, layer_report, measure_plan
@@ -38,15 +38,10 @@ class WholeLayers(Streaming):
     def _config(self) -> dict[str, Any]:
         return sliding_config(self.opened.reader.config, self._streams, self._plan.recent)
 
-    def _held(self, streams: list[bool]) -> Callable[[int], float]:
-        """Bytes of one sequence by its tokens: a window keeps what the next token sees besides itself."""
-        kept, width = self._plan.recent - 1, self.opened.first.kv_width * self.opened.weight_dtype.itemsize
-        return lambda tokens: sum(width * (min(tokens, kept) if each else tokens) for each in streams)
-
     def foresee(self) -> Foreseen:
         """All of it, at the context that was asked for: nothing is left to the work but measuring."""
         opened, config = self.opened, self._config
-        held = self._held(self._streams)(self._context) / self._context
+        held = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
         return Foreseen(
             config=config,
             tensors=unchanged_tensors(opened.reader, opened.config),
@@ -64,7 +59,8 @@ class WholeLayers(Streaming):
         """Measures the plan as masks on the source's attention; nothing new is written."""
         opened, plan, pattern, config = self.opened, self._plan, self._pattern, self._config
         hidden, scores, errors = measure_plan(opened, plan, work.texts, self.settings, work.progress)
-        held = self._held(self._streams)
+        sizes = (config, opened.reader.config)
+        held, whole = (kv_bytes_of(each, opened.weight_dtype)(self._context) for each in sizes)
         return Outcome(
             config=config,
             target={
@@ -78,10 +74,9 @@ class WholeLayers(Streaming):
                 "full_heads": int(plan.full.sum()),
                 "compensated_heads": 0,
                 "context": self._context,
-                "kv_ratio_at_context": held(self._context) / self._held([False] * opened.layers)(self._context),
+                "kv_ratio_at_context": held / whole,
                 "pattern": None if pattern is None else pattern.identity(),
             },
-            kv_bytes=held,
             layers=[layer_report(layer, plan, pattern, error) for layer, error in enumerate(errors)],
             scores=scores,
             simulated=hidden,

@@ -33,6 +33,7 @@ from surgery.engines import refuse_unless_loadable
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
 from surgery.structures.base import Candidate, ConfigOf, Foreseen, Outcome, Structure, unchanged_tensors
@@ -147,11 +148,11 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             kv_heads[0] += 1
         carrier = choose_carrier(opened.reader.config, kv_heads, _wanted_carrier(settings, kv_heads))
         plan, fits = _Plan(kv_heads, first.heads), settings.method == "fisher"
-        width = first.head_dim + first.value_dim
+        width, source = first.head_dim + first.value_dim, kv_bytes_of(opened.reader.config, first.q.dtype)(1)
         return Foreseen(
             config=carrier.final_config or carrier.config,
             tensors=_planned_tensors(opened, plan, first.head_dim),
-            kv_bytes_per_token=self._budget * width * first.q.dtype.itemsize,
+            kv_bytes_per_token=source // (opened.layers * first.kv_heads) * self._budget,
             model_type=carrier.model_type,
             reasons=[carrier.reason],
             demand=Demand(
@@ -192,7 +193,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The merged form and the fitted one, of which the one of less held-out loss is written."""
-        carrier, kv_heads, first = self._carrier, self._plan.kv_heads, self.opened.first
+        carrier, kv_heads = self._carrier, self._plan.kv_heads
         stages = STAGES[: 1 + work.fits(self.settings.method == "fisher")]
         runs = work.stage_runs(stages, steps=stages if len(stages) == 1 else ())
         fit = work.fit(runs, *STAGES)
@@ -200,7 +201,6 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         scores = runs.scores()
         result = least_loss(stages, scores)
         work.alternatives.write(result, self.opened.layers, writer)
-        width = sum(kv_heads) * (first.head_dim + first.value_dim) * first.q.dtype.itemsize
         return Outcome(
             config=carrier.config,
             target={
@@ -212,7 +212,6 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
                 "result": result,
                 **({"fit": fit.facts()} if fit else {}),
             },
-            kv_bytes=lambda tokens: width * tokens,
             layers=reports,
             scores=scores,
             simulated=runs.hidden[result],

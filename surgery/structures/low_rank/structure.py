@@ -25,6 +25,7 @@ from surgery.common.human import short
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.quantized_cache import QuantizedKVLayer, Spans
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.alternatives import least_loss
@@ -163,10 +164,12 @@ class LowRank(Structure[Source, LowRankSettings]):
             blocks = blocks_for(asked.method, first, rank, multiple=asked.rank_multiple)
             writes = self._writer(tuple(() if layer in self.kept else blocks for layer in range(opened.layers)), None)
         forms = (self.closed_ends or not asked.fit_steps) + bool(fits and asked.fit_steps)
+        config, exact = writes.config(opened.reader.config), writes.sinks + writes.window
+        held = kv_bytes_of(config, first.q.dtype)
         return Foreseen(
-            config=writes.config(opened.reader.config),
+            config=config,
             tensors=replanned_tensors(opened, writes.copied, writes.plan, self.kept),
-            kv_bytes_per_token=sum(map(writes.kv_width, range(opened.layers))) * first.q.dtype.itemsize,
+            kv_bytes_per_token=held(exact + 1) - held(exact),
             sized=self._writes is not None or asked.bits != "auto",
             model_type=MODEL_TYPE,
             reasons=[REASON],
@@ -200,8 +203,7 @@ class LowRank(Structure[Source, LowRankSettings]):
     def _writer(self, blocks: tuple[Blocks, ...], codes: tuple[Spans, ...] | None) -> OwnLowRank:
         # Without a window sinks are of the quantised cache.
         sinks, opened = self.asked.sinks if self.asked.window else 0, self.opened
-        layers = opened.windows, opened.stateful
-        return OwnLowRank(opened.first, blocks, self.earlier, sinks, self.asked.window, codes, *layers)
+        return OwnLowRank(opened.first, blocks, self.earlier, sinks, self.asked.window, codes)
 
     def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """Latents in the metric of the loss; without an exact window, and of a layer's own."""
@@ -247,7 +249,6 @@ class LowRank(Structure[Source, LowRankSettings]):
                 **({"fit": fit.facts()} if fit else {}),
                 **({"codes": writes.codes} if writes.codes else {}),
             },
-            kv_bytes=writes.kv_bytes,
             layers=[forms[form] for forms in reports],
             scores=scores,
             simulated=runs.hidden[result],

@@ -14,11 +14,10 @@ from surgery.model import SurgeryConfig
 
 def stock_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
     """As `surgery convert --to mla` writes it: a dense `deepseek_v3`."""
-    heads, kv_heads, head_dim = head_shape(config)
+    heads, _, head_dim = head_shape(config)
     layers, dtype = config.num_hidden_layers, torch.bfloat16
     spec = MLASpec(
         heads=heads,
-        kv_heads=kv_heads,
         head_dim=head_dim,
         value_dim=head_dim,
         hidden=config.hidden_size,

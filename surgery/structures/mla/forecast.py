@@ -14,7 +14,7 @@ import torch
 from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.choose import Carrier
 from surgery.engines import engine_table, merged, refuse_unless_loadable
-from surgery.running.skeleton import skeleton
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla.output import carrier_of
@@ -55,23 +55,18 @@ def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> For
     ]
     # The last is the one without a grid: the class is the same, and what a norm needs besides is in it.
     carrier = outcomes[-1]
+    result, group = carrier.writer.config(config), settings.group
     if settings.engine is not None:
-        refuse_unless_loadable(settings.engine, whole_config(opened.reader, carrier.writer.config(config)))
+        refuse_unless_loadable(settings.engine, whole_config(opened.reader, result))
+    cache = {"kv_cache": settings.kv_cache()} if settings.quantizes else {}
+    held = kv_bytes_of(result | cache, carrier.writer.spec.dtype)
     return Forecast(
         split,
         carrier,
-        max(_kv_bytes(outcome, opened, settings) for outcome in outcomes),
+        held(group) / group if settings.quantizes else held(1),  # the first token lies in every window
         len(outcomes) == 1,
         merged([engine_table(outcome.writer.config(config)) for outcome in outcomes]),
     )
-
-
-def _kv_bytes(carrier: Carrier, opened: Source, settings: ConvertSettings) -> float:
-    writer = carrier.writer
-    if settings.quantizes:
-        config = {**writer.config(opened.reader.config), "kv_cache": settings.kv_cache()}
-        return skeleton(config, writer.spec.dtype).kv_cache_bytes(1, settings.group) / settings.group
-    return sum(writer.kv_width(layer) for layer in range(opened.layers)) * writer.spec.dtype.itemsize
 
 
 def _possible_counts(

@@ -56,7 +56,6 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
     names = opened.family.attention_names(opened.reader, opened.first_layer)
     spec = MLASpec(
         heads=anatomy.heads,
-        kv_heads=anatomy.kv_heads,
         head_dim=anatomy.head_dim,
         value_dim=anatomy.value_dim,
         hidden=anatomy.hidden,
@@ -67,10 +66,8 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         latent_bias=any(name.endswith(("k_proj.bias", "v_proj.bias")) for name in names),
         output_bias=any(name.endswith("o_proj.bias") for name in names),
         key_norm_eps=anatomy.k_norm.eps if anatomy.k_norm else None,
-        key_gains=anatomy.key_gains,
         windows=opened.windows,
         input_lengths=tuple(float(opened.input_scale(layer).double().norm()) for layer in range(layers)),
-        stateful=opened.stateful,
     )
     config, beside = opened.reader.config, "a vision tower" if opened.reader.stored_names else None
     return choose_carrier(

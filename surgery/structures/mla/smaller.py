@@ -25,6 +25,7 @@ from surgery.families import latent_family_of
 from surgery.families.attention import CapturedAttention
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
@@ -123,11 +124,11 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but numbers."""
-        writes = self._writes
+        writes, config = self._writes, self._writes.config()
         return Foreseen(
-            config=writes.config(),
+            config=config,
             tensors=self._tensors(),
-            kv_bytes_per_token=writes.kv_bytes(1),
+            kv_bytes_per_token=kv_bytes_of(config, self.opened.weight_dtype)(1),
             model_type=writes.model_type,
             reasons=writes.reasons(),
             demand=Demand(
@@ -174,7 +175,6 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
                 "rope_dim": writes.rope_dim,
                 "norm_error": max(layer.norm_error for layer in layers),
             },
-            kv_bytes=writes.kv_bytes,
             layers=layers,
             scores=runs.scores(),
             simulated=runs.hidden[SMALLER],

@@ -188,7 +188,6 @@ class MLA(Structure[Source, ConvertSettings]):
         return Outcome(
             config=carrier.writer.config(opened.reader.config),
             target=target,
-            kv_bytes=carrier.writer.kv_bytes,
             layers=layers,
             scores=scores,
             simulated=runs.hidden[result],

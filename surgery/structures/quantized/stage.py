@@ -22,6 +22,7 @@ from surgery.checkpoint import CheckpointWriter
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import LayerStream, blocks_of, single_layer_config
 from surgery.running.loading import load_config
 from surgery.running.skeleton import skeleton
@@ -153,13 +154,11 @@ def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> 
     difference = logit_difference(opened.stream, outcome.simulated, exact.stream, measured.hidden[EXACT])
     if not difference <= TOLERANCE[dtype] + CACHE_TOLERANCE[exact.stream.dtype]:
         raise SurgeryError(f"{writer.out}: logits as written differ from the simulation by {difference:.1e}")
-    quantized = skeleton(config, dtype)
     verification = verify_by_running(
         writer.partial,
         opened,
         measured.hidden[QUANTIZED],
         held_out,
-        lambda tokens: quantized.kv_cache_bytes(1, tokens),
         settings.batch_size,
         progress,
         piece=PIECE,
@@ -177,9 +176,8 @@ def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> 
         target={
             **outcome.target,
             **quantized_facts(settings),
-            "numbers_bytes_per_token": outcome.kv_bytes(at) / at,
+            "numbers_bytes_per_token": kv_bytes_of(outcome.config, dtype)(at) / at,
         },
-        kv_bytes=lambda tokens: quantized.kv_cache_bytes(1, tokens),
         layers=outcome.layers or measured.layers,
         scores={**outcome.scores, **scores, QUANTIZED: measured.scores[QUANTIZED]},
         simulated=measured.hidden[QUANTIZED],

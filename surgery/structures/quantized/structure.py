@@ -18,6 +18,7 @@ from surgery.common.progress import Progress
 from surgery.families import LATENT_FAMILIES, any_family_of
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import blocks_of
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
@@ -38,7 +39,6 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     def __init__(self, opened: Source | OwnSource, settings: QuantizedSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         self._config = own_config(opened.reader.config, layer_entries(opened.reader.config))
-        self._exact = skeleton(self._config, opened.weight_dtype)
         skeleton({**self._config, "kv_cache": settings.kv_cache()}, opened.weight_dtype)  # refuses what cannot be
 
     @classmethod
@@ -60,7 +60,7 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but measuring."""
         opened = self.opened
-        held = self._exact.kv_cache_bytes(1, LONG) / LONG
+        held = kv_bytes_of(self._config, opened.weight_dtype)(LONG) / LONG
         return Foreseen(
             config=self._config,
             tensors=unchanged_tensors(opened.reader, opened.config),
@@ -83,12 +83,12 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
         opened, stream, held_out = self.opened, self.opened.stream, work.texts.held_out
         hidden = stream.embed(held_out.tokens)
         with work.progress.phase("source", opened.layers) as advance:
-            for start, stop in blocks_of(self._exact.config):
+            for start, stop in blocks_of(opened.config):
                 with stream.block(start, stop) as layers:
                     stream.run_layer(layers, hidden, self.settings.batch_size)
                 advance(stop - start)
         tokens = measured_tokens(hidden.shape[1], opened.windows)
-        bytes_per_token = self._exact.kv_cache_bytes(1, tokens) / tokens
+        bytes_per_token = kv_bytes_of(self._config, opened.weight_dtype)(tokens) / tokens
         return Outcome(
             config=self._config,
             target={
@@ -97,7 +97,6 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
                 "model_type": MODEL_TYPE,
                 "reasons": [REASON],
             },
-            kv_bytes=lambda tokens: self._exact.kv_cache_bytes(1, tokens),
             layers=[],
             scores={"source": held_out.score(stream, hidden)},
             simulated=hidden,

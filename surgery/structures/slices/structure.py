@@ -8,10 +8,7 @@ once it has computed the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
 
 from surgery.architectures.sliced import LatentModel, planned_tensors, sliced_tensors
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
@@ -19,7 +16,7 @@ from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.human import share
 from surgery.common.progress import Progress
 from surgery.reporting.report import SourceShape, reading
-from surgery.running.skeleton import skeleton
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import OwnSource
 from surgery.structures.base import Foreseen, Outcome, Structure
 from surgery.structures.estimates import Demand
@@ -87,7 +84,7 @@ class Slice(Structure[OwnSource, SliceSettings]):
         """Of the first way to spend the budget; all take the same bytes."""
         opened, ranks = self.opened, self._candidates[next(iter(self._candidates))]
         smaller, dtype = self._whole.sliced(ranks), opened.weight_dtype
-        held = _kv_bytes(smaller, dtype)(1)
+        held = kv_bytes_of(smaller.config, dtype)(1)
         return Foreseen(
             config=smaller.config,
             tensors=planned_tensors(opened.reader, self._whole, ranks),
@@ -111,27 +108,17 @@ class Slice(Structure[OwnSource, SliceSettings]):
             for name, tensor in sliced_tensors(opened.reader, whole, layer, self._ranks).items():
                 writer.write(name, tensor)
         smaller, dtype = whole.sliced(self._ranks), opened.weight_dtype
-        kv_bytes, before = (_kv_bytes(model, dtype) for model in (smaller, whole))
         at = measured_tokens(work.texts.held_out.tokens.shape[1], opened.windows)
+        before, after = (kv_bytes_of(model.config, dtype)(at) / at for model in (whole, smaller))
         return Outcome(
             config=smaller.config,
-            target={**_target(smaller, origin, kv_bytes(at) / at), "allocations": measured.losses},
-            kv_bytes=kv_bytes,
+            target={**_target(smaller, origin, after), "allocations": measured.losses},
             layers=[_layer_report(layer, whole, smaller, origin, e) for layer, e in enumerate(measured.errors)],
             scores={BEFORE: measured.before, SLICED: measured.score},
             simulated=measured.hidden,
             own_class=not whole.stock,
-            shape=SourceShape.of_config(opened.config, dtype, before(at) / at),
+            shape=SourceShape.of_config(opened.config, dtype, before),
         )
-
-
-def _kv_bytes(model: LatentModel, dtype: torch.dtype) -> Callable[[int], int]:
-    """KV bytes of one sequence by its tokens, as predicted from shapes."""
-    if not model.stock:
-        built = skeleton(model.config, dtype)
-        return lambda tokens: built.kv_cache_bytes(1, tokens)
-    width = sum(sum(ranks) + model.fixed(layer) for layer, ranks in enumerate(model.ranks))
-    return lambda tokens: width * dtype.itemsize * tokens
 
 
 def _target(smaller: LatentModel, origin: Origin, bytes_per_token: float) -> dict:

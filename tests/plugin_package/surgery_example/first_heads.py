@@ -104,7 +104,6 @@ class FirstHeads(Structure):
                 "model_type": self._carrier.model_type,
                 "reasons": [self._carrier.reason],
             },
-            kv_bytes=lambda tokens: self._width * self.opened.layers * tokens,
             layers=reports,
             scores=runs.scores(),
             simulated=runs.hidden["dropped"],

@@ -1,0 +1,33 @@
+"""Elements of a token in the KV cache, layer by layer: read from a config.json, without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from surgery.common.size_names import with_size_names
+
+DECILM = "nemotron-nas"
+
+
+def kv_widths(config: dict[str, Any]) -> list[int]:
+    """Count the elements that every layer caches per token; 0 for a layer that keeps a state.
+
+    Args:
+        config: of any class but this package's: MLA, KV heads, or KV heads by layer (DeciLM).
+
+    Raises:
+        KeyError: it does not say a size.
+    """
+    config = with_size_names(config)
+    layers = config["num_hidden_layers"]
+    if config.get("kv_lora_rank"):
+        return [config["kv_lora_rank"] + config["qk_rope_head_dim"]] * layers
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    if config.get("model_type") == DECILM:
+        return [heads // block["attention"]["n_heads_in_group"] * 2 * head_dim for block in config["block_configs"]]
+    width = 2 * (config.get("num_key_value_heads") or heads) * head_dim
+    if types := config.get("layer_types"):
+        return [0 if kind in ("linear_attention", "mamba") else width for kind in types]
+    interval = config.get("full_attention_interval", 1)  # Qwen3-Next may say how often there is one, not the types
+    return [0 if (layer + 1) % interval else width for layer in range(layers)]

@@ -1,0 +1,68 @@
+"""KV bytes of a checkpoint, from its config.json: what every report, budget and verification predicts them by."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from transformers import CONFIG_MAPPING, DynamicCache
+
+from surgery.checkpoint.config_file import arguments
+from surgery.checkpoint.kv_widths import kv_widths
+from surgery.common.errors import SurgeryError
+from surgery.model import SurgeryConfig, SurgeryForCausalLM
+from surgery.running.loading import LOADING
+from surgery.running.skeleton import skeleton
+
+
+class KVBytes(Protocol):
+    """Bytes of the live cache of ``batch`` sequences of ``tokens`` tokens each, windows and all."""
+
+    def __call__(self, tokens: int, batch: int = 1, prompt: int | None = None) -> int:
+        """``prompt``: tokens of the first pass, all by default; only a basis of the prompt's own depends on it."""
+
+
+def kv_bytes_of(config: dict[str, Any], dtype: torch.dtype) -> KVBytes:
+    """Predict the KV bytes of the model of a config.json whose weights have this dtype. States are not counted.
+
+    Args:
+        config: of any checkpoint that is read or written here, or of a vision-language model around one.
+
+    Raises:
+        SurgeryError: the config is impossible.
+    """
+    text = config.get("text_config")
+    if isinstance(text, dict) and text.get("model_type") == SurgeryConfig.model_type:
+        config = text
+    if config["model_type"] == SurgeryConfig.model_type:
+        model = _custom_model(json.dumps(config), dtype)
+        return lambda tokens, batch=1, prompt=None: model.kv_cache_bytes(batch, tokens, prompt)
+    try:
+        widths, windows = _stock_layers(config)
+    except LOADING as error:
+        raise SurgeryError(f"config.json of {config['model_type']} gives no KV bytes: {error!r}") from None
+
+    def held(tokens: int, batch: int = 1, prompt: int | None = None) -> int:
+        # A full window keeps one token less than a query sees, its own.
+        kept = [tokens if window is None else min(tokens, window - 1) for window in windows]
+        return batch * dtype.itemsize * sum(width * count for width, count in zip(widths, kept, strict=True))
+
+    return held
+
+
+@lru_cache(maxsize=8)  # plans and forecasts ask again and again of one config
+def _custom_model(config: str, dtype: torch.dtype) -> SurgeryForCausalLM:
+    return skeleton(json.loads(config), dtype)
+
+
+def _stock_layers(config: dict[str, Any]) -> tuple[list[int], list[int | None]]:
+    """Widths and windows of all layers; a class that transformers does not know has no windows."""
+    if config["model_type"] not in CONFIG_MAPPING:
+        widths = kv_widths(config)
+        return widths, [None] * len(widths)
+    whole = CONFIG_MAPPING[config["model_type"]](**arguments(config)).get_text_config(decoder=True)
+    layers = DynamicCache(config=whole).layers
+    windows = [layer.sliding_window if getattr(layer, "is_sliding", False) else None for layer in layers]
+    return kv_widths(whole.to_dict()), windows

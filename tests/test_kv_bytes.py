@@ -1,0 +1,168 @@
+"""KV bytes are predicted in one place: every answer follows it, and live caches are held to it."""
+
+import json
+from pathlib import Path
+
+import picture_models
+import pytest
+import torch
+from own_checkpoints import HYBRIDS, SOURCES
+from tiny_models import CONFIGS, HELD_OUT
+
+from surgery.architectures.decilm import config_with_heads
+from surgery.architectures.own_class import layer_entries, own_config
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.common.size_names import with_size_names
+from surgery.engines import facts
+from surgery.engines.diagnosis import diagnose
+from surgery.engines.facts import Facts
+from surgery.evaluation.run import Request
+from surgery.evaluation.settings import EvalSettings
+from surgery.forecast.evaluation import plan_evaluation
+from surgery.inspection.checks import FAILED, verify_checkpoint
+from surgery.inspection.inspect import inspect_checkpoint
+from surgery.model import SurgeryConfig, SurgeryForCausalLM
+from surgery.planning.plan import make_plan
+from surgery.planning.settings import PlanSettings
+from surgery.running import kv_bytes
+from surgery.running.kv_bytes import kv_bytes_of
+from surgery.structures.converter import convert
+from surgery.structures.dry_run import plan_conversion
+from surgery.structures.registry import SLICE, TARGETS
+
+ROOT = Path(__file__).resolve().parent.parent
+WEIGHTS = {"calibration": "none", "device": "cpu"}
+TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 64, "calibration_length": 64, "held_out": 2, "recall": 0.0}
+TARGETS_ASKED = {
+    "mla": {"kv_ratio": 0.5, "rope_dim": 4},
+    "gqa": {"kv_heads": 1},
+    "lowrank": {"kv_ratio": 0.5},
+    "hybrid": {"streaming": 1, "sinks": 2, "recent": 8, "context": 100},
+    "quantized": {"bits": 4, "group": 8},
+}
+
+
+def dumped(config) -> dict:
+    """A config as its config.json has it."""
+    return with_size_names(json.loads(config.to_json_string(use_diff=False)))
+
+
+def settings_of(target: str):
+    return TARGETS[target].settings({**TARGETS_ASKED[target], **WEIGHTS})
+
+
+@pytest.fixture(scope="module")
+def written(checkpoints, tmp_path_factory):
+    """A source, stock MLA and the custom class; all with a report."""
+    folder = tmp_path_factory.mktemp("written")
+    for target in ("mla", "lowrank"):
+        convert(checkpoints("llama"), folder / target, settings_of(target))
+    return {"source": checkpoints("llama"), **{name: folder / name for name in ("mla", "lowrank")}}
+
+
+@pytest.fixture
+def one_more(monkeypatch):
+    """Makes the prediction wrong by an element of every token and layer, or by a byte of every token."""
+    widths, held = kv_bytes.kv_widths, SurgeryForCausalLM.kv_cache_bytes
+
+    def wrong() -> None:
+        for module in (kv_bytes, facts):
+            monkeypatch.setattr(module, "kv_widths", lambda config: [width + 1 for width in widths(config)])
+        monkeypatch.setattr(
+            SurgeryForCausalLM,
+            "kv_cache_bytes",
+            lambda model, batch, tokens, prompt=None: held(model, batch, tokens, prompt) + batch * tokens,
+        )
+
+    return wrong
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_gives_what_the_model_class_holds(name):
+    config = dumped(CONFIGS[name]())
+    stock, custom = (kv_bytes_of(each, torch.bfloat16) for each in (config, own_config(config, layer_entries(config))))
+    for tokens in (1, 10, 17, 5000):
+        assert stock(tokens) == custom(tokens) > 0 and stock(tokens, batch=3) == 3 * stock(tokens)
+
+
+@pytest.mark.parametrize("name", picture_models.CONFIGS)
+def test_a_vision_language_model_has_the_cache_of_its_decoder(name):
+    source = picture_models.CONFIGS[name]()
+    config, text = (json.loads(each.to_json_string(use_diff=False)) for each in (source, source.get_text_config()))
+    custom = own_config(text, layer_entries(text))
+    whole = {**config, "model_type": "surgery_pictures", "text_config": custom}
+    held = [kv_bytes_of(each, torch.bfloat16)(40) for each in (config, text, custom, whole)]
+    assert held[0] > 0 and len(set(held)) == 1
+
+
+def test_kv_heads_by_layer_are_counted_alike_in_both_classes():
+    source = {**dumped(CONFIGS["llama"]()), "intermediate_size": 256}
+    entries = [None, {"kind": "grouped", "kv_heads": 1}]
+    decilm = kv_bytes_of(config_with_heads(source, [2, 1]), torch.float32)
+    assert decilm(9) == kv_bytes_of(own_config(source, entries), torch.float32)(9) == 9 * 3 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("name", SOURCES | HYBRIDS)
+def test_the_plugin_allocates_what_the_model_class_holds(name):
+    base, entries = (SOURCES | HYBRIDS)[name]
+    config = dumped(SurgeryConfig.from_base(base(), entries))
+    found, held = Facts.of(config), kv_bytes_of(config, torch.float32)
+    assert found.not_served is None
+    assert held(1001) - held(1000) == 4 * found.cached_numbers
+
+
+def answers(written, tmp_path) -> dict[str, object]:
+    """KV bytes by where they are shown."""
+    source, mla, own = written["source"], written["mla"], written["lowrank"]
+    inspections = {name: inspect_checkpoint(path) for name, path in written.items()}
+    found = {f"inspect {name}": inspection.kv["bytes_per_token"] for name, inspection in inspections.items()}
+    found |= {f"inspect {name}, windows": inspection.kv["bytes_at"] for name, inspection in inspections.items()}
+    targets = [target for target in inspections["source"].targets if target["applies"]]
+    found |= {f"inspect {target['command']}": target["kv_bytes_per_token"] for target in targets}
+    for target in TARGETS_ASKED:
+        kv = plan_conversion(source, tmp_path / "out", settings_of(target)).kv
+        found |= {f"dry run {target}, {name}": kv[name] for name in ("source_bytes_per_token", "bytes_per_token")}
+    for path in (mla, own):
+        sliced = SLICE.settings({"kv_ratio": 0.25, **WEIGHTS})
+        found[f"slice {path.name}"] = plan_conversion(path, tmp_path / "out", sliced).kv["bytes_per_token"]
+    for path in (source, mla):
+        found[f"doctor {path.name}"] = diagnose(path).verdicts[0].cache_bytes_per_token
+    plan = make_plan(source, PlanSettings(kv_ratio=0.7, allow=("quantized", "bits"), context="1k", **TEXT))
+    found |= {"plan source": plan.source["kv_bytes"], "plan row": min(row.kv_bytes for row in plan.rows)}
+    tasks = EvalSettings(tasks="loss", windows=1, length=32, device="cpu")
+    request = Request((str(mla), str(own)), str(source), tmp_path / "eval", tasks)
+    found |= {f"eval {row['name']}": row["kv"] for row in plan_evaluation(request, Progress(silent=True)).rows}
+    return found
+
+
+def test_every_answer_follows_the_prediction(written, one_more, tmp_path):
+    right = answers(written, tmp_path)
+    one_more()
+    wrong = answers(written, tmp_path)
+    assert right.keys() == wrong.keys() and len(right) > 30
+    assert [name for name in right if right[name] == wrong[name]] == []
+
+
+def test_nothing_else_asks_the_model_class():
+    """But what travels with it, and the evaluation of a model that is loaded."""
+    apart = [ROOT / "surgery" / each for each in ("model", "eval", "running/kv_bytes.py")]
+    files = [file for file in (ROOT / "surgery").rglob("*.py") if not any(file.is_relative_to(each) for each in apart)]
+    assert [file for file in files if "kv_cache_bytes(" in file.read_text(encoding="utf-8")] == []
+
+
+@pytest.mark.parametrize("name", ["source", "mla", "lowrank"])
+def test_verify_finds_a_wrong_prediction(name, written, one_more):
+    one_more()
+    failed = {check.name for check in verify_checkpoint(written[name], device="cpu").checks if check.outcome == FAILED}
+    assert failed == {"caches"} | ({"KV bytes"} if name != "source" else set())
+
+
+@pytest.mark.parametrize("target", [*TARGETS_ASKED, "slice mla", "slice lowrank"])
+def test_no_conversion_is_written_by_a_wrong_prediction(target, written, one_more, tmp_path):
+    one_more()
+    sliced = target.startswith("slice ")
+    settings = SLICE.settings({"kv_ratio": 0.25, **WEIGHTS}) if sliced else settings_of(target)
+    with pytest.raises(SurgeryError, match="the live cache takes"):
+        convert(written[target.split()[-1] if sliced else "source"], tmp_path / "out", settings)
+    assert not (tmp_path / "out").exists()
