@@ -149,7 +149,7 @@ class ConvertedAttention:
 
     @classmethod
     def cache_layer_of(cls, entry: dict[str, Any], whole: Any, codes: Any) -> Any:
-        """Make an empty cache layer, given one for all tokens and the codes of streaming ones; see `compact_caches`."""
+        """Make an empty cache layer, given one for all tokens and the `TokenCodes` of streaming ones or None."""
         return whole
 
     def initialize_weights(self) -> None:

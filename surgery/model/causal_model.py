@@ -44,10 +44,9 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^mtp\."]
 
     def __new__(cls, config: SurgeryConfig | None = None, *args, **kwargs):
-        """Make an instance whose module is the one that `save_pretrained` writes; copies are made without a config."""
-        if config is None or cls.entry_class is None:
-            return super().__new__(cls)
-        return super().__new__(cls.entry_class(config))
+        """Make an instance of the class whose module `save_pretrained` writes; copies are made without a config."""
+        has_choice = cls is SurgeryForCausalLM and cls.entry_class is not None and config is not None
+        return super().__new__(cls.entry_class(config) if has_choice else cls)
 
     def __init__(self, config: SurgeryConfig):
         if config.attention_layers is None:

@@ -27,7 +27,6 @@ from .left_padding import LeftPadding
 from .plain_cache import PlainLayer
 from .rotary import project_heads, rotation_of
 from .sink_window_cache import window_problem
-from .token_codes import TokenCodes
 
 
 class HybridAttention(Accelerated, GroupedAttention):
@@ -70,7 +69,7 @@ class HybridAttention(Accelerated, GroupedAttention):
         return window_problem(entry)
 
     @classmethod
-    def cache_layer_of(cls, entry: dict[str, Any], whole: CompactLayer, codes: TokenCodes | None) -> HybridLayer:
+    def cache_layer_of(cls, entry: dict[str, Any], whole: CompactLayer, codes: Any) -> HybridLayer:
         """Make an empty layer of full and streaming heads."""
         full, heads = entry["full_heads"], entry["kv_heads"]
         streaming = StreamingLayer(entry["sinks"], entry["recent"], entry["compensated_heads"], codes)

@@ -26,7 +26,6 @@ from .growing import refill
 from .left_padding import LeftPadding
 from .sink_window_cache import SinkWindowLayer
 from .step_memo import once
-from .token_codes import TokenCodes
 
 PIECE = 256
 """Tokens that streaming heads take at once, at least: fewer would be many small products."""
@@ -65,8 +64,9 @@ class Piece(NamedTuple):
 class StreamingLayer(SinkWindowLayer):
     """Sinks and a window of all heads that stream, as `SinkWindowLayer` keeps them, and sums of what it dropped.
 
-    With `codes` each token is quantised when it comes and read quantised from then on, in the pass that brings it as
-    well; `keys` and `sink_keys` are then codes of keys and values, `values` and `sink_values` what scales them.
+    With `codes` (`TokenCodes`) each token is quantised when it comes and read quantised from then on, in the pass that
+    brings it as well; `keys` and `sink_keys` are then codes of keys and values, `values` and `sink_values` what scales
+    them.
 
     Attributes:
         key_sums, value_sums: of the dropped tokens of the last `compensated` heads [B, Hc, d], in fp32 at least, of
@@ -75,7 +75,7 @@ class StreamingLayer(SinkWindowLayer):
 
     form = "a cache of streaming heads"
 
-    def __init__(self, sinks: int, recent: int, compensated: int = 0, codes: TokenCodes | None = None) -> None:
+    def __init__(self, sinks: int, recent: int, compensated: int = 0, codes: Any = None) -> None:
         """Raises ValueError unless `sinks` ≥ 0, `recent` ≥ 1 and `compensated` ≥ 0."""
         super().__init__(sinks, recent)
         if compensated < 0:

@@ -39,7 +39,6 @@ from .low_rank_entries import OPTIONS, REQUIRED, entry_problem
 from .plain_cache import PlainLayer
 from .rotary import connect_rotary, rotation_of, unrotated
 from .step_memo import once
-from .token_codes import TokenCodes
 from .up_projections import UpProjections
 
 
@@ -93,7 +92,7 @@ class LowRankAttention(Accelerated, nn.Module):
         return entry_problem(config, index, entry)
 
     @classmethod
-    def cache_layer_of(cls, entry: dict[str, Any], whole: CompactLayer, codes: TokenCodes | None) -> CompactLayer:
+    def cache_layer_of(cls, entry: dict[str, Any], whole: CompactLayer, codes: Any) -> CompactLayer:
         """Make an empty layer of latents, of which some may stream, or with an exact window."""
         if entry["window"]:
             return ExactWindowLayer(entry["sinks"], entry["window"], whole)

@@ -24,6 +24,7 @@ ENTRIES = (
     "modeling_surgery_low_rank",
     "modeling_surgery_cross_layer",
     "modeling_surgery_quantized",
+    "modeling_surgery_mixed",
     "modeling_surgery",
 )
 """Entry modules of causal models; the last one has all parts."""

@@ -15,7 +15,6 @@ from .hybrid_cache import StreamingLayer, layer_of
 from .latent_attention import LatentAttention
 from .left_padding import LeftPadding
 from .sink_window_cache import window_problem
-from .token_codes import TokenCodes
 
 
 class StreamingLatentAttention(LatentAttention):
@@ -29,7 +28,7 @@ class StreamingLatentAttention(LatentAttention):
         return window_problem(entry["streaming"]) or super().entry_problem(config, index, entry)
 
     @classmethod
-    def cache_layer_of(cls, entry: dict[str, Any], whole: CompactLayer, codes: TokenCodes | None) -> StreamingLayer:
+    def cache_layer_of(cls, entry: dict[str, Any], whole: CompactLayer, codes: Any) -> StreamingLayer:
         """Make an empty layer of sinks and a window."""
         return StreamingLayer(entry["streaming"]["sinks"], entry["streaming"]["recent"], codes=codes)
 

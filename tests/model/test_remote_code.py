@@ -33,9 +33,9 @@ ENTRY_OF = {
     "cross_layer_static": "modeling_surgery_cross_layer",
     "quantized_plain": "modeling_surgery_quantized",
     "quantized_latent": "modeling_surgery_quantized",
-    "streaming_latent": "modeling_surgery",
-    "quantized_hybrid": "modeling_surgery",
-    "mixed": "modeling_surgery",
+    "streaming_latent": "modeling_surgery_mixed",
+    "quantized_hybrid": "modeling_surgery_mixed",
+    "mixed": "modeling_surgery_mixed",
     IMAGES: "modeling_surgery_pictures",
 }
 QUICK = ("latent", "grouped", "low_rank", "hybrid", "cross_layer_static", "quantized_plain", "mixed", IMAGES)
@@ -66,7 +66,8 @@ def test_a_checkpoint_carries_what_its_entry_module_imports(name, tmp_path):
 
 
 def test_every_entry_module_has_a_model():
-    assert {ENTRY_OF[name] for name in QUICK} == {*ENTRIES, "modeling_surgery_pictures"}
+    """But the one with all parts, which the vision-language model's imports."""
+    assert {ENTRY_OF[name] for name in QUICK} == {*ENTRIES[:-1], "modeling_surgery_pictures"}
 
 
 def test_lines_of_an_mla_checkpoint(tmp_path):
@@ -81,6 +82,15 @@ def test_the_last_entry_module_has_all_parts():
     carried = {path.stem for path in remote_code_files(surgery.model.PICTURES_AUTO_MAP)}
     entries = set(ENTRIES[:-1])
     assert carried == {path.stem for path in FOLDER.glob("*.py")} - NOT_CARRIED - entries
+
+
+def test_a_subclass_stays_itself():
+    class Subclass(SurgeryForCausalLM):
+        pass
+
+    config = WRITTEN["latent"]().config
+    assert type(Subclass(config)) is Subclass
+    assert type(SurgeryForCausalLM(config)).__module__ == "surgery.model.modeling_surgery_latent"
 
 
 def test_code_that_is_not_there_is_named():
