@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
+from surgery.model import remote_code_files
 from surgery.structures import converter
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.quantized.settings import QuantizedSettings
@@ -54,6 +55,9 @@ def test_one_conversion_is_the_two_steps(checkpoints, tmp_path, to, bits, hadama
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     configs = [json.loads((path / "config.json").read_text()) for path in (result.path, steps.path)]
     assert configs[0] == configs[1]
+    for path in (result.path, steps.path):
+        files = {file.name for file in path.glob("*.py")}
+        assert files == {file.name for file in remote_code_files(configs[0]["auto_map"])}
 
     report, alone = result.report, structure.report
     assert report.target["to"] == alone.target["to"] and report.target["model_type"] == "surgery"

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED
+from surgery.model import remote_code_files
 from surgery.structures import converter
 from surgery.structures.converter import Conversion
 from surgery.structures.mla.settings import ConvertSettings
@@ -249,6 +250,9 @@ def test_own_class_on_request_equals_stock(converted, tmp_path):
     assert facts["class"] == "SurgeryForCausalLM"
     assert relative(logits, simulated_logits(own, own_ladder)) < 1e-4
     assert stock.report.kv == own.report.kv
+    auto_map = json.loads((own.path / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoModelForCausalLM"] == "modeling_surgery_latent.SurgeryForCausalLM"
+    assert {path.name for path in own.path.glob("*.py")} == {path.name for path in remote_code_files(auto_map)}
 
 
 def test_generated_text_is_the_same_with_and_without_cache(converted):

@@ -49,7 +49,7 @@ def test_every_family_keeps_its_weights_and_quantises_its_cache(checkpoints, tmp
 
     plain = AutoModelForCausalLM.from_pretrained(source).eval()
     model = AutoModelForCausalLM.from_pretrained(result.path).eval()
-    assert type(model) is SurgeryForCausalLM and model.config.base_model_type == plain.config.model_type
+    assert isinstance(model, SurgeryForCausalLM) and model.config.base_model_type == plain.config.model_type
     by_hand = Cache(layers=[QuantizedKVLayer("int4", 16) for _ in range(2)])
     with torch.no_grad():
         output = model(tokens())

@@ -197,7 +197,7 @@ def test_what_was_converted_before(made, pattern, tmp_path, kind, scores):
     assert [bool(layer.full_heads) for layer in result.report.layers] == [True, False]
     kept = (SINKS + RECENT - 1) / 100
     assert result.report.target["kv_ratio_at_context"] == pytest.approx((1 + kept) / 2)
-    assert type(AutoModelForCausalLM.from_pretrained(result.path)) is SurgeryForCausalLM
+    assert isinstance(AutoModelForCausalLM.from_pretrained(result.path), SurgeryForCausalLM)
     assert result.report.previous["target"]["to"] in ("gqa", "mqa", "mla", "lowrank")
 
 

@@ -142,7 +142,7 @@ def _copy_rest(carried: CarriedFiles, folder: Path) -> None:
         shutil.copyfile(carried.folder / name, folder / name)
     config = json.loads((folder / CONFIG).read_bytes())
     if config.get("model_type") in OWN_CLASSES:
-        for path in remote_code_files(pictures=config["model_type"] == SurgeryPicturesConfig.model_type):
+        for path in remote_code_files(config.get("auto_map", {})):
             shutil.copyfile(path, folder / path.name)
     if (own := carried.own_config(config, os.listdir(folder))) != config:
         (folder / CONFIG).write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")

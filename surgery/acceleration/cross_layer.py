@@ -10,9 +10,9 @@ from surgery.acceleration.low_rank import FIXED_ROPE, lifted, norms_each_head, r
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.steps import is_step, readable
 from surgery.kernels.lowrank_decode.operator import lowrank_decode
-from surgery.model.attention_functions import rotates_plainly
 from surgery.model.cross_layer_attention import CrossLayerAttention
 from surgery.model.group_cache import GroupLayer, Reading
+from surgery.model.rotary import rotates_plainly
 from surgery.model.step_memo import once
 
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from surgery.acceleration.steps import is_step
 from surgery.kernels.hybrid_decode.operator import hybrid_decode
 from surgery.kernels.sink_recent_prefill.operator import sink_recent_prefill
-from surgery.model.hybrid_cache import HybridLayer, PlainLayer
+from surgery.model.hybrid_cache import HybridLayer
+from surgery.model.plain_cache import PlainLayer
 
 
 def hybrid_kernel(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layer: HybridLayer) -> Tensor | None:

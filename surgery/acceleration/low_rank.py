@@ -12,10 +12,11 @@ from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.quantized import of_both
 from surgery.acceleration.steps import is_step, readable
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, lowrank_decode_quantized, rotation_tables
-from surgery.model.attention_functions import norm_width, rotates_plainly, take
+from surgery.model.attention_functions import norm_width, take
 from surgery.model.exact_window_cache import ExactWindowLayer
 from surgery.model.low_rank_attention import LowRankAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.model.rotary import rotates_plainly
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies are the same at every length, so that tables can be made once."""

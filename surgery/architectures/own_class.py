@@ -13,14 +13,19 @@ MODEL_TYPE = "surgery"
 
 def own_config(source: dict[str, Any], attention_layers: Sequence[dict | None], **more: Any) -> dict[str, Any]:
     """config.json of the own class, from that of a family's checkpoint or of one that is of the own class already."""
-    from surgery.model import AUTO_MAP
-
-    own = {"architectures": ["SurgeryForCausalLM"], "model_type": MODEL_TYPE, "auto_map": AUTO_MAP}
+    own = {"architectures": ["SurgeryForCausalLM"], "model_type": MODEL_TYPE}
     if source["model_type"] != MODEL_TYPE:
         own["base_model_type"] = source["model_type"]
     if source.get(FURTHER):
         own[FURTHER] = 0
-    return {**source, **own, "attention_layers": list(attention_layers), **more}
+    return with_auto_map({**source, **own, "attention_layers": list(attention_layers), **more})
+
+
+def with_auto_map(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json of the own class with the `auto_map` that its layers and its cache need."""
+    from surgery.model import auto_map
+
+    return {**config, "auto_map": auto_map(config)}
 
 
 def beside_latents(config: dict[str, Any], entry: dict[str, Any]) -> int:

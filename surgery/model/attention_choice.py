@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention_functions import LEARNED_SINKS, is_flash, own_softmax
 from .cache_layer import Call
 from .configuration_surgery import SurgeryConfig
-from .group_entries import CROSS_LAYER_KEYS
+from .parts import shares_cache
 
 FLASH_WIDTH = 256
 """The widest head that FlashAttention takes."""
@@ -52,7 +52,7 @@ def flash_problem(config: SurgeryConfig, family_flash: bool) -> str | None:
         return f"FlashAttention cannot run {config.base_model_type}"
     for index, entry in enumerate(config.attention_layers):
         entry = entry or {}
-        if _streams(entry) or entry.get("window") or entry.get("kind") in CROSS_LAYER_KEYS:
+        if _streams(entry) or entry.get("window") or shares_cache(entry):
             return f"layer {index} has a mask of its own, and FlashAttention knows causal masks alone"
         if (width := _head_width(config, entry)) > FLASH_WIDTH:
             return f"keys of layer {index} have {width} elements, and FlashAttention takes {FLASH_WIDTH} at most"

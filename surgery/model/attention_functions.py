@@ -3,9 +3,9 @@
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
-import sys
 from collections.abc import Callable
-from functools import cache, partial, reduce
+from functools import cache, reduce
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -129,7 +129,45 @@ def take(tensor: torch.Tensor, places: list[int] | None, dim: int) -> torch.Tens
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-class Accelerated:
+class ConvertedAttention:
+    """Mixed into attention modules that stand in the place of a family's own, made of that and a layer's entry.
+
+    Attributes:
+        entry_keys: what an entry of `attention_layers` must say, next to its `kind`.
+        entry_options: what it may say besides.
+        has_gate: whether outputs are multiplied by the gate of families that have one.
+    """
+
+    entry_keys: ClassVar[set[str]]
+    entry_options: ClassVar[set[str]] = set()
+    has_gate: ClassVar[bool] = False
+
+    @classmethod
+    def entry_problem(cls, config: PreTrainedConfig, index: int, entry: dict[str, Any]) -> str | None:
+        """Return what is wrong with the entry of a layer; None if nothing is."""
+        return None
+
+    @classmethod
+    def cache_layer_of(cls, entry: dict[str, Any], whole: Any, codes: Any) -> Any:
+        """Make an empty cache layer, given one for all tokens and the `TokenCodes` of streaming ones or None."""
+        return whole
+
+    def initialize_weights(self) -> None:
+        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+
+    def connect(self, decoder: nn.Module, handed_on: dict[int, torch.Tensor]) -> None:
+        """Take what the layers of a decoder share: its rotary embedding, and latents that are read across layers."""
+
+    @property
+    def windows(self) -> list[tuple[int, int | None, bool]] | None:
+        """Of some query heads how many, the tokens that they see at most, and whether they are compensated.
+
+        None where all see what the family's own do.
+        """
+        return None
+
+
+class Accelerated(ConvertedAttention):
     """Mixed into attention modules that another implementation may read the cache for.
 
     Attributes:
@@ -158,53 +196,12 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return rotated.flatten(-2).to(x.dtype)
 
 
-def rotation_of(stock: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """How a family's attention rotates heads: x [B, h, T, d], its cos and sin [B or 1, T, ρ] → [B, h, T, d].
-
-    Pairs are where the family has them; numbers behind the first ρ, and layers without rotation, stay.
-    """
-    windows_rotate = stock.config.model_type == "cohere2"
-    one_angle_a_pair = stock.config.model_type == "gpt_oss"
-    nowhere = getattr(stock.config, "position_embedding_type", "rope") != "rope"  # of Granite 4
-    if nowhere or not getattr(stock, "use_rope", True) or (windows_rotate and stock.sliding_window is None):
-        return unrotated
-    family = next(cls for cls in type(stock).__mro__ if hasattr(sys.modules[cls.__module__], "apply_rotary_pos_emb"))
-    return partial(_rotated, sys.modules[family.__module__].apply_rotary_pos_emb, 2 if one_angle_a_pair else 1)
-
-
-def unrotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-def _rotated(apply: Callable, numbers: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    width = numbers * cos.shape[-1]  # a cosine is of one number of a head, or of both of a pair
-    whole = width == x.shape[-1]
-    turned = x if whole else x[..., :width]
-    turned, _ = apply(turned, turned[:, :0], cos, sin)  # takes queries and keys, and these may be of different tokens
-    return turned if whole else torch.cat((turned, x[..., width:]), dim=-1)
-
-
 def project_queries(module: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Queries [B, T, H, d] of [B, T, D] through the family's norm, not rotated, and what `gated` takes of its gate."""
     query, gate = module.q_proj(hidden_states).unflatten(-1, (module.num_heads, -1)), None
     if module.config.model_type in OUTPUT_GATES:
         query, gate = query.chunk(2, dim=-1)
     return normalise_heads(module.q_norm, query), gate
-
-
-def project_heads(
-    module: nn.Module, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [B, H, T, d] and keys and values [B, G, T, d] of [B, T, D] as the family has them, rotated."""
-    cos, sin = position_embeddings or (None, None)
-    query, key, value = (
-        projection(hidden_states).unflatten(-1, (-1, module.head_dim))
-        for projection in (module.q_proj, module.k_proj, module.v_proj)
-    )
-    if hasattr(module, "q_norm"):
-        query, key = normalise_heads(module.q_norm, query), normalise_heads(module.k_norm, key)
-    query, key = (module.rotate(heads.transpose(1, 2), cos, sin) for heads in (query, key))
-    return query, key, value.transpose(1, 2)
 
 
 def scaled_by_position(
@@ -254,16 +251,6 @@ def normalise_heads(norm: nn.Module | None, heads: torch.Tensor, at: int = -2) -
 def norm_width(norm: nn.Module) -> int:
     """Elements that a norm is over. ZeRO-3 empties weights between calls of their module, and notes their shape."""
     return getattr(norm.weight, "ds_shape", norm.weight.shape)[0]
-
-
-def rotates_plainly(module: nn.Module) -> bool:
-    """Whether all pairs (i, i + d/2) of a head turn, which is all that kernels know."""
-    rotation, rotary = module.rotate, module.rotary[0]
-    if not isinstance(rotation, partial) or not hasattr(rotary, "inv_freq"):
-        return False
-    row = torch.arange(float(module.head_dim)).view(1, 1, 1, -1)
-    half = rotation(row, torch.zeros(1, 1, 2 * len(rotary.inv_freq)), torch.ones(1, 1, 2 * len(rotary.inv_freq)))
-    return torch.equal(half, torch.cat((-row[..., module.head_dim // 2 :], row[..., : module.head_dim // 2]), dim=-1))
 
 
 @cache

@@ -16,9 +16,6 @@ from .cache_layer import keeps_cache
 from .family_decoders import FamilyDecoder
 from .growing import append
 
-AXIS_FAMILIES = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text")
-"""By `model_type` of the language model."""
-
 AXES = 3
 
 
@@ -87,4 +84,9 @@ def _positions(
     return append(known, new.to(known).expand(AXES, batch, -1), dim=-1)
 
 
-__all__ = ["AXIS_FAMILIES", "AxisDecoder"]
+def decoder_class(family: str) -> type[FamilyDecoder]:
+    """Return what is put before the decoder's class of any such family."""
+    return AxisDecoder
+
+
+__all__ = ["AxisDecoder", "decoder_class"]

@@ -20,9 +20,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from .cache_argument import CACHE, takes_cache
 from .cache_layer import is_empty
 from .cross_layer_attention import GroupMember
-from .family_decoders import NoRotation
 from .group_cache import GroupLayer
-from .hybrid_cache import PlainLayer
+from .plain_cache import PlainLayer
+from .rotary import rotary_of
 
 
 class BlockwiseDecoder(nn.Module):
@@ -71,8 +71,7 @@ class BlockwiseDecoder(nn.Module):
         for start, end in pairwise(self._boundaries(first, stop)):
             piece = slice(start - first, end - first)
             positions = torch.arange(end, device=given.device)[None]
-            rotary = self.rotary_emb if self.rotary_emb is not None else NoRotation()
-            embeddings = rotary(like, position_ids=positions)
+            embeddings = rotary_of(self)(like, position_ids=positions)
             learned = position_ids is not None and hasattr(self, "embed_positions")
             output = super().forward(
                 input_ids=None if input_ids is None else input_ids[:, piece],

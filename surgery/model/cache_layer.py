@@ -10,7 +10,7 @@ This file travels beside the weights as remote code: it may import torch, transf
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -52,6 +52,13 @@ class CompactLayer(CacheLayerMixin):
     ) -> int:
         """Bytes that the layer will hold after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
         raise NotImplementedError
+
+    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
+        """Bytes after each `update` by which `new` tokens enter after `seen`, its results included.
+
+        `cached` is the `CachedLayer` of an empty layer, see `cache_prediction`.
+        """
+        raise ValueError(f"the peak of {self.form} cannot be predicted: measure it")
 
     def reserve(self, tokens: int) -> None:
         """Has memory for that many tokens in all allocated when the first come, so that no step has to move any."""

@@ -14,9 +14,6 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .cache_layer import CompactLayer
-from .exact_window_cache import ExactWindowLayer, exact_window_tokens
-from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
-from .quantized_cache import QuantizedKVLayer
 
 
 @dataclass(frozen=True)
@@ -53,41 +50,13 @@ class CachedLayer:
     def updates(self, seen: int, new: int) -> Iterator[int]:
         """Bytes after each `update` by which a pass over `new` tokens enters, what it returned included."""
         layer = self.layer
-        if isinstance(layer, HybridLayer):
-            yield from self._hybrid_updates(seen, new)
-        elif isinstance(layer, StreamingLayer):
-            for first in range(seen, seen + new, layer.piece):
-                last = min(first + layer.piece, seen + new)
-                means = self.batch * layer.mean_bytes(self.key_dim, self.value_dim, self.dtype)
-                read = self.token_bytes * (layer.kept(first) + last - first) + means * (last - first)
-                # The count of a query's dropped tokens is an int64 of each row.
-                counts = self.batch * (last - first) * 8 if layer.compensated else 0
-                yield self.held(last) + read + counts
-        elif isinstance(layer, QuantizedKVLayer):
-            yield self.held(seen + new) + self.token_bytes * (seen + new)
-        elif isinstance(layer, ExactWindowLayer):
-            exact = exact_window_tokens(*layer.exact.settings(), seen) + new
-            latents = seen + new if isinstance(layer.latents, QuantizedKVLayer) else 0
-            read = latents * self.key_dim + exact * self.value_dim
-            yield self.held(seen + new) + self.batch * self.heads * read * self.dtype.itemsize
-        elif isinstance(layer, CompactLayer) and not isinstance(layer, PlainLayer):
-            raise ValueError(f"the peak of {layer.form} cannot be predicted: measure it")
-        elif getattr(layer, "is_sliding", False):
+        if isinstance(layer, CompactLayer):
+            yield from layer.updates(self, seen, new)
+        elif layer.is_sliding:
             # Keys and values are returned as they stand in the storage that the window is then a view of.
             yield self.held(seen) + self.token_bytes * new
         else:
             yield self.held(seen + new)
-
-    def _hybrid_updates(self, seen: int, new: int) -> Iterator[int]:
-        """The full part's, beside what the streaming part held before; then that one's."""
-        parts = [
-            CachedLayer(part, self.batch, **size, dtype=self.dtype)
-            for part, size in self.layer.part_sizes(self.heads, self.key_dim, self.value_dim)
-        ]
-        for number, part in enumerate(parts):
-            others = sum(other.held(seen + new) for other in parts[:number])
-            others += sum(other.held(seen) for other in parts[number + 1 :])
-            yield from (others + held for held in part.updates(seen, new))
 
 
 def peak_bytes(layers: list[CachedLayer], prompt: int, chunk: int, steps: int) -> int:

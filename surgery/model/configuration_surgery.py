@@ -9,11 +9,8 @@ from typing import Any, ClassVar
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from .attention_functions import LEARNED_SINKS, OUTPUT_GATES
-from .group_entries import CROSS_LAYER_KEYS, check_groups
-from .hybrid_cache import StreamingLayer
 from .logit_factor import CAPPED
-from .quantized_cache import QuantizedKVLayer
-from .token_codes import TokenCodes
+from .parts import KINDS, Entry, attention_class, attention_part, has_window, is_streaming, loaded, part
 
 # What a base config may say that the classes here would silently leave out, unless its family is one of these.
 _OTHER_ATTENTION = {
@@ -32,25 +29,8 @@ _ATTENTION_FIELDS = ("attn_implementation", "_attn_implementation", "_attn_imple
 
 _SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"}
 
-# What an entry of `attention_layers` must say, by its kind.
-_LAYER_KEYS = {
-    "latent": {"kind", "kv_lora_rank", "rope_inv_freq", "key_norm_eps"},
-    "low_rank": {"kind", "blocks", "shared_layers", "shared_rank", "sinks", "window"},
-    "grouped": {"kind", "kv_heads"},
-    "hybrid": {"kind", "kv_heads", "full_heads", "compensated_heads", "sinks", "recent", "head_order"},
-    **CROSS_LAYER_KEYS,
-}
-
-# Those with a gate on their output, where the family has one.
-_GATED_KINDS = ("latent", "low_rank", "grouped")
-
-_HEADS = ("keys", "values")
-
 # What `kv_cache` may say besides.
 _KV_CACHE_OPTIONS = {"streaming_format", "sinks", "rope_format", "clip"}
-
-# What `streaming`, which an entry of these kinds may have, must say.
-_STREAMING_KEYS = {"latent": {"sinks", "recent"}, "low_rank": {"blocks", "sinks", "recent"}}
 
 
 class SurgeryConfig(PreTrainedConfig):
@@ -137,38 +117,33 @@ class SurgeryConfig(PreTrainedConfig):
         # A plain config drops generation settings; those that the family declares as fields (use_cache) are to stay.
         for name in inherited.keys() - self.__dict__.keys():
             setattr(self, name, inherited[name])
-        if self.attention_layers is not None:
-            self._check_attention_layers()
-        if self.kv_cache is not None:
-            self._check_kv_cache()
+        check_config(self)
 
     @property
     def exact_window(self) -> bool:
         """Whether the cache keeps exact tokens beside latents."""
-        entries = self.attention_layers or []
-        return any(entry and entry.get("kind") == "low_rank" and entry["window"] for entry in entries)
+        return any(map(has_window, self.attention_layers or []))
 
     @property
     def streams(self) -> bool:
         """Whether the cache keeps some heads or latents for sinks and a window only."""
-        entries = self.attention_layers or []
-        return any(entry and (entry.get("kind") == "hybrid" or entry.get("streaming")) for entry in entries)
+        return any(map(is_streaming, self.attention_layers or []))
 
     def kv_cache_of(self, layer: int) -> dict[str, Any] | None:
         """What `kv_cache` says of a layer; None where its cache is exact."""
         return self.kv_cache[layer] if isinstance(self.kv_cache, list) else self.kv_cache
 
-    def streaming_codes(self, layer: int = 0) -> TokenCodes | None:
-        """How `kv_cache` has a layer's streaming heads quantised; None where they are exact.
+    def streaming_codes(self, layer: int = 0) -> Any:
+        """The `TokenCodes` by which `kv_cache` quantises a layer's streaming heads; None where they are exact.
 
         Raises:
             ValueError: `kv_cache` says what is impossible.
         """
         said = self.kv_cache_of(layer)
-        return said and TokenCodes.of(said)
+        return said and part("token_codes").TokenCodes.of(said)
 
-    def quantized_layer(self, layer: int = 0) -> QuantizedKVLayer | None:
-        """A new cache layer as `kv_cache` and `attention_layers` say; None where the layer's cache is exact.
+    def quantized_layer(self, layer: int = 0) -> Any:
+        """A new `QuantizedKVLayer` as `kv_cache` and `attention_layers` say; None where the layer's cache is exact.
 
         Raises:
             ValueError: `kv_cache` says what is impossible.
@@ -180,104 +155,8 @@ class SurgeryConfig(PreTrainedConfig):
         rope_format = said.get("rope_format") if latent else None
         spans = entry.get("codes") or ()
         whole = (said[name] for name in ("format", "group", "window", "keys"))
-        return QuantizedKVLayer(*whole, said.get("sinks", 0), rope_format, spans, said.get("clip", False))
-
-    def _check_attention_layers(self) -> None:
-        layers = self.attention_layers
-        if len(layers) != self.num_hidden_layers:
-            raise ValueError(f"attention_layers has {len(layers)} entries for {self.num_hidden_layers} layers")
-        for index, layer in enumerate(layers):
-            if layer is None:
-                continue
-            wanted = _LAYER_KEYS.get(layer.get("kind"))
-            if wanted is None:
-                raise ValueError(
-                    f"attention_layers[{index}]: kind {layer.get('kind')!r} is none of {list(_LAYER_KEYS)}"
-                )
-            optional = {"streaming", "codes"} if layer["kind"] in _STREAMING_KEYS else set()
-            if set(layer) - optional != wanted:
-                raise ValueError(f"attention_layers[{index}] has keys {sorted(layer)}, not {sorted(wanted)}")
-            if layer.get("streaming") and (problem := _streaming_problem(layer)):
-                raise ValueError(f"attention_layers[{index}]: {problem}")
-            if layer.get("codes") and (problem := _codes_problem(layer)):
-                raise ValueError(f"attention_layers[{index}]: {problem}")
-            if caches_latents(self) != (layer["kind"] == "cross_layer_mla"):
-                kind = "MLA" if caches_latents(self) else "none"
-                raise ValueError(f"attention_layers[{index}]: {layer['kind']}, and the base model's own is {kind}")
-            if self.base_model_type in LEARNED_SINKS and (layer["kind"] == "hybrid" or layer.get("streaming")):
-                raise ValueError(f"attention_layers[{index}]: heads with learned sinks do not stream")
-            if self.base_model_type in OUTPUT_GATES and layer["kind"] not in _GATED_KINDS:
-                raise ValueError(f"attention_layers[{index}]: {layer['kind']} has no gate on its output")
-            # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.
-            if layer["kind"] == "latent" and layer["kv_lora_rank"] < 1:
-                raise ValueError(f"attention_layers[{index}]: kv_lora_rank must be at least 1")
-            if layer["kind"] == "grouped" and not self._divides_query_heads(layer["kv_heads"]):
-                raise ValueError(
-                    f"attention_layers[{index}]: {self.num_attention_heads} query heads do not divide over "
-                    f"{layer['kv_heads']} KV heads"
-                )
-            if layer["kind"] == "hybrid" and (problem := self._hybrid_problem(layer)):
-                raise ValueError(f"attention_layers[{index}]: {problem}")
-            if layer["kind"] == "low_rank" and (problem := self._low_rank_problem(index, layer)):
-                raise ValueError(f"attention_layers[{index}]: {problem}")
-        check_groups(layers)
-        if any(layer and layer["kind"] in CROSS_LAYER_KEYS for layer in layers):
-            if self.kv_cache is not None:
-                raise ValueError("kv_cache: layers that share a cache cannot quantise it, leave it out")
-            if self.streams or self.exact_window:
-                raise ValueError(
-                    "attention_layers: layers that share a cache cannot stand beside streaming ones or exact windows"
-                )
-
-    def _check_kv_cache(self) -> None:
-        layers = self.num_hidden_layers if self.attention_layers or isinstance(self.kv_cache, list) else 1
-        if isinstance(self.kv_cache, list) and len(self.kv_cache) != layers:
-            raise ValueError(f"kv_cache has {len(self.kv_cache)} entries for {layers} layers")
-        for layer in range(layers):
-            said = self.kv_cache_of(layer)
-            if said is None:
-                continue
-            if set(said) - _KV_CACHE_OPTIONS != {"format", "group", "window", "keys"}:
-                raise ValueError(f"kv_cache has keys {sorted(said)}, not format, group, keys, window")
-            self.quantized_layer(layer)
-            self.streaming_codes(layer)
-
-    def _divides_query_heads(self, kv_heads: int) -> bool:
-        return kv_heads >= 1 and self.num_attention_heads % kv_heads == 0
-
-    def _hybrid_problem(self, layer: dict[str, Any]) -> str | None:
-        heads, full, compensated = layer["kv_heads"], layer["full_heads"], layer["compensated_heads"]
-        if not self._divides_query_heads(heads):
-            return f"{self.num_attention_heads} query heads do not divide over {heads} KV heads"
-        if full < 0 or compensated < 0 or full + compensated > heads:
-            return f"{full} full and {compensated} compensated heads are not to be had of {heads} KV heads"
-        if sorted(layer["head_order"]) != list(range(heads)):
-            return f"head_order is not the {heads} KV heads, each once"
-        return _window_problem(layer)
-
-    def _low_rank_problem(self, index: int, layer: dict[str, Any]) -> str | None:
-        blocks, heads = layer["blocks"], list(range(self.num_key_value_heads))
-        if any(block["rank"] < 1 for block in blocks):
-            return "a block's rank must be at least 1"
-        for name in ("keys", "values"):
-            if sorted(head for block in blocks for head in block[name]) != heads:
-                return f"the blocks' {name} are not the {len(heads)} KV heads, each once"
-        if layer["sinks"] and not layer["window"]:
-            return "sinks need a window of at least 1"
-        if layer["shared_layers"] > index or (layer["shared_layers"] and len(blocks) > 1):
-            return "shared_layers needs that many layers before it, and one block"
-        earlier = self.attention_layers[index - layer["shared_layers"] : index]
-        if any(other is None or other["kind"] != "low_rank" for other in earlier):
-            return "shared_layers counts low_rank layers only"
-        if any(other.get("streaming") for other in earlier):
-            return "shared_layers counts layers that keep the latents of all tokens only"
-        kinds = getattr(self, "layer_types", None)
-        if kinds is not None and len(set(kinds[index - layer["shared_layers"] : index + 1])) > 1:
-            return "latents are shared between layers of one window only"
-        shared = sum(block["rank"] for other in earlier for block in other["blocks"])
-        if shared != layer["shared_rank"]:
-            return f"shared_rank is {layer['shared_rank']}, the layers before have {shared}"
-        return None
+        quantized = part("quantized_cache").QuantizedKVLayer
+        return quantized(*whole, said.get("sinks", 0), rope_format, spans, said.get("clip", False))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -310,6 +189,65 @@ class SurgeryConfig(PreTrainedConfig):
         )
 
 
+def check_config(config: PreTrainedConfig) -> None:
+    """Check the entries of layers and caches, as far as the code of their kinds is there.
+
+    A configuration that is read alone has none. transformers loads it and the model from packages of their own, so the
+    model, whose entry module brings the code, checks again.
+
+    Raises:
+        ValueError: an entry that no model can be made of.
+    """
+    if config.attention_layers is not None:
+        _check_attention_layers(config)
+    if config.kv_cache is not None:
+        _check_kv_cache(config)
+
+
+def _check_attention_layers(config: PreTrainedConfig) -> None:
+    layers = config.attention_layers
+    if len(layers) != config.num_hidden_layers:
+        raise ValueError(f"attention_layers has {len(layers)} entries for {config.num_hidden_layers} layers")
+    entries = [(index, entry) for index, entry in enumerate(layers) if entry is not None]
+    for index, entry in entries:
+        if (kind := entry.get("kind")) not in KINDS:
+            raise ValueError(f"attention_layers[{index}]: kind {kind!r} is none of {list(KINDS)}")
+    described = [(*each, attention_class(each[1])) for each in entries if loaded(attention_part(each[1]))]
+    for index, entry, attention in described:
+        if entry.keys() - attention.entry_options != (required := {"kind", *attention.entry_keys}):
+            raise ValueError(f"attention_layers[{index}] has keys {sorted(entry)}, not {sorted(required)}")
+    for index, entry, attention in described:
+        problem = _family_problem(config, entry, attention.has_gate) or attention.entry_problem(config, index, entry)
+        if problem:
+            raise ValueError(f"attention_layers[{index}]: {problem}")
+
+
+def _family_problem(config: PreTrainedConfig, entry: Entry, has_gate: bool) -> str | None:
+    """Return the reason why a family cannot have the attention of an entry."""
+    if caches_latents(config) != (entry["kind"] == "cross_layer_mla"):
+        return f"{entry['kind']}, and the base model's own is {'MLA' if caches_latents(config) else 'none'}"
+    if config.base_model_type in LEARNED_SINKS and is_streaming(entry):
+        return "heads with learned sinks do not stream"
+    if config.base_model_type in OUTPUT_GATES and not has_gate:
+        return f"{entry['kind']} has no gate on its output"
+    return None
+
+
+def _check_kv_cache(config: PreTrainedConfig) -> None:
+    layers = config.num_hidden_layers if config.attention_layers or isinstance(config.kv_cache, list) else 1
+    if isinstance(config.kv_cache, list) and len(config.kv_cache) != layers:
+        raise ValueError(f"kv_cache has {len(config.kv_cache)} entries for {layers} layers")
+    for layer in range(layers):
+        said = config.kv_cache_of(layer)
+        if said is None:
+            continue
+        if set(said) - _KV_CACHE_OPTIONS != {"format", "group", "window", "keys"}:
+            raise ValueError(f"kv_cache has keys {sorted(said)}, not format, group, keys, window")
+        if loaded("quantized_cache"):
+            SurgeryConfig.quantized_layer(config, layer)
+            SurgeryConfig.streaming_codes(config, layer)
+
+
 def without_attention(config: dict[str, Any]) -> dict[str, Any]:
     """Copy the content of a config.json without its `attn_implementation`, in its parts as well.
 
@@ -325,39 +263,13 @@ def caches_latents(config: PreTrainedConfig) -> bool:
     return getattr(config, "kv_lora_rank", None) is not None
 
 
-def _codes_problem(layer: dict[str, Any]) -> str | None:
-    """What is wrong with the `codes` of a layer of latents."""
-    rank = layer["kv_lora_rank"] if layer["kind"] == "latent" else sum(block["rank"] for block in layer["blocks"])
-    if layer.get("streaming"):
+def codes_problem(entry: Entry, rank: int) -> str | None:
+    """Return what is wrong with the `codes` of a layer that caches latents, `rank` in all."""
+    codes = entry.get("codes")
+    if codes and entry.get("streaming"):
         return "codes are of latents that are kept for all tokens, and some of these stream"
-    if sum(channels for _, channels in layer["codes"]) != rank or any(channels < 1 for _, channels in layer["codes"]):
-        return f"codes {layer['codes']} are not those of {rank} latents"
-    return None
-
-
-def _streaming_problem(layer: dict[str, Any]) -> str | None:
-    """What is wrong with the `streaming` of a layer of latents."""
-    streaming, wanted = layer["streaming"], _STREAMING_KEYS[layer["kind"]]
-    if set(streaming) != wanted:
-        return f"streaming has keys {sorted(streaming)}, not {sorted(wanted)}"
-    if layer["kind"] == "low_rank":
-        numbers, blocks = streaming["blocks"], layer["blocks"]
-        if not numbers or sorted(set(numbers)) != sorted(numbers) or not set(numbers) <= set(range(len(blocks))):
-            return f"streaming blocks {numbers} are not some of the {len(blocks)} blocks, each once"
-        keys, values = (sorted(head for number in numbers for head in blocks[number][name]) for name in _HEADS)
-        if keys != values:
-            return f"streaming blocks hold the keys of heads {keys} and the values of heads {values}, not of the same"
-        if layer["window"] or layer["shared_layers"]:
-            return "latents that stream have no exact window and no shared_layers"
-    return _window_problem(streaming)
-
-
-def _window_problem(settings: dict[str, Any]) -> str | None:
-    """What is wrong with `sinks` and `recent`."""
-    try:
-        StreamingLayer(settings["sinks"], settings["recent"])
-    except ValueError as error:
-        return str(error)
+    if codes and (sum(channels for _, channels in codes) != rank or any(channels < 1 for _, channels in codes)):
+        return f"codes {codes} are not those of {rank} latents"
     return None
 
 

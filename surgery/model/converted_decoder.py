@@ -10,37 +10,12 @@ import torch
 from torch import nn
 
 from .attention_choice import check_attention, check_weights, flash_problem
-from .attention_functions import family_attention_class, is_flash, own_softmax
-from .axis_decoder import AXIS_FAMILIES, AxisDecoder
-from .cache_argument import CACHE, CACHE_NAMES
-from .cache_layer import Call, CompactLayer, check_full_attention, hook_calls, own_cache
-from .configuration_surgery import SurgeryConfig
-from .cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
-from .cross_layer_latent_attention import CrossLayerFamilyLatents, CrossLayerLatentAttention
-from .exact_window_cache import ExactWindowLayer
-from .family_decoders import DECODERS, NoRotation, PlacedDecoder
-from .group_entries import CROSS_LAYER_KEYS
-from .grouped_attention import GroupedAttention
-from .hybrid_attention import HybridAttention
-from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
-from .latent_attention import LatentAttention
-from .left_padding import set_padding
-from .low_rank_attention import LowRankAttention
-from .packed_rows import DocumentAttention, new_tokens, take_documents
-from .straight_through import StraightThroughCodes, StraightThroughLayer
-
-ATTENTION: dict[str, type[nn.Module]] = {
-    "latent": LatentAttention,
-    "low_rank": LowRankAttention,
-    "grouped": GroupedAttention,
-    "hybrid": HybridAttention,
-    "cross_layer": CrossLayerAttention,
-    "cross_layer_latent": CrossLayerLatentAttention,
-    "cross_layer_mla": CrossLayerFamilyLatents,
-    "cross_layer_prompt": PromptBasisAttention,
-    "cross_layer_pairs": MergedPairAttention,
-}
-"""Attention modules by the `kind` of a layer's entry in `attention_layers`."""
+from .attention_functions import ConvertedAttention, family_attention_class, is_flash, own_softmax
+from .cache_argument import CACHE_NAMES
+from .cache_layer import Call, CompactLayer, hook_calls
+from .configuration_surgery import SurgeryConfig, check_config
+from .packed_rows import new_tokens, take_documents
+from .parts import DECODERS, attention_class, part, parts_of, shares_cache
 
 
 class ConvertedModel:
@@ -53,7 +28,14 @@ class ConvertedModel:
     _supports_flex_attn = False
 
     def _take_attention(self, config: SurgeryConfig, decoder: type[nn.Module]) -> None:
-        """Have transformers know what runs, before it looks at the `attn_implementation` of a new model."""
+        """Have transformers know what runs, before it looks at the `attn_implementation` of a new model.
+
+        Raises:
+            ValueError: the code that the configuration asks for is not there, or it asks for what is impossible.
+        """
+        for name in sorted(parts_of(vars(config))):
+            part(name)
+        check_config(config)
         self._family_flash = decoder._supports_flash_attn
         self._converted = config
         self._supports_sdpa = not own_softmax(config)
@@ -95,18 +77,15 @@ class ConvertedModel:
         super().initialize_weights()
         # transformers hands the inside of the decoder to the base family's `_init_weights`, which knows none of ours.
         for module in self.modules():
-            if isinstance(module, tuple(ATTENTION.values())):
+            if isinstance(module, ConvertedAttention):
                 module.initialize_weights()
 
 
 def family_decoder_class(model_type: str, decoder: type[nn.Module]) -> type[nn.Module]:
     """A family's decoder class, or the same with what converted attention asks for."""
-    own = DECODERS.get(model_type)
-    if model_type == "granitemoehybrid":
-        own = PlacedDecoder
-    if model_type in AXIS_FAMILIES:
-        own = AxisDecoder
-    return decoder if own is None else family_attention_class(own, decoder)
+    if (name := DECODERS.get(model_type)) is None:
+        return decoder
+    return family_attention_class(part(name).decoder_class(model_type), decoder)
 
 
 def convert_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
@@ -117,15 +96,11 @@ def convert_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
     """
     for layer, entry in zip(decoder.layers, config.attention_layers, strict=True):
         if entry is not None:
-            attention_class = family_attention_class(ATTENTION[entry["kind"]], type(layer.self_attn))
-            layer.self_attn = attention_class(layer.self_attn, entry)
+            converted = family_attention_class(attention_class(entry), type(layer.self_attn))
+            layer.self_attn = converted(layer.self_attn, entry)
     _connect(decoder)
-    if cache_layers(config) is not None:
-        check_full_attention(config, "a cache in another form than plain keys and values")
-        for index, layer in enumerate(decoder.layers):
-            attention = layer.self_attn
-            attention.__class__ = family_attention_class(DocumentAttention, type(attention))
-            attention.new_layer = partial(_cache_layer, config, index)
+    if _has_compact_cache(config):
+        part("compact_caches").prepare_decoder(decoder, config)
     # On the decoder, because whoever calls it without the head must read the same cache.
     hook_calls(decoder, partial(_prepare_call, config))
     decoder.quantization_aware = False
@@ -137,20 +112,11 @@ def convert_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
 def _connect(decoder: nn.Module) -> None:
     """Give the attention modules what they share: the rotary embedding, and latents that are read across layers."""
     handed_on: dict[int, torch.Tensor] = {}
-    for layer in decoder.layers:
-        attention = getattr(layer, "self_attn", None)
-        if isinstance(attention, LatentAttention) and isinstance(decoder, AxisDecoder):
-            attention.rotary.axes = decoder.axes_of(attention.rotary.frequencies)
-        if isinstance(attention, LowRankAttention | CrossLayerAttention):
-            # Some families have a RoPE for each type of layer, and say its type.
-            of_type = {"layer_type": kind} if (kind := getattr(attention, "rope_of", None)) else {}
-            rotary = decoder.rotary_emb if decoder.rotary_emb is not None else NoRotation()
-            attention.rotary = (partial(rotary, **of_type) if of_type else rotary,)
-        if isinstance(attention, LowRankAttention):
-            attention.handed_on = handed_on
-            for index in range(attention.layer_idx - attention.shared_layers, attention.layer_idx):
-                decoder.layers[index].self_attn.hands_on = True
-    if any(getattr(layer.self_attn, "hands_on", False) for layer in decoder.layers if hasattr(layer, "self_attn")):
+    attentions = [layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")]
+    for attention in attentions:
+        if isinstance(attention, ConvertedAttention):
+            attention.connect(decoder, handed_on)
+    if any(getattr(attention, "hands_on", False) for attention in attentions):
         decoder.register_forward_hook(partial(_forget, handed_on))
 
 
@@ -162,34 +128,14 @@ def _forget(handed_on: dict[int, torch.Tensor], decoder: nn.Module, args: tuple,
 
 def cache_layers(config: SurgeryConfig, *, training: bool = False, aware: bool = False) -> list[CompactLayer] | None:
     """New, empty layers of the cache that a model keeps; None where those of a plain `DynamicCache` do."""
-    quantizes = config.kv_cache is not None and (aware or not training)
-    if not (quantizes or config.exact_window or config.streams):
+    if not _has_compact_cache(config, training=training, aware=aware):
         return None
-    return [_cache_layer(config, layer, training=training, aware=aware) for layer in range(config.num_hidden_layers)]
+    return part("compact_caches").new_layers(config, training=training, aware=aware)
 
 
-def _cache_layer(config: SurgeryConfig, layer: int, *, training: bool, aware: bool) -> CompactLayer:
-    """A new layer for the attention that the entry of a layer describes."""
-    entry = config.attention_layers[layer] or {}
-    quantizes = config.kv_cache_of(layer) is not None and (aware or not training)
-    whole = config.quantized_layer(layer) if quantizes else PlainLayer()
-    codes = config.streaming_codes(layer) if quantizes else None
-    if quantizes and aware:
-        whole, codes = StraightThroughLayer(whole), StraightThroughCodes(codes)
-    if entry.get("kind") == "hybrid":
-        full, heads = entry["full_heads"], entry["kv_heads"]
-        streaming = StreamingLayer(entry["sinks"], entry["recent"], entry["compensated_heads"], codes)
-        return HybridLayer(whole if full else None, streaming if full < heads else None, heads=full)
-    if settings := entry.get("streaming"):
-        streaming = StreamingLayer(settings["sinks"], settings["recent"], codes=codes)
-        if entry["kind"] == "latent":
-            return streaming
-        ranks = [block["rank"] for block in entry["blocks"]]
-        width = sum(rank for number, rank in enumerate(ranks) if number not in settings["blocks"])
-        return HybridLayer(whole if width else None, streaming, width=width)
-    if entry.get("kind") == "low_rank" and entry["window"]:
-        return ExactWindowLayer(entry["sinks"], entry["window"], whole if quantizes else None)
-    return whole
+def _has_compact_cache(config: SurgeryConfig, *, training: bool = False, aware: bool = False) -> bool:
+    quantizes = config.kv_cache is not None and (aware or not training)
+    return quantizes or config.exact_window or config.streams
 
 
 def _prepare_call(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None:
@@ -198,43 +144,20 @@ def _prepare_call(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None
     check_attention(config, implementation, family_flash=decoder._supports_flash_attn)
     check_weights(config, decoder, call)
     documents = take_documents(decoder, call)
+    training, aware = decoder.training, decoder.training and decoder.quantization_aware
+    compact = _has_compact_cache(config, training=training, aware=aware)
     if documents is None:
-        _use_cache_layers(config, decoder, call)
+        if compact:
+            part("compact_caches").use_layers(config, decoder, call, training=training, aware=aware)
         return
-    if any(entry and entry["kind"] in CROSS_LAYER_KEYS for entry in config.attention_layers):
+    if any(map(shares_cache, config.attention_layers)):
         raise ValueError("layers that share a cache cannot keep several documents of a row apart: pass one a row")
     if not all(hasattr(layer, "self_attn") for layer in decoder.layers):
         raise ValueError("layers that keep a state cannot keep several documents of a row apart: pass one a row")
     if is_flash(implementation) and len(new_tokens(call)) > 1:
         raise ValueError("FlashAttention reads documents off the positions of one row alone: pass a batch of one row")
-    aware = decoder.training and decoder.quantization_aware
-    if cache_layers(config, training=decoder.training, aware=aware) is not None:
+    if compact:
         call |= {"documents": documents, "quantization_aware": aware}
 
 
-def _use_cache_layers(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None:
-    """Have a call of the decoder read and fill the layers that the configuration asks for.
-
-    Training reads exact tokens, or with `quantization_aware` what a quantised cache gives back.
-    """
-    training, aware = decoder.training, decoder.training and decoder.quantization_aware
-    kept_as = config.attention_layers, config.kv_cache if aware or not training else None, aware
-    cache = call.get(CACHE)
-    if getattr(cache, "kept_as", None) == kept_as:
-        cache.temporary = False  # its layers are of that form already
-    else:
-        layers = cache_layers(config, training=training, aware=aware)
-        if layers is None:
-            return
-        cache = own_cache(decoder, call, layers)
-        cache.kept_as = kept_as
-    # Gradient checkpointing takes the cache away from the layers, and runs them again in the backward pass.
-    if aware:
-        call["quantization_aware"] = True
-    if config.exact_window or config.streams:
-        padding = set_padding(cache, call.get("attention_mask"), rows=len(new_tokens(call)))
-        if padding is not None and training:
-            call["left_padding"] = padding
-
-
-__all__ = ["ATTENTION", "ConvertedModel", "cache_layers", "convert_decoder", "family_decoder_class"]
+__all__ = ["ConvertedModel", "cache_layers", "convert_decoder", "family_decoder_class"]

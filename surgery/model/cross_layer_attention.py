@@ -13,17 +13,20 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import Accelerated, attend, begin_as, normalise_heads, rotation_of
+from .attention_functions import Accelerated, attend, begin_as, normalise_heads
 from .cache_argument import takes_cache
+from .configuration_surgery import SurgeryConfig
 from .group_cache import GroupLayer, Reading
+from .group_entries import CROSS_LAYER_KEYS, check_sharing
 from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
+from .rotary import connect_rotary, rotation_of
 from .step_memo import once
 
 
@@ -31,6 +34,11 @@ class GroupMember(Accelerated, nn.Module):
     """What every attention module of a group can do, whatever it caches of a token."""
 
     block: int | None
+
+    @classmethod
+    def entry_problem(cls, config: SurgeryConfig, index: int, entry: dict[str, Any]) -> str | None:
+        """Return nothing: what is wrong with groups is said of all of them at once."""
+        check_sharing(config, index)
 
     def _join_group(self, entry: dict[str, Any]) -> None:
         self.entry = dict(entry)
@@ -122,6 +130,8 @@ class SharedBasis(GroupMember):
 class CrossLayerAttention(SharedBasis):
     """Attention over keys and values of one basis that W layers share."""
 
+    entry_keys: ClassVar[set[str]] = CROSS_LAYER_KEYS["cross_layer"]
+
     def __init__(self, stock: nn.Module, entry: dict[str, Any]):
         begin_as(self, stock)
         self._join_group(entry)
@@ -131,9 +141,12 @@ class CrossLayerAttention(SharedBasis):
             setattr(self, name, getattr(stock, name))
         self.q_norm = getattr(stock, "q_norm", None)
         self.k_norm = getattr(stock, "k_norm", None)
-        # Set by the model: the base family's rotary embedding, in a tuple because it is no part of this module.
         self.rotary: tuple[nn.Module, ...] = ()
         self._add_basis(self.width)
+
+    def connect(self, decoder: nn.Module, handed_on: dict[int, torch.Tensor]) -> None:
+        """Take the rotary embedding."""
+        connect_rotary(self, decoder)
 
     @property
     def width(self) -> int:
@@ -205,6 +218,8 @@ class PromptBasisAttention(CrossLayerAttention):
     The first forward pass reads its tokens exactly and is compressed after it; tokens that come later stay exact.
     """
 
+    entry_keys: ClassVar[set[str]] = CROSS_LAYER_KEYS["cross_layer_prompt"]
+
     def _add_basis(self, width: int) -> None:
         pass
 
@@ -220,6 +235,8 @@ class PromptBasisAttention(CrossLayerAttention):
 
 class MergedPairAttention(CrossLayerAttention):
     """Two layers merged token by token: MiniCache (arXiv:2405.14366)."""
+
+    entry_keys: ClassVar[set[str]] = CROSS_LAYER_KEYS["cross_layer_pairs"]
 
     def _add_basis(self, width: int) -> None:
         pass

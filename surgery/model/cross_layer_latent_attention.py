@@ -8,7 +8,7 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from .attention_functions import attend, project_queries, rotate_pairs
 from .cache_argument import CACHE, takes_cache
 from .cross_layer_attention import SharedBasis
 from .group_cache import Reading
+from .group_entries import CROSS_LAYER_KEYS
 from .latent_attention import LatentAttention
 
 
@@ -31,6 +32,10 @@ class LatentMember(SharedBasis):
 
 class CrossLayerLatentAttention(LatentMember, LatentAttention):
     """`LatentAttention` over one basis that W layers share."""
+
+    entry_keys: ClassVar[set[str]] = CROSS_LAYER_KEYS["cross_layer_latent"]
+    entry_options: ClassVar[set[str]] = set()
+    has_gate = False
 
     def __init__(self, stock: nn.Module, entry: dict[str, Any]):
         LatentAttention.__init__(self, stock, entry)
@@ -79,6 +84,8 @@ class CrossLayerFamilyLatents(LatentMember):
     A token is the latent behind its norm, as the family caches it. Its code is the family's: what it reads back of its
     cache is what the group has of the tokens.
     """
+
+    entry_keys: ClassVar[set[str]] = CROSS_LAYER_KEYS["cross_layer_mla"]
 
     def __init__(self, stock: nn.Module, entry: dict[str, Any]):
         # The class built by `family_attention_class` has the family's attention next in line.

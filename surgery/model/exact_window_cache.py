@@ -4,15 +4,15 @@ CSKV's bi-branch cache (arXiv:2409.10593) with attention sinks. The latents of r
 token that leaves the window has nothing to be computed again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cache_layer import CompactLayer
-from .hybrid_cache import PlainLayer
 from .left_padding import LeftPadding
-from .quantized_cache import QuantizedKVLayer
+from .plain_cache import PlainLayer
 from .sink_window_cache import SinkWindowLayer
 
 
@@ -26,7 +26,7 @@ class ExactWindowLayer(CompactLayer):
 
     form = "a cache of latents with an exact window"
 
-    def __init__(self, sinks: int, window: int, latents: QuantizedKVLayer | None = None) -> None:
+    def __init__(self, sinks: int, window: int, latents: CompactLayer | None = None) -> None:
         """A window of 1 is a query's own token; `latents` is a layer to keep those in, a plain one by default.
 
         Raises:
@@ -34,7 +34,7 @@ class ExactWindowLayer(CompactLayer):
         """
         super().__init__()
         self.exact = SinkWindowLayer(sinks, window)
-        self.latents: CompactLayer = PlainLayer() if latents is None else latents
+        self.latents = PlainLayer() if latents is None else latents
 
     def settings(self) -> tuple:
         """Sinks, window, and how the latents are kept."""
@@ -47,6 +47,13 @@ class ExactWindowLayer(CompactLayer):
         exact = exact_window_tokens(*self.exact.settings(), tokens) * value_dim
         size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": 0, "dtype": dtype}
         return self.latents.predicted_bytes(tokens, **size) + batch * heads * exact * dtype.itemsize
+
+    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
+        """Bytes after an update, which copies exact tokens, and latents where they are dequantised."""
+        exact = exact_window_tokens(*self.exact.settings(), seen) + new
+        latents = 0 if type(self.latents) is PlainLayer else seen + new
+        read = latents * cached.key_dim + exact * cached.value_dim
+        yield cached.held(seen + new) + cached.batch * cached.heads * read * cached.dtype.itemsize
 
     @property
     def padding(self) -> LeftPadding | None:

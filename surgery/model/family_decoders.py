@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig
 
-from .attention_functions import attend, family_attention_class, project_heads, rotation_of
+from .attention_functions import attend, family_attention_class
 from .cache_argument import CACHE, takes_cache
+from .rotary import NoRotation, project_heads, rotation_of
 
 
 class SeparateAttention(nn.Module):
@@ -52,15 +53,6 @@ class SeparateAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         out, weights = attend(self, query, key, value, attention_mask, **kwargs)
         return self.o_proj(out.flatten(2)), weights
-
-
-class NoRotation(nn.Module):
-    """In the place of a rotary embedding, where nothing rotates."""
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """position_ids [B, T] → two times nothing, [B, T, 0]."""
-        nothing = x.new_empty(*position_ids.shape, 0)
-        return nothing, nothing
 
 
 def _called(name: str) -> property:
@@ -203,4 +195,9 @@ def _rename(module: nn.Module, names: dict[str, str]) -> None:
         module._modules[new] = module._modules.pop(old)
 
 
-__all__ = ["DECODERS", "NoRotation", "PlacedDecoder", "SeparateAttention"]
+def decoder_class(family: str) -> type[FamilyDecoder]:
+    """Return what is put before the decoder's class of a family, by its `model_type`."""
+    return DECODERS.get(family, PlacedDecoder)
+
+
+__all__ = ["DECODERS", "SeparateAttention", "decoder_class"]

@@ -7,25 +7,38 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 from typing import Any
 
+from .configuration_surgery import SurgeryConfig
+from .parts import shares_cache
+
+_GROUP = {"group_size", "place"}
+_SHARED = {*_GROUP, "rank", "block", "sinks", "window"}
+
 CROSS_LAYER_KEYS: dict[str, set[str]] = {
-    "cross_layer": {"kind", "group_size", "place", "rank", "block", "sinks", "window"},
-    "cross_layer_latent": {
-        "kind",
-        "group_size",
-        "place",
-        "rank",
-        "block",
-        "sinks",
-        "window",
-        "kv_lora_rank",
-        "rope_inv_freq",
-        "key_norm_eps",
-    },
-    "cross_layer_mla": {"kind", "group_size", "place", "rank", "block", "sinks", "window"},
-    "cross_layer_prompt": {"kind", "group_size", "place", "key_rank", "value_rank"},
-    "cross_layer_pairs": {"kind", "group_size", "place", "block", "sinks", "window", "kept", "interpolation"},
+    "cross_layer": _SHARED,
+    "cross_layer_latent": {*_SHARED, "kv_lora_rank", "rope_inv_freq", "key_norm_eps"},
+    "cross_layer_mla": _SHARED,
+    "cross_layer_prompt": {*_GROUP, "key_rank", "value_rank"},
+    "cross_layer_pairs": {*_GROUP, "block", "sinks", "window", "kept", "interpolation"},
 }
-"""What the entries of grouped layers in `attention_layers` must say, by their `kind`."""
+"""What the entries of grouped layers in `attention_layers` must say next to their `kind`."""
+
+
+def check_sharing(config: SurgeryConfig, index: int) -> None:
+    """Check the groups of a whole configuration, once: for the first layer that shares a cache.
+
+    Raises:
+        ValueError: groups that are not complete, or next to them what cannot run with a shared cache.
+    """
+    layers = config.attention_layers
+    if any(map(shares_cache, layers[:index])):
+        return
+    check_groups(layers)
+    if config.kv_cache is not None:
+        raise ValueError("kv_cache: layers that share a cache cannot quantise it, leave it out")
+    if config.streams or config.exact_window:
+        raise ValueError(
+            "attention_layers: layers that share a cache cannot stand beside streaming ones or exact windows"
+        )
 
 
 def check_groups(entries: list[dict[str, Any] | None]) -> None:
@@ -34,7 +47,7 @@ def check_groups(entries: list[dict[str, Any] | None]) -> None:
     index = 0
     while index < len(entries):
         entry = entries[index]
-        if entry is None or entry["kind"] not in CROSS_LAYER_KEYS:
+        if not shares_cache(entry):
             index += 1
             continue
         size = entry["group_size"]

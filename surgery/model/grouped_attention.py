@@ -4,17 +4,23 @@ This file travels beside the weights as remote code: it may import torch, transf
 """
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
+from .attention_functions import ConvertedAttention
+from .configuration_surgery import SurgeryConfig
 
-class GroupedAttention(nn.Module):
+
+class GroupedAttention(ConvertedAttention, nn.Module):
     """Grouped-query attention with `kv_heads` KV heads in place of the config's `num_key_value_heads`.
 
     Everything but that number is the family's: forward pass, names of the tensors, windows, norms. Keys and values are
     cached as plain tensors [B, kv_heads, T, d] each.
     """
+
+    entry_keys: ClassVar[set[str]] = {"kv_heads"}
+    has_gate = True
 
     def __init__(self, stock: nn.Module, entry: dict[str, Any]):
         config = copy.copy(stock.config)
@@ -25,8 +31,13 @@ class GroupedAttention(nn.Module):
         self.config = stock.config
         self.num_kv_heads = entry["kv_heads"]
 
-    def initialize_weights(self) -> None:
-        """Nothing is left: the base model's own initialisation knows all projections."""
+    @classmethod
+    def entry_problem(cls, config: SurgeryConfig, index: int, entry: dict[str, Any]) -> str | None:
+        """Return what is wrong with the number of KV heads."""
+        heads = entry["kv_heads"]
+        if heads < 1 or config.num_attention_heads % heads:
+            return f"{config.num_attention_heads} query heads do not divide over {heads} KV heads"
+        return None
 
     @property
     def cached_shape(self) -> tuple[int, int, int]:

@@ -14,56 +14,21 @@ This file travels beside the weights as remote code: it may import torch, transf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import BoolTensor, Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from .cache_layer import CompactLayer
-from .growing import append, refill
+from .growing import refill
 from .left_padding import LeftPadding
 from .sink_window_cache import SinkWindowLayer
 from .step_memo import once
-from .token_codes import TokenCodes
 
 PIECE = 256
 """Tokens that streaming heads take at once, at least: fewer would be many small products."""
-
-
-class PlainLayer(CompactLayer, DynamicLayer):
-    """The cache of one layer, or of some of its heads, in the model's dtype: transformers' own, in a mixed cache."""
-
-    form = "keys and values of all tokens"
-
-    def settings(self) -> tuple:
-        """Nothing to set."""
-        return ()
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Takes batch, heads, head sizes, dtype and device from the first tokens."""
-        self.device = key_states.device
-        # Of a dtype each: under autocast rotated keys may be wider than values.
-        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys = append(self.keys, key_states, capacity=self.reserved)
-        self.values = append(self.values, value_states, capacity=self.reserved)
-        return self.keys, self.values
-
-    def predicted_bytes(
-        self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
-    ) -> int:
-        """Bytes of `tokens` tokens."""
-        return batch * heads * tokens * (key_dim + value_dim) * dtype.itemsize
-
-    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.is_initialized:
-            self.keys, self.values = change(self.keys), change(self.values)
 
 
 class Dropped(NamedTuple):
@@ -99,8 +64,9 @@ class Piece(NamedTuple):
 class StreamingLayer(SinkWindowLayer):
     """Sinks and a window of all heads that stream, as `SinkWindowLayer` keeps them, and sums of what it dropped.
 
-    With `codes` each token is quantised when it comes and read quantised from then on, in the pass that brings it as
-    well; `keys` and `sink_keys` are then codes of keys and values, `values` and `sink_values` what scales them.
+    With `codes` (`TokenCodes`) each token is quantised when it comes and read quantised from then on, in the pass that
+    brings it as well; `keys` and `sink_keys` are then codes of keys and values, `values` and `sink_values` what scales
+    them.
 
     Attributes:
         key_sums, value_sums: of the dropped tokens of the last `compensated` heads [B, Hc, d], in fp32 at least, of
@@ -109,7 +75,7 @@ class StreamingLayer(SinkWindowLayer):
 
     form = "a cache of streaming heads"
 
-    def __init__(self, sinks: int, recent: int, compensated: int = 0, codes: TokenCodes | None = None) -> None:
+    def __init__(self, sinks: int, recent: int, compensated: int = 0, codes: Any = None) -> None:
         """Raises ValueError unless `sinks` ≥ 0, `recent` ≥ 1 and `compensated` ≥ 0."""
         super().__init__(sinks, recent)
         if compensated < 0:
@@ -134,6 +100,16 @@ class StreamingLayer(SinkWindowLayer):
         else:
             token = self.codes.token_bytes(key_dim, dtype) + self.codes.token_bytes(value_dim, dtype)
         return batch * (heads * self.kept(tokens) * token + self.mean_bytes(key_dim, value_dim, dtype))
+
+    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
+        """Bytes after the update of each piece."""
+        for first in range(seen, seen + new, self.piece):
+            last = min(first + self.piece, seen + new)
+            means = cached.batch * self.mean_bytes(cached.key_dim, cached.value_dim, cached.dtype)
+            read = cached.token_bytes * (self.kept(first) + last - first) + means * (last - first)
+            # The count of a query's dropped tokens is an int64 of each row.
+            counts = cached.batch * (last - first) * 8 if self.compensated else 0
+            yield cached.held(last) + read + counts
 
     def mean_bytes(self, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
         """Bytes of what each query of a row gets of the compensated heads' dropped tokens, and of their sums."""
@@ -302,6 +278,17 @@ class HybridLayer(CompactLayer):
         """Bytes of both parts after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
         sizes = self.part_sizes(heads, key_dim, value_dim)
         return sum(part.predicted_bytes(tokens, batch=batch, **size, dtype=dtype) for part, size in sizes)
+
+    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
+        """Bytes after the full part's updates, next to what the streaming part held before; then after that one's."""
+        parts = [
+            replace(cached, layer=part, **size)
+            for part, size in self.part_sizes(cached.heads, cached.key_dim, cached.value_dim)
+        ]
+        for number, part in enumerate(parts):
+            others = sum(other.held(seen + new) for other in parts[:number])
+            others += sum(other.held(seen) for other in parts[number + 1 :])
+            yield from (others + held for held in part.updates(seen, new))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raises ValueError: the parts take theirs from their own first tokens."""

@@ -10,7 +10,7 @@ size, r kv_lora_rank, ρ width of the shared RoPE key.
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,11 +28,9 @@ from .attention_functions import (
     rotate_pairs,
     scaled_by_position,
     take,
-    visible_mask,
 )
 from .cache_argument import takes_cache
-from .hybrid_cache import StreamingLayer, layer_of
-from .left_padding import LeftPadding
+from .configuration_surgery import SurgeryConfig, codes_problem
 
 
 class LatentRotaryEmbedding(nn.Module):
@@ -86,10 +84,19 @@ class LatentAttention(Accelerated, nn.Module):
     The inverse rms of the source's keys, `key_irms` [B, T, G], is there only on the exact q/k-norm path: the norm
     divides each key by a number that no fixed matrix can absorb, so that number is cached with the latent. The norm's
     weight acts before the rotation: the converter has folded it into the key rows of `kv_down`.
-
-    With `streaming` in its entry all heads, which share the latent, see its first tokens and a window only (see
-    `hybrid_cache`).
     """
+
+    entry_keys: ClassVar[set[str]] = {"kv_lora_rank", "rope_inv_freq", "key_norm_eps"}
+    entry_options: ClassVar[set[str]] = {"streaming", "codes"}
+    has_gate = True
+
+    @classmethod
+    def entry_problem(cls, config: SurgeryConfig, index: int, entry: dict[str, Any]) -> str | None:
+        """Return what is wrong with the rank or the codes."""
+        # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.
+        if entry["kv_lora_rank"] < 1:
+            return "kv_lora_rank must be at least 1"
+        return codes_problem(entry, entry["kv_lora_rank"])
 
     def __init__(self, stock: nn.Module, latent: dict[str, Any]):
         begin_as(self, stock)
@@ -129,6 +136,11 @@ class LatentAttention(Accelerated, nn.Module):
         init.normal_(self.value_up, std=self.config.initializer_range)
         self.rotary.initialize_weights()
 
+    def connect(self, decoder: nn.Module, handed_on: dict[int, torch.Tensor]) -> None:
+        """Learn by which of a token's positions pairs turn, of a decoder that has several (see `axis_decoder`)."""
+        if hasattr(decoder, "axes_of"):
+            self.rotary.axes = decoder.axes_of(self.rotary.frequencies)
+
     @property
     def cached_shape(self) -> tuple[int, int, int]:
         """Heads of a token in the cache, 1, the width of its latent and of its positional part: r, ρ (+ G)."""
@@ -156,7 +168,7 @@ class LatentAttention(Accelerated, nn.Module):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        left_padding: LeftPadding | None = None,
+        left_padding: Any = None,
         axis_positions: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -165,8 +177,8 @@ class LatentAttention(Accelerated, nn.Module):
         `position_embeddings` are the base family's cos and sin for a whole head; the latent has its own frequencies.
         Families that hand on no `position_ids` (Llama 4) count places in the cache. `axis_positions` as in
         `AxisDecoder`.
-        `left_padding` of each row is read where a layer streams and there is no cache that knows it. A layer that
-        streams gives no weights.
+        `left_padding` of each row is read where a layer streams and there is no cache that knows it, see
+        `StreamingLatentAttention`.
         """
         batch, num_tokens, _ = hidden_states.shape
         if position_ids is None:
@@ -181,31 +193,28 @@ class LatentAttention(Accelerated, nn.Module):
         kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
         # A long prompt would cost fewer operations with keys and values expanded to d numbers a head, since
         # r + ρ > d. One path for prompts and steps keeps their results equal and the memory small.
-        out = weights = None
-        if self.streaming:
-            new = StreamingLayer(self.streaming["sinks"], self.streaming["recent"])
-            layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
-            out = self._streamed(query, latent, positional, layer, **kwargs)
-        elif self.kernel is not None:
-            out = self.kernel(self, query, latent, positional, attention_mask, cache)
-        if out is None:
-            if cache is not None:
-                latent, positional = cache.update(latent, positional, self.layer_idx)
-            key_value = self._latent_key_value(latent, positional)
-            out, weights = attend(self, query, *key_value, attention_mask, **kwargs)  # [B, T, H, r]
+        out, weights = self._attend(query, latent, positional, attention_mask, cache, left_padding, **kwargs)
         out = gated(torch.einsum("bthr,hvr->bthv", out, self.value_up), gate)
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
 
-    def _streamed(
-        self, query: torch.Tensor, latent: torch.Tensor, positional: torch.Tensor, layer: StreamingLayer, **kwargs
-    ) -> torch.Tensor:
-        """Outputs [B, T, H, r] where all heads stream."""
-        out = []
-        for piece in layer.pieces(latent, positional):
-            key_value = self._latent_key_value(piece.keys, piece.values)
-            mask = visible_mask(self, piece.visible, query.dtype)
-            out.append(attend(self, query[:, :, piece.tokens], *key_value, mask, **kwargs)[0])
-        return torch.cat(out, dim=1)
+    def _attend(
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        positional: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
+        left_padding: Any,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Outputs [B, T, H, r] and, if eager, weights, of queries and of the new tokens' latent and positional part."""
+        if self.kernel is not None:
+            out = self.kernel(self, query, latent, positional, attention_mask, cache)
+            if out is not None:
+                return out, None
+        if cache is not None:
+            latent, positional = cache.update(latent, positional, self.layer_idx)
+        return attend(self, query, *self._latent_key_value(latent, positional), attention_mask, **kwargs)
 
     def _latent_query(self, query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Heads [B, T, H, d] → in the space of the latent key [B, H, T, r + ρ]."""

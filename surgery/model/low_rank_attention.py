@@ -11,7 +11,7 @@ This file travels beside the weights as remote code: it may import torch, transf
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,16 +25,19 @@ from .attention_functions import (
     gated,
     normalise_heads,
     project_queries,
-    rotation_of,
     scaled_by_position,
     take,
-    unrotated,
     visible_mask,
 )
 from .cache_argument import takes_cache
+from .cache_layer import CompactLayer
+from .configuration_surgery import SurgeryConfig
 from .exact_window_cache import ExactWindowLayer
-from .hybrid_cache import HybridLayer, PlainLayer, StreamingLayer, layer_of
+from .hybrid_cache import HybridLayer, StreamingLayer, layer_of
 from .left_padding import LeftPadding
+from .low_rank_entries import OPTIONS, REQUIRED, entry_problem
+from .plain_cache import PlainLayer
+from .rotary import connect_rotary, rotation_of, unrotated
 from .step_memo import once
 from .up_projections import UpProjections
 
@@ -79,6 +82,27 @@ class LowRankAttention(Accelerated, nn.Module):
     heads that are rebuilt from them see those alone (see `hybrid_cache`).
     """
 
+    entry_keys: ClassVar[set[str]] = REQUIRED
+    entry_options: ClassVar[set[str]] = OPTIONS
+    has_gate = True
+
+    @classmethod
+    def entry_problem(cls, config: SurgeryConfig, index: int, entry: dict[str, Any]) -> str | None:
+        """Return what is wrong with the blocks, the window, what is shared or what streams."""
+        return entry_problem(config, index, entry)
+
+    @classmethod
+    def cache_layer_of(cls, entry: dict[str, Any], whole: CompactLayer, codes: Any) -> CompactLayer:
+        """Make an empty layer of latents, of which some may stream, or with an exact window."""
+        if entry["window"]:
+            return ExactWindowLayer(entry["sinks"], entry["window"], whole)
+        if not (settings := entry.get("streaming")):
+            return whole
+        ranks = [block["rank"] for block in entry["blocks"]]
+        width = sum(rank for number, rank in enumerate(ranks) if number not in settings["blocks"])
+        streaming = StreamingLayer(settings["sinks"], settings["recent"], codes=codes)
+        return HybridLayer(whole if width else None, streaming, width=width)
+
     def __init__(self, stock: nn.Module, entry: dict[str, Any]):
         begin_as(self, stock)
         config = stock.config
@@ -122,8 +146,7 @@ class LowRankAttention(Accelerated, nn.Module):
         self._full = self._part(blocks, [number for number in range(len(blocks)) if number not in streaming])
         self._streaming = self._part(blocks, sorted(streaming))
 
-        # Set by the model: the base family's rotary embedding, in a tuple because it is no part of this module, and
-        # the latents that layers of one forward pass hand on to later ones.
+        # Set by `connect`, with the latents that layers of one forward pass hand on to later ones.
         self.rotary: tuple[nn.Module, ...] = ()
         self.handed_on: dict[int, torch.Tensor] = {}
         self.hands_on = False
@@ -135,6 +158,13 @@ class LowRankAttention(Accelerated, nn.Module):
         for bias in (self.key_bias, self.value_bias):
             if bias is not None:
                 init.zeros_(bias)
+
+    def connect(self, decoder: nn.Module, handed_on: dict[int, torch.Tensor]) -> None:
+        """Take the rotary embedding, and latents of earlier layers, which learn that they are read."""
+        connect_rotary(self, decoder)
+        self.handed_on = handed_on
+        for index in range(self.layer_idx - self.shared_layers, self.layer_idx):
+            decoder.layers[index].self_attn.hands_on = True
 
     @property
     def cached_shape(self) -> tuple[int, int, int]:
@@ -159,9 +189,15 @@ class LowRankAttention(Accelerated, nn.Module):
         return [[up[number][:, -rank:] for up in ups if number in up] for number, rank in enumerate(self.ranks)]
 
     @property
-    def streaming_queries(self) -> int:
-        """Query heads that see the first tokens and a window only."""
-        return len(self._streaming.queries)
+    def windows(self) -> list[tuple[int, int | None, bool]] | None:
+        """Query heads that see all tokens, and those that see the first tokens and a window only."""
+        if not self.streaming:
+            return None
+        streaming = len(self._streaming.queries)
+        return [
+            (self.num_heads - streaming, None, False),
+            (streaming, self.streaming["sinks"] + self.streaming["recent"], False),
+        ]
 
     @takes_cache
     def forward(

@@ -1,242 +1,43 @@
-"""A stock decoder with a converted attention in place of its own.
-
-Everything around the attention (embeddings, norms, MLPs, experts) is the source family's own code.
+"""The remote code's entry module with all parts, for what no smaller one has.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar
-
-import torch
-from torch import nn
-from transformers import MODEL_MAPPING, Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
-from transformers.cache_utils import CacheLayerMixin
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
-
-from .attention_functions import family_attention_class
+from .axis_decoder import AxisDecoder
 from .blockwise_decoder import BlockwiseDecoder
-from .cache_argument import CACHE, returned_cache, takes_cache
-from .cache_layer import CompactLayer, check_full_attention
-from .cache_prediction import CachedLayer, footprint, peak_bytes
-from .configuration_surgery import SurgeryConfig, caches_latents
-from .converted_decoder import ATTENTION, ConvertedModel, cache_layers, convert_decoder, family_decoder_class
-from .group_entries import CROSS_LAYER_KEYS
+from .causal_model import SurgeryForCausalLM as BaseModel
+from .compact_caches import new_layers
+from .cross_layer_attention import CrossLayerAttention
+from .cross_layer_latent_attention import CrossLayerLatentAttention
+from .family_decoders import DECODERS
+from .grouped_attention import GroupedAttention
 from .hybrid_attention import HybridAttention
 from .latent_attention import LatentAttention
-from .logit_factor import logit_cap, logit_factor
 from .low_rank_attention import LowRankAttention
+from .quantized_cache import QuantizedKVLayer
+from .straight_through import StraightThroughLayer
+from .streaming_latent_attention import StreamingLatentAttention
+from .token_codes import TokenCodes
 
 
-class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
-    """The source family's causal language model with a converted attention in the layers that `attention_layers` names.
-
-    Tensors keep the source's names; those of an attention that was converted are listed in its class.
-    """
-
-    config_class = SurgeryConfig
-    base_model_prefix = "model"
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    on_device: ClassVar[Callable[[PreTrainedModel], Any] | None] = None
-    """Called with a model once, before its first decoding on CUDA; the package `surgery`, where it is imported, puts
-    its kernels under the model here."""
-    # Layers that predict further tokens, which Qwen's checkpoints hold beside the model.
-    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^mtp\."]
-
-    def __init__(self, config: SurgeryConfig):
-        if config.attention_layers is None:
-            raise ValueError("the configuration has no attention_layers: it describes no converted model")
-        # Before super() fills in defaults: whether there are experts to run, only the base model knows.
-        base_config = config.base_config()
-        self._take_attention(config, MODEL_MAPPING[type(base_config)])
-        super().__init__(config)
-        base_config._attn_implementation = config._attn_implementation
-        # A PreTrainedModel of its own, under its own model_type, so that transformers' conversion of per-expert
-        # checkpoint tensors still applies to it.
-        decoder_class = family_decoder_class(config.base_model_type, MODEL_MAPPING[type(base_config)])
-        if any(entry and entry["kind"] in CROSS_LAYER_KEYS for entry in config.attention_layers):
-            check_full_attention(config, "a cache that layers share")
-            decoder_class = family_attention_class(BlockwiseDecoder, decoder_class)
-        self.model = decoder_class(base_config)
-        self._is_stateful = self.model._is_stateful
-        config._experts_implementation = base_config._experts_implementation
-        convert_decoder(self.model, config)
-        self._met_device: torch.device | None = None
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def _attentions(self) -> list[nn.Module]:
-        """Of all layers that keep keys and values, or something in their place."""
-        return [
-            attention for layer in self.model.layers if (attention := getattr(layer, "self_attn", None)) is not None
-        ]
-
-    @property
-    def quantization_aware(self) -> bool:
-        """Whether training reads what a cache of `kv_cache` gives back, with gradients as if it were the exact numbers.
-
-        Off unless it is set. Evaluation always reads it; without `kv_cache` nothing is quantised and this stays off.
-        """
-        return self.model.quantization_aware
-
-    @quantization_aware.setter
-    def quantization_aware(self, aware: bool) -> None:
-        self.model.quantization_aware = bool(aware) and self.config.kv_cache is not None
-
-    def cache_layers(self) -> list[CompactLayer] | None:
-        """New, empty layers of the cache that this model keeps; None where those of a plain `DynamicCache` do."""
-        return cache_layers(self.config)
-
-    def reserved_cache(self, tokens: int) -> Cache:
-        """An empty cache with memory for that many tokens of each row, which stays where it is until they have come.
-
-        Of plain tensors a `StaticCache`, which takes no more; caches of every other form grow beyond `tokens`.
-        """
-        blockwise = isinstance(self.model, BlockwiseDecoder)
-        layers = self.model.cache_layers() if blockwise else self.cache_layers()
-        if layers is None:
-            return StaticCache(config=self.config, max_cache_len=tokens)
-        for layer in layers:
-            layer.reserve(tokens)
-        return Cache(layers=layers)
-
-    def kv_cache_bytes(self, batch: int, tokens: int, prompt: int | None = None) -> int:
-        """Bytes that the live cache will hold after `tokens` tokens of each of `batch` rows, in the model's dtype.
-
-        Of layers with linear attention nothing is counted: their states do not grow with the tokens. `prompt` is the
-        length of the first pass, by default all; only a basis of the prompt's own depends on it.
-        """
-        if isinstance(self.model, BlockwiseDecoder):
-            return self.model.kv_cache_bytes(batch, tokens, prompt)
-        return sum(self.kv_layer_bytes(batch, tokens))
-
-    def kv_layer_bytes(self, batch: int, tokens: int) -> list[int]:
-        """The same of every layer by itself; layers that share a cache have none of their own."""
-        held = iter([layer.held(tokens) for layer in self._cached_layers(batch)])
-        return [0 if getattr(layer, "self_attn", None) is None else next(held) for layer in self.model.layers]
-
-    def kv_peak_bytes(self, batch: int, prompt: int, chunk: int, steps: int) -> int:
-        """The most bytes that keys and values will take while a prompt is read and continued, in the model's dtype.
-
-        Looked at after every call of a cache layer's `update` (of a hybrid layer's parts: `full.update`, and then
-        `streaming.update` for each piece): what the whole cache holds at that moment, and of the tensors that this call
-        returned those that share no storage with it, such as dequantised tokens, or the window and the new tokens that
-        attention reads together. The means of dropped tokens that attention takes of a compensated layer next are in
-        its hands then, and count. Left out are the new tokens before they are cached, and what attention makes of what
-        it was given, such as keys and values rebuilt from latents.
-
-        Args:
-            batch: rows, without padding.
-            prompt: tokens of each, prefilled `chunk` at a time.
-            steps: tokens decoded after it, one by one.
-
-        Raises:
-            ValueError: layers that share a cache or keep a state, whose peak can only be measured, or sizes below 1,
-                `steps` below 0.
-        """
-        if min(batch, prompt, chunk) < 1 or steps < 0:
-            raise ValueError(f"{batch} x {prompt} tokens in chunks of {chunk} and {steps} steps are no generation")
-        if isinstance(self.model, BlockwiseDecoder):
-            raise ValueError("the peak of a cache that layers share cannot be predicted: measure it")
-        if len(self._attentions()) < len(self.model.layers):
-            raise ValueError("the peak of a cache beside states cannot be predicted: measure it")
-        return peak_bytes(self._cached_layers(batch), prompt, chunk, steps)
-
-    def kv_footprint(self, prompt: int, steps: int) -> float:
-        """Share of full causal attention that this model computes, over a prompt and `steps` decoded tokens.
-
-        Counted are pairs of a query of one head and a key that it sees, a compensation token for one key, in rows
-        without padding; whatever chunks the prompt comes in. A token that a layer holds twice counts once.
-        """
-        windows = []
-        heads = self.config.num_attention_heads
-        for layer, attention in zip(self._layers(), self._attentions(), strict=True):
-            if isinstance(attention, HybridAttention):
-                windows.append(attention.windows)
-            elif isinstance(attention, LatentAttention | LowRankAttention) and attention.streaming:
-                streaming = heads if isinstance(attention, LatentAttention) else attention.streaming_queries
-                most = attention.streaming["sinks"] + attention.streaming["recent"]
-                windows.append([(heads - streaming, None, False), (streaming, most, False)])
-            else:
-                sliding = layer.sliding_window if getattr(layer, "is_sliding", False) else None
-                windows.append([(heads, sliding, False)])
-        return footprint(prompt + steps, self.config.num_attention_heads, windows)
-
-    def _layers(self) -> list[CacheLayerMixin]:
-        """New, empty layers of the cache, whoever makes it, but for those that keep a state."""
-        layers = self.cache_layers() or DynamicCache(config=self.config).layers
-        blocks = zip(layers, self.model.layers, strict=True)
-        return [layer for layer, block in blocks if getattr(block, "self_attn", None) is not None]
-
-    def _cached_layers(self, batch: int) -> list[CachedLayer]:
-        return [
-            CachedLayer(layer, batch, *_cached_shape(attention), self.dtype)
-            for layer, attention in zip(self._layers(), self._attentions(), strict=True)
-        ]
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        # transformers would search this file for experts; those of a mixture are in the base family's.
-        return True
-
-    @can_return_tuple
-    @takes_cache
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs,
-    ) -> CausalLMOutputWithPast:
-        """input_ids [B, T] → logits [B, T, vocab], of the last `logits_to_keep` tokens if that is not 0."""
-        if self._met_device is None and self.on_device is not None and self.device.type == "cuda" and not self.training:
-            self._met_device = self.device
-            type(self).on_device(self)
-        # The base model looks these up in its own config, and users set them on this one.
-        kwargs.setdefault("output_attentions", self.config.output_attentions)
-        kwargs.setdefault("output_hidden_states", self.config.output_hidden_states)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=self.config.use_cache if use_cache is None else use_cache,
-            return_dict=True,
-            **{CACHE: cache},
-            **kwargs,
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
-        if (factor := logit_factor(self.config)) != 1.0:
-            logits = logits * factor
-        if (cap := logit_cap(self.config)) is not None:
-            logits = (logits / cap).tanh() * cap
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **{CACHE: returned_cache(outputs)},
-        )
+class SurgeryForCausalLM(BaseModel):
+    """The class that `auto_map` in config.json names."""
 
 
-def _cached_shape(attention: nn.Module) -> tuple[int, int, int]:
-    """Heads of one token in the cache, and the widths of what each has in the place of a key and of a value."""
-    if isinstance(attention, tuple(ATTENTION.values())):
-        return attention.cached_shape
-    if caches_latents(attention.config):
-        return 1, attention.kv_lora_rank, attention.qk_rope_head_dim
-    return attention.config.num_key_value_heads, attention.head_dim, attention.head_dim
-
-
-__all__ = ["SurgeryForCausalLM"]
+__all__ = [
+    "DECODERS",
+    "AxisDecoder",
+    "BlockwiseDecoder",
+    "CrossLayerAttention",
+    "CrossLayerLatentAttention",
+    "GroupedAttention",
+    "HybridAttention",
+    "LatentAttention",
+    "LowRankAttention",
+    "QuantizedKVLayer",
+    "StraightThroughLayer",
+    "StreamingLatentAttention",
+    "SurgeryForCausalLM",
+    "TokenCodes",
+    "new_layers",
+]

@@ -8,7 +8,8 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING, Ge
 from .attention_functions import family_attention_class
 from .configuration_surgery_pictures import SurgeryPicturesConfig
 from .converted_decoder import ConvertedModel, convert_decoder, family_decoder_class
-from .group_entries import CROSS_LAYER_KEYS
+from .modeling_surgery import SurgeryForCausalLM
+from .parts import shares_cache
 
 
 class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin):
@@ -30,7 +31,7 @@ class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin
         text = config.text_config
         if text.attention_layers is None:
             raise ValueError("text_config has no attention_layers: it describes no converted model")
-        if any(entry and entry["kind"] in CROSS_LAYER_KEYS for entry in text.attention_layers):
+        if any(map(shares_cache, text.attention_layers)):
             raise ValueError("text_config: layers that share a cache are not for models of pictures and text")
         self._take_attention(text, MODEL_MAPPING[type(text.base_config())])
         base = config.base_config()
@@ -46,4 +47,4 @@ class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin
         self.post_init()
 
 
-__all__ = ["SurgeryForPicturesAndText"]
+__all__ = ["SurgeryForCausalLM", "SurgeryForPicturesAndText"]

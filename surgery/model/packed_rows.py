@@ -9,17 +9,11 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.nn.functional import pad
-from transformers import Cache
 
-from .cache_argument import CACHE, CACHE_NAMES
-from .cache_layer import Call, CompactLayer, keeps_cache
+from .cache_layer import Call, keeps_cache
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments by which kernels for rows of any lengths learn of documents."""
@@ -119,77 +113,4 @@ def _spans(starts: Tensor) -> list[slice]:
     return [slice(*span) for span in zip(first, [*first[1:], len(starts)], strict=True)]
 
 
-class DocumentAttention(nn.Module):
-    """Put before an attention's class in the bases of a class, by `family_attention_class`.
-
-    Attributes:
-        new_layer: makes an empty cache layer of this attention, of `training` and `aware` as `cache_layers` takes them.
-    """
-
-    new_layer: Callable[..., CompactLayer]
-    by_token: ClassVar[tuple[str, ...]] = ("position_ids", "token_positions")
-    left_out: ClassVar[tuple[str, ...]] = (*VARLEN, *CACHE_NAMES)
-
-    def forward(
-        self, hidden_states: Tensor, *args: Any, documents: Spans | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """As the attention's own; with `documents`, of each of them alone.
-
-        A call that is quantisation-aware and comes without a cache, as gradient checkpointing makes it, gets one.
-        """
-        aware = kwargs.pop("quantization_aware", False)
-        if documents is None:
-            if aware and kwargs.get(CACHE) is None:
-                kwargs[CACHE] = self._new_cache(aware)
-            return super().forward(hidden_states, *args, **kwargs)
-        batch, length = hidden_states.shape[:2]
-        rows = [slice(None)] if len(documents) == 1 else [slice(row, row + 1) for row in range(batch)]
-        outputs, weights = [], []
-        handed_on = getattr(self, "handed_on", None)
-        for row, spans in zip(rows, documents, strict=True):
-            for span in spans:
-                if handed_on is not None:  # layers share latents of the same document
-                    self.handed_on = handed_on.setdefault((row.start, span.start), {})
-                call = self._of_document(row, span, kwargs)
-                call[CACHE] = self._new_cache(aware)
-                out, own = super().forward(hidden_states[row, span], *args, **call)
-                outputs.append(out)
-                weights.append(own if own is None else pad(own, (span.start, length - span.stop)))
-        if handed_on is not None:
-            self.handed_on = handed_on
-        return _joined(outputs, documents, 1), None if weights[0] is None else _joined(weights, documents, 2)
-
-    def _new_cache(self, aware: bool) -> Cache:
-        """An empty cache that knows this layer alone."""
-        return Cache(layers=[self.new_layer(training=self.training, aware=aware)] * (self.layer_idx + 1))
-
-    def _of_document(self, row: slice, span: slice, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of a call for one document."""
-        call = {name: value for name, value in kwargs.items() if name not in self.left_out}
-        for name in self.by_token:
-            if call.get(name) is not None:
-                call[name] = _cut(call[name], row, span)
-        embeddings = call.get("position_embeddings")
-        if isinstance(embeddings, Tensor):
-            call["position_embeddings"] = _cut(embeddings, row, span)
-        elif embeddings is not None:
-            call["position_embeddings"] = tuple(each if each is None else _cut(each, row, span) for each in embeddings)
-        if call.get("axis_positions") is not None:
-            call["axis_positions"] = call["axis_positions"][:, row, span]
-        if (mask := call.get("attention_mask")) is not None:
-            call["attention_mask"] = _cut(mask, row, slice(None))[..., span, span]
-        return call
-
-
-def _joined(parts: list[Tensor], documents: Spans, dim: int) -> Tensor:
-    """Parts of all documents, row after row, one after the other along `dim`, and then the rows."""
-    rows = iter(parts)
-    return torch.cat([torch.cat([next(rows) for _ in spans], dim=dim) for spans in documents])
-
-
-def _cut(tensor: Tensor, row: slice, span: slice) -> Tensor:
-    """Some tokens [·, n, ...] of a tensor [B or 1, T, ...]."""
-    return tensor[row if len(tensor) > 1 else slice(None), span]
-
-
-__all__ = ["DocumentAttention", "Spans", "new_tokens", "take_documents"]
+__all__ = ["VARLEN", "Spans", "new_tokens", "take_documents"]

@@ -15,7 +15,8 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,10 @@ class QuantizedKVLayer(CompactLayer):
         """Format, group, window, what the keys are quantised by, sinks, format of values, spans of keys, clip."""
         whole = self.format, self.group, self.window, self.keys_by, self.sinks
         return *whole, self.value_format, self.spans, self.clip
+
+    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
+        """Bytes after an update, which dequantises all tokens."""
+        yield cached.held(seen + new) + cached.token_bytes * (seen + new)
 
     @property
     def of_one_format(self) -> bool:

@@ -181,3 +181,12 @@ class SinkWindowLayer(CompactLayer):
             self.keys, self.values = change(self.keys), change(self.values)
             self.sink_keys, self.sink_values = change(self.sink_keys), change(self.sink_values)
             self.padding = self.padding.changed(change)
+
+
+def window_problem(settings: dict[str, int]) -> str | None:
+    """Return what is wrong with `sinks` and `recent`; None if nothing is."""
+    try:
+        SinkWindowLayer(settings["sinks"], settings["recent"])
+    except ValueError as error:
+        return str(error)
+    return None

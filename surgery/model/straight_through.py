@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .hybrid_cache import PlainLayer
+from .plain_cache import PlainLayer
 from .quantized_cache import QuantizedKVLayer
 from .token_codes import TokenCodes
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.architectures.beside_pictures import whole_config, whole_names
+from surgery.architectures.own_class import with_auto_map
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.texts import Texts, load_texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, verify_files
@@ -183,8 +184,11 @@ def _finish(
     final = outcome.final_config
     outcome = replace(outcome, config=outcome.config | entry, final_config=None if final is None else final | entry)
     copy_tensors(reader, writer.missing(), outcome.factors, writer, work.progress)
-    code = remote_code_files(pictures=bool(reader.stored_names)) if outcome.own_class else ()
-    writer.write_json(CONFIG, whole_config(reader, outcome.config))
+    config, code = whole_config(reader, outcome.config), ()
+    if outcome.own_class:
+        cache = {"kv_cache": work.settings.kv_cache()} if quantizes else {}
+        code = remote_code_files(whole_config(reader, with_auto_map(outcome.config | cache))["auto_map"])
+    writer.write_json(CONFIG, config)
     copy_sidecars(reader, carried, code, writer)
     writer.finish()
     verify_files(writer.partial, writer.stored_plan)

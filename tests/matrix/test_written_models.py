@@ -7,7 +7,7 @@ from shared_caches import FORMS
 from written_models import WRITTEN, inputs
 
 from surgery.model.configuration_surgery import _KV_CACHE_OPTIONS, SurgeryConfig
-from surgery.model.converted_decoder import ATTENTION
+from surgery.model.parts import KINDS as ENTRY_KINDS
 from surgery.model.quantization import BITS
 
 
@@ -27,7 +27,7 @@ def caches_of(configs: list[SurgeryConfig]) -> list[dict]:
 
 
 def test_every_kind_of_attention_has_a_model(configs):
-    assert {entry["kind"] for entry in entries_of(configs)} == set(ATTENTION)
+    assert {entry["kind"] for entry in entries_of(configs)} == set(ENTRY_KINDS)
     assert KINDS.keys() <= WRITTEN.keys() and {f"cross_layer_{form}" for form in FORMS} <= WRITTEN.keys()
 
 

@@ -27,8 +27,9 @@ from transformers.masking_utils import sdpa_mask
 from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
-from surgery.model.hybrid_cache import HybridLayer, PlainLayer, StreamingLayer
+from surgery.model.hybrid_cache import HybridLayer, StreamingLayer
 from surgery.model.left_padding import LeftPadding, set_padding
+from surgery.model.plain_cache import PlainLayer
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.model.sink_window_cache import SinkWindowLayer
 from surgery.model.token_codes import TokenCodes
@@ -196,8 +197,8 @@ def test_layers_are_built_for_a_new_cache_only(monkeypatch):
     model, built = hybrid(), []
     cache = model(tokens()).past_key_values
     original = SurgeryConfig.quantized_layer
-    monkeypatch.setattr(SurgeryConfig, "quantized_layer", lambda config: built.append(1) or original(config))
-    monkeypatch.setattr("surgery.model.converted_decoder._cache_layer", lambda *args, **kwargs: built.append(1))
+    monkeypatch.setattr(SurgeryConfig, "quantized_layer", lambda *args: built.append(1) or original(*args))
+    monkeypatch.setattr("surgery.model.compact_caches.new_layer", lambda *args, **kwargs: built.append(1))
     model(tokens()[:, :1], past_key_values=cache)
     assert not built
 

@@ -23,7 +23,7 @@ from own_models import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
-from surgery.model import AUTO_MAP, SurgeryConfig, SurgeryForCausalLM
+from surgery.model import SurgeryConfig, SurgeryForCausalLM
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_layers_may_keep_their_own_attention_and_ranks_may_differ():
 def test_config_speaks_for_the_source_and_survives_the_file(source, tmp_path):
     frequencies = [1.0, 1 / 3, 0.1, 1e-300]
     layers = [{"kind": "latent", "kv_lora_rank": 5, "rope_inv_freq": frequencies, "key_norm_eps": None}] * LAYERS
-    config = SurgeryConfig.from_base(source.config, layers, auto_map=AUTO_MAP)
+    config = SurgeryConfig.from_base(source.config, layers)
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
     assert type(loaded) is SurgeryConfig and loaded.attention_layers == layers

@@ -5,9 +5,10 @@ import torch
 from surgery.kernels.hybrid_decode.operator import hybrid_decode
 from surgery.kernels.sink_recent_prefill.operator import sink_recent_prefill
 from surgery.kernels.split_kv import merge
-from surgery.model.attention_functions import project_heads
 from surgery.model.cache_argument import takes_cache
-from surgery.model.hybrid_cache import HybridLayer, PlainLayer, StreamingLayer, layer_of
+from surgery.model.hybrid_cache import HybridLayer, StreamingLayer, layer_of
+from surgery.model.plain_cache import PlainLayer
+from surgery.model.rotary import project_heads
 
 
 @takes_cache

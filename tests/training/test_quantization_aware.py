@@ -14,8 +14,9 @@ from transformers.cache_utils import Cache
 
 from surgery.common.errors import SurgeryError
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
-from surgery.model.hybrid_cache import PlainLayer, StreamingLayer
+from surgery.model.hybrid_cache import StreamingLayer
 from surgery.model.left_padding import LeftPadding
+from surgery.model.plain_cache import PlainLayer
 from surgery.model.straight_through import StraightThroughCodes
 from surgery.model.token_codes import TokenCodes
 from surgery.training.data import Batch

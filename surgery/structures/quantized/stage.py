@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.cached import REASON, check_quantizable, rotated_tensors
-from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
+from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config, with_auto_map
 from surgery.calibration.held_out import HeldOut, Score, logit_difference
 from surgery.checkpoint import CheckpointWriter
 from surgery.common.errors import SurgeryError
@@ -148,7 +148,7 @@ def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> 
             for name, tensor in rotated_tensors(reader, exact.config, layer).items():
                 writer.rewrite(name, tensor)
         exact = OwnSource.open(open_model(writer.partial), settings)
-    config = {**outcome.config, "kv_cache": settings.kv_cache()}
+    config = with_auto_map({**outcome.config, "kv_cache": settings.kv_cache()})
     writer.write_json("config.json", whole_config(opened.reader, config))
     measured = measure_quantized(exact, writer.partial, held_out, settings, progress)
     difference = logit_difference(opened.stream, outcome.simulated, exact.stream, measured.hidden[EXACT])

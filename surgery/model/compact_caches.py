@@ -1,0 +1,73 @@
+"""The cache layers of a model that keeps something else than plain keys and values of all tokens.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from functools import partial
+
+from torch import nn
+
+from .attention_functions import family_attention_class
+from .cache_argument import CACHE
+from .cache_layer import Call, CompactLayer, check_full_attention, own_cache
+from .configuration_surgery import SurgeryConfig
+from .document_attention import DocumentAttention
+from .left_padding import set_padding
+from .packed_rows import new_tokens
+from .parts import attention_class, part
+from .plain_cache import PlainLayer
+
+
+def new_layers(config: SurgeryConfig, *, training: bool, aware: bool) -> list[CompactLayer]:
+    """Make empty layers for the attention that the entries describe."""
+    return [new_layer(config, layer, training=training, aware=aware) for layer in range(config.num_hidden_layers)]
+
+
+def new_layer(config: SurgeryConfig, layer: int, *, training: bool, aware: bool) -> CompactLayer:
+    """Make an empty layer for the attention that the entry of a layer describes."""
+    entry = config.attention_layers[layer]
+    whole, codes = PlainLayer(), None
+    if config.kv_cache_of(layer) is not None and (aware or not training):
+        # Methods of the class here: that of `config` may come from where there is no code of caches.
+        whole, codes = SurgeryConfig.quantized_layer(config, layer), SurgeryConfig.streaming_codes(config, layer)
+        if aware:
+            trained = part("straight_through")
+            whole, codes = trained.StraightThroughLayer(whole), trained.StraightThroughCodes(codes)
+    return attention_class(entry).cache_layer_of(entry, whole, codes) if entry else whole
+
+
+def prepare_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
+    """Have the attention of all layers read several documents of a row apart.
+
+    Raises:
+        ValueError: the family's layers cannot keep such a cache.
+    """
+    check_full_attention(config, "a cache in another form than plain keys and values")
+    for index, layer in enumerate(decoder.layers):
+        attention = layer.self_attn
+        attention.__class__ = family_attention_class(DocumentAttention, type(attention))
+        attention.new_layer = partial(new_layer, config, index)
+
+
+def use_layers(config: SurgeryConfig, decoder: nn.Module, call: Call, *, training: bool, aware: bool) -> None:
+    """Have a call of the decoder read and fill the layers that the configuration asks for.
+
+    Training reads exact tokens, or with `aware` what a quantised cache gives back.
+    """
+    kept_as = config.attention_layers, config.kv_cache if aware or not training else None, aware
+    cache = call.get(CACHE)
+    if getattr(cache, "kept_as", None) == kept_as:
+        cache.temporary = False  # its layers are of that form already
+    else:
+        cache = own_cache(decoder, call, new_layers(config, training=training, aware=aware))
+        cache.kept_as = kept_as
+    # Gradient checkpointing takes the cache away from the layers, and runs them again in the backward pass.
+    if aware:
+        call["quantization_aware"] = True
+    if config.exact_window or config.streams:
+        padding = set_padding(cache, call.get("attention_mask"), rows=len(new_tokens(call)))
+        if padding is not None and training:
+            call["left_padding"] = padding
+
+
+__all__ = ["new_layers", "prepare_decoder", "use_layers"]

@@ -1,0 +1,16 @@
+"""The remote code's entry module where layers share a cache.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from .blockwise_decoder import BlockwiseDecoder
+from .causal_model import SurgeryForCausalLM as BaseModel
+from .cross_layer_attention import CrossLayerAttention
+from .cross_layer_latent_attention import CrossLayerLatentAttention
+
+
+class SurgeryForCausalLM(BaseModel):
+    """The class that `auto_map` in config.json names."""
+
+
+__all__ = ["BlockwiseDecoder", "CrossLayerAttention", "CrossLayerLatentAttention", "SurgeryForCausalLM"]

@@ -1,0 +1,15 @@
+"""The remote code's entry module where some heads of converted layers stream.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from .causal_model import SurgeryForCausalLM as BaseModel
+from .compact_caches import new_layers
+from .hybrid_attention import HybridAttention
+
+
+class SurgeryForCausalLM(BaseModel):
+    """The class that `auto_map` in config.json names."""
+
+
+__all__ = ["HybridAttention", "SurgeryForCausalLM", "new_layers"]

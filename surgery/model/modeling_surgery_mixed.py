@@ -1,0 +1,33 @@
+"""The remote code's entry module where kinds of layers and caches are mixed, unless layers share a cache.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from .causal_model import SurgeryForCausalLM as BaseModel
+from .compact_caches import new_layers
+from .grouped_attention import GroupedAttention
+from .hybrid_attention import HybridAttention
+from .latent_attention import LatentAttention
+from .low_rank_attention import LowRankAttention
+from .quantized_cache import QuantizedKVLayer
+from .straight_through import StraightThroughLayer
+from .streaming_latent_attention import StreamingLatentAttention
+from .token_codes import TokenCodes
+
+
+class SurgeryForCausalLM(BaseModel):
+    """The class that `auto_map` in config.json names."""
+
+
+__all__ = [
+    "GroupedAttention",
+    "HybridAttention",
+    "LatentAttention",
+    "LowRankAttention",
+    "QuantizedKVLayer",
+    "StraightThroughLayer",
+    "StreamingLatentAttention",
+    "SurgeryForCausalLM",
+    "TokenCodes",
+    "new_layers",
+]

@@ -1,0 +1,27 @@
+"""The remote code's entry module where layers with the family's own attention, fewer KV heads or MLA quantise.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from .causal_model import SurgeryForCausalLM as BaseModel
+from .compact_caches import new_layers
+from .grouped_attention import GroupedAttention
+from .latent_attention import LatentAttention
+from .quantized_cache import QuantizedKVLayer
+from .straight_through import StraightThroughLayer
+from .token_codes import TokenCodes
+
+
+class SurgeryForCausalLM(BaseModel):
+    """The class that `auto_map` in config.json names."""
+
+
+__all__ = [
+    "GroupedAttention",
+    "LatentAttention",
+    "QuantizedKVLayer",
+    "StraightThroughLayer",
+    "SurgeryForCausalLM",
+    "TokenCodes",
+    "new_layers",
+]

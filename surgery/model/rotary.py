@@ -1,0 +1,97 @@
+"""The rotation of a family's heads, and its decoder's rotary embedding for attention that rotates keys when it reads.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from .attention_functions import normalise_heads
+
+
+class NoRotation(nn.Module):
+    """In the place of a rotary embedding, where nothing rotates."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """position_ids [B, T] → two times nothing, [B, T, 0]."""
+        nothing = x.new_empty(*position_ids.shape, 0)
+        return nothing, nothing
+
+
+def rotary_of(decoder: nn.Module) -> nn.Module:
+    """Return the rotary embedding of a decoder, or `NoRotation`."""
+    return NoRotation() if decoder.rotary_emb is None else decoder.rotary_emb
+
+
+def connect_rotary(attention: nn.Module, decoder: nn.Module) -> None:
+    """Give an attention module its decoder's rotary embedding, in a tuple because it is no part of the module."""
+    # Some families have a RoPE for each type of layer, and say its type.
+    of_type = {"layer_type": kind} if (kind := getattr(attention, "rope_of", None)) else {}
+    rotary = rotary_of(decoder)
+    attention.rotary = (partial(rotary, **of_type) if of_type else rotary,)
+
+
+def rotation_of(stock: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """How a family's attention rotates heads: x [B, h, T, d], its cos and sin [B or 1, T, ρ] → [B, h, T, d].
+
+    Pairs are where the family has them; numbers behind the first ρ, and layers without rotation, stay.
+    """
+    windows_rotate = stock.config.model_type == "cohere2"
+    one_angle_a_pair = stock.config.model_type == "gpt_oss"
+    nowhere = getattr(stock.config, "position_embedding_type", "rope") != "rope"  # of Granite 4
+    if nowhere or not getattr(stock, "use_rope", True) or (windows_rotate and stock.sliding_window is None):
+        return unrotated
+    family = next(cls for cls in type(stock).__mro__ if hasattr(sys.modules[cls.__module__], "apply_rotary_pos_emb"))
+    return partial(_rotated, sys.modules[family.__module__].apply_rotary_pos_emb, 2 if one_angle_a_pair else 1)
+
+
+def unrotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _rotated(apply: Callable, numbers: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    width = numbers * cos.shape[-1]  # a cosine is of one number of a head, or of both of a pair
+    whole = width == x.shape[-1]
+    turned = x if whole else x[..., :width]
+    turned, _ = apply(turned, turned[:, :0], cos, sin)  # takes queries and keys, and these may be of different tokens
+    return turned if whole else torch.cat((turned, x[..., width:]), dim=-1)
+
+
+def project_heads(
+    module: nn.Module, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [B, H, T, d] and keys and values [B, G, T, d] of [B, T, D] as the family has them, rotated."""
+    cos, sin = position_embeddings or (None, None)
+    query, key, value = (
+        projection(hidden_states).unflatten(-1, (-1, module.head_dim))
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    if hasattr(module, "q_norm"):
+        query, key = normalise_heads(module.q_norm, query), normalise_heads(module.k_norm, key)
+    query, key = (module.rotate(heads.transpose(1, 2), cos, sin) for heads in (query, key))
+    return query, key, value.transpose(1, 2)
+
+
+def rotates_plainly(module: nn.Module) -> bool:
+    """Whether all pairs (i, i + d/2) of a head turn, which is all that kernels know."""
+    rotation, rotary = module.rotate, module.rotary[0]
+    if not isinstance(rotation, partial) or not hasattr(rotary, "inv_freq"):
+        return False
+    row = torch.arange(float(module.head_dim)).view(1, 1, 1, -1)
+    half = rotation(row, torch.zeros(1, 1, 2 * len(rotary.inv_freq)), torch.ones(1, 1, 2 * len(rotary.inv_freq)))
+    return torch.equal(half, torch.cat((-row[..., module.head_dim // 2 :], row[..., : module.head_dim // 2]), dim=-1))
+
+
+__all__ = [
+    "NoRotation",
+    "connect_rotary",
+    "project_heads",
+    "rotary_of",
+    "rotates_plainly",
+    "rotation_of",
+    "unrotated",
+]
