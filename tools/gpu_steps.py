@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMS = "mla,mla-own,mla-own-int4,lowrank,lowrank-int4,gqa"
+FORMS = "mla,mla-own,lowrank,gqa,mla-own-int4,lowrank-int4,gqa-int4,mla-int4"
 """What models are decoded as, beside what they are."""
 H100 = (90, 132)
 """Compute capability and multiprocessors that kernels are compiled for where no device has said its own."""
