@@ -12,6 +12,7 @@ import pytest
 from processes import Fork
 from project_tools import tool
 
+from surgery.bench.models import converted_configs
 from surgery.common.errors import SurgeryError
 
 BY_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -100,7 +101,7 @@ def test_rehearsal_every_step_leaves_a_row_with_numbers(gpu_run, gpu_report, tmp
     (row,) = report["steps"]["compile"]["rows"]
     assert row["programs"] == report["steps"]["compile"]["programs"] == 1 and "error" not in row
     kinds = {row["kind"] for row in report["steps"]["decode"]["rows"] if "tokens_per_second" in row}
-    assert kinds == {"source", "mla", "mla-own", "mla-own-int4", "lowrank", "lowrank-int4", "gqa"}
+    assert kinds == {"source", *converted_configs()}
     for part in gpu_report.PARTS.values():
         assert "CPU" in part(report)
     with pytest.raises(SurgeryError, match="rehearsal"):
