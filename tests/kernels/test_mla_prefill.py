@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from kernel_checks import assert_close
 from kernel_examples import Compiled, Example, normal, slow, zeros
 from torch.nn.functional import scaled_dot_product_attention
@@ -165,7 +166,9 @@ def of_prefill(name, capability, mma):
 
 
 def spilled(name, capability):
-    return float("inf") if "fp32" in name else 0
+    # Bounds of documents and a window take registers, of which Triton 3.6 has none left.
+    few = 24 if (name, capability) == ("masks, forward", 90) and triton.__version__.startswith("3.6.") else 0
+    return float("inf") if "fp32" in name else few
 
 
 COMPILED = [slow(Compiled("compile_mla_prefill:launches_of", of_prefill, spilled=spilled, frames=True))]
