@@ -62,7 +62,7 @@ def divergence(
 
 
 def _losses(reader: LogitReader, states: Tensor, targets: LongTensor) -> Tensor:
-    """As `losses_of_states`, on the device of the logits."""
+    """Losses of `losses_of_states`, on the device of the logits."""
     targets, parts = targets.to(states.device), []
     for part, wanted in _in_parts(states, targets):
         logits = reader.logits(part)

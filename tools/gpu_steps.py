@@ -85,22 +85,24 @@ def _facts(setup: Setup, seconds: float) -> list[str]:
 
 def _tests(setup: Setup, seconds: float) -> list[str]:
     chosen = ["-m", "not slow and not gpu", "-k", "merge"] if setup.tiny else ["-m", "gpu"]
-    workers = "0" if setup.tiny else str(min(12, max(1, (os.cpu_count() or 2) - 2)))
-    # A worker takes one test at a time: those of one file would compile one after the other.
-    options = ["-n", workers, "--dist", "load", "-o", "addopts=", "--import-mode=importlib", "--tb=short", "-q"]
+    workers = min(12, max(1, (os.cpu_count() or 2) - 2))
     folder = ROOT / "tests" / "kernels"
     where = [str(folder / "test_merge_parts.py" if setup.tiny else folder)]
-    return ["-m", "pytest", "-p", "gpu_pytest", "-p", "no:cacheprovider", *options, *chosen, *where]
+    return [*_pytest("gpu_pytest", setup, workers), *chosen, *where]
 
 
 def _compile(setup: Setup, seconds: float) -> list[str]:
-    workers = "0" if setup.tiny else str(os.cpu_count() or 1)
-    options = ["-n", workers, "--dist", "load", "-o", "addopts=", "--import-mode=importlib", "--tb=short", "-q"]
     # The first kernel of all in a rehearsal: every other would take as long.
     chosen = ["-m", "gpu", *(["-k", "test_kernel"] if setup.tiny else [])]
     folder = ROOT / "tests" / "kernels"
     tests = [] if setup.tiny else [str(folder), f"--ignore={folder / 'bench'}"]
-    return ["-m", "pytest", "-p", "gpu_compile", "-p", "no:cacheprovider", *options, *chosen, CASES, *tests]
+    return [*_pytest("gpu_compile", setup, os.cpu_count() or 1), *chosen, CASES, *tests]
+
+
+def _pytest(plugin: str, setup: Setup, workers: int) -> list[str]:
+    # A worker takes one test at a time: those of one file would compile one after the other.
+    options = ["-n", "0" if setup.tiny else str(workers), "--dist", "load", "-o", "addopts=", "--import-mode=importlib"]
+    return ["-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", *options, "--tb=short", "-q"]
 
 
 def _compiled(setup: Setup) -> dict[str, str]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from surgery.common.errors import SurgeryError
 from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.training.chunks import States, chunk_count
-from surgery.training.data import Batch
+from surgery.training.data import Batch, holds_several
 from surgery.training.known_documents import known_documents
 from surgery.training.matching import matching_loss, on_teacher_inputs
 from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting
@@ -54,7 +54,7 @@ class Body:
         Args:
             spans: tokens of each document of each row, by which the positions start again, where that is known.
         """
-        packed = None if spans is None else position_ids is not None and any(len(row) > 1 for row in spans)
+        packed = None if spans is None else position_ids is not None and holds_several(spans)
         call = {"input_ids": tokens, "use_cache": False}
         if position_ids is not None:
             call["position_ids"] = position_ids

@@ -87,7 +87,7 @@ def cross_layer_kernel(
 
 
 def _row_facts(reading: Reading, seen: int, rows: int) -> tuple[Tensor, ...]:
-    """Of each row, int32: its length, its first latent [B], rebuilt positions [B, 2], slots of exact tokens [B, E]."""
+    """Lengths and first latents [B], rebuilt positions [B, 2] and slots of exact tokens [B, E] of rows, int32."""
     low, stop = reading.rebuilt
     device, dtype = reading.exact.device, torch.int32
     lengths, first, behind = (

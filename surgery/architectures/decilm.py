@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from surgery import model
+from surgery.checkpoint.kv_widths import DECILM
 from surgery.common.errors import SurgeryError
 
-MODEL_TYPE = "nemotron-nas"
 CONFIG_CODE = Path(model.__file__).with_name("configuration_decilm.py")
 # Feed-forward widths are rounded up to a multiple of it.
 WIDTH_MULTIPLE = 256
@@ -68,7 +68,7 @@ def config_with_heads(source: dict[str, Any], heads: Sequence[int]) -> dict[str,
     config = {name: value for name, value in source.items() if name != "num_key_value_heads"}
     config |= {
         "architectures": ["DeciLMForCausalLM"],
-        "model_type": MODEL_TYPE,
+        "model_type": DECILM,
         "auto_map": {"AutoConfig": f"{CONFIG_CODE.stem}.DeciLMConfig"},
         "block_configs": blocks,
     }

@@ -17,6 +17,7 @@ from surgery.architectures import decilm, own_class
 from surgery.architectures.own_class import own_config
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.checkpoint.config_file import with_rope_beside
+from surgery.checkpoint.kv_widths import DECILM
 from surgery.families import FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
@@ -67,7 +68,7 @@ def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -
     own = config_of_own_class(source, heads)
     if carrier == "decilm":
         final = decilm.config_with_heads(source, heads)
-        return Carrier(decilm.MODEL_TYPE, reason, own, final_config=final, final_code=(decilm.CONFIG_CODE,))
+        return Carrier(DECILM, reason, own, final_config=final, final_code=(decilm.CONFIG_CODE,))
     return Carrier(own_class.MODEL_TYPE, reason, own, own_class=True)
 
 

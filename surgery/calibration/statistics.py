@@ -32,7 +32,7 @@ from surgery.running.processes import ALONE, Processes
 CAUSAL_BLOCKS = 4
 """Of queries, which meet the keys up to the last of them; more save little and cost calls."""
 LAG_BYTES = 2**30
-"""Of what an accelerator holds of several heads at once, for lag statistics; a CPU takes one head after the other."""
+"""Memory that an accelerator gives to several heads at once, for lag statistics; a CPU takes one after the other."""
 
 
 @dataclass
@@ -119,7 +119,10 @@ class MomentAccumulator:
     ):
         self._gradients, self._hold, self._processes = gradients, hold, processes
         self._key_norm, self._device = anatomy.k_norm, anatomy.o.device
-        self._precision = MomentPrecision.of(self._device, _sums_bytes(anatomy, gradients))
+        self._precision = MomentPrecision.of(
+            self._device,
+            sums_bytes(_width(anatomy), len(anatomy.o), gradients=gradients, key_norm=anatomy.k_norm is not None),
+        )
         self._sums: list[dict[str, Any]] = [{} for _ in range(parts)]
         names = ("rows", "gradients", "raw_gradients", "outputs", "output_gradients")
         self._held: dict[str, list[list[Tensor]]] = {name: [[] for _ in range(parts)] for name in names}
@@ -211,14 +214,22 @@ class MomentAccumulator:
         }
 
 
-def _sums_bytes(anatomy: AttentionAnatomy | LatentAnatomy, gradients: bool) -> int:
-    """Bytes of a layer's sums: one part's and those of all parts."""
+def sums_bytes(width: int, hidden: int, *, gradients: bool, key_norm: bool = False) -> int:
+    """Bytes of a layer's sums in float64: one part's and those of all parts.
+
+    Args:
+        width: n, keys and values of a token; of MLA its latent.
+        hidden: D, the output's width.
+        key_norm: keys are normalised, and gradients taken behind the norm too.
+    """
+    matrices = 1 + gradients * (1 + key_norm)
+    return 2 * 8 * (matrices * width**2 + gradients * hidden**2)
+
+
+def _width(anatomy: AttentionAnatomy | LatentAnatomy) -> int:
     if isinstance(anatomy, LatentAnatomy):
-        width = len(anatomy.down)
-    else:
-        width = anatomy.k.shape[:2].numel() + anatomy.v.shape[:2].numel()
-    matrices = 1 + gradients * (1 + (anatomy.k_norm is not None))
-    return 2 * 8 * (matrices * width**2 + gradients * anatomy.o.shape[0] ** 2)
+        return len(anatomy.down)
+    return anatomy.k.shape[:2].numel() + anatomy.v.shape[:2].numel()
 
 
 def _add(sums: dict[str, Any], name: str, value: Tensor | int) -> None:

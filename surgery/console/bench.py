@@ -1,4 +1,4 @@
-"""What `surgery bench` prints."""
+"""Output of `surgery bench`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 LOADS, LOADS_WITH, REFUSED, NOT_TRIED = "loads", "loads with its command", "refused", "not tried"
 OPEN = "open"
-"""Of a dry run: outcomes of the conversion differ in it."""
+"""Status in a dry run where the outcomes of the conversion differ in it."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.file_kinds import as_text, summary
+from surgery.checkpoint.kv_widths import DECILM
 from surgery.checkpoint.tensors import all_finite
 from surgery.common.errors import SurgeryError
 from surgery.common.human import size
@@ -31,10 +32,6 @@ from surgery.verification.record import Recorded
 from surgery.verification.written import CACHE_TOLERANCE, QUANTIZED_TOLERANCE, TOLERANCE, prompt_of
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
-ELSEWHERE = "nemotron-nas"
-"""A class of vLLM and llama.cpp: transformers has none that could run it."""
-
-
 SHOWN = 5
 """Files that a failed check names."""
 _SOURCE_FILES = {
@@ -104,7 +101,7 @@ def verify_checkpoint(
     others = {as_text(name): kind.value for name, kind in compared.unlisted.items()}, report.source_files or {}
     checks.append(_check("files", lambda: _files(report, compared)))
     checks.append(_check("numbers", lambda: _numbers(reader, progress)))
-    if reader.config.get("model_type") == ELSEWHERE:
+    if reader.config.get("model_type") == DECILM:
         why = "transformers has no such class; vLLM and llama.cpp have"
         checks += [Check(name, NOT_CHECKED, why) for name in ("caches", "KV bytes", "logits", "whole model")]
         return Checked(str(source), checks, *others)
@@ -179,10 +176,10 @@ def _kv_bytes(reader: CheckpointReader, opened, report: Recorded) -> str:
     if report.kv is None:
         raise _NotChecked("no report states them")
     tokens, stated = report.kv
-    found = kv_bytes_of(reader.config, opened.weight_dtype)(tokens, prompt=prompt_of(tokens)) / tokens
-    if not abs(found - stated) <= 1e-6 * found:
-        raise SurgeryError(f"{found:,.1f} a token, where the report says {stated:,.1f}")
-    return f"{found:,.0f} a token at {tokens:,} tokens, as the report says"
+    predicted = kv_bytes_of(reader.config, opened.weight_dtype)(tokens, prompt=prompt_of(tokens)) / tokens
+    if not abs(predicted - stated) <= 1e-6 * predicted:
+        raise SurgeryError(f"{predicted:,.1f} a token, where the report says {stated:,.1f}")
+    return f"{predicted:,.0f} a token at {tokens:,} tokens, as the report says"
 
 
 def _logits(reader: CheckpointReader, opened, report: Recorded) -> str:

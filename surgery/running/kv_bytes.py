@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 import torch
 from transformers import CONFIG_MAPPING, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from surgery.checkpoint.config_file import arguments
 from surgery.checkpoint.kv_widths import kv_widths
 from surgery.common.errors import SurgeryError
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
+from surgery.model.cache_prediction import CachedLayer
 from surgery.running.loading import LOADING
 from surgery.running.skeleton import skeleton
 
@@ -40,14 +42,12 @@ def kv_bytes_of(config: dict[str, Any], dtype: torch.dtype) -> KVBytes:
         model = _custom_model(json.dumps(config), dtype)
         return lambda tokens, batch=1, prompt=None: model.kv_cache_bytes(batch, tokens, prompt)
     try:
-        widths, windows = _stock_layers(config)
+        layers = _stock_layers(config)
     except LOADING as error:
         raise SurgeryError(f"config.json of {config['model_type']} gives no KV bytes: {error!r}") from None
 
     def held(tokens: int, batch: int = 1, prompt: int | None = None) -> int:
-        # A full window keeps one token less than a query sees, its own.
-        kept = [tokens if window is None else min(tokens, window - 1) for window in windows]
-        return batch * dtype.itemsize * sum(width * count for width, count in zip(widths, kept, strict=True))
+        return sum(CachedLayer(layer, batch, 1, width, 0, dtype).held(tokens) for layer, width in layers)
 
     return held
 
@@ -57,12 +57,10 @@ def _custom_model(config: str, dtype: torch.dtype) -> SurgeryForCausalLM:
     return skeleton(json.loads(config), dtype)
 
 
-def _stock_layers(config: dict[str, Any]) -> tuple[list[int], list[int | None]]:
-    """Widths and windows of all layers; a class that transformers does not know has no windows."""
+def _stock_layers(config: dict[str, Any]) -> list[tuple[CacheLayerMixin, int]]:
+    """Empty cache layers and their elements per token; a class that transformers does not know has no windows."""
     if config["model_type"] not in CONFIG_MAPPING:
-        widths = kv_widths(config)
-        return widths, [None] * len(widths)
+        return [(DynamicLayer(), width) for width in kv_widths(config)]
     whole = CONFIG_MAPPING[config["model_type"]](**arguments(config)).get_text_config(decoder=True)
-    layers = DynamicCache(config=whole).layers
-    windows = [layer.sliding_window if getattr(layer, "is_sliding", False) else None for layer in layers]
-    return kv_widths(whole.to_dict()), windows
+    layers = zip(DynamicCache(config=whole).layers, kv_widths(whole.to_dict()), strict=True)
+    return [(layer, width) for layer, width in layers if width]  # without those that keep a state

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from surgery.calibration.settings import ConversionSettings
+from surgery.calibration.statistics import sums_bytes
 from surgery.checkpoint.disk import parse_size
 from surgery.eval.roofline import share_of_experts
 from surgery.families.base import LAYER_PREFIX, head_shape
@@ -238,8 +239,7 @@ class Workload:
         return self.demand.statistics * 8 * ALGEBRA_MATRICES * self.kv_width**2
 
     def _sums_bytes(self) -> int:
-        moments = 2 * self.kv_width**2 + self.hidden**2 if self.demand.gradients else self.kv_width**2
-        return 2 * 8 * moments
+        return sums_bytes(self.kv_width, self.hidden, gradients=self.demand.gradients)
 
     def _layer_bytes(self) -> int:
         return self.layer_parameters * (self.stored + self.compute)
