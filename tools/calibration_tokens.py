@@ -2,10 +2,9 @@
 
 python tools/calibration_tokens.py builtin work/ mla:0.25 lowrank:0.125      # goes on with what was converted
 python tools/calibration_tokens.py --closed --tokens 6144,24576 smollm2 work/ lowrank:0.25
-python tools/calibration_tokens.py --draw docs/calibration-tokens.svg docs/calibration-tokens.csv
+python tools/calibration_tokens.py --table docs/calibration-tokens.csv              # that of docs/calibration.md
 
-All are read on the same held-out windows, as `surgery eval` reads them. A line a conversion goes to <work>/<model>.csv;
-with the picture comes the table of docs/calibration.md.
+All are read on the same held-out windows, as `surgery eval` reads them. A line a conversion goes to <work>/<model>.csv.
 """
 
 from __future__ import annotations
@@ -65,52 +64,16 @@ def measured(model: str, made: dict[tuple[str, bool, int], Path], work: Path) ->
     return lines
 
 
-def curves(lines: list[Line]) -> dict[tuple[str, str, str], dict[int, tuple[float, float, float]]]:
-    """Increase and its interval by tokens, of every model, conversion and form."""
-    found: dict[tuple[str, str, str], dict[int, tuple[float, float, float]]] = {}
+def table(lines: list[Line]) -> str:
+    """Rows of Markdown: the increase at each number of tokens, with half of its interval."""
+    curves: dict[tuple[str, str, str], dict[int, str]] = {}
     for line in lines:
         curve = line["model"], f"{line['to']} {float(line['kv_ratio']):g}", FORMS[int(line["fitted"])]
         increase, low, high = (float(line[name]) for name in ("increase", "low", "high"))
-        found.setdefault(curve, {})[int(line["tokens"])] = increase, low, high
-    return found
-
-
-def table(lines: list[Line]) -> str:
-    """Rows of Markdown: the increase at each number of tokens, with half of its interval."""
-    rows = []
-    for curve, points in curves(lines).items():
-        cells = (f"{at[0]:+.4f} ± {(at[2] - at[1]) / 2:.4f}" if (at := points.get(n)) else "" for n in TOKENS)
-        rows.append(f"| {' | '.join((*curve, *cells))} |")
-    return "\n".join(rows)
-
-
-def draw(lines: list[Line], path: Path) -> None:
-    """Increase of the loss by tokens, these in logarithms; a panel a model."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    from surgery.eval.report.style import PALETTE, STYLE
-
-    models = list(dict.fromkeys(line["model"] for line in lines))
-    colours: dict[tuple[str, str], str] = {}
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * len(models), 4.0), layout="constrained")
-        panels = dict(zip(models, figure.subplots(1, len(models), squeeze=False)[0], strict=True))
-        for (model, conversion, form), points in curves(lines).items():
-            tokens = sorted(points)
-            increase, low, high = zip(*(points[n] for n in tokens), strict=True)
-            colour = colours.setdefault((model, conversion), PALETTE[len(colours)])
-            style, label = "o--" if form == FORMS[0] else "o-", f"{conversion}, {form}"
-            panels[model].plot(tokens, increase, style, color=colour, label=label, markersize=4)
-            panels[model].fill_between(tokens, low, high, color=colour, alpha=0.12, linewidth=0)
-        for model, axes in panels.items():
-            axes.set(xscale="log", ylim=(0, None), title=model, xlabel="calibration tokens")
-            axes.margins(x=0.12)
-            axes.set_xticks(TOKENS, [f"{n:,}" for n in TOKENS])
-            axes.minorticks_off()
-            axes.legend()
-        panels[models[0]].set_ylabel("loss increase, nats per token")
-        figure.savefig(path)
+        curves.setdefault(curve, {})[int(line["tokens"])] = f"{increase:+.4f} ± {(high - low) / 2:.4f}"
+    return "\n".join(
+        f"| {' | '.join((*curve, *(cells.get(n, '') for n in TOKENS)))} |" for curve, cells in curves.items()
+    )
 
 
 def read(path: Path) -> list[Line]:
@@ -121,15 +84,13 @@ def read(path: Path) -> list[Line]:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draw", type=Path, metavar="FILE")
+    parser.add_argument("--table", action="store_true", help="print that of a file")
     parser.add_argument("--closed", action="store_true", help="no fits")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), metavar="N,N")
     parser.add_argument("given", nargs="+", metavar="MODEL WORK FORM... | CSV")
     asked = parser.parse_args()
-    if asked.draw:
-        lines = read(Path(*asked.given))
-        draw(lines, asked.draw)
-        print(table(lines))
+    if asked.table:
+        print(table(read(Path(*asked.given))))
         return
     model, folder, *forms = asked.given
     work, fits = Path(folder), (False,) if asked.closed else (False, True)
