@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -36,30 +37,50 @@ def gpu_name(device: torch.device) -> str | None:
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
 
-Tables = Callable[[str, str | None], dict[str, dict[str, dict[str, int]]]]
-"""A GPU's name and a folder of more files → configurations by operation and shape."""
+Candidate = dict[str, int | None]
+"""Fields of a `Config` and their values."""
+
+trial: Candidate | None = None
+"""What `trying` has every operation run with."""
+_keys: dict[str, str] = {}
+_chosen: dict[tuple[str, str], Candidate] = {}
 
 
-def tables_from(source: Tables) -> Tables:
-    """Has `tuned` ask `source` from now on; returns whom it asked before. For who tries configurations out."""
-    global _tables
-    before, _tables = _tables, source
+@contextmanager
+def trying(candidate: Candidate) -> Iterator[dict[str, str]]:
+    """Has operators run with a candidate, the defaults where it is empty; gives the shape's key by operation."""
+    global trial
+    trial = candidate
+    _keys.clear()
     forget_plans()
-    return before
+    try:
+        yield _keys
+    finally:
+        trial = None
+        forget_plans()
+
+
+def use(operation: str, key: str, candidate: Candidate) -> None:
+    """Has operators of this process run with a configuration from now on."""
+    _chosen[operation, key] = candidate
+    forget_plans()
 
 
 def tuned(operation: str, key: str, device: torch.device, default: Config) -> Config:
     """The measured configuration of an operation for a shape on a GPU, or the default."""
-    name = gpu_name(device)
-    found = name and _tables(name, os.environ.get("SURGERY_TUNED")).get(operation, {}).get(key)
-    return replace(default, **found) if found else default
+    if trial is not None:
+        _keys[operation] = key
+        return replace(default, **trial)
+    values = _chosen.get((operation, key))
+    if values is None and (name := gpu_name(device)):
+        values = _read(name, os.environ.get("SURGERY_TUNED")).get(operation, {}).get(key)
+    return replace(default, **values) if values else default
 
 
 @cache
-def _read(gpu: str, folder: str | None) -> dict[str, dict[str, dict[str, int]]]:
-    merged: dict[str, dict[str, dict[str, int]]] = {}
-    for place in [FOLDER, *([Path(folder)] if folder else [])]:
-        path = place / f"{gpu}.json"
+def _read(gpu: str, folder: str | None) -> dict[str, dict[str, Candidate]]:
+    merged: dict[str, dict[str, Candidate]] = {}
+    for path in (Path(place) / f"{gpu}.json" for place in (FOLDER, folder) if place):
         if path.exists():
             for operation, shapes in json.loads(path.read_text(encoding="utf-8")).items():
                 for key, values in shapes.items():
@@ -68,6 +89,3 @@ def _read(gpu: str, folder: str | None) -> dict[str, dict[str, dict[str, int]]]:
                         raise ValueError(f"{path}: {operation}, {key}: unknown {', '.join(sorted(unknown))}")
                     merged.setdefault(operation, {})[key] = values
     return merged
-
-
-_tables: Tables = _read

@@ -9,7 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -109,10 +109,6 @@ class Case(ABC):
     def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
         """Parts of the output in float64: what picks one out of the output, and what it should be."""
 
-    def ragged(self, inputs: Inputs) -> tuple[Case, Inputs] | None:
-        """A case of few rows, of other lengths and with NaN behind them; None where there is no such thing."""
-        return None
-
     def baselines(self) -> dict[str, Baseline]:
         """Other implementations of the same."""
         return {}
@@ -139,15 +135,10 @@ def quietly() -> Iterator[None]:
         logger.setLevel(level)
 
 
-RAGGED_ROWS = 4
-
-
 class DecodeCase(Case):
     """One new token of each row over a cache; all inputs but those in `unbatched` have rows first."""
 
     unbatched: ClassVar[frozenset[str]] = frozenset()
-    token_dim: ClassVar[dict[str, int]] = {}
-    """Of the cached tensors, which dimension is that of tokens."""
 
     @property
     def query_bytes(self) -> int:
@@ -159,23 +150,6 @@ class DecodeCase(Case):
         for row in sorted({0, self.batch - 1}):
             with quietly():
                 yield lambda out, row=row: out[row : row + 1], self.run(self._double(inputs, row))
-
-    def ragged(self, inputs: Inputs) -> tuple[Case, Inputs]:
-        """The first rows with odd lengths; what is behind those is NaN."""
-        rows = min(self.batch, RAGGED_ROWS)
-        ragged = {name: tensor if name in self.unbatched else tensor[:rows].clone() for name, tensor in inputs.items()}
-        lengths = [max(self.shortest, self.context - 37 * row - 63 * (row % 2)) for row in range(rows)]
-        lengths[-1] = self.shortest
-        for name, dim in self.token_dim.items():
-            for row, length in enumerate(lengths):
-                ragged[name].select(0, row).narrow(dim - 1, length, self.context - length).fill_(torch.nan)
-        ragged["lengths"] = inputs["lengths"].new_tensor(lengths)
-        return replace(self, batch=rows), ragged
-
-    @property
-    def shortest(self) -> int:
-        """Of the odd lengths."""
-        return 1
 
     def lengths(self, device: torch.device) -> Tensor:
         return torch.full((self.batch,), self.context, dtype=torch.int32, device=device)

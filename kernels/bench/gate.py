@@ -4,8 +4,9 @@ A case passes if its output, computed in memory that was filled with NaN,
 
 - is finite and within `UNITS` roundings of the dtype of the reference in float64 (relative RMS);
 - is, if a library computes the same in the same dtype, at most `WORSE` times as far from it as the best of them;
-- has the same bits a second time;
-- stands that again with rows of odd lengths and NaN behind them.
+- has the same bits a second time.
+
+Rows of several lengths, padding and pages are for `pytest -m gpu tests/kernels`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ class Gate:
 
     Attributes:
         error: relative RMS against float64, the largest of the parts that were looked at.
-        ragged_error: the same with rows of odd lengths; None where there is no such thing.
         library_errors: of other implementations, by name.
         refused: of other implementations, why they did not run.
         bit_equal: whether a second run gave the same bits.
@@ -44,7 +44,6 @@ class Gate:
     """
 
     error: float = float("nan")
-    ragged_error: float | None = None
     tolerance: float = float("nan")
     bit_equal: bool = False
     library_errors: dict[str, float] = field(default_factory=dict)
@@ -85,12 +84,6 @@ def check(case: Case, inputs: Inputs, *, baselines: bool = True) -> Gate:
             first, second = case.run(inputs), case.run(inputs)
         gate.error = _largest(first, parts)
         gate.bit_equal = torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-        if (other := case.ragged(inputs)) is not None:
-            few, ragged = other
-            with poisoned():
-                out = few.run(ragged)
-            # References may multiply what is behind the lengths by zero: it must be finite there.
-            gate.ragged_error = _largest(out, list(few.exact(_finite(ragged))))
     except Exception as error:
         gate.reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
         return gate
@@ -116,8 +109,6 @@ def _libraries(case: Case, inputs: Inputs, parts: list, gate: Gate) -> None:
 def _reasons(gate: Gate) -> Iterator[str]:
     if not gate.error <= gate.tolerance:
         yield f"relative error {gate.error:.1e}, at most {gate.tolerance:.1e}"
-    if gate.ragged_error is not None and not gate.ragged_error <= gate.tolerance:
-        yield f"relative error {gate.ragged_error:.1e} with rows of odd lengths, at most {gate.tolerance:.1e}"
     best = gate.best_library
     if best and gate.error > max(WORSE * best[1], LEAST):
         yield f"relative error {gate.error:.1e}, {gate.error / best[1]:.1f} times that of {best[0]}"
@@ -127,10 +118,6 @@ def _reasons(gate: Gate) -> Iterator[str]:
 
 def _largest(out: Tensor, parts: list[tuple[Callable[[Tensor], Tensor], Tensor]]) -> float:
     return max(relative_error(pick(out), expected) for pick, expected in parts)
-
-
-def _finite(inputs: Inputs) -> Inputs:
-    return {name: tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
 
 
 @contextmanager

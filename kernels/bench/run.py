@@ -133,8 +133,7 @@ class Bench:
         key, config, tried = best
         if config:
             path = (self.tuned_folder or FOLDER) / f"{gpu_name(self.device)}.json"
-            tuning.write_tuned(path, {case.operation: {key: config}})
-            tuning.use(case.operation, key, config)
+            tuning.write_tuned(path, case.operation, key, config)
         return {"key": key, "config": config, "tried": tried}
 
     def _baselines(self, case: Case, sets: list[Inputs], found: gates.Gate) -> dict:

@@ -15,7 +15,6 @@ class Sizes:
 
 
 DEFAULTS = Sizes(("llama2-7b", "llama3-8b", "qwen2.5-7b"), (8_192, 32_768, 131_072), (1, 8, 32))
-QUICK = Sizes(("llama3-8b",), (8_192, 131_072), (1, 8))
 TINY = Sizes(("tiny",), (63, 100), (1, 3))
 """Of machines without a GPU."""
 

@@ -1,7 +1,7 @@
 """Tries configurations of a kernel at a shape and keeps the fastest that computes the same.
 
-Operators ask `tuned.tuned` for their configuration. Here it answers with a candidate, and remembers what it was asked,
-so that no operator has to know of tuning.
+Operators ask `tuned.tuned` for their configuration. While `tuned.trial` holds a candidate it answers with that one, and
+remembers the shapes that it was asked for, so that no operator has to know of tuning.
 """
 
 from __future__ import annotations
@@ -9,65 +9,22 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from surgery.kernels import tuned
+from surgery.kernels.tuned import Candidate
 
-Candidate = dict[str, int | None]
-
-GRID: dict[str, tuple[int | None, ...]] = {"block_tokens": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
-SPLITS = (None, 1, 4, 8, 16, 32, 64)
+GRID: dict[str, tuple[int, ...]] = {"block_tokens": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
+SPLITS = (1, 4, 8, 16, 32, 64)
 """Tried with the best of the grid, for operations that split the tokens of a row."""
-
-
-class _Everywhere(dict):
-    """A file of configurations in which every shape of every operation has the same one."""
-
-    def __init__(self, candidate: Candidate) -> None:
-        self.candidate = candidate
-        self.asked: list[tuple[str, str]] = []
-
-    def get(self, operation: str, default: Any = None) -> _Shapes:
-        return _Shapes(self, operation)
-
-
-class _Shapes:
-    def __init__(self, everywhere: _Everywhere, operation: str) -> None:
-        self._everywhere, self._operation = everywhere, operation
-
-    def get(self, key: str, default: Any = None) -> Candidate | None:
-        self._everywhere.asked.append((self._operation, key))
-        return self._everywhere.candidate or None
-
-
-@contextmanager
-def trying(candidate: Candidate) -> Iterator[list[tuple[str, str]]]:
-    """Has operators on a GPU run with a candidate, the defaults where it is empty; gives what they asked for."""
-    everywhere = _Everywhere(candidate)
-    before = tuned.tables_from(lambda gpu, folder: everywhere)
-    try:
-        yield everywhere.asked
-    finally:
-        tuned.tables_from(before)
-
-
-def use(operation: str, key: str, candidate: Candidate) -> None:
-    """Has operators of this process run with a configuration from now on."""
-
-    def read(gpu: str, folder: str | None) -> dict[str, dict[str, Candidate]]:
-        found = before(gpu, folder)
-        return {**found, operation: {**found.get(operation, {}), key: candidate}}
-
-    before = tuned.tables_from(read)
 
 
 def candidates(*, splits: bool) -> tuple[list[Candidate], list[Candidate]]:
     """The grid; and what is tried on top of its best."""
     grid = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
-    return [{}, *grid], [{"splits": count} for count in SPLITS if count] if splits else []
+    return [{}, *grid], [{"splits": count} for count in SPLITS] if splits else []
 
 
 def tune(
@@ -97,25 +54,25 @@ def tune(
         for candidate in ({**base, **more} for more in stage):
             if out_of_time():
                 break
-            with trying(candidate) as asked:
+            with tuned.trying(candidate) as keys:
                 try:
                     seconds = seconds_of() if is_right() else None
                 except Exception as error:  # too much shared memory, a block that the kernel has no use for
                     tried.append({"config": candidate, "refused": f"{type(error).__name__}: {str(error)[:80]}"})
                     continue
-            key = next((shape for name, shape in asked if name == operation), key)
+            key = keys.get(operation, key)
             tried.append({"config": candidate, "seconds": seconds})
             if seconds is not None and seconds < least:
                 best, least = candidate, seconds
     return None if key is None else (key, best, tried)
 
 
-def write_tuned(path: Path, found: dict[str, dict[str, Candidate]]) -> None:
-    """Adds configurations to a GPU's file, or makes it; at no time is there half a file."""
+def write_tuned(path: Path, operation: str, key: str, candidate: Candidate) -> None:
+    """Adds a configuration to a GPU's file, or makes it, and has operators of this process run with it."""
     merged = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for operation, shapes in found.items():
-        merged.setdefault(operation, {}).update(shapes)
+    merged.setdefault(operation, {})[key] = candidate
     write_json(path, {name: dict(sorted(shapes.items())) for name, shapes in sorted(merged.items())})
+    tuned.use(operation, key, candidate)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -9,19 +9,17 @@ import torch
 
 from surgery.bench.settings import KernelRequest
 from surgery.common.errors import SurgeryError
-from surgery.common.pictures import marking
 from surgery.common.setting import DTYPE_NAMES
 from surgery.kernels.bench.registry import OPERATIONS, cases
-from surgery.kernels.bench.roofline_plot import draw_roofline
 from surgery.kernels.bench.run import Bench
-from surgery.kernels.bench.sizes import DEFAULTS, QUICK, TINY, numbers
+from surgery.kernels.bench.sizes import DEFAULTS, TINY, numbers
 from surgery.running.source import checked_device
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tuple[dict, list[Path]]:
-    """Checks and measures; returns the record and the files that were written.
+def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tuple[dict, Path]:
+    """Checks and measures; returns the record and its file.
 
     Raises:
         SurgeryError: a name or size that there is not, or tuning without a GPU.
@@ -30,7 +28,7 @@ def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tup
     timed = device.type == "cuda"
     if request.tune and not timed:
         raise SurgeryError(f"--tune: configurations are chosen by speed, and the {device.type} device has none to give")
-    plan = (QUICK if request.quick else DEFAULTS) if timed else TINY
+    plan = DEFAULTS if timed else TINY
     dtype = DTYPE_NAMES.get(request.dtype, request.dtype) or ("bfloat16" if timed else "float32")
     if dtype not in DTYPES:
         raise SurgeryError(f"--dtype {dtype}: choose {', '.join(DTYPES)}")
@@ -44,7 +42,7 @@ def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tup
         )
     except ValueError as error:
         raise SurgeryError(str(error)) from None
-    path, plot = out / "kernels.json", out / "roofline.png"
+    path = out / "kernels.json"
     bench = Bench(
         device,
         path,
@@ -54,12 +52,7 @@ def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tup
         baselines=request.baselines,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    record = bench.run(wanted, command)
-    written = [path]
-    if any("seconds" in row for row in record["rows"]):
-        draw_roofline(record, plot, metadata=marking("png"))
-        written.append(plot)
-    return record, written
+    return bench.run(wanted, command), path
 
 
 def sizes(text: str, option: str) -> list[int]:

@@ -19,11 +19,10 @@ class KernelRequest(FileSettings):
     dtype: str | None = setting(
         None, "bfloat16, float16 or float32.", unset="bfloat16; on a CPU float32", metavar="NAME"
     )
-    quick: bool = setting(False, "One shape, two contexts, two batches.")
     tune: bool = setting(False, "Try configurations; write the best for this GPU.", section="Measuring")
     tuned_folder: str | None = setting(
         None, "Folder of the file they go to, GPU.json.", unset="the package's", flag="tuned", metavar="DIR"
     )
-    baselines: bool = setting(True, "Other implementations beside them (SDPA, FlexAttention, FlashInfer, FlashMLA).")
+    baselines: bool = setting(True, "PyTorch's kernels beside them (SDPA, FlexAttention).")
     limit: float | None = setting(None, "Begin nothing more after so long.", unset="no limit", metavar="SECONDS")
     device: str = setting("auto", "Where they run: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME")

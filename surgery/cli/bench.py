@@ -17,7 +17,7 @@ from surgery.common.ownership import check_file
 
 bench = typer.Typer(cls=Verbs, help="Measure time and memory.", no_args_is_help=True)
 
-OutOption = Annotated[Path, option("--out", "DIR", "Folder for the records (JSON) and the plot; written as it goes.")]
+OutOption = Annotated[Path, option("--out", "DIR", "Folder for the records (JSON); written as it goes.")]
 OverwriteOption = Annotated[bool, flag("--overwrite", "Replace earlier records.")]
 LimitOption = Annotated[float | None, option("--limit", "SECONDS", "Begin nothing more after so long. [no limit]")]
 KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
@@ -34,7 +34,7 @@ def bench_kernels(
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every kernel against float64, then measure it beside the GPU's ceilings and other people's kernels.
+    """Check every kernel against float64, then measure it beside the GPU's ceilings and PyTorch's kernels.
 
     What is wrong is not timed. Without a GPU only correctness is looked at, at tiny shapes. The exit code is 1 if a
     kernel was wrong.
@@ -49,10 +49,9 @@ def bench_kernels(
     from surgery.console.bench import show_kernels
 
     request = KernelRequest(**given.of(KernelRequest))
-    for name in ("kernels.json", "roofline.png"):
-        check_file(out / name, overwrite=overwrite)
-    record, written = measure_kernels(request, out, command_line())
-    show_kernels(record, written, as_json=as_json)
+    check_file(out / "kernels.json", overwrite=overwrite)
+    record, path = measure_kernels(request, out, command_line())
+    show_kernels(record, path, as_json=as_json)
     if any(not row["gate"]["passed"] for row in record["rows"] if "gate" in row):
         raise typer.Exit(1)
 
@@ -114,7 +113,7 @@ def bench_decode(
     record = measure_decoding(
         models, settings, checked_device(device or "auto"), out=path, command=command_line(), say=_say
     )
-    show_decoding(record, [path], as_json=as_json)
+    show_decoding(record, path, as_json=as_json)
 
 
 def _say(line: str) -> None:

@@ -12,6 +12,7 @@ REMOVED = {
     "allocate greedy": "--allocate spectrum deals ranks out by what is dropped",
     "ruler_tasks qa_1": "use niah_multikey_1 for retrieval among distractors",
     "ruler_tasks qa_2": "use vt for facts that take two steps",
+    "quick": "name what is measured: --shapes llama3-8b --contexts 8k,128k --batches 1,8",
     "bench convert": "surgery convert prints its time and peak memory, tools/scale.py makes random weights of a shape",
     "to mixed": "convert all layers to one structure, such as --to lowrank --bits auto, which spends by layer; "
     "mixed checkpoints load as before",

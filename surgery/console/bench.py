@@ -11,7 +11,7 @@ from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
 
 
-def show_kernels(record: dict, written: list[Path], *, as_json: bool = False) -> None:
+def show_kernels(record: dict, path: Path, *, as_json: bool = False) -> None:
     """Prints a record of `kernels/bench/run.py`."""
     if as_json:
         print_json(record)
@@ -29,7 +29,7 @@ def show_kernels(record: dict, written: list[Path], *, as_json: bool = False) ->
         if "gate" in row and not row["gate"]["passed"]:
             place = f"{row['operation']} {row['model']} {row['variant']}, batch {row['batch']}, {row['context']} tokens"
             page.print(f"[bold red]wrong[/bold red] {plain(place)}: {plain('; '.join(row['gate']['reasons']))}")
-    _show_notes(page, record["note"], written)
+    _show_notes(page, record["note"], path)
 
 
 def _kernel_row(row: dict) -> tuple:
@@ -48,7 +48,7 @@ def _said(row: dict, gate: dict) -> str | None:
     return f"{min(others)[1]} {_time(min(others)[0])}" if others else None
 
 
-def show_decoding(record: dict, written: list[Path], *, as_json: bool = False) -> None:
+def show_decoding(record: dict, path: Path, *, as_json: bool = False) -> None:
     """Prints a record of :func:`surgery.bench.decode.measure_decoding`."""
     if as_json:
         print_json(record)
@@ -56,7 +56,7 @@ def show_decoding(record: dict, written: list[Path], *, as_json: bool = False) -
     page = new_page()
     page.print(f"\n[bold]{plain(record['device']['name'])}[/bold]; caches of {plain(record['cache'])}", soft_wrap=True)
     page.print(make_table(DECODING, map(_decode_row, record["rows"])))
-    _show_notes(page, record["note"], written)
+    _show_notes(page, record["note"], path)
 
 
 def _decode_row(row: dict) -> tuple:
@@ -64,11 +64,10 @@ def _decode_row(row: dict) -> tuple:
     return (row["model"], row["kind"], "ours" if row["accelerated"] else "stock", *map(row.get, DECODING_KEYS), said)
 
 
-def _show_notes(page: Console, note: str | None, written: list[Path]) -> None:
+def _show_notes(page: Console, note: str | None, path: Path) -> None:
     if note:
         page.print(plain(note), soft_wrap=True)
-    for path in written:
-        page.print(plain(path), soft_wrap=True)
+    page.print(plain(path), soft_wrap=True)
 
 
 def _tokens(count: int) -> str:

@@ -19,7 +19,6 @@ class GQADecode(DecodeCase):
     """Grouped keys and values."""
 
     operation: ClassVar[str] = "gqa_decode"
-    token_dim: ClassVar[dict[str, int]] = {"key": 2, "value": 2}
 
     @classmethod
     def at(cls, place: Place) -> Iterator[Case]:
@@ -60,6 +59,4 @@ class GQADecode(DecodeCase):
         found["FlexAttention"] = lambda inputs: libraries.flex(
             inputs["query"].transpose(1, 2), inputs["key"], inputs["value"], self.scale
         )
-        if libraries.importable("flashinfer"):
-            found["FlashInfer"] = lambda inputs: libraries.flashinfer_decode(inputs, self.scale)
         return found

@@ -23,7 +23,6 @@ class HybridDecode(DecodeCase):
     recent: int
 
     operation: ClassVar[str] = "hybrid_decode"
-    token_dim: ClassVar[dict[str, int]] = {"full_key": 2, "full_value": 2}
 
     @classmethod
     def at(cls, place: Place) -> Iterator[Case]:
@@ -69,14 +68,6 @@ class HybridDecode(DecodeCase):
         cached = (inputs[name] for name in ("full_key", "full_value", "streaming_key", "streaming_value"))
         settings = {"sink_slots": self.sinks, "sinks": self.sinks, "recent": self.recent}
         return hybrid_decode(inputs["query"], *cached, self.scale, **settings, lengths=inputs["lengths"])[0]
-
-    def ragged(self, inputs: Inputs) -> tuple[Case, Inputs] | None:
-        """Rows that are long enough to have filled their windows: the slots of shorter ones lie otherwise."""
-        return super().ragged(inputs) if self.shortest >= self.slots else None
-
-    @property
-    def shortest(self) -> int:
-        return self.context // 2 - 1
 
     def baselines(self) -> dict[str, Baseline]:
         return {"two SDPA": self._two_calls}

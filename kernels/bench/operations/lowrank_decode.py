@@ -23,7 +23,6 @@ class LowRankDecode(DecodeCase):
     served: int
 
     operation: ClassVar[str] = "lowrank_decode"
-    token_dim: ClassVar[dict[str, int]] = {"latent": 1}
     unbatched: ClassVar[frozenset[str]] = frozenset({"key_up", "within", "begins"})
 
     @classmethod

@@ -9,11 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from surgery.kernels.bench import libraries
 from surgery.kernels.bench.case import Baseline, Case, DecodeCase, Inputs, Place, generator, random
 from surgery.kernels.mla_decode.operator import mla_decode
-
-SPLITS = ((512, 64), (256, 64), (128, 64))
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,6 @@ class MLADecode(DecodeCase):
     rope: int
 
     operation: ClassVar[str] = "mla_decode"
-    token_dim: ClassVar[dict[str, int]] = {"latent": 1, "rope_key": 1}
 
     @classmethod
     def at(cls, place: Place) -> Iterator[Case]:
@@ -67,12 +63,7 @@ class MLADecode(DecodeCase):
         ]
 
     def baselines(self) -> dict[str, Baseline]:
-        found: dict[str, Baseline] = {"absorbed matmul": self._matmul}
-        if libraries.importable("flash_mla") and (self.rank, self.rope) == (512, 64):
-            found["FlashMLA"] = lambda inputs: libraries.flash_mla(inputs, self.scale)
-        if libraries.importable("flashinfer") and (self.rank, self.rope) == (512, 64):
-            found["FlashInfer"] = lambda inputs: libraries.flashinfer_mla(inputs, self.scale)
-        return found
+        return {"absorbed matmul": self._matmul}
 
     def _matmul(self, inputs: Inputs) -> Callable[[], Tensor]:
         """Two batched products of the library and a softmax in fp32 between them, the latent read twice."""

@@ -37,10 +37,6 @@ class QuantizedDecode(DecodeCase):
     format: str
     group: int
 
-    def ragged(self, inputs: Inputs) -> None:
-        """Quantised values know no NaN; rows of other lengths are for the kernels' own tests."""
-        return None
-
     def _side_bytes(self, by_channel: int, by_token: int) -> int:
         """Bytes of quantised values and scales of all tokens, for so many elements of a token quantised either way."""
         codes = self.context * BITS[self.format] // 8 * (by_channel + by_token)

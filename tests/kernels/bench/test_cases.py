@@ -8,7 +8,7 @@ import torch
 from surgery.kernels.bench import gate
 from surgery.kernels.bench.case import MODELS
 from surgery.kernels.bench.registry import OPERATIONS, cases
-from surgery.kernels.bench.sizes import DEFAULTS, QUICK, TINY, numbers
+from surgery.kernels.bench.sizes import DEFAULTS, TINY, numbers
 
 CPU = torch.device("cpu")
 TINY_CASES = cases(OPERATIONS, ["tiny"], [63], [3], [torch.float32])
@@ -44,7 +44,6 @@ def test_every_case_passes_its_gate(case):
     found = gate.check(case, case.inputs(CPU, 0), baselines=False)
     assert found.passed, found.reasons
     assert found.bit_equal and found.error <= found.tolerance
-    assert (found.ragged_error is None) is ("prefill" in case.operation or "quantized" in case.operation)
 
 
 @pytest.mark.parametrize("operation", ("mla_decode", "lowrank_decode"))
@@ -79,14 +78,12 @@ class Broken(type(first("mla_decode", "tiny", 63, 3, torch.float32))):
             out = torch.cat((out[:, :, :-1], torch.empty_like(out[:, :, -1:])), dim=2)
         elif self.fault == "moving":
             out = out + 1e-7 * out * torch.randn_like(out)
-        elif self.fault == "reads behind the lengths" and inputs["latent"].isnan().any():
-            out = out * torch.nan
         elif self.fault == "raises":
             raise RuntimeError("out of resource:\n shared memory")
         return out
 
 
-@pytest.mark.parametrize("fault", ("inexact", "unwritten", "moving", "reads behind the lengths", "raises"))
+@pytest.mark.parametrize("fault", ("inexact", "unwritten", "moving", "raises"))
 def test_what_is_wrong_does_not_pass(fault):
     right = first("mla_decode", "tiny", 63, 3, torch.float32)
     plain = {field.name: getattr(right, field.name) for field in dataclasses.fields(right)}
@@ -111,7 +108,7 @@ def test_operations_take_turns_and_the_largest_come_first():
     assert [case.operation for case in found[:4]] == ["mla_decode", "gqa_decode"] * 2
     sizes = [case.batch * case.context for case in found if case.operation == "gqa_decode"]
     assert sizes == sorted(sizes, reverse=True)
-    for plan in (DEFAULTS, QUICK, TINY):
+    for plan in (DEFAULTS, TINY):
         assert set(plan.models) <= set(MODELS)
 
 

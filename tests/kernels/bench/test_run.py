@@ -1,4 +1,4 @@
-"""A run over cases: the record, how configurations are tried, and the plot. Speeds are a GPU's; see `-m gpu`."""
+"""A run over cases: the record, how configurations are tried. Speeds are a GPU's; see `-m gpu`."""
 
 import json
 
@@ -8,7 +8,6 @@ import torch
 from surgery.kernels import tuned
 from surgery.kernels.bench import run, tuning
 from surgery.kernels.bench.registry import cases
-from surgery.kernels.bench.roofline_plot import draw_roofline
 from surgery.kernels.bench.run import Bench
 from surgery.kernels.launch import Config
 
@@ -31,8 +30,6 @@ def test_without_a_gpu_results_are_looked_at_and_nothing_is_timed(tmp_path):
     assert not any("seconds" in each for each in record["rows"])
     assert record["ceilings"] is None and "no speed on the cpu device" in record["note"]
     assert said[0].startswith("mla_decode tiny 48+16 batch 2 context 40: right")
-    with pytest.raises(ValueError, match="nothing was measured"):
-        draw_roofline(record, tmp_path / "plot.png")
 
 
 def test_time_that_is_over_and_inputs_that_do_not_fit(tmp_path, monkeypatch):
@@ -59,17 +56,17 @@ def test_decoding_is_held_against_our_own_kernel_of_the_source():
 @pytest.fixture
 def a_gpu(monkeypatch):
     monkeypatch.setattr(tuned, "gpu_name", lambda device: "some-gpu")
-    monkeypatch.setattr(tuned, "_tables", tuned._tables)  # `use` replaces it for the rest of the process
+    monkeypatch.setattr(tuned, "_chosen", {})  # `use` adds to it for the rest of the process
 
 
 def test_candidates_reach_operators_and_leave_again(a_gpu):
-    with tuning.trying({"block_tokens": 32}) as asked:
+    with tuned.trying({"block_tokens": 32}) as keys:
         assert tuned.tuned("op", "heads=1", CPU, Config(warps=8)) == Config(block_tokens=32, warps=8)
-    assert asked == [("op", "heads=1")]
+    assert keys == {"op": "heads=1"}
     assert tuned.tuned("op", "heads=1", CPU, Config()) == Config()
-    with tuning.trying({}):
+    with tuned.trying({}):
         assert tuned.tuned("op", "heads=1", CPU, Config()) == Config()
-    tuning.use("op", "heads=1", {"stages": 4})
+    tuned.use("op", "heads=1", {"stages": 4})
     assert tuned.tuned("op", "heads=1", CPU, Config()).stages == 4
     assert tuned.tuned("op", "heads=2", CPU, Config()) == Config()
 
@@ -101,23 +98,13 @@ def test_the_fastest_that_is_right_is_kept(a_gpu):
 
 def test_tuned_files_grow(tmp_path, a_gpu, monkeypatch):
     path = tmp_path / "some-gpu.json"
-    tuning.write_tuned(path, {"op": {"heads=1": {"stages": 3}}})
-    tuning.write_tuned(path, {"op": {"heads=2": {"warps": 8, "splits": None}}})
+    tuning.write_tuned(path, "op", "heads=1", {"stages": 3})
+    tuning.write_tuned(path, "op", "heads=2", {"warps": 8, "splits": None})
+    tuned._chosen.clear()
     assert [file.name for file in tmp_path.iterdir()] == ["some-gpu.json"]
     monkeypatch.setenv("SURGERY_TUNED", str(tmp_path))
     assert tuned.tuned("op", "heads=1", CPU, Config()).stages == 3
     assert tuned.tuned("op", "heads=2", CPU, Config(splits=4)) == Config(warps=8)
-
-
-def test_a_roofline_is_drawn(tmp_path):
-    record = {
-        "device": {"name": "Some GPU"},
-        "ceilings": {"bytes_per_second": 4e12, "flops_per_second": 8e14},
-        "rows": [row("mla_decode", 1e-9), row("gqa_decode", 2e-9), {"skipped": "too large"}],
-    }
-    draw_roofline(record, tmp_path / "deep" / "roofline.svg")
-    drawn = (tmp_path / "deep" / "roofline.svg").read_text()
-    assert "<svg" in drawn
 
 
 @pytest.mark.gpu
@@ -127,4 +114,3 @@ def test_a_measured_case_on_a_gpu(tmp_path):
     for each in record["rows"]:
         assert each["gate"]["passed"], each["gate"]["reasons"]
         assert 0 < each["share_of_bound"] < 1.5 and each["graph"]
-    draw_roofline(record, tmp_path / "roofline.png")
