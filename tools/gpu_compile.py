@@ -22,25 +22,6 @@ import torch
 _programs: set[str] = set()
 
 
-class TargetOnly:
-    """A driver of Triton that knows for what is compiled, and cannot launch."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
 def compile_launch(launch: Any, *arguments: Any) -> None:
     """Compile a launch's kernel as it would be for the launch itself, or find it in the cache."""
     program = launch.kernel.warmup(
@@ -51,12 +32,12 @@ def compile_launch(launch: Any, *arguments: Any) -> None:
 
 def compile_only(capability: int, processors: int) -> None:
     """Have kernels of this process compiled for a GPU, and tensors on the CPU taken for tensors there."""
-    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     from surgery.kernels import backend, launch, plan, split_kv
+    from surgery.kernels.bench.host_cost import NoDriver
 
-    driver.set_active(TargetOnly(GPUTarget("cuda", capability, 32)))
+    driver.set_active(NoDriver(capability))
     plan._Starter._dispatch = lambda starter, *arguments: compile_launch(starter.launch, *arguments)
     launch.Launch.run = lambda one: compile_launch(one, *(one.arguments[name] for name in one.kernel.arg_names))
     _replace(split_kv.processors, lambda device: processors)

@@ -10,23 +10,22 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from surgery.kernels import backend, split_kv
-from surgery.kernels.gqa_decode.operator import gqa_decode
-from surgery.kernels.gqa_decode_quantized.operator import gqa_decode_quantized
-from surgery.kernels.hybrid_decode.operator import hybrid_decode
-from surgery.kernels.lowrank_decode.operator import lowrank_decode, rotation_tables
-from surgery.kernels.mla_decode.operator import mla_decode
-from surgery.kernels.mla_decode.quantized_operator import mla_decode_quantized
+from surgery.kernels.bench.registry import cases
 from surgery.kernels.plan import forget_plans
 
+OPERATIONS = (
+    *("mla_decode", "mla_decode_quantized", "gqa_decode", "gqa_decode_quantized"),
+    *("lowrank_decode", "hybrid_decode"),
+)
 PROCESSORS = 132
 """Multiprocessors of an H100 or H200."""
 
@@ -70,6 +69,9 @@ class NoDriver:
     def get_current_target(self) -> GPUTarget:
         return self._target
 
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
 
 def without_gpu() -> None:
     """Has operators of this process launch kernels, which do nothing, on tensors of the CPU."""
@@ -80,44 +82,14 @@ def without_gpu() -> None:
     split_kv.processors = lambda device: PROCESSORS
 
 
-def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
-    """Tensors whose numbers nobody looks at."""
-    return torch.zeros(shape, dtype=dtype)
-
-
-def coded(tokens: int, width: int, by_channel: bool, heads: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of 4 bits in groups of 32, their scales and zero points."""
-    rows = (1, heads) if heads else (1,)
-    scales = zeros(*rows, *((tokens // 32, width) if by_channel else (tokens, width // 32)))
-    return zeros(*rows, tokens // 2, width, dtype=torch.uint8), scales, zeros(*scales.shape)
-
-
 def decoding_calls(tokens: int) -> dict[str, Callable[[], Any]]:
-    """A step at the shapes of Llama-3-8B, by operation: one row of so many tokens."""
-    lengths = torch.full((1,), tokens, dtype=torch.int32)
-    query, latent_query = zeros(1, 1, 32, 128), zeros(1, 1, 32, 576)
-    key, value = zeros(1, 8, tokens, 128), zeros(1, 8, tokens, 128)
-    full, streaming = zeros(1, 4, tokens, 128), zeros(1, 4, 320, 128)
-    latent, rope_key = zeros(1, tokens, 512), zeros(1, tokens, 64)
-    joint, key_up = zeros(1, tokens, 1024), zeros(8, 128, 256)
-    rotation = rotation_tables(10000.0 ** -(torch.arange(0, 128, 2) / 128), tokens)
-    ranges = [(head // 2 * 256, 256, head // 2 * 256, 256) for head in range(8)]
-    latents = (*coded(tokens, 512, True), *coded(tokens, 64, False))
-    heads = (*coded(tokens, 128, True, 8), *coded(tokens, 128, False, 8))
-    window = {"sink_slots": 64, "sinks": 64, "recent": 256, "lengths": lengths}
-    by_channel = {"format": "int4", "group": 32, "lengths": lengths}
-    return {
-        "mla_decode": lambda: mla_decode(latent_query, latent, rope_key, 0.1, lengths=lengths),
-        "mla_decode_quantized": lambda: mla_decode_quantized(
-            latent_query, *latents, 0.1, by_channel=True, **by_channel
-        ),
-        "gqa_decode": lambda: gqa_decode(query, key, value, 0.1, lengths=lengths),
-        "gqa_decode_quantized": lambda: gqa_decode_quantized(query, *heads, 0.1, **by_channel),
-        "lowrank_decode": lambda: lowrank_decode(
-            query, joint, key_up, 0.1, rotation=rotation, ranges=ranges, lengths=lengths
-        ),
-        "hybrid_decode": lambda: hybrid_decode(query, full, full, streaming, streaming, 0.1, **window),
-    }
+    """A step at the shapes of Llama-3-8B, by operation: one row of so many tokens, quantised ones in 4 bits."""
+    calls = {}
+    for name in OPERATIONS:
+        found = cases([name], ["llama3-8b"], [tokens], [1], [torch.float16])
+        case = next((each for each in found if "int4" in each.variant), found[-1 if name == "lowrank_decode" else 0])
+        calls[name] = partial(case.run, case.inputs(torch.device("cpu"), 0))
+    return calls
 
 
 def microseconds(*calls: Callable[[], Any], times: int = 50, repeats: int = 40) -> list[float]:
@@ -135,7 +107,7 @@ def microseconds(*calls: Callable[[], Any], times: int = 50, repeats: int = 40) 
 def main() -> int:
     """Prints a table."""
     without_gpu()
-    small = zeros(4), zeros(4)
+    small = torch.zeros(4), torch.zeros(4)
     print(f"torch {torch.__version__}, triton {triton.__version__}")
     print("| operation | us a call | x torch.add | us of a call that is planned |\n|---|---:|---:|---:|")
     with torch.no_grad():

@@ -9,7 +9,7 @@ import sys
 import torch
 import triton.compiler
 
-from surgery.kernels.bench.host_cost import coded, without_gpu, zeros
+from surgery.kernels.bench.host_cost import without_gpu
 from surgery.kernels.gqa_decode.operator import _gqa_decode, gqa_decode
 from surgery.kernels.gqa_decode_quantized.operator import _quantized, gqa_decode_quantized
 from surgery.kernels.hybrid_decode.operator import _hybrid_decode, hybrid_decode
@@ -18,6 +18,17 @@ from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
 from surgery.kernels.mla_decode.quantized_operator import _mla_decode_quantized, mla_decode_quantized
 
 compilations = []
+
+
+def zeros(*shape, dtype=torch.float16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def coded(tokens, width, by_channel, heads=0):
+    """Quantized values of 4 bits in groups of 32, their scales and zero points."""
+    rows = (1, heads) if heads else (1,)
+    scales = zeros(*rows, *((tokens // 32, width) if by_channel else (tokens, width // 32)))
+    return zeros(*rows, tokens // 2, width, dtype=torch.uint8), scales, zeros(*scales.shape)
 
 
 class Kernel:

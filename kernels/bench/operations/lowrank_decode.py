@@ -67,15 +67,20 @@ class LowRankDecode(DecodeCase):
             "lengths": self.lengths(device),
         }
 
+    @property
+    def _ranges(self) -> list[tuple[int, int, int, int]]:
+        """First number and rank of what each KV head reads of a latent, for its keys and for its values."""
+        firsts = [head // self.served * self.rank for head in range(self.shape.kv_heads)]
+        return [(first, self.rank, first, self.rank) for first in firsts]
+
     def run(self, inputs: Inputs) -> Tensor:
-        places = [(head // self.served * self.rank, self.rank) for head in range(self.shape.kv_heads)]
         return lowrank_decode(
             inputs["query"],
             inputs["latent"],
             inputs["key_up"],
             self.scale,
             rotation=(inputs["within"], inputs["begins"]),
-            ranges=[(*place, *place) for place in places],  # of a head's keys, and of its values
+            ranges=None if self.blocks == 1 else self._ranges,
             lengths=inputs["lengths"],
         )[0]
 
