@@ -19,6 +19,9 @@ LINES = {
     "gpu": ["inspect", "builtin", "--gpu", "h100"],
     "mixtures": ["plan", "builtin", "--mixtures", "24"],
     "refine": ["plan", "builtin", "--refine=200k"],
+    "heads compare": ["heads", "compare", "a.safetensors", "--measure", "builtin"],
+    "heads score": ["heads", "score", "builtin"],
+    "compare-heads": ["run", "{recipe}"],
     "to mixed": ["convert", "builtin", "--to", "mixed"],
 }
 
@@ -27,8 +30,10 @@ LINES = {
 def test_a_removed_option_or_value_names_what_to_use_instead(name, tmp_path, monkeypatch, capsys):
     file = tmp_path / "eval.yaml"
     file.write_text(f"tasks: ruler\nruler_tasks: {name.partition(' ')[2] or None}\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("steps: [{compare-heads: {name: both, patterns: [a, b]}}]")
     monkeypatch.chdir(tmp_path)
-    code, _, error = run_main(monkeypatch, capsys, *(part.format(file=file) for part in LINES[name]))
+    code, _, error = run_main(monkeypatch, capsys, *(part.format(file=file, recipe=recipe) for part in LINES[name]))
     *_, line = error.splitlines()
     assert code == 1 and line.startswith("surgery: error: ") and line.endswith(REMOVED[name])
 

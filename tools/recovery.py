@@ -31,7 +31,7 @@ steps:
 STUDENT = "convert builtin --to mla --kv-ratio 0.125 --fit-steps 0 --calibration-tokens 4096 --out {out}/small"
 VERBS = {
     "convert": "convert builtin --to mla --kv-ratio 0.25 --fit-steps 1 --calibration-tokens 4096 --out {out}/small",
-    "heads": "heads score builtin --steps 40 --out {out}/heads.safetensors",
+    "heads": "heads builtin --steps 40 --out {out}/heads.safetensors",
     "plan": "plan builtin --kv-ratio 0.25 --calibration-tokens 4096 --out {out}/plan.yaml",
     "heal": "heal {student} --teacher builtin --max-tokens 30000 --out {out}/healed",
     "eval": "eval builtin --tasks loss,recall --out {out}/report",
