@@ -152,10 +152,8 @@ def speed(report: Report) -> Table | None:
         result = dig(row, "results", "speed") or {}
         for point in result.get("points") or []:
             measured = measured or result
-            values = [
-                point[key] for key in ("context", "batch", "prefill_tokens_per_second", "decode_tokens_per_second")
-            ]
-            lines.append((row, [*values, point.get("note") or ""]))
+            rates = [point.get(f"{phase}_tokens_per_second") for phase in ("prefill", "decode")]
+            lines.append((row, [point["context"], point["batch"], *rates, point.get("note") or ""]))
     columns = [number("context", 0), "batch", number("prefill tok/s", 0), number("decode tok/s", 1), ""]
     about = f"{measured.get('dtype')} on {measured.get('device')}; medians of {measured.get('repeats')} repeats."
     return of_rows(report, columns, lines, "Speed by context and batch", about)
