@@ -90,3 +90,11 @@ class ComparingTask(Protocol):
 def device_of(model: PreTrainedModel) -> torch.device:
     """Where a model's inputs go."""
     return model.get_input_embeddings().weight.device
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
+        torch.accelerator.synchronize(device)

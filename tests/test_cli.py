@@ -33,7 +33,7 @@ def test_help_answers_without_torch(verb):
     assert done.stderr.strip() == "[]"
 
 
-PARTS = {"bench": ("kernels", "decode"), "heads": ("score", "compare")}
+PARTS = {"bench": ("kernels", "decode")}
 VERBS = [[verb] for verbs in cli.PURPOSES.values() for verb in verbs if verb not in PARTS]
 VERBS += [[verb, part] for verb, parts in PARTS.items() for part in parts]
 
@@ -41,12 +41,12 @@ VERBS += [[verb, part] for verb, parts in PARTS.items() for part in parts]
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
 def test_help_has_an_example_and_no_types(verb):
     shown = CliRunner().invoke(cli.app, [*verb, "--help"]).output
-    assert re.search(rf"Examples?:\s+surgery {' '.join(verb).removesuffix(' score')} ?", shown)
+    assert re.search(rf"Examples?:\s+surgery {' '.join(verb)} ?", shown)
     assert not re.search(r"\[x|<\w+", shown)
 
 
 def test_help_is_a_verb_too():
-    for verb in ([], ["push"], ["heads", "compare"]):
+    for verb in ([], ["push"], ["bench", "decode"]):
         shown, helped = (CliRunner().invoke(cli.app, args).output for args in (["help", *verb], [*verb, "--help"]))
         assert shown == helped and "Usage" in shown
 
@@ -137,8 +137,6 @@ def test_mistakes_at_first_sight_cost_no_torch(tmp_path):
         ("eval", "a=absent"): absent,
         ("eval", "source", "--baseline", "absent"): absent,
         ("eval", "source", "--tasks", "los"): "did you mean loss",
-        ("heads", "compare", "mine=absent"): "absent: no such file",
-        ("heads", "compare", "pattern.safetensors", "--measure", "absent"): absent,
         ("plan", "absent", "--kv-ratio", "0.2"): absent,
         ("verify", "absent"): absent,
         ("doctor", "absent"): absent,

@@ -31,9 +31,8 @@ FLAGS = {
     "max-shard-size method out overwrite qk-rope-head-dim rank rank-multiple recall recent rope-bits rope-dim "
     "rope-frequencies seed sinks streaming streaming-bits text-field to window",
     "slice": "allocate batch-size device dtype json kv-ratio max-shard-size out overwrite",
-    "heads score": "allow-pickle config device dtype facts json learning-rate length method offload out overwrite "
+    "heads": "allow-pickle config device dtype facts json learning-rate length method offload out overwrite "
     "penalty recall recent samples seed seeds sinks steps target text text-field",
-    "heads compare": "measure shares random sinks recent length windows prompts out overwrite device json",
     "heal": "batch-size config data device dry-run dtype evaluate-every json launcher learning-rate length max-time "
     "max-tokens measure no-measure out overwrite peak-tflops processes project recipe seed teacher tracker train "
     "utilisation wandb-mode",
@@ -47,7 +46,7 @@ FLAGS = {
 
 MORE_FLAGS = {
     "convert": "text data window fit-queries no-hadamard",
-    "heads score": "calibration data window",
+    "heads": "calibration data window",
     "heal": "text calibration wandb max-seconds max-steps",
     "eval": "text calibration decoded",
     "inspect": "text data",

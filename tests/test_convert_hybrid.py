@@ -6,6 +6,7 @@ import pytest
 import torch
 from loading import run_elsewhere
 from safetensors.torch import load_file
+from scoring import streaming_heads
 from tiny_models import HELD_OUT, tokens
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +14,6 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import measure_kv
 from surgery.eval.kv_flow import measure_footprint, measure_peak
 from surgery.heads.pattern import HeadPattern
-from surgery.heads.streaming import streaming_heads
 from surgery.model import SurgeryForCausalLM
 from surgery.structures import converter
 from surgery.structures.hybrid.settings import HybridSettings

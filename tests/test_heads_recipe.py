@@ -1,4 +1,4 @@
-"""Recipes that score heads, compare patterns and let heads stream by them."""
+"""Recipes that score heads and let heads stream by them."""
 
 import json
 
@@ -16,7 +16,6 @@ from surgery.workflow.recipe import run_recipe
 pytestmark = pytest.mark.usefixtures("one_core")
 
 SCORE = {"sinks": 4, "recent": 16, "length": 200, "samples": 1, "facts": 1, "text": str(HELD_OUT), "device": "cpu"}
-MEASURE = {"length": 128, "windows": 2, "prompts": 2, "random": 1, "shares": [0.5], "device": "cpu"}
 
 
 def write(folder, *steps):
@@ -41,16 +40,6 @@ def finished(tmp_path_factory):
         {"heads": {"name": "trained", "source": source, "method": "prulong", "steps": 4, **SCORE}},
         {"heads": {"name": "induced", "source": source, "method": "induction", **SCORE}},
         {
-            "compare-heads": {
-                "name": "compared",
-                "patterns": ["trained", "induced"],
-                "measure": source,
-                "publish": str(folder / "published"),
-                "title": "Two ways",
-                **MEASURE,
-            }
-        },
-        {
             "convert": {
                 "name": "hybrid", "to": "hybrid", "source": source, "heads": "trained", "streaming": 0.5,
                 "calibration": "none",
@@ -72,10 +61,6 @@ def test_later_steps_use_patterns_by_name(finished):
         "trained": "prulong",
         "induced": "induction",
     }
-    content = json.loads((work / "compared" / "comparison.json").read_text())
-    assert content["title"] == "Two ways"
-    assert content["scoring"]["trained"]["sha256"] == patterns["trained"].sha256
-    assert [point["name"] for point in content["measured"]["points"]] == ["trained", "induced", "random 1"]
     report = json.loads((work / "hybrid" / "surgery_report.json").read_text())
     assert report["target"]["pattern"]["sha256"] == patterns["trained"].sha256
     full = patterns["trained"].full_heads(0.5)
@@ -83,21 +68,12 @@ def test_later_steps_use_patterns_by_name(finished):
     assert not [name for name in listing(work) if "journal" in name or "partial" in name]
 
 
-def test_comparisons_are_published(finished):
-    _, work = finished
-    published = work.parent / "published"
-    assert listing(published) == ["comparison.json", "comparison.md", "curve.png", "heads.png"]
-    assert (published / "comparison.json").read_text() == (work / "compared" / "comparison.json").read_text()
-
-
 def test_finished_steps_are_kept(finished):
     recipe, work = finished
     before = times(work)
-    results = times(work / "compared" / "results")
     outcome = run_recipe(recipe, work, Progress(silent=True))
-    assert times(work) == before and times(work / "compared" / "results") == results
+    assert times(work) == before
     assert outcome.patterns == {name: work / f"{name}.safetensors" for name in ("trained", "induced")}
-    assert work / "compared" / "comparison.json" in outcome.written
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"samples": 2}, {"length": 100}, {"method": "kvzip"}])
@@ -120,7 +96,7 @@ def test_patterns_of_other_models_are_not_taken_for_them(finished, tmp_path):
 def test_a_conversion_by_an_older_pattern_is_not_kept(finished, tmp_path):
     recipe, work = finished
     pattern = HeadPattern.load(work / "trained.safetensors")
-    steps = [{"convert": {**steps_of(recipe)[3]["convert"], "heads": str(tmp_path / "mine.safetensors")}}]
+    steps = [{"convert": {**steps_of(recipe)[2]["convert"], "heads": str(tmp_path / "mine.safetensors")}}]
     pattern.save(tmp_path / "mine.safetensors")
     mine = write(tmp_path, *steps)
     run_recipe(mine, tmp_path / "work", Progress(silent=True))
@@ -141,10 +117,6 @@ HEADS = {"heads": {"name": "a", "source": "builtin"}}
         ([{"heads": {"name": "a"}}], "step a: source is missing"),
         ([{"heads": {**HEADS["heads"], "sink": 4}}], "did you mean sinks"),
         ([{"heads": {**HEADS["heads"], "method": "magic"}}], "'magic' is unknown"),
-        ([HEADS, {"compare-heads": {"name": "c", "patterns": "a"}}], "patterns must be a list"),
-        ([HEADS, {"compare-heads": {"name": "c"}}], "patterns is missing"),
-        ([HEADS, {"compare-heads": {"name": "c", "patterns": ["a"], "share": [1]}}], "did you mean shares"),
-        ([HEADS, {"compare-heads": {"name": "c", "patterns": ["a"], "shares": [2]}}], r"shares \[2"),
         ([HEADS, {"convert": {"name": "h", "source": "builtin", "to": "hybrid", "haeds": "a"}}], "did you mean heads"),
     ],
 )

@@ -15,7 +15,6 @@ from tiny_models import HELD_OUT
 from surgery.checkpoint.output_place import LOCK, kept_apart
 from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
-from surgery.heads.compare import random_pattern
 from surgery.healing import heal as healing
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -31,10 +30,6 @@ VERBS = {
     "heads": (
         ("heads", "{source}", *HEADS, "--text", str(HELD_OUT), "--out", "{out}.safetensors"),
         "surgery.heads.prulong.mean_loss",
-    ),
-    "heads compare": (
-        ("heads", "compare", "{patterns[0]}", "{patterns[1]}", "--out", "{out}"),
-        "surgery.heads.compare._write",
     ),
     "heal": (("heal", "{source}", *HEAL, "--no-measure", "--out", "{out}"), "surgery.healing.heal._train"),
     "plan": (
@@ -53,12 +48,11 @@ def content(folder):
 def places(checkpoints, tmp_path):
     """What commands name: all but the output is there."""
     source = checkpoints("llama")
-    patterns = [random_pattern(2, 2, seed).save(tmp_path / f"{seed}.safetensors") for seed in (0, 1)]
     recipe = tmp_path / "recipe.yaml"
     step = {"name": "half", "source": str(source), "kv_ratio": 0.5, "calibration": "none"}
     recipe.write_text(yaml.safe_dump({"steps": [{"convert": step}]}))
     (tmp_path / "outputs").mkdir()
-    return {"source": source, "patterns": patterns, "recipe": recipe, "out": tmp_path / "outputs" / "out"}
+    return {"source": source, "recipe": recipe, "out": tmp_path / "outputs" / "out"}
 
 
 @pytest.mark.parametrize("verb", VERBS)

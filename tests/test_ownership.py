@@ -30,8 +30,8 @@ from surgery.common.pictures import Page
 from surgery.common.temporary import TemporaryFolder
 from surgery.evaluation.names import name_and_path
 from surgery.evaluation.store import ResultStore
-from surgery.heads.compare import random_pattern
 from surgery.heads.journal import Journal
+from surgery.heads.pattern import HeadPattern
 from surgery.healing import heal as healing
 from surgery.training.run_folder import CHECKPOINT_FILES, RUN_FILES
 from surgery.training.token_file import Document, TokenFile
@@ -324,7 +324,7 @@ def world(root: Path) -> list[Path]:
     store = ResultStore.open(root / "eval")
     store.put("a" * 32, {})
     (store.scratch("b" * 32) / "completions-0.jsonl").write_text("")
-    random_pattern(2, 2, 0).save(root / "pattern.safetensors")
+    HeadPattern(torch.eye(2), "made").save(root / "pattern.safetensors")
     Page("x").save(root / "page.html")
     Journal(root / ".journal", {}).put("a", {"x": torch.ones(1)})
     (root / "tmp").mkdir()
@@ -348,7 +348,7 @@ def runs(root: Path):
     yield lambda: ResultStore.open(root / "eval").go_on(1, restart=True)
     yield lambda: ResultStore(root / "eval").drop_scratch("b" * 32)
     yield lambda: ResultStore.open(root / "eval").put("a" * 32, {})
-    yield lambda: random_pattern(2, 2, 1).save(root / "pattern.safetensors", overwrite=True)
+    yield lambda: HeadPattern(torch.ones(2, 2), "made").save(root / "pattern.safetensors", overwrite=True)
     yield lambda: Page("y").save(root / "page.html", overwrite=True)
     yield lambda: Page("y").save(root / "notes.html", overwrite=True)
     yield lambda: shipped.copy_shipped("mla-everywhere", "configs", root, overwrite=True)
@@ -448,7 +448,6 @@ WHOLE = {
     "eval": "eval {source} --windows 2 --length 64 --tasks loss --decoded 4 --variants none --out {out}",
     "heads": "heads {source} --method induction --sinks 4 --window 16 --length 200 --facts 1 --samples 1"
     " --text {held_out} --out {out}.safetensors",
-    "heads compare": "heads compare {patterns[0]} {patterns[1]} --out {out}",
     "heal": "heal {source} --teacher {source} --data {held_out} --max-steps 1 --length 32 --held-out 2 --no-measure"
     " --out {out}",
     "plan": "plan {source} --kv-ratio 0.5 --allow quantized {text} --held-out 2 --recall 0 --context 256"
@@ -476,10 +475,8 @@ def test_whole_commands_leave_what_is_planted(verb, seed, checkpoints, tmp_path,
     step = {"name": "half", "source": str(source), "kv_ratio": 0.5, "calibration": "none"}
     rows = {"name": "report", "checkpoints": ["half"], "tasks": ["loss"], "windows": 2, "length": 64, "decoded": 0}
     recipe.write_text(json.dumps({"steps": [{"convert": step}, {"eval": {**rows, "variants": []}}]}))
-    patterns = [random_pattern(2, 2, number).save(tmp_path / f"{number}.safetensors") for number in (0, 1)]
     places = {
         "source": source,
-        "patterns": patterns,
         "recipe": recipe,
         "out": root / "out",
         "converted": tmp_path / "mla",

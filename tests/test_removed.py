@@ -14,11 +14,20 @@ LINES = {
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
     "ruler_tasks qa_1": ["eval", "builtin", "--config", "{file}"],
     "ruler_tasks qa_2": ["eval", "builtin", "--config", "{file}"],
+    "tasks repeat": ["eval", "builtin", "--tasks", "loss,repeat"],
+    "tasks match": ["eval", "builtin", "--tasks", "match"],
+    "repeat_lags": ["eval", "builtin", "--repeat-lags", "64"],
+    "repeat_rows": ["eval", "builtin", "--repeat-rows", "2"],
+    "match_prompts": ["eval", "builtin", "--match-prompts", "2"],
+    "match_tokens": ["eval", "builtin", "--match-tokens", "2"],
     "method ablation": ["heads", "builtin", "--method", "ablation"],
     "method attention-area": ["heads", "builtin", "--method", "attention-area"],
     "gpu": ["inspect", "builtin", "--gpu", "h100"],
     "mixtures": ["plan", "builtin", "--mixtures", "24"],
     "refine": ["plan", "builtin", "--refine=200k"],
+    "heads compare": ["heads", "compare", "a.safetensors", "--measure", "builtin"],
+    "heads score": ["heads", "score", "builtin"],
+    "compare-heads": ["run", "{recipe}"],
     "to mixed": ["convert", "builtin", "--to", "mixed"],
 }
 
@@ -27,8 +36,10 @@ LINES = {
 def test_a_removed_option_or_value_names_what_to_use_instead(name, tmp_path, monkeypatch, capsys):
     file = tmp_path / "eval.yaml"
     file.write_text(f"tasks: ruler\nruler_tasks: {name.partition(' ')[2] or None}\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("steps: [{compare-heads: {name: both, patterns: [a, b]}}]")
     monkeypatch.chdir(tmp_path)
-    code, _, error = run_main(monkeypatch, capsys, *(part.format(file=file) for part in LINES[name]))
+    code, _, error = run_main(monkeypatch, capsys, *(part.format(file=file, recipe=recipe) for part in LINES[name]))
     *_, line = error.splitlines()
     assert code == 1 and line.startswith("surgery: error: ") and line.endswith(REMOVED[name])
 

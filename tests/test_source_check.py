@@ -43,7 +43,7 @@ COMMANDS = {
     "doctor": ("doctor",),
     "export": ("export", "--engine", "llama.cpp"),
     "slice": ("slice", "--kv-ratio", 0.5),
-    "heads": ("heads", "score"),
+    "heads": ("heads",),
     "eval": ("eval", "--data", HELD_OUT),
     "heal": ("heal", "--data", HELD_OUT),
     "bench": ("bench", "decode"),

@@ -302,7 +302,7 @@ def _surgery(*arguments: object) -> dict[str, Any]:
 
 
 def _seconds(function: Callable[[], object], device: Any) -> float:
-    from surgery.eval.roofline import synchronize
+    from surgery.eval.session import synchronize
 
     function()
     synchronize(device)

@@ -39,7 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.roofline import share_of_experts
+from surgery.running.experts import share_of_experts
 from surgery.training.chunks import LOGIT_BYTES, chunk_count
 from surgery.training.kept import Kept, follow
 from surgery.training.objectives import ObjectiveWeights

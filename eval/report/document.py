@@ -25,7 +25,6 @@ SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
     "cached_loss": lambda results: results["loss"]["cached"]["per_sequence"],
     "loss_of_others": lambda results: results["loss"]["memorised"]["per_sequence"],
     "recall": lambda results: results["recall"]["hits"],
-    "repeat": lambda results: [loss for lag in results["repeat"]["lags"].values() for loss in lag["per_row"]],
     "needle": lambda results: results["needle"]["hits"],
     "ruler": lambda results: [
         score

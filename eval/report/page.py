@@ -72,8 +72,6 @@ SECTIONS = (
      "Mean cross-entropy of the next token in nats (natural units: 1 nat is 1.44 bits). Perplexity is its exp."),
     ("recall", "Recall of planted keys", (), (tables.recall,), (),
      "Keys are planted in text; the model has to give back all digits of one when it is asked for."),
-    ("repeats", "Spans that come again", (), (tables.repeat,), (),
-     "A span of text comes twice. A model whose cache keeps what it needs tells it easily the second time."),
     ("needles", "Needle in a haystack, % found", ("needle",), (), (),
      "A sentence is hidden at a depth of a text (0%: at its beginning), and the model is asked for it."),
     ("ruler-style", "RULER-style tasks", ("ruler",), (tables.ruler,), (),
@@ -82,8 +80,7 @@ SECTIONS = (
      "Tasks of that library, by its own rules."),
     ("bytes", "Memory", ("memory",), (), (tables.memory,),
      "The KV cache holds keys and values of all tokens so far; prefill reads the prompt, decoding writes on."),
-    ("throughput", "Speed and roofline", ("speed",), (), (tables.speed,),
-     "Tokens a second as measured, beside what the machine's measured ceilings allow."),
+    ("throughput", "Speed", ("speed",), (), (tables.speed,), "Tokens a second as measured."),
     ("conversions", "Conversions", ("layer-errors",), (details.conversions,), (),
      "Relative error of each converted layer's own output, and how each checkpoint was made."),
 )

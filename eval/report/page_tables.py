@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from surgery.common.human import decimal, perplexity_text, share, size, with_perplexity
-from surgery.common.tables.table import NONE, Cell, Column, Table
+from surgery.common.tables.table import Cell, Column, Table
 from surgery.eval.report.style import looks
-from surgery.eval.report.tables import Report, Row, described, dig, interval, lm_eval_tasks, signed, signed_points
+from surgery.eval.report.tables import Report, Row, described, dig, interval, lm_eval_tasks, signed_points
 from surgery.eval.report.tables import headline as plain_headline
 
 MOST_SOURCES_ACROSS = 6
@@ -108,22 +108,6 @@ def ruler(report: Report) -> Table | None:
     return of_rows(report, [*columns, Column("all", "", share)], lines, "Average score", star) if lengths else None
 
 
-def repeat(report: Report) -> Table | None:
-    """Losses of both occurrences of a span, by lag."""
-    lines = []
-    for row in report["rows"]:
-        for lag, part in (dig(row, "results", "repeat", "lags") or {}).items():
-            change = Cell(part["change"]["difference"], interval(part["change"]))
-            lines.append((row, [int(lag), part["first"], part["second"], change]))
-    columns = [
-        Column("lag, tokens", "Tokens between the span and its return"),
-        Column("first time", "", with_perplexity),
-        Column("second time", "", with_perplexity),
-        Column("second minus first", "95% interval below", signed),
-    ]
-    return of_rows(report, columns, lines, "Loss of a span of text, nats a token (perplexity)")
-
-
 def lm_eval(report: Report) -> Table | None:
     """Every metric of every lm-eval task, with its standard error."""
     lines = []
@@ -162,35 +146,18 @@ def memory(report: Report) -> Table | None:
 
 
 def speed(report: Report) -> Table | None:
-    """Tokens a second measured and at the roofline, by context and batch."""
-    lines = []
+    """Tokens a second by context and batch."""
+    lines, measured = [], {}
     for row in report["rows"]:
-        for point in dig(row, "results", "speed", "points") or []:
-            decode, roof = point.get("decode_tokens_per_second"), dig(point, "roofline", "decode_tokens_per_second")
-            values = [point["context"], point["batch"], point.get("prefill_tokens_per_second"), decode, roof]
-            why = dig(point, "roofline", "bound") or point.get("note") or NONE
-            lines.append((row, [*values, decode / roof if decode and roof else None, why]))
-    columns = [
-        number("context", 0),
-        "batch",
-        number("prefill tok/s", 0),
-        number("decode tok/s", 1),
-        number("roofline tok/s", 1, "What the measured ceilings of the machine allow"),
-        Column("reached", "Measured decoding relative to the roofline", share),
-        Column("bound by", "What limits the roofline"),
-    ]
-    return of_rows(report, columns, lines, "Speed by context and batch", *([_ceilings(report)] if lines else []))
+        result = dig(row, "results", "speed") or {}
+        for point in result.get("points") or []:
+            measured = measured or result
+            rates = [point.get(f"{phase}_tokens_per_second") for phase in ("prefill", "decode")]
+            lines.append((row, [point["context"], point["batch"], *rates, point.get("note") or ""]))
+    columns = [number("context", 0), "batch", number("prefill tok/s", 0), number("decode tok/s", 1), ""]
+    about = f"{measured.get('dtype')} on {measured.get('device')}; medians of {measured.get('repeats')} repeats."
+    return of_rows(report, columns, lines, "Speed by context and batch", about)
 
 
 def _sources(report: Report) -> list[str]:
     return list(dict.fromkeys(s for row in report["rows"] for s in dig(row, "results", "loss", "by_source") or {}))
-
-
-def _ceilings(report: Report) -> str:
-    """What the machine was measured to do, of the first row that says so."""
-    result = next(r for row in report["rows"] if (r := dig(row, "results", "speed") or {}).get("points"))
-    parts = [f"{result.get('dtype')} on {result.get('device')}", f"medians of {result.get('repeats')} repeats"]
-    moved, computed = dig(result, "ceilings", "bytes_per_second"), dig(result, "ceilings", "flops_per_second")
-    if moved and computed:
-        parts.append(f"measured ceilings {moved / 1e9:,.1f} GB/s and {computed / 1e9:,.0f} GFLOP/s")
-    return "; ".join(parts) + ". The roofline is the time to read weights and cache once, or to do the arithmetic."

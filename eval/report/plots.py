@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from surgery.eval.report.axes import bytes_axis, change_axis, context_axis, decades_axis
-from surgery.eval.report.style import INK, MUTED, REST, Look, label, looks, styled
+from surgery.eval.report.style import INK, REST, Look, label, looks, styled
 from surgery.eval.report.tables import Report, Row, dig
 
 WIDTH = 12.0
@@ -53,7 +53,7 @@ def loss_by_position(report: Report) -> Figure | None:
 
 @styled
 def speed(report: Report) -> Figure | None:
-    """Decoded tokens a second against context, a panel a batch size: measured solid, its roofline dashed."""
+    """Decoded tokens a second against context, a panel a batch size."""
     points = [
         (row, look, point)
         for row, look in zip(report["rows"], looks(report), strict=True)
@@ -68,21 +68,10 @@ def speed(report: Report) -> Figure | None:
         for row, look in zip(report["rows"], looks(report), strict=True):
             mine = sorted((p for r, _, p in points if r is row and p["batch"] == batch), key=lambda p: p["context"])
             _line(ax, [p["context"] for p in mine], [p["decode_tokens_per_second"] for p in mine], row, look)
-            roof = [(p["context"], dig(p, "roofline", "decode_tokens_per_second")) for p in mine]
-            roof = [(x, y) for x, y in roof if positive(y)]
-            ax.plot(
-                *_columns(roof),
-                color=look.colour,
-                linestyle=(0, (3, 2)),
-                linewidth=0.9,
-                alpha=0.75,
-                gid=REST if look.beaten else None,
-            )
         ax.set_title(f"Decoding, batch {batch}")
         context_axis(ax, [p["context"] for *_, p in points])
         decades_axis(ax, _heights(ax))
         ax.set_ylabel("tokens a second" if ax is axes[0] else "")
-    axes[0].plot([], [], color=MUTED, linestyle=(0, (3, 2)), linewidth=0.9, label="roofline of the row")
     return _with_legend(figure, axes)
 
 

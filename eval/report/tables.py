@@ -7,7 +7,7 @@ a baseline, a comparison. A column knows where its number is, how people read it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal
@@ -149,37 +149,46 @@ def scalars(row: Row) -> dict[str, float]:
     By source of the text, by needle length, by RULER task and length, by lm-eval metric, by context and batch.
     """
     results = row.get("results") or {}
-    found: dict[str, float | None] = {}
-    for key in ("perplexity", "bits_per_byte"):
-        found[f"loss.{key}"] = dig(results, "loss", key)
-    for source, part in (dig(results, "loss", "by_source") or {}).items():
-        for key in ("loss", "bits_per_byte", "tokens"):
-            found[f"loss.{source}.{key}"] = part.get(key)
-    for part in dig(results, "loss", "by_position") or []:
-        found[f"loss.positions_{part['start']}_{part['end']}"] = part.get("loss")
+    every = (*_of_loss(results), *_of_prompts(results), *_of_lm_eval(row), *_of_machine(results))
+    return {key: value for key, value in every if isinstance(value, int | float)}
+
+
+def _of_loss(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
+    loss = results.get("loss") or {}
+    yield from _keys("loss", loss, "perplexity", "bits_per_byte")
+    for source, part in (loss.get("by_source") or {}).items():
+        yield from _keys(f"loss.{source}", part, "loss", "bits_per_byte", "tokens")
+    for part in loss.get("by_position") or []:
+        yield f"loss.positions_{part['start']}_{part['end']}", part.get("loss")
+
+
+def _of_prompts(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
     needle = results.get("needle") or {}
     for length, cells in zip(needle.get("lengths", []), needle.get("grid", []), strict=False):
-        found[f"needle.{length}"] = sum(cells) / len(cells) if cells else None
+        yield f"needle.{length}", sum(cells) / len(cells) if cells else None
     for length, part in (dig(results, "ruler", "lengths") or {}).items():
         for task, score in (part.get("tasks") or {}).items():
-            found[f"ruler.{length}.{task}"] = score.get("score")
-        found[f"ruler.{length}.average"] = part.get("average")
-    for lag, part in (dig(results, "repeat", "lags") or {}).items():
-        for key in ("first", "second"):
-            found[f"repeat.{lag}.{key}"] = part.get(key)
-    for key in ("of", "same"):
-        found[f"match.{key}"] = dig(results, "match", key)
+            yield f"ruler.{length}.{task}", score.get("score")
+        yield f"ruler.{length}.average", part.get("average")
+
+
+def _of_lm_eval(row: Row) -> Iterator[tuple[str, Value]]:
     for task in lm_eval_tasks(row):
-        for metric, measured in (results[task].get("metrics") or {}).items():
-            found[f"{task}.{metric}"] = measured.get("value")
-            found[f"{task}.{metric}_stderr"] = measured.get("stderr")
+        for metric, measured in (row["results"][task].get("metrics") or {}).items():
+            yield f"{task}.{metric}", measured.get("value")
+            yield f"{task}.{metric}_stderr", measured.get("stderr")
+
+
+def _of_machine(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
     for part in dig(results, "memory", "contexts") or []:
-        for key in ("cache_bytes", "peak_prefill_bytes", "peak_decode_bytes"):
-            found[f"memory.{part['context']}.{key}"] = part.get(key)
+        yield from _keys(f"memory.{part['context']}", part, "cache_bytes", "peak_prefill_bytes", "peak_decode_bytes")
     for part in dig(results, "speed", "points") or []:
-        for key in ("prefill_tokens_per_second", "decode_tokens_per_second"):
-            found[f"speed.{part['context']}.batch_{part['batch']}.{key}"] = part.get(key)
-    return {key: value for key, value in found.items() if isinstance(value, int | float)}
+        name = f"speed.{part['context']}.batch_{part['batch']}"
+        yield from _keys(name, part, "prefill_tokens_per_second", "decode_tokens_per_second")
+
+
+def _keys(prefix: str, values: dict[str, Any], *keys: str) -> Iterator[tuple[str, Value]]:
+    yield from ((f"{prefix}.{key}", values.get(key)) for key in keys)
 
 
 def lm_eval_tasks(row: Row) -> list[str]:
@@ -244,10 +253,6 @@ HEADLINE: tuple[Measure, ...] = (
     Measure("loss, others (perplexity)", "Loss of tokens that the baseline does not know by heart, nats a token",
             with_perplexity, "low", key="loss_of_others", compared="loss_of_others", on_terminal=False,
             value=_memorised("loss_of_others")),
-    Measure("repeat (perplexity)", "Loss of a span of text that came before, mean over the lags, nats a token",
-            with_perplexity, "low", key="repeat", value=_at("results", "repeat", "loss"), compared="repeat"),
-    Measure("match", "Mean number of tokens that are written greedily as the baseline writes them",
-            _digits(1), "high", key="match", value=_at("results", "match", "tokens")),
     Measure("recall", "Share of planted keys given back, all digits right",
             share, "high", key="recall", value=_at("results", "recall", "accuracy"), compared="recall"),
     Measure("needle", "Share of needles found over all lengths and depths",

@@ -1,10 +1,10 @@
-"""The speed task: prefill and decoding, context by context and batch by batch, beside the machine's roofline."""
+"""The speed task: prefill and decoding, context by context and batch by batch."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,11 +12,10 @@ from torch import LongTensor, nn
 from transformers import PreTrainedModel
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.kv_cache import cache_bytes, dtype_name, forward_with_cache, random_tokens
+from surgery.eval.kv_cache import dtype_name, forward_with_cache, random_tokens
 from surgery.eval.logits import evaluation_mode
 from surgery.eval.memory import OutOfMemory, beyond_trained_context, unless_out_of_memory
-from surgery.eval.roofline import Ceilings, FlopCount, bound, bytes_read, measure_ceilings, synchronize
-from surgery.eval.session import Session, device_of
+from surgery.eval.session import Session, device_of, synchronize
 from surgery.eval.work import Work, reading
 
 if TYPE_CHECKING:
@@ -74,49 +73,36 @@ class SpeedTask:
         """Measures on the main process while the others wait.
 
         Returns:
-            {"dtype", "device", "threads", "repeats", "points": [what `measure_speed` gives, and a "note"], "ceilings":
-            {"bytes_per_second", "flops_per_second"}}. A point that did not fit has None for its figures; ceilings and
-            rooflines are None where there was no room to measure them.
+            {"dtype", "device", "threads", "repeats", "points": [what `measure_speed` gives, and a "note"]}. A point
+            that did not fit has None for its figures.
         """
         return session.processes.from_main(lambda: self._measure(model, session))
 
     def _measure(self, model: PreTrainedModel, session: Session) -> dict[str, Any]:
         settings = self.settings()
-        device, dtype = device_of(model), getattr(torch, dtype_name(model))
-        ceilings = unless_out_of_memory(lambda: measure_ceilings(device, dtype))
-        if isinstance(ceilings, OutOfMemory):
-            ceilings = None
         sizes = [(context, batch) for context in settings["contexts"] for batch in settings["batches"]]
         points, refused = [], []
         with session.progress.phase("speed", len(sizes), "point") as advance:
             for size in sizes:
-                points.append(self._point(model, size, refused, session.seed, ceilings))
+                points.append(self._point(model, size, refused, session.seed))
                 advance()
         return {
             "dtype": dtype_name(model),
-            "device": device.type,
+            "device": device_of(model).type,
             "threads": torch.get_num_threads(),
             "repeats": self.repeats,
             "points": points,
-            "ceilings": None if ceilings is None else asdict(ceilings),
         }
 
     def _point(
-        self,
-        model: PreTrainedModel,
-        size: tuple[int, int],
-        refused: list[tuple[int, int]],
-        seed: int,
-        ceilings: Ceilings | None,
+        self, model: PreTrainedModel, size: tuple[int, int], refused: list[tuple[int, int]], seed: int
     ) -> dict[str, Any]:
         """One point; adds its size to `refused` if it is out of memory, and does not try what is larger than those."""
         context, batch = size
         for smaller in refused:
             if smaller[0] <= context and smaller[1] <= batch:
                 return _empty(size, f"not tried: out of memory at {smaller[1]} x {smaller[0]} tokens")
-        point = unless_out_of_memory(
-            lambda: measure_speed(model, context, batch, self.new_tokens, self.repeats, seed, ceilings)
-        )
+        point = unless_out_of_memory(lambda: measure_speed(model, context, batch, self.new_tokens, self.repeats, seed))
         if isinstance(point, OutOfMemory):
             refused.append(size)
             return _empty(size, "out of memory")
@@ -124,7 +110,7 @@ class SpeedTask:
 
 
 def _empty(size: tuple[int, int], note: str) -> dict[str, Any]:
-    figures = ("prefill_tokens_per_second", "decode_tokens_per_second", "prefill_seconds", "decode_seconds", "roofline")
+    figures = ("prefill_tokens_per_second", "decode_tokens_per_second", "prefill_seconds", "decode_seconds")
     return {"context": size[0], "batch": size[1], **dict.fromkeys(figures), "note": note}
 
 
@@ -135,24 +121,16 @@ def build(data: TaskData) -> SpeedTask:
 
 @torch.no_grad()
 def measure_speed(
-    model: nn.Module,
-    context: int,
-    batch: int,
-    new_tokens: int = 32,
-    repeats: int = 3,
-    seed: int = 0,
-    ceilings: Ceilings | None = None,
+    model: nn.Module, context: int, batch: int, new_tokens: int = 32, repeats: int = 3, seed: int = 0
 ) -> dict[str, Any]:
     """Prefills random prompts [batch, context] in one pass, then decodes `new_tokens` more greedily; several times.
 
-    A first run is not timed: it warms up, and its FLOPs and cache are counted for the roofline at `ceilings`. Each
-    decoded token is the most likely one, as in generation, and is passed through the model: the token that the prefill
-    gives is the first of them.
+    A first run warms up and is not timed. Each decoded token is the most likely one, as in generation, and is passed
+    through the model: the token that the prefill gives is the first of them.
 
     Returns:
         {"context", "batch", "prefill_tokens_per_second", "decode_tokens_per_second" (of all sequences together, at the
-        median time), "prefill_seconds", "decode_seconds" (one for each repeat), "roofline": what `roofline` gives, None
-        without ceilings}.
+        median time), "prefill_seconds", "decode_seconds" (one for each repeat)}.
 
     Raises:
         SurgeryError: an argument is below 1, or the model returns no cache.
@@ -163,11 +141,7 @@ def measure_speed(
         )
     prompts = random_tokens(model, batch, context, seed)
     with evaluation_mode(model):
-        if ceilings is None:
-            limits = None
-            _timed_run(model, prompts, new_tokens)
-        else:
-            limits = roofline(model, prompts, new_tokens, ceilings)
+        _timed_run(model, prompts, new_tokens)
         prefill, decode = zip(*(_timed_run(model, prompts, new_tokens) for _ in range(repeats)), strict=True)
     return {
         "context": context,
@@ -176,35 +150,6 @@ def measure_speed(
         "decode_tokens_per_second": batch * new_tokens / statistics.median(decode),
         "prefill_seconds": list(prefill),
         "decode_seconds": list(decode),
-        "roofline": limits,
-    }
-
-
-@torch.no_grad()
-def roofline(model: nn.Module, prompts: LongTensor, new_tokens: int, ceilings: Ceilings) -> dict[str, Any]:
-    """Runs prompts [B, T] and `new_tokens` more once, and says how fast they could have been; see `eval/roofline.py`.
-
-    Returns:
-        {"prefill_tokens_per_second", "decode_tokens_per_second", "bound": "memory" or "compute", what limits
-        decoding, "decode_flops", "decode_bytes": of one step of the whole batch, on average}.
-    """
-    batch, context = prompts.shape
-    with FlopCount() as prefill:
-        output, cache = forward_with_cache(model, prompts, None)
-    filled = cache_bytes(cache)
-    with FlopCount() as decode:
-        cache = _decode(model, output, cache, new_tokens)
-    # A step reads what the steps before it left: the cache grows evenly, or it does not grow.
-    read = (filled + cache_bytes(cache)) / 2
-    step_bytes, step_flops = bytes_read(model, batch) + read, decode.flops / new_tokens
-    prefill_bound = bound(bytes_read(model, batch * context) + filled, prefill.flops, ceilings)
-    step = bound(step_bytes, step_flops, ceilings)
-    return {
-        "prefill_tokens_per_second": batch * context / prefill_bound.seconds,
-        "decode_tokens_per_second": batch / step.seconds,
-        "bound": step.by,
-        "decode_flops": step_flops,
-        "decode_bytes": step_bytes,
     }
 
 

@@ -262,10 +262,9 @@ class ScoredHeads:
     def plot(self) -> Svg:
         """A heat map of the scores."""
         from surgery.eval.report.style import to_svg
-        from surgery.heads.heat_map import head_maps
-        from surgery.heads.scoring import OUTLINED
+        from surgery.heads.heat_map import head_map
 
-        return Svg(to_svg(head_maps({self.pattern.method: self.pattern}, OUTLINED)))
+        return Svg(to_svg(head_map(self.pattern)))
 
     def _repr_svg_(self) -> str:
         return str(self.plot)

@@ -23,7 +23,7 @@ from surgery.bench.shapes import is_shape
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.memory import OutOfMemory, free_memory, unless_out_of_memory
-from surgery.eval.roofline import synchronize
+from surgery.eval.session import synchronize
 from surgery.eval.tensor_bytes import weight_bytes
 from surgery.kernels.bench.measure import device_facts
 from surgery.kernels.bench.run import versions

@@ -1,4 +1,4 @@
-"""The verb ``heads``: scoring KV heads, and comparing the patterns that come of it."""
+"""The command ``heads``: score KV heads."""
 
 from __future__ import annotations
 
@@ -16,24 +16,10 @@ from surgery.cli.options import (
     PickleOption,
     ProcessesOption,
     RestartOption,
-    command_line,
     flag,
     option,
 )
-from surgery.cli.verbs import VerbsWithDefault
-from surgery.common.errors import SurgeryError
-from surgery.heads.settings import SUFFIX, CompareRequest, HeadSettings
-
-heads = typer.Typer(
-    cls=VerbsWithDefault,
-    help="Score KV heads: which need their whole context, and which can stream. `surgery heads CKPT` scores.",
-    no_args_is_help=True,
-)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the verb."""
-    app.add_typer(heads, name="heads")
+from surgery.heads.settings import SUFFIX, HeadSettings
 
 
 def score(
@@ -84,52 +70,6 @@ def score(
         show_pattern(scored, called, as_json=as_json)
 
 
-heads.command()(with_settings(score, {"heads": HeadSettings}))
-
-
-def compare(
-    patterns: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PATTERN...", help="Pattern files of ours, DuoAttention's or PruLong's; or NAME=FILE for each."
-        ),
-    ],
-    given: Given,
-    out: Annotated[Path, option("--out", "DIR", "Folder for tables and pictures.", OUTPUT)] = Path("heads-compare"),
-    overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier comparison.", OUTPUT)] = False,
-    restart: RestartOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Compare patterns: overlap at several budgets, rank correlation, ties, a heat map of each.
-
-    With --measure also what each is worth: recall and loss of a model by the share of its heads that stream. An
-    interrupted measuring goes on where it was.
-
-    Examples:
-
-        surgery heads compare a.safetensors b.safetensors
-
-        surgery heads compare duo=a.safetensors b.safetensors --measure ckpt/ --shares 0.5,0.75
-    """
-    from surgery.checkpoint.location import existing
-    from surgery.checkpoint.named_models import find_model
-
-    for pattern in patterns:
-        if existing(pattern) is None and existing(path := pattern.rpartition("=")[2]) is None:
-            raise SurgeryError(f"{path}: no such file; name a pattern that `surgery heads` wrote")
-    asked = given.of(CompareRequest)
-    if measure := asked.get("measure"):
-        asked["measure"] = find_model(measure)
-    command = command_line()
-    request = CompareRequest(tuple(patterns), out, overwrite=overwrite, restart=restart, command=command, **asked)
-
-    from surgery.common.progress import Progress
-    from surgery.console.heads import show_comparison
-    from surgery.heads.compare import compare_patterns
-
-    comparison = compare_patterns(request, Progress())
-    if comparison.is_main:
-        show_comparison(comparison, as_json=as_json)
-
-
-heads.command()(with_settings(compare, {"compare": CompareRequest}))
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("heads")(with_settings(score, {"heads": HeadSettings}))

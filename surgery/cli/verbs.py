@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -42,8 +41,7 @@ LOGGED: dict[str, Any] = {
 }
 """Options of long verbs: name, default and annotation."""
 
-LONG = {("convert",), ("slice",), ("heal",), ("eval",), ("plan",), ("run",), ("verify",), ("demo",)}
-LONG |= {("heads", "score"), ("heads", "compare")}
+LONG = {("convert",), ("slice",), ("heal",), ("eval",), ("plan",), ("run",), ("verify",), ("demo",), ("heads",)}
 """Verbs that work in phases, by the words they are called with."""
 
 
@@ -58,7 +56,7 @@ FOLLOWED: dict[str, Any] = {
 }
 """Option of verbs that read checkpoints."""
 READING = {("inspect",), ("plan",), ("convert",), ("heal",), ("slice",), ("run",), ("eval",), ("verify",), ("doctor",)}
-READING |= {("export",), ("heads", "score"), ("heads", "compare"), ("bench", "decode")}
+READING |= {("export",), ("heads",), ("bench", "decode")}
 
 
 class _PlainHelp:
@@ -103,7 +101,8 @@ class Verb(_PlainHelp, TyperCommand):
     """A verb."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
-        """Refuse options that were removed, which this verb does not have."""
+        """Refuse what was removed: options, which this verb does not have, and verbs below it."""
+        _refuse_removed_verb(ctx, args)
         known = {flag for each in self.params for flag in (*each.opts, *each.secondary_opts)}
         for flag in (arg.split("=", 1)[0] for arg in args):
             if flag.startswith("--") and flag not in known:
@@ -118,24 +117,14 @@ class Verbs(_PlainHelp, TyperGroup):
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         """Refuse verbs that were removed."""
-        name = f"{ctx.info_name} {args[0]}" if args else ""
-        if gone := removal(name):
-            raise SurgeryError(f"surgery {name} {gone}")
+        _refuse_removed_verb(ctx, args)
         return super().parse_args(ctx, args)
 
 
-class VerbsWithDefault(Verbs):
-    """``surgery heads CKPT`` is ``surgery heads score CKPT``; a verb that is nearly one of the group is a mistake."""
-
-    default = "score"
-
-    def parse_args(self, ctx, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help" and not self._misspelt(args[0]):
-            args = [self.default, *args]
-        return super().parse_args(ctx, args)
-
-    def _misspelt(self, word: str) -> bool:
-        return bool(get_close_matches(word, self.commands)) and not Path(word).exists()
+def _refuse_removed_verb(ctx: Any, args: list[str]) -> None:
+    name = f"{ctx.info_name} {args[0]}" if args else ""
+    if gone := removal(name):
+        raise SurgeryError(f"surgery {name} {gone}")
 
 
 def equip(app: typer.Typer, *group: str) -> None:

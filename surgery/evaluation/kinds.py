@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     Build = Callable[[TaskData], Task]
 
 DEFAULT = ("loss", "recall", "needle", "ruler", "generate", "memory", "speed")
-BY_NAME = ("repeat", "match", "kernels")
-"""Tasks that "all" leaves out: probes for models that the others cannot tell apart, and the machine's kernels."""
-
 TASKS: Registry[str | Build] = Registry(
     "tasks",
-    {name: f"surgery.eval.tasks.{name}:build" for name in (*DEFAULT, *BY_NAME)}
-    | {"kernels": "surgery.evaluation.kernels_task:build"},  # which needs more than a model
+    {name: f"surgery.eval.tasks.{name}:build" for name in DEFAULT}
+    | {
+        "kernels": "surgery.evaluation.kernels_task:build"
+    },  # of the machine rather than of a model: "all" leaves it out
 )
 """What builds a task from the settings and texts of an evaluation, or where it is (module:name); those of installed
 packages among them, which "all" leaves out."""

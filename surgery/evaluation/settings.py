@@ -7,6 +7,7 @@ from typing import Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
+from surgery.common.removed import removal
 from surgery.common.setting import DTYPE_NAMES, did_you_mean, setting, settings_of
 from surgery.evaluation.kinds import DEFAULT, TASKS
 
@@ -21,7 +22,7 @@ class EvalSettings(FileSettings):
 
     tasks: tuple[str, ...] = setting(
         ("loss", "recall"),
-        "loss, recall, needle, ruler, generate, memory, speed, or all of these; repeat, match, kernels; lm-eval:TASK. "
+        "loss, recall, needle, ruler, generate, memory, speed, or all of these; kernels; lm-eval:TASK. "
         "KV bytes are always measured.",
         section="Tasks",
     )
@@ -69,16 +70,6 @@ class EvalSettings(FileSettings):
         least=0,
         most=1,
     )
-    repeat_lags: tuple[int, ...] = setting(
-        (),
-        "Tokens after which a span comes again; none: 256 to 8192, as far as the model's limit and the text go.",
-        least=1,
-    )
-    repeat_rows: int = setting(16, "Sequences of each lag.", least=1)
-    match_prompts: int = setting(
-        16, "Held-out windows whose first halves are continued greedily, compared with the baseline's.", least=1
-    )
-    match_tokens: int = setting(64, "Tokens to write after each of these halves.", least=1)
     prompts: tuple[str, ...] = setting(
         (),
         "Text to complete, more than once for several; none: openings of held-out windows.",
@@ -118,6 +109,8 @@ class EvalSettings(FileSettings):
             object.__setattr__(self, "tasks", (*DEFAULT, *others))
         for task in self.tasks:
             if task not in TASKS and not (task.startswith(HARNESS) and task != HARNESS):
+                if gone := removal(f"tasks {task}"):
+                    raise SurgeryError(f"task {task} {gone}")
                 known = [*TASKS, f"{HARNESS}<task>"]
                 raise SurgeryError(f"unknown task {task!r}: choose of {', '.join(known)}{did_you_mean(task, known)}")
         if any(not 0 <= depth <= 100 for depth in self.needle_depths) or not self.needle_depths:

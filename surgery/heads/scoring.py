@@ -26,7 +26,7 @@ from surgery.common.progress import Progress
 from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
 from surgery.families import family_of
 from surgery.families.fused import FUSED
-from surgery.heads.heat_map import save_head_maps
+from surgery.heads.heat_map import save_head_map
 from surgery.heads.journal import Journal
 from surgery.heads.methods import scorer
 from surgery.heads.needles import NeedleSet, needle_sequences
@@ -47,9 +47,6 @@ what stood far back does so at a half of the limit, where attention costs a quar
 
 MISSED = 3
 """Such a sequence has at least so many times the tokens that a streaming head sees, where the model can take them."""
-
-OUTLINED = 0.25
-"""Share of the heads, those with the highest scores, that heat maps outline."""
 
 SECONDS = "seconds_so_far"
 """Among the facts of a journal's entries."""
@@ -117,7 +114,7 @@ def score_heads(
 
         def write() -> None:
             pattern.save(out, overwrite=overwrite)
-            save_head_maps(heat_map, {pattern.method: pattern}, OUTLINED)
+            save_head_map(heat_map, pattern)
 
         processes.from_main(write)
         for each in journals:

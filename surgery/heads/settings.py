@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
-from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
 from surgery.common.setting import DTYPE_NAMES, setting
 
@@ -86,50 +84,3 @@ class HeadSettings(FileSettings):
         super().__post_init__()
         if self.steps is None:
             object.__setattr__(self, "steps", DUO_STEPS if self.method == "duo" else STEPS)
-
-
-@dataclass(frozen=True)
-class CompareRequest(FileSettings):
-    """What ``surgery heads compare`` compares.
-
-    Attributes:
-        patterns: files, or ``name=file``.
-        out: folder for tables and pictures.
-        overwrite: replace an earlier comparison; what it measured is kept.
-        restart: measure anew what an earlier or interrupted comparison had measured.
-        command: what the user typed, for the record.
-        title: of the written comparison.
-
-    Raises:
-        SurgeryError: a value is out of its range.
-    """
-
-    patterns: tuple[str, ...] = setting(in_file=True)
-    out: Path = setting(in_file=True)
-    measure: str | None = setting(
-        None,
-        "Also stream the lowest heads of every pattern in this model, and of random ones: recall and loss.",
-        section="Measuring",
-        metavar="CKPT",
-    )
-    shares: tuple[float, ...] = setting(
-        (0.25, 0.5, 0.625, 0.75, 0.875, 1.0), "Of heads that stream in it, in turn.", metavar="F,F"
-    )
-    random: int = setting(3, "Random patterns to measure beside them.", least=0)
-    sinks: int | None = setting(None, "First tokens that streaming heads keep.", least=0, unset="the patterns' own")
-    recent: int | None = setting(None, "Last tokens that they keep.", least=1, unset="the patterns' own", flag="window")
-    length: int = setting(1024, "Tokens of a measured sequence; fewer if the model takes fewer.", least=2)
-    windows: int = setting(24, "Held-out windows to measure on.", least=1)
-    prompts: int = setting(48, "Recall prompts to measure on.", least=1)
-    device: str = setting(
-        "auto", "Where the model runs: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME"
-    )
-    overwrite: bool = setting(False, in_file=True)
-    restart: bool = setting(False, in_file=True)
-    command: str = setting("", in_file=True)
-    title: str = setting("Patterns of heads", in_file=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.shares or not all(0 <= share <= 1 for share in self.shares):
-            raise SurgeryError(f"shares {list(self.shares)}: at least one is needed, each from 0 to 1")

@@ -6,20 +6,18 @@ A query at position q sees the key at position p ≤ q if q - p < `recent` or p 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import BoolTensor, Tensor, nn
-from transformers import PreTrainedModel
 
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import cached_heads, output
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.model.token_codes import TokenCodes
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall
 from surgery.transforms.quantized_reading import read_quantized
 
 PIECE = 128
@@ -152,14 +150,3 @@ class StreamingAttention(nn.Module):
 def _quantized_output(cache: QuantizedKVLayer, call: AttentionCall) -> Tensor:
     """What attention gives [B, T, H, v] that reads keys and values quantised as it decodes."""
     return read_quantized(cache, call.softmax, call.query, call.key, call.value)
-
-
-@contextmanager
-def streaming_heads(model: PreTrainedModel, streams: BoolTensor, sinks: int, recent: int) -> Iterator[None]:
-    """Has the KV heads of ``model`` stream that ``streams`` [L, G] says, for the length of a ``with`` block."""
-
-    def attention(call: AttentionCall) -> Tensor:
-        return mixed_output(call, streams[call.layer], sinks, recent)
-
-    with tapped(model, attention):
-        yield

@@ -15,9 +15,9 @@ import psutil
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.statistics import sums_bytes
 from surgery.checkpoint.disk import parse_size
-from surgery.eval.roofline import share_of_experts
 from surgery.families.base import LAYER_PREFIX, head_shape
 from surgery.model.attention_functions import own_softmax
+from surgery.running.experts import share_of_experts
 from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
 from surgery.running.source import OwnSource, Source
 from surgery.transforms.fit_blocks import BLOCKS

@@ -19,13 +19,12 @@ CHECKPOINTS = {
     "convert": ("source",),
     "slice": ("source",),
     "heads": ("source",),
-    "compare-heads": ("measure",),
     "heal": ("student", "teacher"),
     "eval": ("baseline", "checkpoints"),
 }
 """Settings of each verb that name checkpoints, one or a list of them."""
 
-PATTERNS = {"plan": ("heads",), "convert": ("heads",), "compare-heads": ("patterns",)}
+PATTERNS = {"plan": ("heads",), "convert": ("heads",)}
 PLANS = {"convert": ("plan",)}
 """Likewise, of patterns and of plans."""
 

@@ -9,12 +9,11 @@
 An eval step may have a `title`, and `publish`, another folder for its report without the results that it goes on from.
 A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint: `convert` and
 `slice` steps compose by it. A `plan` step chooses for a budget, and a conversion whose `plan` names it, or a plan file,
-carries it out. A `heads` step makes a pattern, which `heads` of a conversion or a plan and `patterns` of a
-`compare-heads` step may name. A `heal` step trains a `student` with its `teacher`, in as many `processes` as
-it says or by a `launcher`, an accelerate configuration or the name of one that ships; `measure` holds settings of the
-evaluation of source, student and result, and with `measure: false` losses are left to an eval step. `builtin` is the
-demo model, `smollm2` a small real one. Steps that are done already, from the same source with the same settings, are
-kept.
+carries it out. A `heads` step makes a pattern, which `heads` of a conversion or a plan may name. A `heal` step trains a
+`student` with its `teacher`, in as many `processes` as it says or by a `launcher`, an accelerate configuration or the
+name of one that ships; `measure` holds settings of the evaluation of source, student and result, and with `measure:
+false` losses are left to an eval step. `builtin` is the demo model, `smollm2` a small real one. Steps that are done
+already, from the same source with the same settings, are kept.
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
-from surgery.common.file_settings import did_you_mean, read_mapping, typed
+from surgery.common.file_settings import did_you_mean, read_mapping
 from surgery.common.human import count
 from surgery.common.progress import Progress
+from surgery.common.removed import removal
 from surgery.workflow.conversions import convert, plan, slice_
 from surgery.workflow.names import check_names
 from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, taken
@@ -198,37 +198,6 @@ def _score_heads(step: Step, where: str) -> Action:
     return Action(do)
 
 
-def _compare_heads(step: Step, where: str) -> Action:
-    from surgery.heads.settings import CompareRequest
-
-    given = dict(step.settings)
-    patterns, publish = taken(given, "patterns", where), given.pop("publish", None)
-    if not isinstance(patterns, list):
-        raise SurgeryError(f"{where}: patterns must be a list")
-    known = {field.name for field in fields(CompareRequest)} - {"patterns", "out", "overwrite", "restart", "command"}
-    for name in given:
-        if name not in known:
-            raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), sorted(known))}")
-    if not isinstance(given.get("shares", []), list):
-        raise SurgeryError(f"{where}: shares must be a list")
-    given = typed(CompareRequest, given, where)
-    asked = CompareRequest((), Path(), overwrite=True, command=f"surgery run {where}", **given)
-
-    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
-        from surgery.heads.compare import compare_patterns, publish_comparison
-
-        named = tuple(f"{name}={finished.patterns.get(name, name)}" for name in patterns)
-        measure = None if asked.measure is None else checkpoint_of(asked.measure, finished)
-        request = replace(asked, patterns=named, out=out, measure=measure, restart=finished.restart)
-        comparison = compare_patterns(request, progress)
-        if processes.is_main:
-            finished.written += comparison.written
-            if publish is not None:
-                finished.written += publish_comparison(comparison, Path(publish))
-
-    return Action(do)
-
-
 def _heal(step: Step, where: str) -> Action:
     from surgery.healing.launchers import check_processes, find_launcher
     from surgery.training.settings import HealSettings
@@ -316,7 +285,6 @@ VERBS: dict[str, Callable[[Step, str], Action]] = {
     "convert": convert,
     "slice": slice_,
     "heads": _score_heads,
-    "compare-heads": _compare_heads,
     "heal": _heal,
     "eval": _evaluate,
 }
@@ -329,6 +297,8 @@ def _step(path: Path, number: int, entry: Any) -> Step:
             f"{where}: must be one verb with its settings, such as `convert: {{source: ..., name: ...}}`"
         )
     ((verb, settings),) = entry.items()
+    if gone := removal(str(verb)):
+        raise SurgeryError(f"{where}: {verb} {gone}")
     if verb not in VERBS:
         raise SurgeryError(f"{where}: unknown verb {verb!r}{did_you_mean(str(verb), list(VERBS))}")
     if not isinstance(settings, dict):

@@ -130,7 +130,7 @@ def test_no_text_of_a_report_becomes_markup():
     results["generate"]["completions"] = [{"prompt": evil, "text": evil}]
     results["memory"] |= {"how": evil}
     results["memory"]["contexts"][0]["note"] = evil
-    results["speed"]["points"][0]["roofline"]["bound"] = evil
+    results["speed"]["points"][0]["note"] = evil
     text = render(report)
     page = Page(text)
     assert page.text.count(evil) > 30

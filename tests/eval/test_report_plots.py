@@ -42,7 +42,7 @@ def test_names_are_text_and_broken_numbers_leave_gaps(key):
     results = report["rows"][-1]["results"]
     results["loss"]["loss"] = results["loss"]["by_position"][0]["loss"] = math.nan
     report["rows"][-1]["comparison"]["loss"] = {"difference": math.nan, "low": math.nan, "high": math.inf}
-    results["speed"]["points"][0] |= {"decode_tokens_per_second": None, "roofline": None, "note": "out of memory"}
+    results["speed"]["points"][0] |= {"decode_tokens_per_second": None, "note": "out of memory"}
     results["memory"]["contexts"][0]["cache_bytes"] = None
     results["ruler"]["lengths"]["1024"]["tasks"]["vt"]["score"] = None
     assert "frac{gqa&lt;&amp;" in to_svg(PLOTS[key].draw(report)).replace("mla-1/2", "gqa")
@@ -120,14 +120,13 @@ def test_needle_panels_have_length_across_depth_down_and_the_limit():
     assert not heat_maps.needle(report).axes[0].lines
 
 
-def test_speed_has_a_panel_a_batch_and_the_roofline_dashed():
+def test_speed_has_a_panel_a_batch():
     report = sample_report(rows=2)
     one, eight = plots.speed(report).axes
     assert (one.get_title(loc="left"), eight.get_title(loc="left")) == ("Decoding, batch 1", "Decoding, batch 8")
     points = [p for p in report["rows"][1]["results"]["speed"]["points"] if p["batch"] == 8]
     lines = [(line.get_linestyle(), list(line.get_ydata())) for line in eight.lines]
     assert ("-", [p["decode_tokens_per_second"] for p in points]) in lines
-    assert ("--", [p["roofline"]["decode_tokens_per_second"] for p in points]) in lines
 
 
 def test_change_by_position_is_against_the_baseline():

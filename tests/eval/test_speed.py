@@ -9,20 +9,12 @@ from transformers import AutoModelForCausalLM
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.kv_cache import random_tokens
-from surgery.eval.roofline import Ceilings, bytes_read
 from surgery.eval.session import Session
-from surgery.eval.tasks import speed as speed_task
-from surgery.eval.tasks.speed import SpeedTask, measure_speed, roofline
+from surgery.eval.tasks.speed import SpeedTask, measure_speed
 from surgery.model.cache_argument import CACHE
 from surgery.running.processes import Processes
 
 SESSION = Session(None, Processes(cpu=True), Progress(silent=True), seed=5)
-CEILINGS = Ceilings(bytes_per_second=1e9, flops_per_second=1e12)
-
-
-@pytest.fixture(autouse=True)
-def given_ceilings(monkeypatch):
-    monkeypatch.setattr(speed_task, "measure_ceilings", lambda device, dtype: CEILINGS)
 
 
 def tiny(family: str = "llama") -> nn.Module:
@@ -59,36 +51,12 @@ def test_every_run_prefills_once_and_decodes_greedily():
     median = sorted(point["decode_seconds"])[1]
     assert point["decode_tokens_per_second"] == 2 * 4 / median
     assert point["prefill_tokens_per_second"] == 2 * 10 / sorted(point["prefill_seconds"])[1]
-    assert point["roofline"] is None
 
 
 def test_a_training_model_is_left_training():
     model = tiny().train()
     measure_speed(model, 4, 1, new_tokens=1, repeats=1)
     assert model.training
-
-
-def limits(model: nn.Module, context: int, batch: int = 1, ceilings: Ceilings = CEILINGS) -> dict:
-    return roofline(model.eval(), random_tokens(model, batch, context), 4, ceilings)
-
-
-def test_the_roofline_counts_weights_and_the_live_cache():
-    model = tiny()
-    found = limits(model, 100, batch=3)
-    # After 0, 1, 2, 3, 4 of the decoded tokens the cache holds 256 bytes a token; on average 102 tokens.
-    assert found["decode_bytes"] == bytes_read(model, 3) + 3 * 102 * 256
-    assert found["bound"] == "memory"
-    assert found["decode_tokens_per_second"] == pytest.approx(3 / (found["decode_bytes"] / 1e9))
-    slow = limits(model, 100, batch=3, ceilings=Ceilings(1e15, 1e6))
-    assert slow["bound"] == "compute"
-    assert slow["decode_tokens_per_second"] == pytest.approx(3 / (slow["decode_flops"] / 1e6))
-
-
-def test_the_roofline_falls_with_the_context_unless_there_is_a_window():
-    bounds = [limits(tiny(), context)["decode_tokens_per_second"] for context in (32, 64, 128)]
-    assert bounds == sorted(bounds, reverse=True) and bounds[0] > bounds[-1]
-    window = tiny("mistral_window")
-    assert limits(window, 64)["decode_bytes"] == limits(window, 128)["decode_bytes"]
 
 
 @pytest.mark.parametrize("family", ["mistral_window", "mixtral"])
@@ -100,7 +68,6 @@ def test_the_task_gives_plain_values(family):
     assert [point["note"] for point in result["points"]] == [None] * 2 + ["beyond the model's 256 positions"] * 2
     assert (result["dtype"], result["device"], result["repeats"]) == ("float32", "cpu", 1)
     assert result["threads"] == torch.get_num_threads()
-    assert result["ceilings"] == {"bytes_per_second": 1e9, "flops_per_second": 1e12}
     assert task.settings() == {"contexts": [8, 240], "batches": [1, 2], "new_tokens": 17, "repeats": 1}
 
 
@@ -126,7 +93,7 @@ def test_points_that_do_not_fit_are_noted_and_larger_ones_not_tried():
     assert notes[64, 4] == "not tried: out of memory at 4 x 32 tokens"
     assert max(tokens.numel() for tokens, _ in passes) == 4 * 32
     refused = next(point for point in result["points"] if point["note"] == "out of memory")
-    assert refused["decode_tokens_per_second"] is refused["roofline"] is None
+    assert refused["decode_tokens_per_second"] is None
     assert json.loads(json.dumps(result)) == result
 
 
@@ -135,16 +102,6 @@ def test_other_errors_are_not_hidden():
     refuse_above(model, 4, RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError, match="shapes do not match"):
         SpeedTask((16,), new_tokens=1, repeats=1).run(model, SESSION)
-
-
-def test_without_room_for_the_ceilings_speed_is_still_measured(monkeypatch):
-    def refuse(device, dtype):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(speed_task, "measure_ceilings", refuse)
-    result = SpeedTask((8,), new_tokens=1, repeats=1).run(tiny(), SESSION)
-    assert result["ceilings"] is result["points"][0]["roofline"] is None
-    assert result["points"][0]["decode_tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,6 @@ SMALL |= {
     "prompts": ["def", "def", "def"],
     "contexts": "80,96",
     "batches": "1,2",
-    "repeat_lags": "64",
-    "repeat_rows": 3,
 }
 
 
@@ -47,7 +45,7 @@ def plan(*checkpoints, out, **asked):
 
 @pytest.mark.parametrize("limit", [None, 2])
 def test_passes_and_tokens_are_those_of_the_evaluation(limit, folder, tmp_path, monkeypatch):
-    tasks = "loss,recall,generate,memory,repeat"
+    tasks = "loss,recall,generate,memory"
     foreseen = plan(folder / "source", out=tmp_path / "out", tasks=tasks, limit=limit)
     assert not listing(tmp_path)
     seen, load = [], Checkpoint.load

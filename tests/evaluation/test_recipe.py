@@ -169,15 +169,11 @@ KEEP = {"kv_ratio": 0.1}
             [STEP, {"convert": {"name": "h", "source": "a", "to": "hybrid", "heads": "p.x"}}],
             "p.x: no such pattern file",
         ),
-        ([HEADS, {"compare-heads": {"name": "c", "patterns": ["p", "q"]}}], "step c: q: no such pattern file"),
+        ([HEADS, {"compare-heads": {"name": "c", "patterns": ["p"]}}], "compare-heads was removed"),
         ([{"heal": {"name": "h", "student": "gone", "teacher": "builtin"}}], "step h: gone: no such folder"),
         (
             [{"convert": {"name": "a", "source": "builtin", "held_out": "few"}}],
             "step a: .*held_out must be a whole number",
-        ),
-        (
-            [HEADS, {"compare-heads": {"name": "c", "patterns": ["p"], "windows": "few"}}],
-            "windows must be a whole number",
         ),
     ],
 )

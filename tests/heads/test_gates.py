@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scoring import scoring_session
+from scoring import scoring_session, streaming_heads
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +22,7 @@ from surgery.heads import duo, gate_training, gates, prulong
 from surgery.heads.gate_training import schedule, train_gates
 from surgery.heads.gates import gated_heads, gated_output, input_device, mean_loss, recomputed_layers
 from surgery.heads.journal import Journal
-from surgery.heads.streaming import streaming_heads, streaming_output
+from surgery.heads.streaming import streaming_output
 from surgery.running.attention_tap import AttentionCall, tapped
 
 SCORERS = {"duo": duo, "prulong": prulong}

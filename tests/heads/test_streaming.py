@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from scoring import streaming_heads
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
 from surgery.heads import streaming
-from surgery.heads.streaming import mixed_output, streaming_heads, streaming_output
+from surgery.heads.streaming import mixed_output, streaming_output
 from surgery.running.attention_tap import AttentionCall, tapped
 
 

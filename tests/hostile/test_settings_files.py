@@ -26,7 +26,6 @@ RECIPE = {
         {"convert": {"source": "builtin", "name": "half", "to": "mla", "kv_ratio": 0.5, "calibration": "none"}},
         {"slice": {"source": "half", "name": "sliced", "kv_ratio": 0.25}},
         {"heads": {"source": "builtin", "name": "scores", "method": "induction", "seeds": 2}},
-        {"compare-heads": {"patterns": ["scores"], "name": "both", "shares": [0.25, 0.5], "measure": "builtin"}},
         {"heal": {"student": "half", "teacher": "builtin", "name": "healed", "max_steps": 2, "measure": {"limit": 2}}},
         {"eval": {"name": "report", "baseline": "builtin", "checkpoints": ["a=half"], "tasks": ["loss"], "limit": 3}},
     ],
@@ -69,7 +68,7 @@ def checked(path):
 
 def test_the_recipe_and_the_plan_without_changes_are_taken(file):
     file.write_text(yaml.safe_dump(RECIPE))
-    assert len(checked(file).steps) == 6
+    assert len(checked(file).steps) == 5
     file.write_text(yaml.safe_dump(PLAN))
     planned = read_plan(file)
     assert planned.target.name == PLAN["to"] and planned.target.settings(dict(planned.settings))
@@ -77,7 +76,7 @@ def test_the_recipe_and_the_plan_without_changes_are_taken(file):
 
 @given(mutated(RECIPE))
 @example({"steps": [{"slice": {"source": "a" * 5000, "name": "sliced", "kv_ratio": 0.25}}]})
-@example({"steps": [{"compare-heads": {"patterns": ["~nobody/x", "a\0"], "name": "both"}}]})
+@example({"steps": [{"convert": {"source": "builtin", "name": "h", "to": "hybrid", "heads": "a\0"}}]})
 @example({"steps": [{"eval": {"name": "report", "baseline": "b=" + "a" * 5000, "checkpoints": []}}]})
 @cases(20)
 def test_recipes(file, recipe):

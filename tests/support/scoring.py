@@ -12,6 +12,8 @@ from surgery.heads.journal import Journal
 from surgery.heads.needles import needle_sequences
 from surgery.heads.scorer import ScoringSession
 from surgery.heads.settings import HeadSettings
+from surgery.heads.streaming import mixed_output
+from surgery.running.attention_tap import tapped
 from surgery.running.processes import Processes
 
 SHAPE = {"sinks": 4, "recent": 12, "length": 96, "facts": 1}
@@ -39,3 +41,8 @@ def scoring_session(checkpoint: Path, journal: Journal | None = None, processes=
         Bars(),
         journal or Journal(None, {}),
     )
+
+
+def streaming_heads(model, streams, sinks: int, recent: int):
+    """Has the KV heads of a model stream that ``streams`` [L, G] says, for the length of a ``with`` block."""
+    return tapped(model, lambda call: mixed_output(call, streams[call.layer], sinks, recent))
