@@ -24,6 +24,8 @@ LINES = {
     "method attention-area": ["heads", "builtin", "--method", "attention-area"],
     "gpu": ["inspect", "builtin", "--gpu", "h100"],
     "mixtures": ["plan", "builtin", "--mixtures", "24"],
+    "stream": ["heal", "builtin", "--config", "{file}"],
+    "data teacher": ["heal", "builtin", "--data", "teacher"],
     "refine": ["plan", "builtin", "--refine=200k"],
     "heads compare": ["heads", "compare", "a.safetensors", "--measure", "builtin"],
     "heads score": ["heads", "score", "builtin"],
@@ -34,8 +36,9 @@ LINES = {
 
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_removed_option_or_value_names_what_to_use_instead(name, tmp_path, monkeypatch, capsys):
-    file = tmp_path / "eval.yaml"
-    file.write_text(f"tasks: ruler\nruler_tasks: {name.partition(' ')[2] or None}\n")
+    file = tmp_path / "settings.yaml"
+    text = f"tasks: ruler\nruler_tasks: {name.partition(' ')[2] or None}\n"
+    file.write_text("data: [{source: org/name, stream: true}]\n" if name == "stream" else text)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("steps: [{compare-heads: {name: both, patterns: [a, b]}}]")
     monkeypatch.chdir(tmp_path)

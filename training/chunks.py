@@ -62,9 +62,7 @@ def chunk_count(positions: int, vocabulary: int, max_bytes: int = LOGIT_BYTES) -
     return max(1, -(-positions // rows))
 
 
-def summed_over_chunks(
-    function: Callable[..., Tensor], columns: Sequence[Tensor], chunks: int, *, recompute: bool = True
-) -> Tensor:
+def summed_over_chunks(function: Callable[..., Tensor], columns: Sequence[Tensor], chunks: int) -> Tensor:
     """The sum of ``function`` over pieces of ``columns``, with gradients if they are enabled.
 
     Several chunks keep nothing for the backward pass, which calls ``function`` on them again; a single one is computed
@@ -74,10 +72,9 @@ def summed_over_chunks(
         function: of one piece of every column; gives a tensor of one shape for each, also of no rows.
         columns: tensors [N, …].
         chunks: in how many pieces they go, of equal length but for one row. Some are empty where N is smaller.
-        recompute: False for a function that keeps little by itself.
     """
     pieces = zip(*(column.tensor_split(chunks) for column in columns), strict=True)
-    if chunks == 1 or not recompute or not torch.is_grad_enabled():
+    if chunks == 1 or not torch.is_grad_enabled():
         sums = [function(*piece) for piece in pieces]
     else:
         sums = [checkpoint(function, *piece, use_reentrant=False) for piece in pieces]

@@ -111,23 +111,13 @@ class Sequences(Protocol):
     """An endless source of rows of one length, numbered from 0.
 
     Attributes:
-        data_sha256: equal for equal rows under equal numbers. Of a stream, whose rows nobody has seen yet, it names
-            where they come from.
+        data_sha256: equal for equal rows under equal numbers.
     """
 
     data_sha256: str
 
     def sequence(self, number: int) -> Row:
-        """Row `number`: always the same one. A stream gives rows in rising order only, and may skip some."""
-
-    def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on after the last row given, as plain values; empty if any row can be asked for.
-
-        The state of the first process is good for every process, however many there are then.
-        """
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from a `state`."""
+        """Row `number`: always the same one, whichever was given before."""
 
     def describe(self) -> dict[str, Any]:
         """Plain values for the log: sources, sizes, shares."""

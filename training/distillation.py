@@ -142,7 +142,7 @@ class Distillation(nn.Module):
                 wanted = States(hidden, teacher.head())
             elif cached is not None and weights.needs_teacher:
                 length = batch.tokens.shape[1]
-                wanted = cached[index // length, index % length]
+                wanted = cached.map(lambda tensor: tensor[index // length, index % length])
             own = self._recording(stack, self.student) if matches else None
             states = self._student[0].states(*inputs)
         student = States(states.flatten(0, 1).index_select(0, index), self._student[0].head())

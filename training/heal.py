@@ -11,7 +11,6 @@ import json
 import platform
 import shutil
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,6 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from transformers import PreTrainedModel
 
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.carried_files import CarriedFiles
@@ -60,7 +58,7 @@ from surgery.training.models import (
     write_healed,
 )
 from surgery.training.nested import nested_attentions
-from surgery.training.open_data import HealingData, open_data
+from surgery.training.open_data import open_data
 from surgery.training.preparation import COMPUTED, open_accelerator, prepare
 from surgery.training.run_folder import CHECKPOINT_FILES, LOG, PROOF, RUN_FILES
 from surgery.training.run_log import RunLog, drop_later_lines
@@ -153,12 +151,12 @@ def _heal(
     aware = set_quantization_aware(student, settings.quantization_aware)
     if aware:
         progress.note("training reads keys and values as the student's quantised cache gives them")
+    tokenizer = tokenizer_of(student_reader, trust_remote_code=settings.trust_remote_code)
     evaluations = None
     if settings.evaluate_every is not None:
         limit = getattr(student.config.get_text_config(), "max_position_embeddings", None)
-        tokenizer = tokenizer_of(student_reader, trust_remote_code=settings.trust_remote_code)
         evaluations = Evaluations(settings, tokenizer, limit, processes, sharded=not unsharded)
-    data = _data(settings, student_reader, run, teacher, processes, progress)
+    data = open_data(settings, tokenizer, run / "data", processes=processes, progress=progress)
     cached = None
     if settings.teacher_logits:
         logits = open_logits(
@@ -266,19 +264,6 @@ def main(arguments: list[str] | None = None) -> int:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return code
-
-
-def _data(
-    settings: HealSettings,
-    reader: CheckpointReader,
-    run: Path,
-    teacher: PreTrainedModel | None,
-    processes: Processes,
-    progress: Progress,
-) -> HealingData:
-    whole: Callable[[], PreTrainedModel] | None = None if teacher is None else lambda: teacher
-    tokenizer = tokenizer_of(reader, trust_remote_code=settings.trust_remote_code)
-    return open_data(settings, tokenizer, run / "data", teacher=whole, processes=processes, progress=progress)
 
 
 def _staging(settings: HealSettings, *readers: CheckpointReader | None) -> Staging:

@@ -108,9 +108,9 @@ class Loop:
                     f"{path}: was made with {name} {kept!r}, not {value!r}; set it back, or discard it by --restart"
                     " (resume false), or use another out"
                 )
-        self.at = Position(**state["position"])
+        # Earlier versions kept a place in streamed data, which this one does not have.
+        self.at = Position(**{name: value for name, value in state["position"].items() if name != "data"})
         self._saved_step = self.at.step
-        self._t.sequences.restore(self.at.data)
         self._t.accelerator.step = 0  # accelerate's own count of batches, which is between two steps here
         self._t.progress.note(f"resuming after step {self.at.step} from {path}")
         if said := other_threads(state.get("threads"), torch.get_num_threads()):
@@ -200,8 +200,6 @@ class Loop:
         t.optimizer.zero_grad()
         at.step += 1
         at.tokens += self._batch * settings.length
-        # Now, for the rows of the next step are taken before it is known whether there will be one.
-        at.data = t.sequences.state()
         self._remember(share, guard)
         at.last_loss = losses["loss"]
         at.first_loss = losses["loss"] if at.first_loss is None else at.first_loss

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from surgery.common.errors import SurgeryError
 from surgery.training.data import Row, Sequences
 from surgery.training.packing import digest
 from surgery.training.shuffling import interleaving
@@ -33,17 +32,6 @@ class MixedSequences:
         period, place = divmod(number, len(self._order))
         part = int(self._order[place])
         return self._parts[part].sequence(int(period * self._in_period[part] + self._before[place, part]))
-
-    def state(self) -> dict[str, Any]:
-        states = {str(index): part.state() for index, part in enumerate(self._parts)}
-        return {index: state for index, state in states.items() if state}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        for index in state:
-            if not index.isdigit() or int(index) >= len(self._parts):
-                raise SurgeryError("the saved place in the data is that of another mixture; resume with its data")
-        for index, part in enumerate(self._parts):
-            part.restore(state.get(str(index), {}))
 
     def describe(self) -> dict[str, Any]:
         total = sum(self._weights)

@@ -30,7 +30,6 @@ from torch.nn.functional import log_softmax
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
-from surgery.training import liger as fused
 from surgery.training.chunks import States, chunk_count, summed_over_chunks
 from surgery.training.top_k import TopK, buckets
 
@@ -102,7 +101,6 @@ def logit_losses(
     *,
     chunks: int | None = None,
     positions: float | None = None,
-    liger: bool = False,
 ) -> dict[str, Tensor]:
     """All parts of the loss that are made of logits, of weight 1, in one pass over the positions.
 
@@ -116,25 +114,39 @@ def logit_losses(
         positions: what the sums are divided by; None for N. With the number in the global batch, divided by how many
             times the optimizer's gradient averages (processes, accumulated batches), every position counts the same
             however they were dealt.
-        liger: take liger-kernel's fused losses where they compute the same, see `liger.fits`.
 
     Returns:
         Scalars by the names of `ObjectiveWeights`, with gradients if they are enabled; 0 where N is 0.
 
     Raises:
-        SurgeryError: the vocabularies differ in size, N does, a kept teacher is asked for a temperature, or
-            liger-kernel for its losses where it is not installed.
+        SurgeryError: the vocabularies differ in size, N does, or a kept teacher is asked for a temperature.
     """
     names = [name for name in ON_LOGITS if getattr(weights, name)]
-    known = {"kl": 0.0, "reverse_kl": 1.0, "jsd": weights.jsd_beta}
-    betas = [known[name] for name in names if name in known]
-    targets = targets if weights.cross_entropy else None
     if weights.cross_entropy and targets is None:
         raise SurgeryError("cross-entropy needs the tokens that come next")
     if not names:
         return {}
-    how = {"chunks": chunks, "positions": positions, "liger": liger}
-    means = _mean(betas, student, teacher if betas else None, targets, weights.temperature, **how)
+    vocabulary, count, temperature = student.vocabulary(), len(student.hidden), weights.temperature
+    columns = {"hidden": student.hidden}
+    if weights.needs_teacher:
+        columns |= _teacher_columns(teacher, vocabulary, temperature, student.hidden.device)
+    if weights.cross_entropy:
+        columns["targets"] = targets.to(student.hidden.device)
+    if any(len(column) != count for column in columns.values()):
+        sizes = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
+        raise SurgeryError(f"student, teacher and tokens differ in their number of positions: {sizes}")
+
+    def sums(*pieces: Tensor) -> Tensor:
+        chunk = dict(zip(columns, pieces, strict=True))
+        logits = student._replace(hidden=chunk["hidden"]).logits()
+        losses = _divergences(weights, logits, teacher, chunk) if weights.needs_teacher else {}
+        if weights.cross_entropy:
+            losses["cross_entropy"] = token_cross_entropy(logits, chunk["targets"], reduction="sum")
+        return torch.stack([losses[name] for name in names])
+
+    chunks = chunk_count(count, vocabulary) if chunks is None else chunks
+    total = summed_over_chunks(sums, list(columns.values()), chunks)
+    means = total / (max(count, 1) if positions is None else positions)
     return dict(zip(names, means.unbind(), strict=True))
 
 
@@ -158,81 +170,48 @@ def combine(weights: ObjectiveWeights, parts: Mapping[str, Tensor]) -> tuple[Ten
     return total, {name: part.detach() for name, part in parts.items()}
 
 
-def _mean(
-    betas: list[float],
-    student: States,
-    teacher: Teacher | None,
-    targets: LongTensor | None,
-    temperature: float,
-    *,
-    chunks: int | None = None,
-    positions: float | None = None,
-    liger: bool = False,
-) -> Tensor:
-    """Means over positions of JSD(β) for each β, and of the cross-entropy if there are targets: one vector."""
-    vocabulary, count = student.vocabulary(), len(student.hidden)
-    columns = [student.hidden]
-    if betas:
-        columns += _columns_of(teacher, vocabulary, temperature, student.hidden.device)
-    if targets is not None:
-        columns.append(targets.to(student.hidden.device))
-    if any(len(column) != count for column in columns):
-        sizes = ", ".join(str(len(column)) for column in columns)
-        raise SurgeryError(f"student, teacher and tokens differ in their number of positions: {sizes}")
+def _teacher_columns(
+    teacher: Teacher | None, vocabulary: int, temperature: float, device: torch.device
+) -> dict[str, Tensor]:
+    """Per-position tensors of a teacher, by name, which go in chunks with the student's.
 
-    def sums(hidden: Tensor, *rest: Tensor) -> Tensor:
-        logits = student._replace(hidden=hidden).logits()
-        values = []
-        if betas:
-            pair = _log_probabilities(logits, teacher, rest, temperature)
-            values = [temperature**2 * _divergence(*pair, beta) for beta in betas]
-        if targets is not None:
-            values.append(token_cross_entropy(logits, rest[-1], reduction="sum"))
-        return torch.stack(values)
-
-    def fused_sums(hidden: Tensor, *rest: Tensor) -> Tensor:
-        pair = student._replace(hidden=hidden), teacher._replace(hidden=rest[0]) if betas else None
-        values = [fused.divergence(*pair, beta, temperature) for beta in betas]
-        if targets is not None:
-            values.append(fused.cross_entropy(pair[0], rest[-1]))
-        return torch.stack(values)
-
-    if liger:
-        fused.check()
-        liger = fused.fits(student) and (not betas or (isinstance(teacher, States) and fused.fits(teacher)))
-    chunks = chunk_count(count, vocabulary) if chunks is None else chunks
-    total = summed_over_chunks(fused_sums if liger else sums, columns, chunks, recompute=not liger)
-    return total / (max(count, 1) if positions is None else positions)
-
-
-def _columns_of(teacher: Teacher | None, vocabulary: int, temperature: float, device: torch.device) -> list[Tensor]:
-    """What of a teacher goes in chunks, after a look at what cannot be compared."""
+    Raises:
+        SurgeryError: there is no teacher, or its distribution cannot be compared with the student's.
+    """
     if teacher is None:
         raise SurgeryError("a divergence from the teacher needs the teacher, or its logits that were kept")
-    cached = isinstance(teacher, TopK)
-    size = teacher.vocabulary if cached else teacher.vocabulary()
+    is_kept = isinstance(teacher, TopK)
+    size = teacher.vocabulary if is_kept else teacher.vocabulary()
     if size != vocabulary:
         raise SurgeryError(
             f"the student has a vocabulary of {vocabulary}, its teacher of {size}: they cannot be compared token by"
             " token; give a teacher with the student's vocabulary"
         )
-    if not cached:
-        return [teacher.hidden.detach()]
+    if not is_kept:
+        return {"teacher": teacher.hidden.detach()}
     if temperature != 1:
         raise SurgeryError(f"temperature {temperature} with a teacher's top tokens: they were kept at temperature 1")
-    return list(vars(teacher.to(device)).values())[:3]
+    return {name: tensor.to(device) for name, tensor in teacher.tensors().items()}
 
 
-def _log_probabilities(
-    logits: Tensor, teacher: Teacher, columns: tuple[Tensor, ...], temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Of student and teacher over the same outcomes, whatever is known of the teacher."""
+def _divergences(
+    weights: ObjectiveWeights, logits: Tensor, teacher: Teacher, chunk: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Divergences of a chunk, summed over its positions, by the names of `ObjectiveWeights`."""
+    temperature = weights.temperature
     if isinstance(teacher, TopK):
-        return buckets(logits, TopK(*columns[:3], teacher.vocabulary))
-    with torch.no_grad():
-        wanted = teacher._replace(hidden=columns[0]).logits().to(logits.device)
-        wanted = log_softmax(wanted / temperature, dim=-1)
-    return log_softmax(logits / temperature, dim=-1), wanted
+        student, target = buckets(logits, teacher.of({name: chunk[name] for name in teacher.tensors()}))
+    else:
+        with torch.no_grad():
+            target = teacher._replace(hidden=chunk["teacher"]).logits().to(logits.device)
+            target = log_softmax(target / temperature, dim=-1)
+        student = log_softmax(logits / temperature, dim=-1)
+    betas = {"kl": 0.0, "reverse_kl": 1.0, "jsd": weights.jsd_beta}
+    return {
+        name: temperature**2 * _divergence(student, target, beta)
+        for name, beta in betas.items()
+        if getattr(weights, name)
+    }
 
 
 def _divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -17,8 +16,6 @@ from surgery.training.mixture import MixedSequences, shares_of
 from surgery.training.packing import PackedSequences, Recalls, RowShape, digest
 from surgery.training.settings import HealSettings
 from surgery.training.sources import TextSource, fitting, parse_sources
-from surgery.training.streaming import StreamedSequences
-from surgery.training.teacher_text import fingerprint, sample_teacher
 from surgery.training.token_file import TokenFile
 
 
@@ -49,7 +46,6 @@ def open_data(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
-    teacher: Callable[[], PreTrainedModel] | None = None,
     processes: Processes | None = None,
     progress: Progress | None = None,
 ) -> HealingData:
@@ -61,7 +57,6 @@ def open_data(
         settings: of them `data`, `length` of a row, bos included, `held_out` rows, which are dealt to the sources like
             the others, `recall`, of which conversations carry none, for the lines would stand in the middle of the
             template's marks, and `seed`, on which it does not depend which documents are held out.
-        teacher: gives the whole model, for the source "teacher".
 
     Raises:
         SurgeryError: a source cannot be read or has too little text.
@@ -71,50 +66,27 @@ def open_data(
     weights = [source.weight for source in sources]
     parts = []
     for source, share in zip(sources, shares_of(settings.held_out, weights), strict=True):
-        shape = RowShape.of(tokenizer, settings.length, whole=source.is_chat or source.is_teacher)
+        shape = RowShape.of(tokenizer, settings.length, whole=source.is_chat)
         recalls = None if source.is_chat or not recall else Recalls(tokenizer, recall, seed, source.wording)
-        if source.stream:
-            parts.append(StreamedSequences(source, tokenizer, shape, share, recalls, progress.note))
-            continue
-        file = _token_file(source, tokenizer, Path(folder), settings, teacher, processes, progress)
+        file = _token_file(source, tokenizer, Path(folder), processes, progress)
         parts.append(PackedSequences(file, shape, source.source, seed, share, recalls))
     rows = [row for part in parts for row in part.held_out]
     return HealingData(parts[0] if len(parts) == 1 else MixedSequences(parts, weights), rows)
 
 
 def _token_file(
-    source: TextSource,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    settings: HealSettings,
-    teacher: Callable[[], PreTrainedModel] | None,
-    processes: Processes,
-    progress: Progress,
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, folder: Path, processes: Processes, progress: Progress
 ) -> TokenFile:
     """The source's documents from the folder, written there by the main process if they are not yet."""
-    identity, length, seed = source.identity(tokenizer), settings.length, settings.seed
-    model = None
-    if source.is_teacher:
-        if teacher is None:
-            raise SurgeryError("the data names the teacher, and there is none; give one, or other data")
-        model = teacher()
-        identity |= {"teacher": fingerprint(model), "length": length, "seed": seed}
+    identity = source.identity(tokenizer)
     place = folder / f"tokens-{digest(identity)[:16]}"
-    known = processes.from_main(lambda: TokenFile.read(place, identity) is not None)
-    if not known:
-        samples = None
-        if model is not None:
-            samples = sample_teacher(
-                model, tokenizer, folder, source.tokens, length, seed, processes=processes, progress=progress
-            )
 
-        def write() -> None:
-            documents = source.documents(tokenizer, progress.note) if samples is None else samples
+    def write() -> None:
+        if TokenFile.read(place, identity) is None:
             with progress.phase(f"tokenising {source.source}", None, "token") as advance:
-                limit = None if samples is not None else source.tokens
-                TokenFile.write(place, identity, documents, limit, advance)
+                TokenFile.write(place, identity, source.documents(tokenizer, progress.note), source.tokens, advance)
 
-        processes.from_main(write)
+    processes.from_main(write)
     file = TokenFile.read(place, identity)
     if file is None:
         raise SurgeryError(f"{place}: not to be seen by every process; choose an --out on a disk that all share")

@@ -1,7 +1,7 @@
 """Rows of one length out of documents of any: which tokens stand in a row, and in which order the rows come.
 
 Text is one long stream of documents, each ended by eos, that is cut into rows, a bos before each, as calibration does
-it. What must not be cut in two, conversations and samples, is laid whole into rows, as many in the order of the
+it. What must not be cut in two, conversations, is laid whole into rows, as many in the order of the
 documents as fit, the rest filled up; a document longer than a row loses its end.
 """
 
@@ -140,7 +140,7 @@ class PackedSequences:
         Raises:
             SurgeryError: there is too little text.
         """
-        self._file, self._shape, self._seed, self._recalls, self._name = file, shape, seed, recalls, name
+        self._file, self._shape, self._seed, self._recalls = file, shape, seed, recalls
         lengths, usable = _usable(file, shape)
         order = usable[shuffled(len(usable), HELD_OUT_SEED, HELD_OUT_DOCUMENTS)]
         # Whole documents leave rows unfilled, so that as many tokens as the rows have room for are enough there too.
@@ -183,13 +183,6 @@ class PackedSequences:
         if self._recalls is not None:
             pieces = self._recalls.planted(number, pieces, keep_first=self._shape.whole)
         return self._shape.row(pieces)
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        if state:
-            raise SurgeryError(f"{self._name}: the saved place in the data is that of a stream; resume with its data")
 
     def describe(self) -> dict[str, Any]:
         return dict(self._description)

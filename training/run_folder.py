@@ -19,5 +19,4 @@ RUN_FILES = (
     *(LOG, f".{LOG}.*.partial", MARKER, f".{MARKER}.*.partial", LOCK),
     *(f"checkpoints/{file}" for file in CHECKPOINT_FILES),
     *(f"data/tokens-*/{file}" for file in TOKEN_FILES),
-    *("data/teacher-text-*/*.safetensors", "data/teacher-text-*/.*.partial"),
 )

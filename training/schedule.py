@@ -58,7 +58,6 @@ class Position:
         waited: measurements since.
         measured_step: when the last one was.
         evaluations: results on the way, each with its step and tokens; see `evaluations.headline`.
-        data: state of the sequences.
     """
 
     step: int = 0
@@ -78,4 +77,3 @@ class Position:
     waited: int = 0
     measured_step: int | None = None
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
+from surgery.common.removed import removal
 from surgery.common.setting import DTYPE_NAMES, did_you_mean, setting
 
 if TYPE_CHECKING:
@@ -57,10 +58,9 @@ class HealSettings(FileSettings):
         "Text to train on, more than once for several; builtin is prose=0.7 and code=0.3 of the standard library, code "
         "alone for a tokenizer of less than 8,192 tokens.",
         more="Or prose, code, docstrings (of installed packages), a .txt, .jsonl or .parquet file, the name of a "
-        "dataset, teacher (sampled from it); in a file also mappings with source, weight, format, text_field, tokens "
-        "and stream.",
+        "dataset; in a file also mappings with source, weight, format, text_field and tokens.",
         section="Data",
-        metavar="FILE|DATASET|builtin|teacher",
+        metavar="FILE|DATASET|builtin",
         old=("--text", "--calibration"),
         repeated=True,
     )
@@ -257,6 +257,11 @@ class HealSettings(FileSettings):
             raise SurgeryError("nothing ends the run: give max_tokens, max_seconds or max_steps")
         if not self.data:
             raise SurgeryError("no data: give builtin, a file or a dataset")
+        for entry in self.data:
+            keys, source = (entry, entry.get("source")) if isinstance(entry, dict) else ((), entry)
+            for name in (*keys, f"data {source}"):
+                if gone := removal(name):
+                    raise SurgeryError(f"{name} {gone}")
         if self.teacher_logits is not None and self.max_tokens is self.max_steps is None:
             raise SurgeryError("teacher_logits are of a number of sequences: give max_tokens or max_steps")
         if self.train == "new" and self.teacher is None:

@@ -21,9 +21,6 @@ from surgery.common.file_settings import FileSettings
 from surgery.training.chat import ChatEncoder, holds_conversations, read_records, without_nulls
 from surgery.training.token_file import Document
 
-TEACHER = "teacher"
-"""Source that is sampled from the teacher."""
-
 FORMATS = ("auto", "text", "chat")
 TOKENISED_AT_ONCE = 64
 """Texts given to the tokenizer in one call: its own threads then have something to share."""
@@ -37,14 +34,13 @@ class TextSource(FileSettings):
 
     Attributes:
         source: "builtin" (see `fitting`), "prose" or "code" of the running Python, "docstrings" of what is installed, a
-            txt, jsonl, json or parquet file, a dataset `name:config:split` (`surgery.calibration.text.iter_documents`),
-            or "teacher": sampled from it, `tokens` of them.
+            txt, jsonl, json or parquet file, or a dataset `name:config:split`, which is read as a stream
+            (`surgery.calibration.text.iter_documents`).
         weight: share of the sequences, among the weights of all sources.
         format: "chat" for records with `messages`, "text", or "auto": chat for jsonl and parquet files whose first
             record has them.
         text_field: the field or column with the text.
         tokens: read no further than this many tokens; None for all there are.
-        stream: read a dataset while training, instead of tokenising it before. Its rows come in its own order.
     """
 
     source: str
@@ -52,25 +48,14 @@ class TextSource(FileSettings):
     format: str = "auto"
     text_field: str = "text"
     tokens: int | None = None
-    stream: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source:
-            raise SurgeryError(f"data source {self.source!r}: name a file, a dataset, {BUILTIN!r} or {TEACHER!r}")
+            raise SurgeryError(f"data source {self.source!r}: name a file, a dataset or {BUILTIN!r}")
         if self.format not in FORMATS:
             raise SurgeryError(f"format {self.format!r} of {self.source} is unknown: choose {', '.join(FORMATS)}")
         if self.tokens is not None and self.tokens < 1:
             raise SurgeryError(f"{self.tokens} tokens of {self.source}: at least 1 is needed")
-        if self.is_teacher and self.tokens is None:
-            raise SurgeryError(f"{TEACHER!r} as data: say with `tokens` how many it is to write")
-        if self.stream and (self.is_teacher or self._ships or self._is_file):
-            raise SurgeryError(f"{self.source} is no dataset to stream: leave `stream` out")
-        if self.stream and self.tokens is not None:
-            raise SurgeryError(f"{self.source}: a stream has no number of `tokens`; leave one of the two out")
-
-    @property
-    def is_teacher(self) -> bool:
-        return self.source == TEACHER
 
     @property
     def is_chat(self) -> bool:
@@ -111,7 +96,7 @@ class TextSource(FileSettings):
         """The tokenised documents, in the source's order; texts end with eos, conversations as their template says.
 
         Raises:
-            SurgeryError: the source cannot be read, or is one that is sampled.
+            SurgeryError: the source cannot be read.
         """
         if self.source in TEXTS:
             return encode_texts(TEXTS[self.source][0](0), tokenizer)
@@ -143,10 +128,7 @@ def parse_sources(data: Sequence[str | dict[str, Any]]) -> list[TextSource]:
 
 
 def fitting(sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase) -> list[TextSource]:
-    """The sources with "builtin" as calibration understands it: prose and code, but for a model of code code alone.
-
-    The model's own conversations, which calibration samples, are had by a source "teacher".
-    """
+    """The sources with "builtin" as calibration understands it: prose and code, but for a model of code code alone."""
     found = []
     for source in sources:
         if source.source != BUILTIN or len(tokenizer) < SMALL_VOCABULARY:

@@ -5,15 +5,14 @@ A folder holds `teacher-logits.json`, which says whose logits these are, and sha
 shard is written whole or not at all, so that an interrupted run goes on with those that are missing, and several
 processes can write different ones.
 
-A position takes k·(b + 4) + 4 bytes, with b = 2 bytes a value, and a sequence of T tokens has T - 1: the last predicts
-nothing that is there. k = 64 makes 388 bytes a token, of which a billion take 388 GB.
+A position takes 6 k + 4 bytes (k float16 values and int32 ids, one fp32 rest), and a sequence of T tokens has T - 1:
+the last predicts nothing that is there. k = 64 makes 388 bytes a token, of which a billion take 388 GB.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, read_json, written_whole
@@ -32,13 +32,11 @@ from surgery.training.chunks import States
 from surgery.training.data import Sequences, collate
 from surgery.training.distillation import Body, vocabulary_of
 from surgery.training.settings import HealSettings
-from surgery.training.top_k import DTYPES, TopK, top_k
+from surgery.training.top_k import TopK, top_k
 
 HEADER = "teacher-logits.json"
 SHARD_BYTES = 256 * 10**6
 """About how large a shard becomes."""
-OPEN_SHARDS = 16
-"""Files that a reader keeps open."""
 _FORMAT = 1
 
 
@@ -53,10 +51,6 @@ class CacheIdentity:
         length: T, tokens of each.
         vocabulary: V.
         k: tokens kept by name.
-        dtype: of their log-probabilities: "float16", which is finer, or "bfloat16"; "float32", "float64" for tests.
-
-    Raises:
-        SurgeryError: a value is impossible.
     """
 
     model: str
@@ -65,21 +59,11 @@ class CacheIdentity:
     length: int
     vocabulary: int
     k: int
-    dtype: str = "float16"
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise SurgeryError(f"teacher logits in {self.dtype!r}: known are {', '.join(DTYPES)}")
-        if self.sequences < 1 or self.length < 2:
-            raise SurgeryError(f"teacher logits of {self.sequences} sequences of {self.length} tokens: nothing to keep")
-        if not 1 <= self.k <= self.vocabulary:
-            raise SurgeryError(f"the top {self.k} of {self.vocabulary} tokens: give 1 to {self.vocabulary}")
 
     @property
     def sequence_bytes(self) -> int:
-        """Bytes of one sequence on disk: (T - 1)·(k·(b + 4) + 4), for `dtype` of b bytes; a float64 rest takes 8."""
-        value = DTYPES[self.dtype].itemsize
-        return (self.length - 1) * (self.k * (value + 4) + max(4, value // 8 * 8))
+        """Bytes of one sequence on disk: (T - 1)·(6 k + 4)."""
+        return (self.length - 1) * (6 * self.k + 4)
 
 
 class TeacherLogits:
@@ -92,7 +76,6 @@ class TeacherLogits:
             SurgeryError: it holds something else, or logits of another model, other data or other sizes.
         """
         self.folder, self.identity = Path(folder), identity
-        self._open: OrderedDict[int, Any] = OrderedDict()
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             # One look: another process may write the header meanwhile.
@@ -112,46 +95,32 @@ class TeacherLogits:
             names = set(os.listdir(self.folder))
         return [self._numbers(shard) for shard in range(self._shards()) if self._path(shard).name not in names]
 
-    def write(self, numbers: range, top: TopK) -> None:
-        """Writes the shard of ``numbers``, one of `missing()`; ``top`` has [R, T - 1] positions, on any device.
-
-        Raises:
-            SurgeryError: shapes, dtypes or vocabulary are not those of the cache, or the file cannot be written.
-        """
-        shard = numbers.start // self._rows
-        if numbers != self._numbers(shard):
-            raise SurgeryError(f"{self.folder}: sequences {numbers.start} to {numbers.stop - 1} are no shard of it")
-        self._check(top, len(numbers))
-        tensors = {name: getattr(top, name).cpu().contiguous() for name in ("values", "ids", "rest")}
-        with written_whole(self._path(shard)) as part:
-            part.write_bytes(save(tensors))
-
     def read(self, number: int) -> TopK:
         """The logits of one sequence: `TopK` of [T - 1] positions, on the CPU. Position t is that after token t.
 
         Raises:
             SurgeryError: there is no such sequence, it is not written yet, or its file is damaged.
         """
-        if not 0 <= number < self.identity.sequences:
+        identity = self.identity
+        if not 0 <= number < identity.sequences:
             raise SurgeryError(
-                f"{self.folder}: has teacher logits of {self.identity.sequences} sequences, number {number} is asked"
+                f"{self.folder}: has teacher logits of {identity.sequences} sequences, number {number} is asked"
                 " for; write more of them or train on fewer"
             )
         shard, row = divmod(number, self._rows)
-        file = self._file(shard)
+        path = self._path(shard)
+        if not path.is_file():
+            raise SurgeryError(f"{path}: is not written yet; let the teacher finish its logits first")
         try:
-            parts = [file.get_slice(name)[row] for name in ("values", "ids", "rest")]
+            with disk_errors(path), safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_slice(name)[row] for name in ("values", "ids", "rest")}
         except (SafetensorError, IndexError) as error:
-            raise self._damaged(shard, error) from None
-        top = TopK(*parts, self.identity.vocabulary)
-        self._check(TopK(*(part[None] for part in parts), self.identity.vocabulary), 1)
-        return top
+            raise SurgeryError(f"{path}: damaged ({error}); remove it and have the teacher write it again") from None
+        return TopK(**tensors, vocabulary=identity.vocabulary)
 
     def batch(self, numbers: list[int]) -> TopK:
         """Several sequences: `TopK` of [B, T - 1] positions."""
-        rows = [self.read(number) for number in numbers]
-        parts = (torch.stack([getattr(row, name) for row in rows]) for name in ("values", "ids", "rest"))
-        return TopK(*parts, self.identity.vocabulary)
+        return _joined([self.read(number) for number in numbers], torch.stack)
 
     def fill(
         self,
@@ -170,7 +139,7 @@ class TeacherLogits:
             done: called with the number of sequences after each batch of this process.
 
         Raises:
-            SurgeryError: as of `write`, or the disk has no room for what is missing.
+            SurgeryError: a file cannot be written, or the disk has no room for what is missing.
         """
         missing = self.missing()
         needed = sum(map(len, missing)) * self.identity.sequence_bytes
@@ -186,27 +155,17 @@ class TeacherLogits:
                 some = range(start, min(start + batch, numbers.stop))
                 pieces.append(self._top_of(states(some)))
                 done(len(some))
-            parts = (torch.cat([getattr(piece, name) for piece in pieces]) for name in ("values", "ids", "rest"))
-            self.write(numbers, TopK(*parts, self.identity.vocabulary))
+            tensors = _joined(pieces, torch.cat).map(Tensor.contiguous).tensors()
+            with written_whole(self._path(numbers.start // self._rows)) as part:
+                part.write_bytes(save(tensors))
         if processes is not None:
             processes.wait()
 
     def _top_of(self, states: States) -> TopK:
         """Of hidden states [B, T, D], at all positions but the last, on the CPU."""
         hidden = states.hidden[:, :-1]
-        top = top_k(states._replace(hidden=hidden.flatten(0, 1)), self.identity.k, DTYPES[self.identity.dtype])
-        parts = (getattr(top, name).unflatten(0, hidden.shape[:2]).cpu() for name in ("values", "ids", "rest"))
-        return TopK(*parts, top.vocabulary)
-
-    def _check(self, top: TopK, rows: int) -> None:
-        identity = self.identity
-        shape = (rows, identity.length - 1)
-        fits = top.values.shape == top.ids.shape == (*shape, identity.k) and top.rest.shape == shape
-        if not fits or top.values.dtype != DTYPES[identity.dtype] or top.vocabulary != identity.vocabulary:
-            raise SurgeryError(
-                f"{self.folder}: {list(top.values.shape)} {top.values.dtype} logits of {top.vocabulary} tokens are not"
-                f" the {[*shape, identity.k]} {identity.dtype} of {identity.vocabulary} that it keeps"
-            )
+        top = top_k(states._replace(hidden=hidden.flatten(0, 1)), self.identity.k)
+        return top.map(lambda tensor: tensor.unflatten(0, hidden.shape[:2]).cpu())
 
     def _numbers(self, shard: int) -> range:
         return range(shard * self._rows, min((shard + 1) * self._rows, self.identity.sequences))
@@ -217,25 +176,10 @@ class TeacherLogits:
     def _path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:05d}.safetensors"
 
-    def _file(self, shard: int) -> Any:
-        if shard in self._open:
-            self._open.move_to_end(shard)
-            return self._open[shard]
-        path = self._path(shard)
-        if not path.is_file():
-            raise SurgeryError(f"{path}: is not written yet; let the teacher finish its logits first")
-        try:
-            with disk_errors(path):
-                self._open[shard] = safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise self._damaged(shard, error) from None
-        if len(self._open) > OPEN_SHARDS:
-            self._open.popitem(last=False)
-        return self._open[shard]
 
-    def _damaged(self, shard: int, error: Exception) -> SurgeryError:
-        path = self._path(shard)
-        return SurgeryError(f"{path}: damaged ({error}); remove it and have the teacher write it again")
+def _joined(pieces: list[TopK], join: Callable[[list[Tensor]], Tensor]) -> TopK:
+    """Several `TopK` as one: their tensors, concatenated or stacked."""
+    return pieces[0].of({name: join([piece.tensors()[name] for piece in pieces]) for name in pieces[0].tensors()})
 
 
 def _checked(path: Path, wanted: dict[str, Any]) -> int:
@@ -278,11 +222,9 @@ def open_logits(
         teacher_sha256: of its weights.
 
     Raises:
-        SurgeryError: the folder holds logits of something else or too few, or the data cannot be read twice.
+        SurgeryError: the folder holds logits of something else or too few.
     """
     needed = settings.most_steps(processes.count) * settings.global_batch(processes.count)
-    if sequences.state():
-        raise SurgeryError("teacher_logits are of sequences by number, which streamed data has not: leave stream out")
     header = Path(settings.teacher_logits) / HEADER
     known = processes.from_main(lambda: read_json(header) if header.exists() else {})
     if teacher is None and not known:
@@ -300,7 +242,6 @@ def open_logits(
         length=settings.length,
         vocabulary=vocabulary if teacher is None else vocabulary_of(teacher),
         k=min(settings.teacher_top_k, vocabulary) if teacher is not None else known["k"],
-        dtype=known.get("dtype", "float16"),
     )
     processes.from_main(lambda: TeacherLogits(settings.teacher_logits, identity) and None)
     logits = TeacherLogits(settings.teacher_logits, identity)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import LongTensor, Tensor
@@ -12,8 +12,6 @@ from torch.nn.functional import log_softmax
 from surgery.common.errors import SurgeryError
 from surgery.training.chunks import LOGIT_BYTES, States, chunk_count
 from surgery.training.data import moved
-
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 LEAST = -87.0
 """The smallest log-probability that is kept: the exponential of less is no normal fp32 number."""
@@ -27,7 +25,7 @@ class TopK:
     high; the rest is its own number in fp32, since 1 less the rounded others would be noise.
 
     Attributes:
-        values: [..., k] log-probabilities of the k likeliest tokens, float16 or bfloat16 (or wider), at least `LEAST`.
+        values: [..., k] log-probabilities of the k likeliest tokens, float16 (or wider), at least `LEAST`.
         ids: [..., k] int32, those tokens.
         rest: [...] float32 (or wider), log-probability that it is any other token, at least `LEAST`.
         vocabulary: V. With k = V there are no others, and `rest` is not read.
@@ -38,13 +36,21 @@ class TopK:
     rest: Tensor
     vocabulary: int
 
-    def __getitem__(self, index: Any) -> TopK:
-        """Those at some positions: whatever indexes `rest`."""
-        return TopK(self.values[index], self.ids[index], self.rest[index], self.vocabulary)
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name: everything but the vocabulary."""
+        return {"values": self.values, "ids": self.ids, "rest": self.rest}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> TopK:
+        """Apply a function to each tensor."""
+        return self.of({name: function(tensor) for name, tensor in self.tensors().items()})
+
+    def of(self, tensors: Mapping[str, Tensor]) -> TopK:
+        """The distributions over the same vocabulary that these tensors hold."""
+        return TopK(**tensors, vocabulary=self.vocabulary)
 
     def to(self, device: torch.device) -> TopK:
         """The same on another device."""
-        return TopK(*(moved(each, device) for each in (self.values, self.ids, self.rest)), self.vocabulary)
+        return self.map(lambda tensor: moved(tensor, device))
 
     @property
     def whole(self) -> bool:

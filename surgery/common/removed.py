@@ -23,6 +23,8 @@ REMOVED = {
     "ruler_tasks qa_2": "use vt for facts that take two steps",
     "quick": "name what is measured: --shapes llama3-8b --contexts 8k,128k --batches 1,8",
     "bench convert": "surgery convert prints its time and peak memory, tools/scale.py makes random weights of a shape",
+    "stream": "datasets are always read as streams: say with `tokens` how many to take",
+    "data teacher": "use builtin, or text of your own",
     "to mixed": "convert all layers to one structure, such as --to lowrank --bits auto, which spends by layer; "
     "mixed checkpoints load as before",
 }

@@ -32,15 +32,6 @@ def opened(texts, tokenizer, folder, data=None, **arguments):
     return opened_data(data or str(texts / "a.jsonl"), tokenizer, folder, 32, **{"held_out": 2, **arguments})
 
 
-def stream(texts):
-    return {"source": f"{texts / 'set'}::train", "stream": True}
-
-
-def numbers(tokenizer, row):
-    """Numbers that a row names."""
-    return {int(word) for word in tokenizer.decode(row.tokens).split() if word.isdigit()}
-
-
 def same(one, other):
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("tokens", "labels", "documents"))
 
@@ -123,12 +114,11 @@ def test_one_token_that_sees_another_document_is_enough():
     assert not honours_document_masks(Peeking(64, 8))
 
 
-@pytest.mark.parametrize("kind", ["packed", "mixed", "streamed"])
+@pytest.mark.parametrize("kind", ["packed", "mixed"])
 def test_global_batches_do_not_depend_on_the_number_of_processes(texts, tokenizer, tmp_path, kind):
     data = {
         "packed": None,
-        "mixed": [{"source": str(texts / "a.jsonl"), "weight": 2}, str(texts / "b.jsonl"), stream(texts)],
-        "streamed": [stream(texts)],
+        "mixed": [{"source": str(texts / "a.jsonl"), "weight": 2}, str(texts / "b.jsonl"), f"{texts / 'set'}::train"],
     }[kind]
     batches = {}
     for ranks in (1, 2, 3):
@@ -176,43 +166,15 @@ def test_another_tokenizer_or_file_is_tokenised_anew(texts, tokenizer, tmp_path)
     assert len(list(tmp_path.glob("tokens-*"))) == 3
 
 
-def test_a_mixture_deals_by_weight_and_resumes_its_stream(texts, tokenizer, tmp_path):
-    data = [{"source": str(texts / "b.jsonl"), "weight": 3}, stream(texts)]
+def test_a_mixture_deals_by_weight(texts, tokenizer, tmp_path):
+    data = [{"source": str(texts / "b.jsonl"), "weight": 3}, {"source": f"{texts / 'set'}::train", "tokens": 500}]
     healing = opened(texts, tokenizer, tmp_path, data, recall=0.0, held_out=4)
-    rows = [healing.sequences.sequence(number) for number in range(8)]
-    assert [max(numbers(tokenizer, row)) < 500 for row in rows] == [False, False, True, False] * 2
-    assert len(healing.held_out) == 4 and [part["weight"] for part in healing.describe()["mixture"]] == [0.75, 0.25]
-    state = json.loads(json.dumps(healing.sequences.state()))
-    expected = [healing.sequences.sequence(number) for number in range(8, 40)]
-    again = opened(texts, tokenizer, tmp_path, data, recall=0.0, held_out=4).sequences
-    again.restore(state)
-    assert all(same(again.sequence(number), row) for number, row in enumerate(expected, 8))
-
-
-@pytest.mark.parametrize("stop", [1, 7, 30])
-def test_a_stream_resumes_where_it_was(texts, tokenizer, tmp_path, stop):
-    """Also in the second epoch, and from the state of the first of several processes."""
-    first, second = (opened(texts, tokenizer, tmp_path, [stream(texts)]).sequences for _ in range(2))
-    expected = [first.sequence(number) for number in range(stop)]
-    state = json.loads(json.dumps(first.state()))
-    expected = [first.sequence(number) for number in range(stop, stop + 60)]
-    second.restore(state)
-    for number in range(stop + 1, stop + 60, 2):
-        assert same(second.sequence(number), expected[number - stop])
-    assert first.state()["epoch"] > 0
-    with pytest.raises(SurgeryError, match="gives its rows once"):
-        first.sequence(stop)
-
-
-def test_a_stream_holds_its_first_documents_out_in_every_epoch(texts, tokenizer, tmp_path):
-    healing = opened(texts, tokenizer, tmp_path, [stream(texts)], held_out=3, recall=0.0)
-    aside = healing.held_out
-    trained = [healing.sequences.sequence(number) for number in range(60)]
-    assert healing.sequences.state()["epoch"] > 0
-    texts_of = [tokenizer.decode(row.tokens) for row in trained]
-    for document in range(healing.describe()["held_out_documents"]):
-        assert f"document {document} " in "".join(tokenizer.decode(row.tokens) for row in aside)
-        assert not any(f"document {document} " in text for text in texts_of)
+    rows = [tokenizer.decode(healing.sequences.sequence(number).tokens) for number in range(8)]
+    words = [{int(word) for word in row.split() if word.isdigit()} for row in rows]
+    assert [max(each) < 500 for each in words] == [False, False, True, False] * 2
+    parts = healing.describe()["mixture"]
+    assert len(healing.held_out) == 4 and [part["weight"] for part in parts] == [0.75, 0.25]
+    assert parts[1]["tokens"] < 500 < parts[0]["tokens"]
 
 
 def test_the_builtin_text_packs_with_recalls_and_repeats_exactly(tokenizer, tmp_path):
@@ -243,7 +205,7 @@ def test_the_builtin_text_of_a_model_of_language_is_prose_and_code(tokenizer, tm
 
 def test_sources_of_settings():
     assert parse_sources(["builtin"]) == [TextSource("builtin")]
-    assert parse_sources(["a.txt", {"source": "x/y", "stream": True}])[1].stream
+    assert parse_sources(["a.txt", {"source": "x/y", "tokens": 9}])[1].tokens == 9
 
 
 @pytest.mark.parametrize(
@@ -254,27 +216,13 @@ def test_sources_of_settings():
         ([{"source": "builtin", "wieght": 1}], "did you mean weight"),
         ([{"source": "builtin", "format": "json"}], "format 'json'"),
         ([{"source": "builtin", "tokens": 0}], "0 tokens of builtin"),
-        ([{"source": "builtin", "stream": True}], "no dataset to stream"),
+        ([{"source": "x/y", "stream": True}], "stream was removed"),
+        (["teacher"], "data teacher was removed"),
         ([{"source": "builtin", "weight": 0}], "all must be above 0"),
-        (["teacher"], "how many"),
-        ([{"source": "teacher", "tokens": 10}], "there is none"),
         (["no-such-file.txt"], "no such text"),
-        ([{"source": "no-such.jsonl", "stream": True}], "no such text"),
         ([""], "name a file"),
     ],
 )
 def test_impossible_data(tokenizer, tmp_path, data, message):
     with pytest.raises(SurgeryError, match=message):
         opened_data(data, tokenizer, tmp_path, 32)
-
-
-def test_a_stream_without_the_field_is_reported(texts, tokenizer, tmp_path):
-    with pytest.raises(SurgeryError, match="row 0 has no text in 'body'"):
-        opened(texts, tokenizer, tmp_path, [{**stream(texts), "text_field": "body"}])
-
-
-def test_a_state_of_other_data_is_refused(texts, tokenizer, tmp_path):
-    packed, streamed = (opened(texts, tokenizer, tmp_path, data).sequences for data in (None, [stream(texts)]))
-    for sequences, state in ((packed, streamed.state()), (streamed, {})):
-        with pytest.raises(SurgeryError, match="resume with its data"):
-            sequences.restore(state)

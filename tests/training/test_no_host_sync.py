@@ -51,13 +51,13 @@ def test_kept_logits_do_not_wait_either(models):
     body = Body.of(teacher)
     with torch.no_grad():
         top = top_k(States(body.states(data.tokens, None)[:, :-1].flatten(0, 1), body.head()), 8)
-    grid = type(top)(*(each.unflatten(0, (2, LENGTH - 1)) for each in (top.values, top.ids, top.rest)), top.vocabulary)
+    grid = top.map(lambda tensor: tensor.unflatten(0, (2, LENGTH - 1)))
     module = Distillation(student, ObjectiveWeights()).train()
     with NoHostSync():
         loss, _ = module(data, float(data.predicted), grid)
         loss.backward()
     flat = data.predicting - data.predicting // LENGTH
-    assert torch.equal(grid[data.predicting // LENGTH, data.predicting % LENGTH].ids, top.ids[flat])
+    assert torch.equal(grid.ids[data.predicting // LENGTH, data.predicting % LENGTH], top.ids[flat])
 
 
 @pytest.mark.parametrize("own_class", [False, True])

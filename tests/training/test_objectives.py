@@ -238,7 +238,7 @@ def test_what_cannot_be_compared():
     student, teacher, _ = pair()
     with pytest.raises(SurgeryError, match="vocabulary of 41, its teacher of 40"):
         divergences.forward_kl(student, States(teacher.hidden, nn.Linear(TEACHER_WIDTH, 40).double()))
-    with pytest.raises(SurgeryError, match="number of positions: 23, 22"):
+    with pytest.raises(SurgeryError, match="number of positions: hidden 23, teacher 22"):
         divergences.forward_kl(student, States(teacher.hidden[1:], teacher.head))
     with pytest.raises(SurgeryError, match="needs the teacher"):
         logit_losses(ObjectiveWeights(), student)

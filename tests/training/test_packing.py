@@ -115,7 +115,6 @@ def test_any_row_can_be_asked_for_at_any_time(tmp_path):
     other = PackedSequences(file, text_shape(), "test", seed=4)
     assert not all(torch.equal(other.sequence(number).tokens, forward[number]) for number in range(5))
     assert first.data_sha256 == second.data_sha256 != other.data_sha256
-    assert first.state() == {}
 
 
 def test_labels_and_documents_of_a_row_of_text(tmp_path):
