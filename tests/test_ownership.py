@@ -199,7 +199,6 @@ class TestUnfinished:
 COMMANDS = {
     "plan, picture": (["plan", "{source}", "--kv-ratio", "0.5", "--plot", "{file}"], "a.png"),
     "plan": (["plan", "{source}", "--kv-ratio", "0.5", "--out", "{file}"], "plan.yaml"),
-    "inspect": (["inspect", "{source}", "--calibration", "builtin", "--plot", "{file}"], "a.svg"),
     "heads": (["heads", "{source}", "--out", "{file}"], "a.safetensors"),
     "heads, map": (["heads", "{source}", "--out", "{stem}.safetensors"], "a.png"),
     "export": (["export", "{source}", "--engine", "llama.cpp", "--out", "{file}"], "a.gguf"),
@@ -453,11 +452,10 @@ WHOLE = {
     " --out {out}",
     "plan": "plan {source} --kv-ratio 0.5 --allow quantized {text} --held-out 2 --recall 0 --context 256"
     " --out {out}.yaml --plot {out}.png",
-    "inspect": "inspect {source} --calibration builtin {text} --plot {out}.svg",
     "export": "export {source} --engine llama.cpp --weights f32 --out {out}.gguf",
     "run": "run {recipe} --work {out}",
 }
-AGAIN = {"inspect": ["--overwrite"], "export": ["--overwrite"], "run": ["--restart"]}
+AGAIN = {"export": ["--overwrite"], "run": ["--restart"]}
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from surgery import own_program
-from surgery.calibration.settings import ConversionSettings
 from surgery.cli import bench as cli_bench
 from surgery.cli import convert as cli_convert
 from surgery.cli import engines as cli_engines
@@ -23,14 +22,11 @@ from surgery.cli import push as cli_push
 from surgery.cli import shipped as cli_shipped
 from surgery.cli import slice as cli_slice
 from surgery.cli import verify as cli_verify
-from surgery.cli.generated import Given, with_settings
 from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption, flag, option
 from surgery.cli.verbs import Verbs, equip
 from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.interruption import interruptible, remains
 from surgery.common.machine_faults import check_working_folder, told
-from surgery.common.ownership import check_file
-from surgery.common.pictures import check_picture
 from surgery.common.standard_output import open_closed_streams, printing
 from surgery.version import __version__
 
@@ -81,13 +77,9 @@ def version_callback(
         raise typer.Exit()
 
 
+@app.command()
 def inspect(
     checkpoint: CheckpointArgument,
-    given: Given,
-    plot: Annotated[
-        Path | None, option("--plot", "FILE", "Where to draw the spectra (png, svg, pdf). [CKPT-spectra.png]")
-    ] = None,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier picture.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Why each target is what it is, and every engine.")
     ] = False,
@@ -96,45 +88,19 @@ def inspect(
 ) -> None:
     """Show a checkpoint's attention, its KV bytes and what it can be converted to.
 
-    With --calibration also how compressible it is: the share of the loss-weighted KV energy that fits in each rank.
-
-    Examples:
+    Example:
 
         surgery inspect ckpt/
-
-        surgery inspect ckpt/ --calibration builtin --plot spectra.png
     """
     from surgery.checkpoint.named_models import find_model
-    from surgery.checkpoint.output_place import working_output
-    from surgery.structures.mla.settings import ConvertSettings
 
     source = find_model(checkpoint)
-    asked = given.of(ConversionSettings)
-    if plot is not None and "calibration" not in asked:
-        raise SurgeryError("--plot draws the spectra, which need statistics: give --calibration too, such as builtin")
-    settings = ConvertSettings(**asked)
-    if "calibration" in asked:
-        plot = plot or working_output(source, "spectra.png")
-        check_picture(plot)
-        check_file(plot, overwrite=overwrite, option="--plot")
 
-    from surgery.common.progress import Progress
     from surgery.console.inspection import show_inspection
     from surgery.inspection.inspect import inspect_checkpoint
 
-    inspection = inspect_checkpoint(
-        source,
-        settings,
-        spectra="calibration" in asked,
-        allow_pickle=allow_pickle,
-        progress=Progress(),
-    )
-    show_inspection(inspection, checkpoint, plot=plot, as_json=as_json, verbose=verbose)
-
-
-OF_STATISTICS = ("calibration", "calibration_tokens", "calibration_length", "text_field", "seed")
-OF_STATISTICS += ("device", "dtype", "batch_size")
-app.command()(with_settings(inspect, {"inspect": ConversionSettings}, OF_STATISTICS))
+    inspection = inspect_checkpoint(source, allow_pickle=allow_pickle)
+    show_inspection(inspection, checkpoint, as_json=as_json, verbose=verbose)
 
 
 @app.command()

@@ -108,7 +108,7 @@ class Verb(_PlainHelp, TyperCommand):
         for flag in (arg.split("=", 1)[0] for arg in args):
             if flag.startswith("--") and flag not in known:
                 name = flag.removeprefix("--no-").strip("-").replace("-", "_")
-                if gone := removal(name):
+                if gone := removal(name) or removal(f"{ctx.info_name} {name}"):
                     raise SurgeryError(f"{flag} {gone}")
         return super().parse_args(ctx, args)
 

@@ -13,10 +13,13 @@ REMOVED = {
     "ruler_tasks qa_1": "use niah_multikey_1 for retrieval among distractors",
     "ruler_tasks qa_2": "use vt for facts that take two steps",
     "bench convert": "surgery convert prints its time and peak memory, tools/scale.py makes random weights of a shape",
+    "inspect calibration": "surgery plan measures what every size of every target loses",
+    "inspect plot": "surgery plan measures what every size of every target loses",
     "to mixed": "convert all layers to one structure, such as --to lowrank --bits auto, which spends by layer; "
     "mixed checkpoints load as before",
 }
-"""Settings and options by name, values as ``setting value``, commands by their words."""
+"""Settings and options by name, those of one command behind its name, values as ``setting value``, commands by their
+words."""
 
 
 def removal(name: str) -> str | None:
