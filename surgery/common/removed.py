@@ -13,6 +13,8 @@ REMOVED = {
     "ruler_tasks qa_1": "use niah_multikey_1 for retrieval among distractors",
     "ruler_tasks qa_2": "use vt for facts that take two steps",
     "bench convert": "surgery convert prints its time and peak memory, tools/scale.py makes random weights of a shape",
+    "calibration self": "--calibration chat samples answers of the model to the prompts of the package",
+    "log_file": "--verbose writes lines with times and memory on standard error: add 2>> FILE",
     "inspect calibration": "surgery plan measures what every size of every target loses",
     "inspect plot": "surgery plan measures what every size of every target loses",
     "to mixed": "convert all layers to one structure, such as --to lowrank --bits auto, which spends by layer; "

@@ -23,16 +23,15 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.families import any_family_of
-from surgery.planning.candidates import Candidates, Sized, allowed_candidates, held_bytes, named_candidates
-from surgery.planning.measure import LATER, Carried, measure
+from surgery.planning.candidates import Candidates, Sized, held_bytes, named_candidates
+from surgery.planning.measure import Carried, measure
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import Row, alike, by_bytes, choose, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
-from surgery.planning.sizes import around_best, look_for_loss, most_around, shares_around
+from surgery.planning.sizes import around_best, look_for_loss, shares_around
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.base import BasisOf
-from surgery.structures.estimates import Demand, Workload
 from surgery.structures.registry import TARGETS
 from surgery.structures.work import Work
 from surgery.version import __version__
@@ -119,7 +118,6 @@ def make_plan(
     with progress.step(1, STEPS):
         texts = load_texts(opened, settings, progress, planted=False, held_out_length=settings.text_length)
     around = shares_around(share)
-    progress.expect(_foreseen(opened, settings, texts, around))
     with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
         candidates = Candidates(opened, work, settings)
         first = around if share is None else [share]
@@ -133,15 +131,15 @@ def make_plan(
             def told(weighed: Sequence[Sized], scores: Scores) -> list[Row]:
                 return rows_of(weighed, scores, candidates.source_bytes, called)
 
-            def measured(some: Sequence[Sized], part: HeldOut, later: int) -> Carried:
-                return measure(some, work, part, later=later)
+            def measured(some: Sequence[Sized], part: HeldOut) -> Carried:
+                return measure(some, work, part)
 
             rounds = Rounds(texts.held_out, measured, told, share)
             if share is None:
                 rounds.add(tried)
                 look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
             else:
-                rounds.add(tried, then=most_around(tried, share))
+                rounds.add(tried)
                 rounds.add(around_best(rounds, candidates, share), twice=False)
             rounds.decide(settings.max_loss)
         ordered = by_bytes(rounds.rows())
@@ -200,22 +198,6 @@ def opened_work(
         yield work
         if out is not None:
             opened.reader.check_unchanged()
-
-
-def _foreseen(opened: Source, settings: PlanSettings, texts: Texts, shares: Sequence[float]) -> dict[str, float]:
-    """What a plan will take, in tokens that are read by the model.
-
-    Backward they count as often as their operations go into those of reading. Candidates are estimated: one for every
-    share, if its size can be chosen, and the source twice, each on all held-out text; not all are, and more may be
-    looked for.
-    """
-    demand = Demand(cached=0, statistics=True, gradients=True, lags=_lag_basis(opened, settings) is not None)
-    flops = Workload.of(opened, settings, texts.counts(), demand).phase_flops()
-    sweeps = [phase for phase in flops if phase.startswith("calibrate")]
-    read = {phase: texts.calibration.numel() * flops[phase] / flops[sweeps[0]] for phase in sweeps}
-    weighed = allowed_candidates(opened.reader.config, settings)
-    models = 2 + sum(len(shares) if candidate.scales else 1 for _, candidate in weighed)
-    return {**read, LATER: models * texts.held_out.tokens.numel()}
 
 
 def _share_of(settings: PlanSettings, opened: Source) -> float | None:

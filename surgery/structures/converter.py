@@ -37,7 +37,6 @@ from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.running.workers import sharing_threads, workers
 from surgery.structures.base import Outcome, Structure
-from surgery.structures.estimates import Workload
 from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantisation_entry
 from surgery.structures.quantized.stage import in_own_class, quantize_written
 from surgery.structures.record import build_report
@@ -120,7 +119,6 @@ def _convert(
             _have_share(asked, settings, texts, together)
             return None
         foreseen = asked.foresee()
-        progress.expect(Workload.of(asked.opened, settings, texts.counts(), foreseen.demand).phase_flops())
         facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
         anew = {"overwrite": request.overwrite, "restart": request.restart}
         with progress.step(1, STEPS):
