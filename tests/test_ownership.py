@@ -22,7 +22,6 @@ from surgery.checkpoint.file_hashes import CARD, REPORT, hash_files
 from surgery.checkpoint.pictures import save_figure
 from surgery.checkpoint.staging import MARKER, UNFINISHED, Staging
 from surgery.checkpoint.work_folder import WorkFolder
-from surgery.common import shipped
 from surgery.common.errors import SurgeryError
 from surgery.common.file_names import file_name
 from surgery.common.ownership import check_file, inventory, is_own_file, matching, nested, owner
@@ -202,7 +201,6 @@ COMMANDS = {
     "heads": (["heads", "{source}", "--out", "{file}"], "a.safetensors"),
     "heads, map": (["heads", "{source}", "--out", "{stem}.safetensors"], "a.png"),
     "export": (["export", "{source}", "--engine", "llama.cpp", "--out", "{file}"], "a.gguf"),
-    "recipes": (["recipes", "--copy", "testbed-mla"], "testbed-mla.yaml"),
 }
 
 
@@ -350,7 +348,6 @@ def runs(root: Path):
     yield lambda: random_pattern(2, 2, 1).save(root / "pattern.safetensors", overwrite=True)
     yield lambda: Page("y").save(root / "page.html", overwrite=True)
     yield lambda: Page("y").save(root / "notes.html", overwrite=True)
-    yield lambda: shipped.copy_shipped("mla-everywhere", "configs", root, overwrite=True)
     yield lambda: Journal(root / ".journal", {"other": 1}, restart=True)
     yield lambda: TokenFile.write(root / "out.healing/trained.run/data/tokens-0123456789abcdef", {}, [Document([1])])
     yield lambda: write_whole(root / "plan.yaml", "a: 1")

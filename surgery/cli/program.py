@@ -13,7 +13,6 @@ from surgery import own_program
 from surgery.cli import bench as cli_bench
 from surgery.cli import convert as cli_convert
 from surgery.cli import engines as cli_engines
-from surgery.cli import env as cli_env
 from surgery.cli import evaluation as cli_evaluation
 from surgery.cli import heads as cli_heads
 from surgery.cli import heal as cli_heal
@@ -35,7 +34,7 @@ PURPOSES = {
     "Convert": ("convert", "heal", "heads", "slice", "run"),
     "Measure": ("eval", "compare", "bench", "verify"),
     "Serve and share": ("doctor", "export", "push"),
-    "Look up": ("recipes", "configs", "config", "env"),
+    "Look up": ("recipes", "configs", "config"),
 }
 """The verbs as help shows them."""
 
@@ -137,7 +136,6 @@ cli_slice.register(app)
 cli_engines.register(app)
 cli_push.register(app)
 cli_verify.register(app)
-cli_env.register(app)
 cli_evaluation.register(app)
 cli_heads.register(app)
 cli_heal.register(app)

@@ -98,9 +98,9 @@ class Verbs(_PlainHelp, TyperGroup):
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         """Refuse verbs that were removed."""
-        name = f"{ctx.info_name} {args[0]}" if args else ""
+        name = f"{ctx.info_name if ctx.parent else 'surgery'} {args[0]}" if args else ""
         if gone := removal(name):
-            raise SurgeryError(f"surgery {name} {gone}")
+            raise SurgeryError(f"{name} {gone}")
         return super().parse_args(ctx, args)
 
 
