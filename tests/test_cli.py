@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from surgery import model as own_model
 from surgery.cli import program as cli
 from surgery.common.errors import SurgeryError
-from surgery.engines import LOADS, LOADS_WITH, OPEN
+from surgery.engines.verdict import LOADS, LOADS_WITH, OPEN
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.version import __version__
@@ -34,7 +34,7 @@ def test_help_answers_without_torch(verb):
 
 
 PARTS = {"bench": ("kernels", "decode"), "heads": ("score", "compare")}
-VERBS = [[verb] for verbs in cli.PURPOSES.values() for verb in verbs if verb not in PARTS]
+VERBS = [[verb] for verbs in cli.VERBS.values() for verb in verbs if verb not in PARTS]
 VERBS += [[verb, part] for verb, parts in PARTS.items() for part in parts]
 
 

@@ -196,7 +196,6 @@ class TestUnfinished:
 
 
 COMMANDS = {
-    "plan, picture": (["plan", "{source}", "--kv-ratio", "0.5", "--plot", "{file}"], "a.png"),
     "plan": (["plan", "{source}", "--kv-ratio", "0.5", "--out", "{file}"], "plan.yaml"),
     "heads": (["heads", "{source}", "--out", "{file}"], "a.safetensors"),
     "heads, map": (["heads", "{source}", "--out", "{stem}.safetensors"], "a.png"),
@@ -448,7 +447,7 @@ WHOLE = {
     "heal": "heal {source} --teacher {source} --data {held_out} --max-steps 1 --length 32 --held-out 2 --no-measure"
     " --out {out}",
     "plan": "plan {source} --kv-ratio 0.5 --allow quantized {text} --held-out 2 --recall 0 --context 256"
-    " --out {out}.yaml --plot {out}.png",
+    " --out {out}.yaml",
     "export": "export {source} --engine llama.cpp --weights f32 --out {out}.gguf",
     "run": "run {recipe} --work {out}",
 }

@@ -29,11 +29,8 @@ from surgery.cli.verbs import Verb, equip
 from surgery.common.errors import SurgeryError
 from surgery.structures.registry import DEFAULT, TARGETS, described, find_target
 
-
-def register(app: typer.Typer) -> None:
-    """Adds the verb."""
-    classes = {target.name: target.settings_class for target in TARGETS.working().values() if not target.fixed}
-    app.command(cls=ConvertVerb)(with_settings(convert, classes))
+CONVERTED = {target.name: target.settings_class for target in TARGETS.working().values() if not target.fixed}
+"""Settings of each target that has a class of its own."""
 
 
 class ConvertVerb(Verb):

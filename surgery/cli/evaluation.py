@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.generated import Given, with_settings
+from surgery.cli.generated import Given
 from surgery.cli.options import (
     OUTPUT,
     ConfigOption,
@@ -181,10 +181,3 @@ def run(
         show_made(finished)
     if finished.report is not None:
         show_evaluation(finished.report, finished.written, as_json=as_json)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the verbs."""
-    app.command("eval")(with_settings(evaluate, {"eval": EvalSettings}))
-    app.command("compare")(compare)
-    app.command("run")(run)

@@ -31,11 +31,6 @@ heads = typer.Typer(
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the verb."""
-    app.add_typer(heads, name="heads")
-
-
 def score(
     checkpoint: CheckpointArgument,
     given: Given,

@@ -12,11 +12,6 @@ from surgery.cli.options import JsonOption, flag, option
 HUB = "Hub"
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the verb."""
-    app.command()(push)
-
-
 def push(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Folder of a conversion, a slice or a healing.")],
     repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the hub; made if there is none.")],

@@ -20,13 +20,6 @@ from surgery.structures.registry import SLICE, TARGETS
 from surgery.training.settings import HealSettings
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the verbs."""
-    app.command()(recipes)
-    app.command()(configs)
-    app.command()(config)
-
-
 def recipes(as_json: JsonOption = False) -> None:
     """List the recipes that ship, which `surgery run` takes by name.
 

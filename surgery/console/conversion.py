@@ -13,7 +13,8 @@ from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import of_conversion, show_next, show_ruin, where_it_loads
-from surgery.engines import ANY, OWN_CLASSES, spoken
+from surgery.engines.facts import OWN_CLASSES
+from surgery.engines.table import ANY, spoken
 from surgery.engines.verdict import Verdict
 from surgery.reporting.quality import before_and_after, fit_told, stages_table, useless_told
 

@@ -9,7 +9,8 @@ from surgery.common.tables.table import Column
 from surgery.console.conversion import class_and_why
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import show_next
-from surgery.engines import ran, spoken
+from surgery.engines.table import spoken
+from surgery.engines.verdict import ran
 from surgery.families import LATENT_FAMILIES
 from surgery.inspection.targets import COMMAND
 

@@ -34,7 +34,7 @@ from surgery.common.file_settings import read_mapping
 from surgery.common.interruption import resumes_from
 from surgery.common.ownership import IsOwned, inventory, matching, nested, owned_result
 from surgery.common.progress import Progress
-from surgery.engines import engine_table
+from surgery.engines.table import engine_table
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import STORE_FILES
