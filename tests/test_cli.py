@@ -66,7 +66,6 @@ BAD = {
     "unknown method": (["convert", "{source}", "--method", "magic"], "unknown: choose"),
     "unknown setting": (["convert", "{source}", "--config", "{folder}/bad.yaml"], "did you mean kv_ratio?"),
     "no processes": (["convert", "{source}", "--processes", "0"], "--processes must be at least 1"),
-    "plot of an inspection": (["inspect", "{source}", "--plot", "x.png"], "--plot was removed: surgery plan"),
 }
 
 

@@ -40,8 +40,7 @@ FLAGS = {
     "eval": "allow-pickle baseline batch-size batches config contexts data device domain dtype json length limit "
     "lm-eval-include needle-lengths num-fewshot out overwrite prompt ruler-lengths seed tasks text-field "
     "trust-remote-code variants wandb wandb-mode windows",
-    "inspect": "allow-pickle batch-size calibration calibration-length calibration-tokens device dtype json "
-    "overwrite plot seed text-field",
+    "inspect": "allow-pickle json",
 }
 """What verbs took before their options were made of the settings."""
 
@@ -50,7 +49,6 @@ MORE_FLAGS = {
     "heads score": "calibration data window",
     "heal": "text calibration wandb max-seconds max-steps",
     "eval": "text calibration decoded",
-    "inspect": "text data",
 }
 
 

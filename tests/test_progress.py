@@ -114,10 +114,10 @@ def test_lines_of_a_verb(checkpoints, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     code, _, told = run_main(monkeypatch, capsys, "convert", checkpoints("llama"), "--out", out, *QUICK, "--verbose")
     assert code == 0 and VERBOSE not in os.environ and "\r" not in told
-    ends = re.findall(r"(\d) of 6: ([^:]*): .* at most$", told, re.MULTILINE)
+    ends = re.findall(r"(\d) of 6: (.*): [^:]* at most$", told, re.MULTILINE)
     numbers = [int(number) for number, _ in ends]
     assert numbers == sorted(numbers) and {1, 2, 4, 5, 6} == set(numbers)
     report = previous_report(out)
-    assert [name for _, name in ends] == list(report["seconds"])
+    assert [name for _, name in ends][: len(report["seconds"])] == list(report["seconds"])
     assert report["phase_peak_bytes"].keys() == report["seconds"].keys() >= {"convert", "verify: reload and run"}
     assert 0 < max(report["phase_peak_bytes"].values()) <= report["peak_memory_bytes"]

@@ -265,11 +265,6 @@ def test_only_what_we_made_is_pushed(source, hub, monkeypatch, capsys):
     assert code == 1 and "has no surgery_report.json" in told and not hub.repos
 
 
-def test_a_conversion_says_how_to_push(source, monkeypatch, capsys):
-    code, _, told = run_main(monkeypatch, capsys, "convert", source, "--push-to-hub", "me/x")
-    assert code == 1 and "--push-to-hub was removed: surgery push" in told
-
-
 def test_ids_of_snapshots(tmp_path):
     assert id_of_snapshot(tmp_path / "models--org--a--b" / "snapshots" / "abc") == ("org/a--b", "abc")
     assert id_of_snapshot(tmp_path / "models--org--a" / "abc") is None

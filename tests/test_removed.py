@@ -19,6 +19,17 @@ LINES = {
     "gpu": ["inspect", "builtin", "--gpu", "h100"],
     "mixtures": ["plan", "builtin", "--mixtures", "24"],
     "refine": ["plan", "builtin", "--refine=200k"],
+    "calibration self": ["convert", "builtin", "--calibration", "self"],
+    "convert wandb": ["convert", "builtin", "--wandb", "p"],
+    "convert wandb_mode": ["convert", "builtin", "--wandb-mode", "offline"],
+    "push_to_hub": ["convert", "builtin", "--push-to-hub", "me/x"],
+    "surgery env": ["env"],
+    "recipes copy": ["recipes", "--copy", "testbed-mla"],
+    "configs copy": ["configs", "--copy", "mla"],
+    "plan plot": ["plan", "builtin", "--plot", "x.png"],
+    "log_file": ["run", "testbed-mla", "--log-file", "x"],
+    "inspect calibration": ["inspect", "builtin", "--calibration", "builtin"],
+    "inspect plot": ["inspect", "builtin", "--plot", "x.png"],
     "to mixed": ["convert", "builtin", "--to", "mixed"],
 }
 

@@ -45,8 +45,6 @@ def test_listed_and_printed(monkeypatch, capsys):
     assert code == 0 and printed == (ROOT / "recipes" / "testbed-mla.yaml").read_text()
     code, _, err = run_main(monkeypatch, capsys, "config", "mla-everywher")
     assert code == 1 and "did you mean mla-everywhere?" in err
-    code, _, err = run_main(monkeypatch, capsys, "recipes", "--copy", "testbed-mla")
-    assert code == 1 and "--copy was removed: surgery config NAME" in err
 
 
 def test_run_and_config_take_names(checkpoints, tmp_path, monkeypatch, capsys):
