@@ -24,7 +24,7 @@ from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.families import any_family_of
 from surgery.planning.candidates import Candidates, Sized, held_bytes, named_candidates
-from surgery.planning.measure import Carried, measure
+from surgery.planning.measure import measure
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import Row, alike, by_bytes, choose, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
@@ -117,32 +117,11 @@ def make_plan(
         progress.note(beyond)
     with progress.step(1, STEPS):
         texts = load_texts(opened, settings, progress, planted=False, held_out_length=settings.text_length)
-    around = shares_around(share)
     with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
         candidates = Candidates(opened, work, settings)
-        first = around if share is None else [share]
-        tried = list(candidates.at(first)) or list(candidates.at(around))
-        if not tried:
-            raise SurgeryError(_nothing(candidates.refused))
-        if share is not None and min(each.kv_bytes for each in tried) > share * candidates.source_bytes:
-            tried += candidates.smallest()  # the nearest that can be had, and its price
         with progress.step(3, STEPS):
-
-            def told(weighed: Sequence[Sized], scores: Scores) -> list[Row]:
-                return rows_of(weighed, scores, candidates.source_bytes, called)
-
-            def measured(some: Sequence[Sized], part: HeldOut) -> Carried:
-                return measure(some, work, part)
-
-            rounds = Rounds(texts.held_out, measured, told, share)
-            if share is None:
-                rounds.add(tried)
-                look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
-            else:
-                rounds.add(tried)
-                rounds.add(around_best(rounds, candidates, share), twice=False)
-            rounds.decide(settings.max_loss)
-        ordered = by_bytes(rounds.rows())
+            rounds = _weighed(candidates, work, texts.held_out, settings, share, called)
+    ordered = by_bytes(rounds.rows())
     source = max((source for _, source in rounds.scores), key=lambda source: len(source.losses))
     budget = {"kv_ratio": share, "max_loss": settings.max_loss, "context": settings.tokens, "batch": settings.batch}
     budget["kv_bytes"] = None if share is None else share * candidates.source_bytes
@@ -163,6 +142,34 @@ def make_plan(
         text=texts.description,
         seconds=time.monotonic() - began,
     )
+
+
+def _weighed(
+    candidates: Candidates, work: Work, held_out: HeldOut, settings: PlanSettings, share: float | None, called: str
+) -> Rounds:
+    """Measures candidates at the share of the source's bytes and around it, or until a loss is met.
+
+    Raises:
+        SurgeryError: there are none.
+    """
+    tried = list(candidates.at(shares_around(None) if share is None else [share]))
+    tried = tried or list(candidates.at(shares_around(share)))
+    if not tried:
+        raise SurgeryError(_nothing(candidates.refused))
+    if share is not None and min(each.kv_bytes for each in tried) > share * candidates.source_bytes:
+        tried += candidates.smallest()  # the nearest that can be had, and its price
+
+    def told(weighed: Sequence[Sized], scores: Scores) -> list[Row]:
+        return rows_of(weighed, scores, candidates.source_bytes, called)
+
+    rounds = Rounds(held_out, lambda some, part: measure(some, work, part), told, share)
+    rounds.add(tried)
+    if share is None:
+        look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
+    else:
+        rounds.add(around_best(rounds, candidates, share), twice=False)
+    rounds.decide(settings.max_loss)
+    return rounds
 
 
 @contextmanager
