@@ -65,7 +65,6 @@ BAD = {
     "odd --rope-dim": (["convert", "{source}", "--rope-dim", "3"], "must be even"),
     "unknown method": (["convert", "{source}", "--method", "magic"], "unknown: choose"),
     "unknown setting": (["convert", "{source}", "--config", "{folder}/bad.yaml"], "did you mean kv_ratio?"),
-    "no processes": (["convert", "{source}", "--processes", "0"], "--processes must be at least 1"),
 }
 
 

@@ -30,6 +30,7 @@ LINES = {
     "log_file": ["run", "testbed-mla", "--log-file", "x"],
     "inspect calibration": ["inspect", "builtin", "--calibration", "builtin"],
     "inspect plot": ["inspect", "builtin", "--plot", "x.png"],
+    "processes": ["eval", "builtin", "--processes", "2"],
     "to mixed": ["convert", "builtin", "--to", "mixed"],
 }
 

@@ -20,7 +20,6 @@ from surgery.cli.options import (
     KeepCodeOption,
     OverwriteOption,
     PickleOption,
-    ProcessesOption,
     RestartOption,
     command_line,
     option,
@@ -74,7 +73,6 @@ def convert(
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
     plan: Annotated[Path | None, option("--plan", "FILE", "What surgery plan chose; flags win over it.")] = None,
-    processes: ProcessesOption = None,
     dry_run: DryRunOption = False,
     restart: RestartOption = False,
     allow_pickle: PickleOption = False,
@@ -148,7 +146,7 @@ def convert(
         command=command_line(),
         predicted=planned and planned.predicted,
         restart=restart,
-        processes=processes,
+        shared=True,
         progress=Progress(),
     )
     if conversion is not None:
