@@ -56,10 +56,6 @@ def test_version():
 
 
 BAD = {
-    "unknown target": (["convert", "--to", "mqx", "{source}"], "unknown target"),
-    "missing folder": (["convert", "{folder}/absent"], "absent: no such folder"),
-    "missing folder, inspected": (["inspect", "{folder}/absent"], "absent: no such folder"),
-    "existing output": (["convert", "{source}", "--out", "{folder}"], "exists; choose another --out"),
     "existing output, dry": (["convert", "{source}", "--out", "{folder}", "--dry-run"], "exists; choose another --out"),
     "bad --rope-dim": (["convert", "{source}", "--rope-dim", "some"], "--rope-dim must be a whole number or auto"),
     "odd --rope-dim": (["convert", "{source}", "--rope-dim", "3"], "must be even"),

@@ -117,16 +117,6 @@ class TestResults:
         write_result(out, overwrite=True)
         assert (out / "config.json").exists() and os.listdir(tmp_path) == ["out"]
 
-    def test_the_folder_of_a_web_page(self, tmp_path, checkpoints, monkeypatch, capsys):
-        web = tmp_path / "web"
-        for name, kind in {"config.json": "file", "thesis.docx": "file", ".git": "folder"}.items():
-            plant(web / name, kind)
-        before = content_of(tmp_path)
-        code, _, error = run_main(
-            monkeypatch, capsys, "convert", checkpoints("llama"), "--kv-ratio", "0.5", "--out", web, "--overwrite"
-        )
-        assert code == 1 and f"{web}: holds other files" in error and content_of(tmp_path) == before
-
     def test_a_file_that_appears_before_the_end(self, tmp_path):
         out, staging = write_result(tmp_path / "out"), Staging(tmp_path / "out", overwrite=True)
         staging.create()
