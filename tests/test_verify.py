@@ -167,7 +167,7 @@ def test_damage_is_found(copy, damage, caught, words, monkeypatch, capsys):
         forget_hashes(path)
     checks = {check.name: check for check in verify_checkpoint(path, device="cpu").checks}
     assert checks[caught].outcome == FAILED
-    assert pytest.importorskip("re").search(words, checks[caught].said)
+    assert words in checks[caught].said
     code, shown, errors = run_main(monkeypatch, capsys, "verify", path, "--device", "cpu")
     assert code == 1 and "failed" in shown
     assert errors.splitlines()[-1].startswith(f"surgery: error: {path}: ")
