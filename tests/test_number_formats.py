@@ -7,7 +7,7 @@ import pytest
 import torch
 from command_line import run_main
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT
+from tiny_models import HELD_OUT, make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from surgery.architectures.neutral_norm import (
@@ -23,10 +23,13 @@ from surgery.architectures.neutral_norm import (
 from surgery.architectures.query_latent import query_latent
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
+from surgery.common.setting import names_of
 from surgery.engines.number_formats import FP8_CACHE, ruinous_formats
 from surgery.export.gguf_model import GGUFModel
 from surgery.structures import converter
+from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.registry import TARGETS
 
 OLD = Path(__file__).with_name("old_checkpoints") / "mla-stock"
 SMALL = {"kv_lora_rank": 12, "rope_dim": 4, "carrier": "stock", "calibration": str(HELD_OUT), "fit_steps": 0}
@@ -233,10 +236,48 @@ def test_a_float16_source_becomes_what_engines_serve(checkpoints, tmp_path):
     """Its latent needs no constant, and so no bias, which engines drop."""
     asked = {"engine": "llama.cpp", "kv_ratio": 0.5, "calibration": "none"}
     source = checkpoints("mistral", torch.float16)
-    result = converter.convert(source, tmp_path / "plain", ConvertSettings(**asked))
-    config = json.loads((result.path / "config.json").read_text())
-    assert config["attention_bias"] is False and result.report.target["latent_norm"] == "tiny"
-    assert config["dtype"] == "float16"
-    assert not any(tensor.tiny for tensor in GGUFModel.of(CheckpointReader.open(result.path)).tensors())
+    for name, dtype in (("plain", None), ("cast", "bfloat16")):
+        result = converter.convert(source, tmp_path / name, ConvertSettings(**asked, weights_dtype=dtype))
+        config = json.loads((result.path / "config.json").read_text())
+        assert config["attention_bias"] is False and result.report.target["latent_norm"] == "tiny"
+        assert config["dtype"] == (dtype or "float16")
+        exported = GGUFModel.of(CheckpointReader.open(result.path))
+        assert not any(tensor.tiny for tensor in exported.tensors())
     with pytest.raises(SurgeryError, match="latent_norm"):
         ConvertSettings(engine="vllm", latent_norm="constant")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_weights_have_the_dtype_asked_for(checkpoints, tmp_path, dtype):
+    settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none", weights_dtype=dtype)
+    result = converter.convert(checkpoints("qwen2", torch.bfloat16), tmp_path / "out", settings)
+    reader = CheckpointReader.open(result.path)
+    assert {reader.info(name).dtype for name in reader.names()} == {getattr(torch, dtype)}
+    assert reader.config["dtype"] == dtype and "torch_dtype" not in reader.config
+    report = json.loads((result.path / "surgery_report.json").read_text())
+    assert report["settings"]["weights_dtype"] == dtype
+
+
+def test_values_are_rounded_as_torch_does(checkpoints):
+    reader = CheckpointReader.open(checkpoints("llama"))
+    cast = reader.in_dtype(torch.bfloat16)
+    for name in reader.names():
+        assert torch.equal(cast.tensor(name), reader.tensor(name).bfloat16())
+    name, rows = "model.embed_tokens.weight", torch.tensor([5, 0, 4000, 5])
+    assert torch.equal(cast.rows(name, rows), reader.tensor(name).bfloat16()[rows])
+    assert cast.in_dtype(torch.bfloat16) is cast and cast.fingerprint() == reader.fingerprint()
+
+
+def test_values_beyond_float16_are_refused(tmp_path):
+    folder = make_checkpoint(tmp_path / "large", "llama", torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = 1e5
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    cast = CheckpointReader.open(folder).in_dtype(torch.float16)
+    with pytest.raises(SurgeryError, match="weights-dtype"):
+        cast.tensor("model.norm.weight")
+
+
+def test_every_target_takes_a_dtype():
+    for target in TARGETS.working().values():
+        assert "weights_dtype" in names_of(target.settings_class)

@@ -31,7 +31,6 @@ LINES = {
     "inspect calibration": ["inspect", "builtin", "--calibration", "builtin"],
     "inspect plot": ["inspect", "builtin", "--plot", "x.png"],
     "processes": ["eval", "builtin", "--processes", "2"],
-    "weights_dtype": ["convert", "builtin", "--weights-dtype", "float16"],
     "to mixed": ["convert", "builtin", "--to", "mixed"],
 }
 
@@ -50,8 +49,6 @@ def test_a_file_with_a_removed_setting_does_too(tmp_path):
     (tmp_path / "plan.yaml").write_text("kv_ratio: 0.25\nmixtures: 24\n")
     with pytest.raises(SurgeryError, match="mixtures was removed"):
         PlanSettings.from_file(tmp_path / "plan.yaml")
-    (tmp_path / "plan.yaml").write_text("kv_ratio: 0.25\nweights_dtype: null\n")  # as files of all defaults have it
-    assert PlanSettings.from_file(tmp_path / "plan.yaml").kv_ratio == 0.25
 
 
 def test_a_plan_file_whose_choice_is_a_mixture_does_too(tmp_path):

@@ -73,7 +73,15 @@ class ConversionSettings(FileSettings):
         unset="all",
         metavar="SIZE",
     )
-    max_shard_size: str = setting("5GB", "Largest weight file.", section="Output", metavar="SIZE")
+    weights_dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
+        None,
+        "Dtype of the written weights; the source is rounded to it as it is read.",
+        more="float16 overflows where bfloat16 does not, in weights and in what models compute.",
+        section="Output",
+        unset="the source's",
+        synonyms=DTYPE_NAMES,
+    )
+    max_shard_size: str = setting("5GB", "Largest weight file.", metavar="SIZE")
     keep_statistics: str | None = setting(
         None,
         "Keep what is learnt of the source there, and take it from there if it is of the same source and text.",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from surgery.checkpoint.cast_store import CastStore, config_in
 from surgery.checkpoint.config_file import RUN_CHOICES, read_config, without_keys
 from surgery.checkpoint.dequantised_store import DequantisedStore
 from surgery.checkpoint.disk import disk_errors
@@ -184,6 +185,13 @@ class CheckpointReader:
         config = {name: value for name, value in self.config.items() if name != "quantization_config"}
         return self._view(config, DequantisedStore(self._store, found.matrices), found.name, code=True)
 
+    def in_dtype(self, dtype: torch.dtype) -> CheckpointReader:
+        """The same weights, rounded to a dtype as they are read; itself, where they have it."""
+        store = CastStore(self._store, dtype)
+        if store.infos == self._store.infos:
+            return self
+        return self._view(config_in(self.config, dtype), store, self.dequantised_from, code=True)
+
     def _view(
         self, config: dict[str, Any], store: Store, dequantised_from: str | None, *, code: bool
     ) -> CheckpointReader:
@@ -233,7 +241,7 @@ class CheckpointReader:
         return self._store.parts(name) if isinstance(self._store, DequantisedStore) else {}
 
     def model_folder(self) -> Path:
-        """A folder that transformers can load: ``path``, or of quantised weights a temporary copy.
+        """A folder that transformers can load: ``path``, or of quantised or cast weights a temporary copy.
 
         The copy takes 2 bytes a parameter (4 where numbers are float32) in the folder for temporary files, and goes
         when the process ends.
@@ -241,7 +249,7 @@ class CheckpointReader:
         Raises:
             SurgeryError: the file cannot be read, or the disk is too full.
         """
-        if isinstance(self._store, GgufStore | DequantisedStore):
+        if isinstance(self._store, GgufStore | DequantisedStore | CastStore):
             from surgery.checkpoint.dequantised_copy import dequantised_copy
 
             return dequantised_copy(self)

@@ -40,8 +40,6 @@ class FileSettings:
             SurgeryError: a name is unknown, or a value is not allowed.
         """
         names = names_of(cls)
-        # Files that list all settings with their defaults stay good where one is removed.
-        values = {name: value for name, value in values.items() if name in names or value or not removal(str(name))}
         for name in values:
             if name not in names:
                 if gone := removal(str(name)):

@@ -21,7 +21,6 @@ REMOVED = {
     "recipes copy": "surgery config NAME > NAME.yaml writes one to change",
     "configs copy": "surgery config NAME > NAME.yaml writes one to change",
     "plan plot": "the table marks with · what beats everything smaller; --json has every row for a plot",
-    "weights_dtype": "load the source with transformers in that dtype, save_pretrained it and convert that",
     "processes": "torchrun --nproc-per-node N -m surgery ... starts as many processes that share the work",
     "log_file": "--verbose writes lines with times and memory on standard error: add 2>> FILE",
     "inspect calibration": "surgery plan measures what every size of every target loses",

@@ -110,7 +110,7 @@ def make_plan(
         SurgeryError: the source cannot be read or converted, or nothing meets the budget.
     """
     progress, began, called = progress or Progress(silent=True), time.monotonic(), called or str(source)
-    reader = open_model(source, allow_pickle=allow_pickle)
+    reader = open_model(source, allow_pickle=allow_pickle, dtype=settings.weights_dtype)
     opened = Source.of(reader, settings, any_family_of(reader.config))
     share = _share_of(settings, opened)
     if beyond := beyond_positions(settings.tokens, opened.config.max_position_embeddings):

@@ -26,6 +26,7 @@ OF_TEXT = (
     "recall",
     "held_out_text",
     "seed",
+    "weights_dtype",
 )
 """Settings that decide what statistics are taken on, which the conversion takes over."""
 

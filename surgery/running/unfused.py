@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families import FAMILIES
@@ -17,13 +19,17 @@ from surgery.running.loading import load_config
 from surgery.running.source_check import open_source
 
 
-def open_model(source: str | Path, *, allow_pickle: bool = False) -> CheckpointReader:
+def open_model(source: str | Path, *, allow_pickle: bool = False, dtype: str | None = None) -> CheckpointReader:
     """Opens a checkpoint as :func:`unfused` sees it; what every verb begins with that reads a model's attention.
+
+    Args:
+        dtype: name of the one that weights are rounded to as they are read; None: they are read as they are stored.
 
     Raises:
         SurgeryError: it cannot be read, or has something that its family has not.
     """
-    return unfused(open_source(source, allow_pickle=allow_pickle))
+    reader = open_source(source, allow_pickle=allow_pickle)
+    return unfused(reader if dtype is None else reader.in_dtype(getattr(torch, dtype)))
 
 
 def unfused(reader: CheckpointReader) -> CheckpointReader:

@@ -51,7 +51,7 @@ def open_request(request: ConversionRequest, progress: Progress) -> tuple[Struct
         SurgeryError: whatever can be refused before any work.
     """
     source, settings = request.source, request.settings
-    reader = open_model(source, allow_pickle=request.allow_pickle)
+    reader = open_model(source, allow_pickle=request.allow_pickle, dtype=settings.weights_dtype)
     target = target_of(settings)
     check_keepable(reader, settings)
     structure = target.structure().for_source(reader.config, settings)

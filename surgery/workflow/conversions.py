@@ -183,8 +183,7 @@ def _check_kept(out: Path, source: str, settings: ConversionSettings) -> None:
 
     try:
         report = json.loads((out / "surgery_report.json").read_text(encoding="utf-8"))
-        known = {field.name: field.default for field in fields(settings)}
-        made = known | {name: value for name, value in report["settings"].items() if name in known or value}
+        made = {field.name: field.default for field in fields(settings)} | report["settings"]
         kept = {"keep_statistics": settings.keep_statistics}  # a place only
         same = json.loads(json.dumps(made | kept)) == json.loads(json.dumps(settings.to_dict()))
         same = same and report["source"]["sha256"] == CheckpointReader.open(source).fingerprint()

@@ -1,0 +1,66 @@
+"""Tensors of a checkpoint whose floating-point values are read in another dtype than they are stored in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.checkpoint.read_ahead import Place
+from surgery.checkpoint.stores import ByteRanges, Store
+from surgery.checkpoint.tensors import CHUNK_BYTES, as_bytes
+from surgery.common.errors import SurgeryError
+
+CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Quantized weights, integers and fp8 stay as they are stored."""
+
+
+class CastStore:
+    """A store in which floating-point tensors have one dtype; at most 16 MiB are cast at a time."""
+
+    def __init__(self, store: Store, dtype: torch.dtype):
+        self._store, self._dtype, self.max_readers = store, dtype, store.max_readers
+        self.infos = {
+            name: replace(info, dtype=dtype, nbytes=info.nbytes // info.dtype.itemsize * dtype.itemsize)
+            if info.dtype in CASTABLE
+            else info
+            for name, info in store.infos.items()
+        }
+
+    def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
+        """As :meth:`Store.read`; ranges hold whole elements."""
+        stored = self._store.infos[name].dtype
+        if stored == self.infos[name].dtype:
+            self._store.read(name, ranges, out)
+            return
+        size, step = self._dtype.itemsize, CHUNK_BYTES // 8
+        for start, stop in ranges:
+            for first in range(start // size, stop // size, step):
+                after = min(first + step, stop // size)
+                raw = torch.empty((after - first) * stored.itemsize, dtype=torch.uint8)
+                self._store.read(name, [(first * stored.itemsize, after * stored.itemsize)], raw)
+                values = raw.view(stored)
+                cast = values.to(self._dtype)
+                if bool((cast.isinf() & ~values.isinf()).any()):
+                    format_name = str(self._dtype).removeprefix("torch.")
+                    raise SurgeryError(
+                        f"{name} has values that {format_name} cannot hold: use --weights-dtype bfloat16 or float32"
+                    )
+                out[: cast.nbytes] = as_bytes(cast)
+                out = out[cast.nbytes :]
+
+    def places(self, name: str) -> list[Place]:
+        """As :meth:`Store.places`."""
+        return self._store.places(name)
+
+
+def config_in(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A config.json, and the configs of models inside it, with another dtype of the weights."""
+    changed = {
+        name: config_in(value, dtype) if isinstance(value, dict) and {"dtype", "torch_dtype"} & value.keys() else value
+        for name, value in config.items()
+        if name != "torch_dtype"
+    }
+    return {**changed, "dtype": str(dtype).removeprefix("torch.")}
