@@ -1,10 +1,11 @@
-"""Shared parts of verbs: --quiet, --verbose of long ones, help without types of flags, suggestions in groups."""
+"""What verbs share: --quiet, a log of long ones, help without types of flags, suggestions for the verbs of a group."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
@@ -13,17 +14,33 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from surgery.cli.options import command_line, option
 from surgery.common.errors import SurgeryError
 from surgery.common.removed import removal
 from surgery.common.standard_output import printing
+from surgery.version import __version__
 
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error; only errors.")]
 
 
-VERBOSE_OPTION: dict[str, Any] = {
-    "verbose": Annotated[bool, typer.Option("--verbose", "-v", help="Lines in place of bars, with times and memory.")]
+LOG = "Log"
+LOGGED: dict[str, Any] = {
+    "verbose": (
+        False,
+        Annotated[
+            bool,
+            typer.Option("--verbose", "-v", help="Lines in place of bars, with times and memory.", rich_help_panel=LOG),
+        ],
+    ),
+    "log_file": (
+        None,
+        Annotated[
+            Path | None,
+            option("--log-file", "FILE", "Add phases, notes and times to it; JSON lines, if it ends in .jsonl.", LOG),
+        ],
+    ),
 }
-"""Option of long verbs: name and annotation."""
+"""Options of long verbs: name, default and annotation."""
 
 LONG = {("convert",), ("slice",), ("heal",), ("eval",), ("plan",), ("run",), ("verify",), ("demo",)}
 LONG |= {("heads", "score"), ("heads", "compare")}
@@ -31,10 +48,13 @@ LONG |= {("heads", "score"), ("heads", "compare")}
 
 
 FOLLOWED: dict[str, Any] = {
-    "follow_links": Annotated[
-        bool,
-        typer.Option("--follow-links", help="Read files of a checkpoint that are links to elsewhere; trust them."),
-    ],
+    "follow_links": (
+        False,
+        Annotated[
+            bool,
+            typer.Option("--follow-links", help="Read files of a checkpoint that are links to elsewhere; trust them."),
+        ],
+    ),
 }
 """Option of verbs that read checkpoints."""
 READING = {("inspect",), ("plan",), ("convert",), ("heal",), ("slice",), ("run",), ("eval",), ("verify",), ("doctor",)}
@@ -119,14 +139,13 @@ class VerbsWithDefault(Verbs):
 
 
 def equip(app: typer.Typer, *group: str) -> None:
-    """Gives every verb of an app what all verbs share, and long ones --verbose."""
+    """Gives every verb of an app what all verbs share, and long ones their log."""
     for verb in app.registered_commands:
         name = verb.name or verb.callback.__name__.strip("_")
         verb.cls = verb.cls if issubclass(verb.cls or TyperCommand, Verb) else Verb
         verb.help = _with_lines(verb.help or inspect.getdoc(verb.callback) or "")
         words = (*group, name)
-        own = (VERBOSE_OPTION if words in LONG else {}) | (FOLLOWED if words in READING else {})
-        verb.callback = _shared(verb.callback, {**own, "quiet": QuietOption})
+        verb.callback = _shared(verb.callback, LOGGED if words in LONG else {}, FOLLOWED if words in READING else {})
     for each in app.registered_groups:
         equip(each.typer_instance, *group, each.name or each.typer_instance.info.name)
 
@@ -137,25 +156,31 @@ def _with_lines(text: str) -> str:
     return told + "\\\n".join([mark, *(line.strip() for line in examples.splitlines() if line.strip())])
 
 
-def _shared(verb: Callable[..., None], flags: dict[str, Any]) -> Callable[..., None]:
-    """The verb with these flags, of which it is not told itself."""
+def _shared(
+    verb: Callable[..., None], log_options: dict[str, Any], link_options: dict[str, Any]
+) -> Callable[..., None]:
+    """The verb with --quiet, and with the options of logs and of links where it has them."""
 
     @wraps(verb)
-    def called(quiet: bool, follow_links: bool = False, **values: Any) -> None:
+    def called(
+        quiet: bool, verbose: bool = False, log_file: Path | None = None, follow_links: bool = False, **values: Any
+    ) -> None:
         from surgery.checkpoint.layout import FOLLOW_LINKS
         from surgery.common.environment import environment
-        from surgery.common.progress import QUIET, VERBOSE
+        from surgery.common.log import logged
+        from surgery.common.progress import QUIET
 
-        verbose = "verbose" in flags and values.pop("verbose")
+        command = command_line()
+        log = logged(command, log_file, verbose=verbose, version=__version__) if log_options else nullcontext()
         linked = {FOLLOW_LINKS: "1"} if follow_links else {}
-        with environment(**(QUIET if quiet else {}), **linked, **({VERBOSE: "1"} if verbose else {})):
+        with environment(**(QUIET if quiet else {}), **linked), log:
             verb(**values)
 
     hints = get_type_hints(verb, include_extras=True)
     parameters = [each.replace(annotation=hints[each.name]) for each in inspect.signature(verb).parameters.values()]
     parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=option)
-        for name, option in flags.items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+        for name, (default, option) in {**log_options, **link_options, "quiet": (False, QuietOption)}.items()
     ]
     called.__signature__ = inspect.Signature(parameters)
     called.__annotations__ = {each.name: each.annotation for each in parameters}

@@ -71,8 +71,11 @@ class Phase:
             return None
         return self.seconds * (self.total - self.done) / (self.done - already)
 
-    def goes_on(self) -> str:
+    def begins(self) -> str:
         """For people, as the next ones are."""
+        return f"{self.name} …"
+
+    def goes_on(self) -> str:
         return f"{self.name}: {self.amount()} after {duration(self.seconds)}"
 
     def ended(self, *, memory: bool) -> str:
@@ -81,6 +84,17 @@ class Phase:
 
     def stopped(self) -> str:
         return f"{self.name}: stopped at {self.amount()} after {duration(self.seconds)}"
+
+    def facts(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "phase": self.name,
+            "done": self.done,
+            "total": self.total,
+            "unit": self.unit,
+            "seconds": round(self.seconds, 2),
+            "peak_bytes": self.peak_bytes,
+        }
 
 
 def _plural(unit: str, count: int | None) -> str:

@@ -1,7 +1,7 @@
-"""Progress of long work on standard error: one bar a phase, or plain lines; silent when asked.
+"""Progress of long work on standard error and in the log: one bar a phase, or plain lines; silent when asked.
 
-Bars are for people before a terminal. Elsewhere, or where more is wanted (`VERBOSE`), a phase is a line at its end, and
-one every minute while it lasts.
+Bars are for people before a terminal. Elsewhere, or where more is wanted (``surgery.common.log``), a phase is a line at
+its end, and one every minute while it lasts.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 
 from tqdm import tqdm
 
 from surgery.common.human import duration
+from surgery.common.log import is_verbose, log
 from surgery.common.phase import Phase
 from surgery.common.visible import visible
 
 QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 """The environment in which neither we nor other packages show bars and notes, in this process and those it starts."""
-VERBOSE = "SURGERY_VERBOSE"
-"""Environment variable by which lines with times and memory take the place of bars, in processes of a verb too."""
 
 
 class Progress:
@@ -30,17 +29,25 @@ class Progress:
     Attributes:
         seconds: wall-clock seconds of every finished phase, in order.
         peaks: the most resident memory during each, in bytes.
+        expected: amounts of work in phases by name, in order, where :meth:`expect` told them.
     """
 
-    def __init__(self, *, silent: bool = False, places: tuple[str, ...] = ()):
-        """Args: ``places`` of all phases in work that they are part of (:meth:`at`)."""
-        self._silent, self._places = silent, places
+    def __init__(self, *, silent: bool = False, places: tuple[str, ...] = (), after: float | None = 0.0):
+        """Args: ``places`` of all phases in work that they are part of (:meth:`at`); ``after`` as of :meth:`fresh`."""
+        self._silent, self._places, self._after = silent, places, after
         self.seconds: dict[str, float] = {}
         self.peaks: dict[str, int] = {}
+        self.expected: dict[str, float] = {}
+        self._worked = self._spent = 0.0  # in phases whose work was expected
 
-    def fresh(self) -> Progress:
-        """Another one that shows as much and has no phases behind it, for the next of several pieces of work."""
-        return Progress(silent=self._silent, places=self._places)
+    def fresh(self, after: float | None = 0.0) -> Progress:
+        """Another one that shows as much and has no phases behind it, for the next of several pieces of work.
+
+        Args:
+            after: seconds that the pieces after it will take; None where nobody knows, and what is left is told of
+                this piece alone.
+        """
+        return Progress(silent=self._silent, places=self._places, after=after)
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
@@ -50,6 +57,10 @@ class Progress:
             yield
         finally:
             self._places = before
+
+    def expect(self, work: Mapping[str, float]) -> None:
+        """Tells how much work the phases to come are, in any unit and in their order: the time left is then told."""
+        self.expected = dict(work)
 
     def step(self, number: int, of: int) -> contextlib.AbstractContextManager[None]:
         """The same for one of several steps whose number is known."""
@@ -62,15 +73,17 @@ class Progress:
         ``total`` is None where nobody knows.
         """
         place, already = ", ".join(self._places), 0
-        lines, verbose = self._shown and (_is_verbose() or not sys.stderr.isatty()), _is_verbose()
+        lines, verbose = self._lines, is_verbose()
 
-        def tell(text: str) -> None:
-            if lines:
-                self._show(f"{place}: {text}" if place else text)
-
-        def going(phase: Phase) -> None:
-            left = phase.left(already)
-            tell(phase.goes_on() + (f", about {duration(left)} left" if left else ""))
+        def tell(event: str, phase: Phase, text: str, shown: str | None) -> None:
+            """Logs a text and shows another, or none."""
+            prefix, left = f"{place}: " if place else "", self._left(phase, already)
+            rest = f", {said}" if event == "going" and (said := self._told(left, phase.left(already))) else ""
+            name = "step_seconds_left" if self._after is None else "seconds_left"
+            facts = {} if left is None else {name: round(left + (self._after or 0.0), 1)}
+            self._log(event, prefix + text + rest, at=place or None, **phase.facts(), **facts)
+            if lines and shown is not None:
+                self._show(prefix + shown + rest)
 
         bar = tqdm(
             total=total,
@@ -80,15 +93,16 @@ class Progress:
             file=sys.stderr,
             disable=lines or not self._shown,
         )
-        phase = Phase(name, total, unit, going)
-        if verbose:
-            tell(f"{name} …")
+        phase = Phase(name, total, unit, lambda phase: tell("going", phase, phase.goes_on(), phase.goes_on()))
+        tell("begin", phase, phase.begins(), phase.begins() if verbose else None)
 
         def advance(count: int = 1) -> None:
             nonlocal already
             if not phase.done and count > 1:
                 already = count  # what an earlier run had done comes at once
             phase.done += count
+            if not bar.disable and (left := self._left(phase, already)):
+                bar.set_postfix_str(self._told(left, None), refresh=False)
             bar.update(count)
 
         try:
@@ -96,28 +110,59 @@ class Progress:
                 yield advance
         except BaseException:
             phase.end()
-            if verbose:
-                tell(phase.stopped())
+            tell("stopped", phase, phase.stopped(), phase.stopped() if verbose else None)
             raise
         phase.end()
-        tell(phase.ended(memory=verbose))
+        tell("end", phase, phase.ended(memory=True), phase.ended(memory=verbose))
+        self._worked += self._work(phase, phase.done - already)
+        self._spent += phase.seconds if name in self.expected else 0.0
         self.seconds[name] = self.seconds.get(name, 0.0) + phase.seconds
         self.peaks[name] = max(self.peaks.get(name, 0), phase.peak_bytes)
 
     def note(self, text: str) -> None:
         """A line between phases."""
+        self._log("note", text, at=", ".join(self._places) or None)
         if self._shown:
             self._show(text)
+
+    def _work(self, phase: Phase, units: int) -> float:
+        return self.expected.get(phase.name, 0.0) * units / phase.total if phase.total else 0.0
+
+    def _left(self, phase: Phase, already: int) -> float | None:
+        """Seconds that this phase and the expected ones after it will take at the pace so far; None where unknown.
+
+        Args:
+            already: units of the phase that took no time, as an earlier run had done them.
+        """
+        worked = self._worked + self._work(phase, phase.done - already)
+        if phase.name not in self.expected or not worked:
+            return None
+        names = list(self.expected)
+        after = sum(self.expected[name] for name in names[names.index(phase.name) + 1 :])
+        rest = after + self._work(phase, phase.total - phase.done)
+        return rest * (self._spent + phase.seconds) / worked
+
+    def _told(self, of_work: float | None, of_phase: float | None) -> str:
+        """The time left, of the whole where that is known; empty where nothing is."""
+        if of_work and self._after is not None:
+            return f"about {duration(of_work + self._after)} left in all"
+        if of_work:
+            return f"about {duration(of_work)} left of this step"
+        return f"about {duration(of_phase)} left" if of_phase else ""
 
     @property
     def _shown(self) -> bool:
         return not (self._silent or os.environ.get("TQDM_DISABLE"))
 
+    @property
+    def _lines(self) -> bool:
+        return self._shown and (is_verbose() or not sys.stderr.isatty())
+
+    def _log(self, event: str, text: str, **facts: object) -> None:
+        if not self._silent:
+            log(event, text, **facts)
+
     @staticmethod
     def _show(text: str) -> None:
-        stamp = f"{datetime.now():%H:%M:%S} " if _is_verbose() else ""
+        stamp = f"{datetime.now():%H:%M:%S} " if is_verbose() else ""
         tqdm.write(stamp + visible(text), file=sys.stderr)  # past the bars of other libraries
-
-
-def _is_verbose() -> bool:
-    return VERBOSE in os.environ

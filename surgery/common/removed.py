@@ -22,7 +22,6 @@ REMOVED = {
     "configs copy": "surgery config NAME > NAME.yaml writes one to change",
     "plan plot": "the table marks with · what beats everything smaller; --json has every row for a plot",
     "processes": "torchrun --nproc-per-node N -m surgery ... starts as many processes that share the work",
-    "log_file": "--verbose writes lines with times and memory on standard error: add 2>> FILE",
     "inspect calibration": "surgery plan measures what every size of every target loses",
     "inspect plot": "surgery plan measures what every size of every target loses",
     "to mixed": "convert all layers to one structure, such as --to lowrank --bits auto, which spends by layer; "

@@ -36,6 +36,7 @@ from surgery.running.moment_precision import factorising_on
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.structures.base import Outcome, Structure
+from surgery.structures.estimates import Workload
 from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantisation_entry
 from surgery.structures.quantized.stage import in_own_class, quantize_written
 from surgery.structures.record import build_report
@@ -115,6 +116,7 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
             _have_share(asked, settings, texts, together)
             return None
         foreseen = asked.foresee()
+        progress.expect(Workload.of(asked.opened, settings, texts.counts(), foreseen.demand).phase_flops())
         facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
         anew = {"overwrite": request.overwrite, "restart": request.restart}
         with progress.step(1, STEPS):

@@ -14,8 +14,10 @@ from surgery.architectures.cached import REASON
 from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.texts import (
+    NO_TOKENIZER,
     RANDOM_LENGTH,
     RANDOM_SEQUENCES,
+    RECALL_PROMPTS_PER_TEXT,
     load_texts,
 )
 from surgery.checkpoint import CheckpointWriter
@@ -25,6 +27,7 @@ from surgery.checkpoint.staging import NoSpace
 from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
 from surgery.families.base import head_shape
+from surgery.running.loading import load_tokenizer
 from surgery.running.source import OwnSource, Source, is_absent
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_layers import converted_layers
@@ -82,8 +85,8 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Plans a conversion of the same arguments, without any forward pass and without writing.
 
-    Calibration text is read and tokenised, so that its faults show too. Of a device that is not here, such as "cuda"
-    on a laptop, the memory is told and no time.
+    Calibration text is read and tokenised, so that its faults show too; ``self`` samples, which take the whole model,
+    are not drawn. Of a device that is not here, such as "cuda" on a laptop, the memory is told and no time.
 
     Args:
         outline: folder for a checkpoint of the result's shapes (:mod:`surgery.checkpoint.outline`), from which dry runs
@@ -143,6 +146,18 @@ def plan_conversion(
     )
 
 
+def expected_seconds(source: str | Path, settings: ConversionSettings) -> float | None:
+    """About how long a conversion takes, from shapes alone: neither weights nor text are read.
+
+    None of a source that is not on this machine, and of one with a pattern, which is held against all weights.
+    """
+    if not Path(source).exists() or getattr(settings, "heads", None) is not None or is_absent(settings.device):
+        return None
+    asked, _ = open_request(ConversionRequest(source, None, settings, overwrite=True), Progress(silent=True))
+    work = Workload.of(asked.opened, settings, _asked_tokens(asked.opened, settings), asked.foresee().demand)
+    return work.estimate(measure_speed(asked.opened.stream.device, asked.opened.stream.dtype))["estimated_seconds"]
+
+
 def _source_facts(opened: Source | OwnSource) -> dict:
     reader, (heads, kv_heads, head_dim) = opened.reader, head_shape(opened.config)
     return {
@@ -161,10 +176,25 @@ def _source_facts(opened: Source | OwnSource) -> dict:
 
 def _tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[str, int]:
     """Sequences and lengths, counted in the text itself where that can be had without running the model."""
+    if settings.calibration == "self":
+        load_tokenizer(opened.reader.path, remedy=NO_TOKENIZER)
+    elif settings.calibration != NO_CALIBRATION:
+        return load_texts(opened, settings, Progress(silent=True), run_source=False).counts()
+    return _asked_tokens(opened, settings)
+
+
+def _asked_tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[str, int]:
+    """Sequences and lengths as they are asked for."""
     if settings.calibration == NO_CALIBRATION:
         # A few random tokens stand in, to compare the logits of the written checkpoint on.
         return {"length": RANDOM_LENGTH, "calibration": 0, "held_out": 0, "recall_prompts": RANDOM_SEQUENCES}
-    return load_texts(opened, settings, Progress(silent=True), run_source=False).counts()
+    length = min(settings.calibration_length, opened.config.max_position_embeddings)
+    return {
+        "length": length,
+        "calibration": -(-settings.calibration_tokens // length),
+        "held_out": settings.held_out,
+        "recall_prompts": RECALL_PROMPTS_PER_TEXT * settings.held_out,
+    }
 
 
 def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -> dict[str, int]:

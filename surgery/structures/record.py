@@ -74,6 +74,7 @@ def build_report(
         peak_memory_bytes=peak_memory(),
         probe=verification.probe,
         phase_peak_bytes=dict(progress.peaks),
+        phase_flops={name: flops for name, flops in progress.expected.items() if name in progress.seconds},
     )
 
 

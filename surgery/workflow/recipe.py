@@ -19,6 +19,7 @@ kept.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -32,6 +33,7 @@ from surgery.common.progress import Progress
 from surgery.workflow.conversions import convert, plan, slice_
 from surgery.workflow.names import check_names
 from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, taken
+from surgery.workflow.time_left import TimeLeft
 
 if TYPE_CHECKING:
     from surgery.evaluation.preparation import Request
@@ -101,15 +103,17 @@ def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bo
 
     from surgery.running.processes import Processes
 
-    processes = Processes()
+    processes, left = Processes(), TimeLeft(ready, [work / step.name for step in recipe.steps])
     with ExitStack() as alone:
         processes.from_main(lambda: _begin(work, alone))
         for number, (step, action) in enumerate(zip(recipe.steps, ready, strict=True), 1):
             if processes.is_main:
                 progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
+            after, began = left.after(number - 1, finished) if processes.is_main else None, time.monotonic()
             # Each step's report states the seconds of its own phases.
             with progress.at(f"step {number} of {len(recipe.steps)}"):
-                action.do(work / step.name, finished, progress.fresh(), processes)
+                action.do(work / step.name, finished, progress.fresh(after), processes)
+            left.done(number - 1, time.monotonic() - began)
     return finished
 
 
@@ -162,7 +166,16 @@ def _evaluate(step: Step, where: str) -> Action:
         if settings.wandb:
             track(evaluation.report, out, settings.wandb, settings.wandb_mode)
 
-    return Action(do, foresee)
+    def seconds(out: Path, finished: Finished) -> float | None:
+        from surgery.forecast.evaluation import expected_seconds
+
+        request = asked(out, finished)
+        if request.baseline is None:
+            return expected_seconds(request.checkpoints, len(checkpoints), settings)
+        models = 1 + len(checkpoints) + len(settings.variants)  # of a kind of variants one, if there are more or none
+        return expected_seconds((request.baseline, *request.checkpoints), models, settings)
+
+    return Action(do, foresee, seconds)
 
 
 def _score_heads(step: Step, where: str) -> Action:
@@ -274,7 +287,8 @@ def _heal(step: Step, where: str) -> Action:
 
         waiting.from_main(heal)
 
-    return Action(do, foresee)
+    # A healing is as long as it may be; how long its steps take is known once they are done.
+    return Action(do, foresee, lambda out, finished: 0.0 if out.exists() else settings.max_seconds)
 
 
 def _on_gpu(device: str) -> bool:
