@@ -27,7 +27,6 @@ LINES = {
     "recipes copy": ["recipes", "--copy", "testbed-mla"],
     "configs copy": ["configs", "--copy", "mla"],
     "plan plot": ["plan", "builtin", "--plot", "x.png"],
-    "log_file": ["run", "testbed-mla", "--log-file", "x"],
     "inspect calibration": ["inspect", "builtin", "--calibration", "builtin"],
     "inspect plot": ["inspect", "builtin", "--plot", "x.png"],
     "processes": ["eval", "builtin", "--processes", "2"],

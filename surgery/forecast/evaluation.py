@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from surgery.calibration.conversations import HELD_OUT_PROMPTS
+from surgery.calibration.held_out_documents import INSTALLED, default_names
+from surgery.calibration.text import BUILTIN
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.session import Session
 from surgery.eval.work import ForeseenTask, Work
 from surgery.evaluation.models import Checkpoint
+from surgery.evaluation.names import name_and_path
 from surgery.evaluation.preparation import Request, prepare
 from surgery.evaluation.rows import plan_variants
-from surgery.evaluation.settings import EvalSettings
+from surgery.evaluation.settings import HARNESS, EvalSettings
 from surgery.evaluation.store import ResultStore
+from surgery.evaluation.tasks import build_tasks
 from surgery.families import FAMILIES, LATENT_FAMILIES
 from surgery.running.kv_bytes import KVBytes, kv_bytes_of
+from surgery.running.loading import load_tokenizer
 from surgery.running.processes import Processes
 from surgery.running.source import checked_device, is_absent
+from surgery.running.source_check import open_source
 from surgery.running.unfused import unfused
+from surgery.structures.dry_run import measure_speed
+from surgery.structures.estimates import EFFICIENCY
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,35 @@ def plan_evaluation(request: Request, progress: Progress) -> EvaluationPlan:
         out=str(prepared.out),
         goes_on=(prepared.out / "results").is_dir(),
     )
+
+
+def expected_seconds(given: Sequence[str], models: int, settings: EvalSettings) -> float | None:
+    """About how long an evaluation takes, from its texts and the shapes of one model; no weights are read.
+
+    Args:
+        given: models as the user named them; those that are still to be made are taken for one that is there.
+        models: how many are measured.
+
+    Returns:
+        None where no model or not all text is on this machine, or a task cannot tell its work.
+    """
+    here = next((path for path in (name_and_path(each)[1] for each in given) if Path(path).exists()), None)
+    texts = (name in (BUILTIN, *INSTALLED) or Path(name).exists() for name in settings.data)
+    told = all(not name.startswith(HARNESS) for name in settings.tasks)
+    if here is None or not told or not all(texts) or is_absent(settings.device):
+        return None
+    reader, silent, device = open_source(here), Progress(silent=True), checked_device(settings.device)
+    tokenizer = load_tokenizer(reader.path)
+    settings = replace(settings, data=settings.data or default_names(tokenizer))
+    tasks = build_tasks(settings, tokenizer, reader.config, silent).all
+    alone = Processes(cpu=True, alone=True)
+    session = Session(tokenizer, alone, silent, settings.batch_size, settings.seed, settings.limit)
+    if not all(isinstance(task, ForeseenTask) for task in tasks):
+        return None
+    tokens = sum(work.cost(device.type) for task in tasks for work in task.work(session).values())
+    quality = settings.quality_dtype(device.type)
+    speed = measure_speed(device, getattr(torch, "bfloat16" if quality == "auto" else quality))["flops_per_second"]
+    return models * tokens * 2 * _numbers(reader) / (speed * EFFICIENCY)
 
 
 def _kv_bytes_of(reader: CheckpointReader, dtype: torch.dtype) -> KVBytes | None:

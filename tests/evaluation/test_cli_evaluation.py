@@ -36,11 +36,14 @@ def test_evaluations_made_apart_compare(main, folder):
     code, out, _ = main("eval", folder / "source", *QUICK, *config, "--out", folder / "first")
     assert code == 0 and "KV B/token" in out and "no baseline" in out
     asked = [folder / "small", "--baseline", folder / "source", *QUICK, *config, "--out", folder / "second", "--json"]
-    code, out, err = main("eval", *asked)
+    code, out, err = main("eval", *asked, "--log-file", folder / "log.jsonl")
     report = json.loads(out)
     assert code == 0 and [row["name"] for row in report["rows"]] == ["source", "small"]
     assert re.search(r"^about \d+\.\d s left for the other models$", err, re.MULTILINE)
     assert report["command"].startswith("surgery eval ")
+    events = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    left = [event["seconds_left"] for event in events if event["event"] == "end" and event["phase"] == "loss"]
+    assert left[0] > left[1] == 0
 
     code, out, _ = main("compare", folder / "first", folder / "second" / "report.json", "--out", folder / "both")
     assert code == 0 and "Δ loss" in out
