@@ -19,11 +19,12 @@ from tiny_models import HELD_OUT
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.checkpoint.disk import write_whole
 from surgery.checkpoint.file_hashes import CARD, REPORT, hash_files
+from surgery.checkpoint.pictures import save_figure
 from surgery.checkpoint.staging import MARKER, UNFINISHED, Staging
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
 from surgery.common.file_names import file_name
-from surgery.common.ownership import inventory, is_own_file, matching, nested, owner
+from surgery.common.ownership import check_file, inventory, is_own_file, matching, nested, owner
 from surgery.common.pictures import Page
 from surgery.common.temporary import TemporaryFolder
 from surgery.evaluation.names import name_and_path
@@ -185,6 +186,7 @@ class TestUnfinished:
 
 
 COMMANDS = {
+    "plan, picture": (["plan", "{source}", "--kv-ratio", "0.5", "--plot", "{file}"], "a.png"),
     "plan": (["plan", "{source}", "--kv-ratio", "0.5", "--out", "{file}"], "plan.yaml"),
     "heads": (["heads", "{source}", "--out", "{file}"], "a.safetensors"),
     "heads, map": (["heads", "{source}", "--out", "{stem}.safetensors"], "a.png"),
@@ -209,12 +211,15 @@ class TestFiles:
             assert code == 1 and name in error and words in error, error
             assert content_of(tmp_path) == before
 
-    def test_pictures_carry_a_mark(self, tmp_path):
+    @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+    def test_pictures_carry_a_mark(self, tmp_path, kind):
         from matplotlib.figure import Figure
 
-        from surgery.eval.report.style import save_png
-
-        assert is_own_file(save_png(Figure(), tmp_path / "a.png"))
+        path = save_figure(Figure(), tmp_path / f"a.{kind}")
+        assert is_own_file(path)
+        check_file(path, overwrite=True)
+        with pytest.raises(SurgeryError, match="name a file of such an ending"):
+            save_figure(Figure(), tmp_path / "a.jpg")
 
     def test_texts_carry_a_mark(self, tmp_path):
         path = Page("<html></html>").save(tmp_path / "a.html")
@@ -433,7 +438,7 @@ WHOLE = {
     "heal": "heal {source} --teacher {source} --data {held_out} --max-steps 1 --length 32 --held-out 2 --no-measure"
     " --out {out}",
     "plan": "plan {source} --kv-ratio 0.5 --allow quantized {text} --held-out 2 --recall 0 --context 256"
-    " --out {out}.yaml",
+    " --out {out}.yaml --plot {out}.png",
     "export": "export {source} --engine llama.cpp --weights f32 --out {out}.gguf",
     "run": "run {recipe} --work {out}",
 }

@@ -26,7 +26,6 @@ LINES = {
     "surgery env": ["env"],
     "recipes copy": ["recipes", "--copy", "testbed-mla"],
     "configs copy": ["configs", "--copy", "mla"],
-    "plan plot": ["plan", "builtin", "--plot", "x.png"],
     "inspect calibration": ["inspect", "builtin", "--calibration", "builtin"],
     "inspect plot": ["inspect", "builtin", "--plot", "x.png"],
     "processes": ["eval", "builtin", "--processes", "2"],

@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from surgery.common.errors import SurgeryError
-from surgery.common.pictures import PNG_MARK
+from surgery.common.pictures import marking
 from surgery.eval.report.tables import Report
 from surgery.eval.report.verdict import compared_rows, frontier
 
@@ -136,7 +136,7 @@ def save_png(figure: Figure, path: Path) -> Path:
     """
     try:
         with matplotlib.rc_context(_known_style()):
-            figure.savefig(path, format="png", dpi=144, metadata=PNG_MARK)
+            figure.savefig(path, format="png", dpi=144, metadata=marking("png"))
     except OSError as error:
         raise SurgeryError(f"cannot write {path}: {error.strerror}") from None
     return path

@@ -9,7 +9,7 @@ import torch
 
 from surgery.bench.settings import KernelRequest
 from surgery.common.errors import SurgeryError
-from surgery.common.pictures import PNG_MARK
+from surgery.common.pictures import marking
 from surgery.common.setting import DTYPE_NAMES
 from surgery.kernels.bench.registry import OPERATIONS, cases
 from surgery.kernels.bench.roofline_plot import draw_roofline
@@ -57,7 +57,7 @@ def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tup
     record = bench.run(wanted, command)
     written = [path]
     if any("seconds" in row for row in record["rows"]):
-        draw_roofline(record, plot, metadata=PNG_MARK)
+        draw_roofline(record, plot, metadata=marking("png"))
         written.append(plot)
     return record, written
 

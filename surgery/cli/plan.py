@@ -20,6 +20,7 @@ from surgery.cli.options import (
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
 from surgery.common.ownership import check_file
+from surgery.common.pictures import check_picture
 from surgery.planning.settings import PlanSettings
 
 
@@ -29,7 +30,8 @@ def plan_(
     out: Annotated[
         Path | None, option("--out", "FILE", "File for the choice, which convert --plan takes.", OUTPUT)
     ] = None,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier plan.", OUTPUT)] = False,
+    plot: Annotated[Path | None, option("--plot", "FILE", "Draw loss against bytes (png, svg, pdf).", OUTPUT)] = None,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier plan and picture.", OUTPUT)] = False,
     restart: RestartOption = False,
     config: ConfigOption = None,
     allow_pickle: PickleOption = False,
@@ -47,20 +49,25 @@ def plan_(
 
         surgery plan ckpt/ --kv-ratio 0.25 --engine vllm
 
-        surgery plan ckpt/ --max-loss 0.02 --allow lowrank,quantized,bits
+        surgery plan ckpt/ --max-loss 0.02 --allow lowrank,quantized,bits --plot plan.png
     """
     from surgery.checkpoint.named_models import find_model
 
     asked = given.of(PlanSettings)
     settings = PlanSettings.from_mapping({**(read_mapping(config) if config else {}), **asked}, "plan")
     source = find_model(checkpoint)
-    if out is not None:
-        check_file(out, overwrite=overwrite)
-        if not os.access(out.parent, os.W_OK):
-            raise SurgeryError(f"{out}: cannot be written there; is the folder missing, or read-only?")
+    for file, name in ((out, "--out"), (plot, "--plot")):
+        if file is not None:
+            check_file(file, overwrite=overwrite, option=name)
+    if plot is not None:
+        check_picture(plot)
+    for file in (out, plot):
+        if file is not None and not os.access(file.parent, os.W_OK):
+            raise SurgeryError(f"{file}: cannot be written there; is the folder missing, or read-only?")
 
     from surgery.common.progress import Progress
     from surgery.console.planning import show_plan_of_budget
+    from surgery.planning.picture import save
     from surgery.planning.plan import make_plan
     from surgery.planning.plan_file import write_plan
 
@@ -68,4 +75,6 @@ def plan_(
     plan = make_plan(source, settings, called=checkpoint, allow_pickle=allow_pickle, **kept, progress=Progress())
     if out is not None:
         write_plan(plan, out)
-    show_plan_of_budget(plan, out, as_json=as_json)
+    if plot is not None:
+        save(plan, plot)
+    show_plan_of_budget(plan, out, plot, as_json=as_json)

@@ -12,8 +12,25 @@ PAGE_HEIGHT = 600
 """Of a page in a notebook, in pixels; it scrolls."""
 
 
-PNG_MARK = {"Software": MARK}
-"""Metadata by which a picture is known as this program's."""
+_MARKED = {"png": "Software", "svg": "Creator", "pdf": "Creator"}
+"""Formats of pictures, and the field of their metadata that says who wrote them."""
+
+
+def check_picture(path: Path) -> str:
+    """The format of a picture, by its suffix.
+
+    Raises:
+        SurgeryError: it is none that carries a mark.
+    """
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in _MARKED:
+        raise SurgeryError(f"--plot {path}: draws {', '.join(_MARKED)}; name a file of such an ending")
+    return kind
+
+
+def marking(kind: str) -> dict[str, str]:
+    """Metadata by which a picture of a format is known as this program's."""
+    return {_MARKED[kind]: MARK}
 
 
 class _Text(str):

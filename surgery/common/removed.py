@@ -20,7 +20,6 @@ REMOVED = {
     "surgery env": "transformers env prints versions",
     "recipes copy": "surgery config NAME > NAME.yaml writes one to change",
     "configs copy": "surgery config NAME > NAME.yaml writes one to change",
-    "plan plot": "the table marks with · what beats everything smaller; --json has every row for a plot",
     "processes": "torchrun --nproc-per-node N -m surgery ... starts as many processes that share the work",
     "inspect calibration": "surgery plan measures what every size of every target loses",
     "inspect plot": "surgery plan measures what every size of every target loses",

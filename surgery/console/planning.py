@@ -7,14 +7,14 @@ from pathlib import Path
 from surgery.common.human import cost, decimal, duration, perplexity, share, size, with_perplexity
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
-from surgery.engines.verdict import loads
+from surgery.engines import loads
 from surgery.planning.settings import beyond_positions
 
 
-def show_plan_of_budget(plan, written: Path | None, *, as_json: bool = False) -> None:
+def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_json: bool = False) -> None:
     """Prints a plan (:class:`surgery.planning.plan.Plan`) and where it was written."""
     if as_json:
-        print_json({**plan.to_dict(), "plan": str(written) if written else None})
+        print_json({**plan.to_dict(), "plan": str(written) if written else None, "plot": str(plot) if plot else None})
         return
     page, budget, chosen = new_page(), plan.budget, plan.chosen
     page.print(f"\n[bold]{plain(plan.source['path'])}[/bold]: {_budget(plan)}")
@@ -63,7 +63,7 @@ def show_plan_of_budget(plan, written: Path | None, *, as_json: bool = False) ->
         f"{budget['batch']}{_next_best(plan)}.",
         soft_wrap=True,
     )
-    page.print(duration(plan.seconds))
+    page.print(f"{duration(plan.seconds)}{f'; drawn in {plain(plot)}' if plot else ''}", soft_wrap=True)
     if written:
         page.print(f"Next: surgery convert {plain(plan.source['path'])} --plan {plain(written)}", soft_wrap=True)
     else:

@@ -411,16 +411,17 @@ def test_contexts_are_read_as_people_write_them():
     assert [parse_tokens(text) for text in ("32k", "1,024", "7")] == [32768, 1024, 7]
 
 
-def test_the_verb_prints_a_table_and_writes_the_plan(checkpoints, tmp_path, monkeypatch, capsys):
+def test_the_verb_prints_a_table_and_writes_plan_and_picture(checkpoints, tmp_path, monkeypatch, capsys):
     text = [f"--{name.replace('_', '-')}={value}" for name, value in {**TEXT, "context": 1024}.items()]
     asked = ["plan", checkpoints("llama"), "--kv-ratio", "0.5", "--allow", "lowrank,quantized,bits", *text]
     code, out, error = run_main(
-        *(monkeypatch, capsys, *asked, "--out", tmp_path / "plan.yaml"),
+        *(monkeypatch, capsys, *asked, "--out", tmp_path / "plan.yaml", "--plot", tmp_path / "plan.svg"),
     )
     assert code == 0, error
     assert "keep to the bytes" in out or "keeps to the bytes" in out
     assert "--bits auto" in " ".join(out.split())
     assert yaml.safe_load((tmp_path / "plan.yaml").read_text())["to"] in ("lowrank", "quantized")
+    assert "lowrank, bits auto" in (tmp_path / "plan.svg").read_text()
     beyond = "context 1,024 is beyond the model's 256 positions"
     assert beyond in out and beyond in error
     code, _, error = run_main(monkeypatch, capsys, *asked, "--out", tmp_path / "plan.yaml")

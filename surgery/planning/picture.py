@@ -1,0 +1,68 @@
+"""The plan as a picture: what each candidate loses by the bytes that it keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from surgery.checkpoint.pictures import save_figure
+from surgery.structures.registry import find_target
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from surgery.planning.plan import Plan
+
+TICKS = (1, 2, 3, 5, 10, 20, 30, 50, 100)
+LEAST = 1e-4
+"""Nats per token below which a loss is drawn as this: noise, or none."""
+
+
+def draw(plan: Plan) -> Figure:
+    """Loss against KV bytes, a line for each structure; both axes in logarithms."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator, ScalarFormatter
+
+    from surgery.eval.report.style import DASHES, INK, PALETTE, STYLE
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+        axes = figure.subplots()
+        kinds = list(dict.fromkeys(_kind(row) for row in plan.rows))
+        for number, kind in enumerate(kinds):
+            points = [(100 * row.kv_ratio, max(row.loss_increase, LEAST)) for row in plan.rows if _kind(row) == kind]
+            round_of_colours, colour = divmod(number, len(PALETTE))
+            look = {
+                "color": PALETTE[colour],
+                "marker": "os"[round_of_colours % 2],
+                "linestyle": DASHES[round_of_colours],
+            }
+            axes.plot(*zip(*points, strict=True), label=kind, **look)
+        chosen = plan.chosen
+        place = 100 * chosen.kv_ratio, max(chosen.loss_increase, LEAST)
+        axes.plot(*place, marker="o", markersize=13, fillstyle="none", color=INK, linestyle="none", label="the choice")
+        if plan.budget["kv_ratio"] is not None:
+            axes.axvline(100 * plan.budget["kv_ratio"], color=INK, linewidth=0.8, linestyle=":")
+        axes.set(xscale="log", yscale="log", xlabel="KV bytes, % of the source's")
+        axes.set_xticks([tick for tick in TICKS if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]])
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_title("increase of the loss, nats per token, before a fit")
+        figure.legend(loc="outside right upper")
+    return figure
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Draws it into a file (png, svg, pdf).
+
+    Raises:
+        SurgeryError: it cannot be written.
+    """
+    save_figure(draw(plan), path)
+
+
+def _kind(row) -> str:
+    bits, usual = row.asked.get("bits"), getattr(find_target(row.to).settings_class, "bits", None)
+    group = f", groups of {row.asked['group']}" if "group" in row.asked else ""
+    return row.to if bits is None or usual is not None else f"{row.to}, bits {bits}{group}"  # else all have some
