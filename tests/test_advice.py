@@ -3,7 +3,7 @@
 import pytest
 
 from surgery.console.inspection import show_inspection
-from surgery.engines import LOADS, LOADS_WITH
+from surgery.engines.verdict import LOADS, LOADS_WITH
 from surgery.inspection.inspect import inspect_checkpoint
 
 

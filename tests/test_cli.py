@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from surgery import model as own_model
 from surgery.cli import program as cli
 from surgery.common.errors import SurgeryError
-from surgery.engines import LOADS, LOADS_WITH, OPEN
+from surgery.engines.verdict import LOADS, LOADS_WITH, OPEN
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.version import __version__
@@ -34,7 +34,7 @@ def test_help_answers_without_torch(verb):
 
 
 PARTS = {"bench": ("kernels", "decode")}
-VERBS = [[verb] for verbs in cli.PURPOSES.values() for verb in verbs if verb not in PARTS]
+VERBS = [[verb] for verbs in cli.VERBS.values() for verb in verbs if verb not in PARTS]
 VERBS += [[verb, part] for verb, parts in PARTS.items() for part in parts]
 
 
@@ -56,17 +56,11 @@ def test_version():
 
 
 BAD = {
-    "unknown target": (["convert", "--to", "mqx", "{source}"], "unknown target"),
-    "missing folder": (["convert", "{folder}/absent"], "absent: no such folder"),
-    "missing folder, inspected": (["inspect", "{folder}/absent"], "absent: no such folder"),
-    "existing output": (["convert", "{source}", "--out", "{folder}"], "exists; choose another --out"),
     "existing output, dry": (["convert", "{source}", "--out", "{folder}", "--dry-run"], "exists; choose another --out"),
     "bad --rope-dim": (["convert", "{source}", "--rope-dim", "some"], "--rope-dim must be a whole number or auto"),
     "odd --rope-dim": (["convert", "{source}", "--rope-dim", "3"], "must be even"),
     "unknown method": (["convert", "{source}", "--method", "magic"], "unknown: choose"),
     "unknown setting": (["convert", "{source}", "--config", "{folder}/bad.yaml"], "did you mean kv_ratio?"),
-    "no processes": (["convert", "{source}", "--processes", "0"], "--processes must be at least 1"),
-    "plot of nothing": (["inspect", "{source}", "--plot", "{folder}/x.png"], "give --calibration too"),
 }
 
 

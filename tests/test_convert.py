@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED
+from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED
 from surgery.model import remote_code_files
 from surgery.structures import converter
 from surgery.structures.converter import Conversion

@@ -3,21 +3,16 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
-import psutil
 import pytest
 import torch
-from processes import AT_ONCE, Fork, two_forks
+from processes import AT_ONCE, Fork, started_forks, two_forks
 
-import surgery
 from surgery.calibration.parts import PARTS, Parts
 from surgery.calibration.sweep import BoundaryStore
 from surgery.running.activations import ActivationMemory
 from surgery.running.processes import Processes
-from surgery.running.threads import torch_threads
 
 pytest.importorskip("accelerate")
 # More sequences than parts, of which the last are shorter; attention over lags, and a fit that reads what was stored.
@@ -119,116 +114,17 @@ def test_fits_of_other_targets(checkpoints, tmp_path, target):
     assert os.listdir(tmp_path / "two") == ["small"]
 
 
-def started(*verb, **options):
-    """`surgery convert` in a process of its own, once it has others beside it."""
-    command = [sys.executable, "-m", "surgery", "convert", *map(str, verb)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
-    process = subprocess.Popen(command, env=environment, **pipes, **options)
-    while process.poll() is None:
-        if children := psutil.Process(process.pid).children():
-            return process, children
-        time.sleep(0.02)
-    raise AssertionError(process.communicate()[1])
-
-
-PHASES = "begin", "calibrate: forward", "calibrate: backward", "of 6: convert"
-"""The last is of the fits."""
-
-
-@pytest.mark.slow
-def test_started_by_the_verb(checkpoints, tmp_path):
-    process, workers = started(checkpoints("qwen3"), *ASKED, "--processes", "3", "--out", tmp_path / "three" / "small")
-    assert len(workers) <= 2
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
-    convert_alone(checkpoints("qwen3"), *ASKED, "--out", tmp_path / "one" / "small")
-    assert results(tmp_path / "one" / "small") == results(tmp_path / "three" / "small")
-
-
-@pytest.mark.slow
-def test_started_from_a_program(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before, children = dict(os.environ), psutil.Process().children()
-    few = {"kv_ratio": 0.5, "fit_steps": 0, "calibration_tokens": 512, "calibration_length": 64, "held_out": 1}
-    places = tmp_path / "one" / "small", tmp_path / "two" / "small"
-    with torch_threads(1):
-        for count, out in enumerate(places, 1):
-            surgery.convert("builtin", "lowrank", out=out, processes=count, progress=False, **few)
-    assert results(places[0]) == results(places[1])
-    assert dict(os.environ) == before and set(psutil.Process().children()) <= set(children)
-    assert not torch.distributed.is_initialized() and Processes().count == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_process_that_dies_ends_all_with_one_line(checkpoints, tmp_path, number, phase):
-    long = [*ASKED, "--calibration-tokens", "32768", "--processes", "2", "--verbose"]
-    process, (worker,) = started(checkpoints("llama"), *long, "--out", tmp_path / "out")
-    seen = ""
-    while phase not in seen and phase != "begin":
-        seen = process.stderr.readline()
-    worker.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    said = [line for line in errors.splitlines() if "error" in line]
-    assert process.returncode == 1 and len(said) == 1, errors
-    assert said[0].startswith("surgery: error: process 2 was ended by SIG")
-    assert not worker.is_running() and set(os.listdir(tmp_path)) <= {"out.partial"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-def test_ctrl_c_of_a_terminal_ends_all_with_one_line(checkpoints, tmp_path, phase):
-    """A terminal sends it to every process of the group at once."""
-    long = [*ASKED, "--calibration-tokens", "32768", "--processes", "3", "--verbose"]
-    process, workers = started(checkpoints("llama"), *long, "--out", tmp_path / "out", start_new_session=True)
-    seen = ""
-    while phase not in seen and phase != "begin":
-        seen = process.stderr.readline()
-    workers = psutil.Process(process.pid).children()
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    said = [line for line in errors.splitlines() if line.startswith("surgery:") or "Traceback" in line]
-    left = os.listdir(tmp_path)
-    assert len(said) == 1 and (f"{tmp_path / 'out.partial'} keeps" if left else "nothing was kept") in said[0], errors
-    assert process.returncode == 130 and not any(worker.is_running() for worker in workers)
-    assert set(left) <= {"out.partial"}
-
-
-@pytest.mark.slow
-def test_the_others_end_with_the_one_that_started_them(checkpoints, tmp_path):
-    long = [*ASKED, "--calibration-tokens", "32768", "--processes", "3", "--verbose"]
-    process, _ = started(checkpoints("llama"), *long, "--out", tmp_path / "out")
-    while "calibrate: backward" not in process.stderr.readline():
-        assert process.poll() is None
-    workers = psutil.Process(process.pid).children()
-    process.kill()
-    _, alive = psutil.wait_procs(workers, timeout=20)
-    assert len(workers) == 2 and not alive
-
-
 @pytest.mark.slow
 def test_killed_with_two_processes_and_resumed_with_one(checkpoints, tmp_path):
     """Every layer is a state; killed after some, it goes on with any number of processes."""
     verb = ["convert", checkpoints("llama"), *ASKED, "--verbose", "--out"]
     convert_alone(*verb[1:], tmp_path / "whole" / "small")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for phase in ("forward: 1 of 2", "backward: 1 of 2", "backward: 2", "convert: 1 of 2", None):
-        command = [
-            sys.executable,
-            "-c",
-            AT_ONCE,
-            *map(str, verb),
-            str(tmp_path / "again" / "small"),
-            "--processes",
-            "2",
-        ]
-        process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
-        )
-        while phase and (line := process.stderr.readline()):
-            if phase in line:
-                process.kill()
-        process.communicate()
+    for phase in ("forward: 1 of 2", "backward: 1 of 2", "backward: 2", "convert: 1 of 2"):
+        forks = started_forks(*verb, tmp_path / "again" / "small", code=AT_ONCE)
+        while phase not in forks[0].stderr and forks[0].poll() is None:
+            time.sleep(0.02)
+        for fork in forks:
+            os.kill(fork.pid, signal.SIGKILL)
+            fork.wait()
+    convert_alone(*verb[1:], tmp_path / "again" / "small")
     assert results(tmp_path / "again" / "small") == results(tmp_path / "whole" / "small")

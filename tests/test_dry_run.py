@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
-from surgery.engines import OPEN
+from surgery.engines.verdict import OPEN
 from surgery.families.attention import CapturedAttention
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source

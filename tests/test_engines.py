@@ -11,8 +11,10 @@ from transformers import AutoConfig, LlamaConfig
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.engines import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, engine_table, mla_limits, refuse_unless_loadable
 from surgery.engines.facts import Facts
+from surgery.engines.limits import mla_limits
+from surgery.engines.table import engine_table, refuse_unless_loadable
+from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED
 from surgery.export import export_checkpoint
 from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings

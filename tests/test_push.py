@@ -48,21 +48,16 @@ def hub(monkeypatch):
         yield hub
 
 
-def test_a_conversion_is_pushed_when_it_is_verified(source, hub, tmp_path, monkeypatch, capsys):
-    arguments = ["convert", source, "--to", "gqa", "--out", tmp_path / "out", *QUICK, "--push-to-hub", "me/small"]
-    seen = []
-    finish = converter._conclude
-    monkeypatch.setattr(converter, "_conclude", lambda *each: (seen.append(list(hub.repos)), finish(*each))[1])
-    code, shown, told = run_main(monkeypatch, capsys, *arguments)
+def test_all_files_of_a_result_are_pushed(converted, hub, monkeypatch, capsys):
+    code, shown, told = run_main(monkeypatch, capsys, "push", converted, "me/small")
     assert code == 0, told
-    assert seen == [[]]  # when the conversion was verified, nothing was there yet
     repo = hub.repos["me/small"]
     assert repo["private"] and repo["commits"] == ["Converted by model-surgery"]
-    assert f"pushed to {hub.address}/me/small" in shown
-    held = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert f"{hub.address}/me/small" in shown
+    held = {path.relative_to(converted).as_posix() for path in converted.rglob("*") if path.is_file()}
     assert set(repo["files"]) == held
     for name in held - {"README.md", "surgery_report.json"}:
-        assert repo["files"][name] == (tmp_path / "out" / name).read_bytes(), name
+        assert repo["files"][name] == (converted / name).read_bytes(), name
 
 
 PATHS = {
@@ -203,11 +198,12 @@ def test_a_report_without_a_list_of_files_is_refused(converted, tmp_path):
 
 
 def test_the_card_is_what_the_hub_reads(converted, hub, source, tmp_path, monkeypatch, capsys):
-    arguments = ["convert", source, "--to", "mqa", "--out", tmp_path / "out", *QUICK, "--push-to-hub", "lab/small"]
-    assert run_main(monkeypatch, capsys, *arguments, "--public")[0] == 0
+    out = tmp_path / "out"
+    assert run_main(monkeypatch, capsys, "convert", source, "--to", "mqa", "--out", out, *QUICK)[0] == 0
+    assert run_main(monkeypatch, capsys, "push", out, "lab/small", "--public")[0] == 0
     assert not hub.repos["lab/small"]["private"]
     card = ModelCard(hub.repos["lab/small"]["files"]["README.md"].decode())
-    report = previous_report(tmp_path / "out")
+    report = previous_report(out)
     assert (card.data.base_model, card.data.license, card.data.language) == ("org/base", "mit", ["en"])
     assert card.data.tags == ["model-surgery", report["target"]["to"], "kv-cache-compression"]
     assert card.data.model_name == "lab/small" and 'from_pretrained("lab/small"' in card.text
@@ -245,36 +241,28 @@ def test_what_is_there_is_replaced_only_when_asked(converted, hub, monkeypatch, 
     ("repo", "told"),
     [("small", "give org/name"), ("others/small", "you may write to me, lab")],
 )
-def test_refused_before_the_work(repo, told, source, hub, tmp_path, monkeypatch, capsys):
-    arguments = ["convert", source, "--out", tmp_path / "out", "--push-to-hub", repo]
-    code, _, said = run_main(monkeypatch, capsys, *arguments)
-    assert code == 1 and told in said and said.count("\n") == 1
-    assert not (tmp_path / "out").exists() and not hub.repos
+def test_refused_before_the_work(repo, told, converted, hub, monkeypatch, capsys):
+    code, _, said = run_main(monkeypatch, capsys, "push", converted, repo)
+    assert code == 1 and told in said and said.count("\n") == 1 and not hub.repos
 
 
-def test_nobody_is_logged_in(source, hub, tmp_path, monkeypatch, capsys):
+def test_nobody_is_logged_in(converted, hub, monkeypatch, capsys):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
-    code, _, told = run_main(monkeypatch, capsys, "convert", source, "--out", tmp_path / "o", "--push-to-hub", "me/x")
+    code, _, told = run_main(monkeypatch, capsys, "push", converted, "me/x")
     assert code == 1 and "run `hf auth login`" in told and not hub.repos
 
 
-def test_a_refused_upload_leaves_the_checkpoint(source, hub, tmp_path, monkeypatch, capsys):
+def test_a_refused_upload_leaves_the_checkpoint(converted, hub, monkeypatch, capsys):
     hub.refuses_commits = True
-    arguments = ["convert", source, "--to", "gqa", "--out", tmp_path / "out", *QUICK, "--push-to-hub", "me/small"]
-    code, _, told = run_main(monkeypatch, capsys, *arguments)
-    assert code == 1 and f"`surgery push {tmp_path / 'out'} me/small` tries again" in told
-    assert (tmp_path / "out" / "model.safetensors").is_file() and not hub.repos["me/small"]["files"]
+    code, _, told = run_main(monkeypatch, capsys, "push", converted, "me/small")
+    assert code == 1 and f"`surgery push {converted} me/small` tries again" in told
+    assert (converted / "model.safetensors").is_file() and not hub.repos["me/small"]["files"]
 
 
 def test_only_what_we_made_is_pushed(source, hub, monkeypatch, capsys):
     code, _, told = run_main(monkeypatch, capsys, "push", source, "me/x")
     assert code == 1 and "has no surgery_report.json" in told and not hub.repos
-
-
-def test_how_to_push_needs_a_repository(source, monkeypatch, capsys):
-    code, _, told = run_main(monkeypatch, capsys, "convert", source, "--public")
-    assert code == 1 and "give --push-to-hub too" in told
 
 
 def test_ids_of_snapshots(tmp_path):

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.named_models import asset
-from surgery.engines import LOADS, LOADS_WITH, REFUSED
 from surgery.engines.trials import VLLM_CHECKED
+from surgery.engines.verdict import LOADS, LOADS_WITH, REFUSED
 from surgery.eval.report.document import read_report
 from surgery.eval.report.tables import columns
 from surgery.heads.pattern import HeadPattern

@@ -30,6 +30,16 @@ LINES = {
     "heads compare": ["heads", "compare", "a.safetensors", "--measure", "builtin"],
     "heads score": ["heads", "score", "builtin"],
     "compare-heads": ["run", "{recipe}"],
+    "calibration self": ["convert", "builtin", "--calibration", "self"],
+    "convert wandb": ["convert", "builtin", "--wandb", "p"],
+    "convert wandb_mode": ["convert", "builtin", "--wandb-mode", "offline"],
+    "push_to_hub": ["convert", "builtin", "--push-to-hub", "me/x"],
+    "surgery env": ["env"],
+    "recipes copy": ["recipes", "--copy", "testbed-mla"],
+    "configs copy": ["configs", "--copy", "mla"],
+    "inspect calibration": ["inspect", "builtin", "--calibration", "builtin"],
+    "inspect plot": ["inspect", "builtin", "--plot", "x.png"],
+    "processes": ["eval", "builtin", "--processes", "2"],
     "to mixed": ["convert", "builtin", "--to", "mixed"],
 }
 

@@ -261,17 +261,6 @@ def test_a_resumed_run_that_fails_keeps_what_is_there(checkpoints, tmp_path, sto
     assert "forward" not in states and os.listdir(tmp_path) == ["small"]
 
 
-def test_an_error_leaves_nothing(checkpoints, tmp_path, stops, monkeypatch):
-    def fail(*_):
-        raise SurgeryError("the disk is full")
-
-    monkeypatch.setattr("surgery.structures.stages.StageRuns.advance", fail)
-    stops(None)
-    with pytest.raises(SurgeryError, match="the disk is full"):
-        converter.convert(checkpoints("llama"), tmp_path / "small", settings_of("gqa"))
-    assert not list(tmp_path.iterdir())
-
-
 # Where a folder with statistics is removed, one of them goes, and then the process.
 KILLED = f"""
 import os, signal

@@ -19,7 +19,7 @@ from surgery.console.heal import show_healed
 from surgery.console.inspection import show_inspection
 from surgery.console.recipe import show_made
 from surgery.console.verdicts import of_conversion
-from surgery.engines import engine_table
+from surgery.engines.table import engine_table
 from surgery.eval.report.document import read_report
 from surgery.eval.report.verdict import by_checkpoint
 from surgery.healing.heal import Healed

@@ -1,4 +1,4 @@
-"""Recipes and settings files that ship: found, listed and copied by name."""
+"""Recipes and settings files that ship: found, listed and printed by name."""
 
 import json
 import shutil
@@ -34,20 +34,16 @@ def test_a_file_of_ones_own_comes_first(kind, tmp_path, monkeypatch):
         find_shipped("other.yaml", kind)
 
 
-def test_listed_and_copied(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_listed_and_printed(monkeypatch, capsys):
     code, listed, _ = run_main(monkeypatch, capsys, "configs")
     assert code == 0 and "mla-everywhere" in listed and "default RoPE" in listed
     assert "\nNext: surgery convert CKPT --config NAME --dry-run   what it would take\n" in listed
     code, printed, _ = run_main(monkeypatch, capsys, "recipes", "--json")
     assert "testbed-mla" in [each["name"] for each in json.loads(printed)["recipes"]]
 
-    assert run_main(monkeypatch, capsys, "recipes", "--copy", "testbed-mla")[:2] == (0, "testbed-mla.yaml\n")
-    assert (tmp_path / "testbed-mla.yaml").read_bytes() == (ROOT / "recipes" / "testbed-mla.yaml").read_bytes()
-    code, _, err = run_main(monkeypatch, capsys, "recipes", "--copy", "testbed-mla")
-    assert code == 1 and "testbed-mla.yaml: exists" in err
-    assert run_main(monkeypatch, capsys, "recipes", "--copy", "testbed-mla", "--overwrite")[0] == 0
-    code, _, err = run_main(monkeypatch, capsys, "configs", "--copy", "mla-everywher")
+    code, printed, _ = run_main(monkeypatch, capsys, "config", "testbed-mla")
+    assert code == 0 and printed == (ROOT / "recipes" / "testbed-mla.yaml").read_text()
+    code, _, err = run_main(monkeypatch, capsys, "config", "mla-everywher")
     assert code == 1 and "did you mean mla-everywhere?" in err
 
 

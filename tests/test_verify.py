@@ -167,7 +167,7 @@ def test_damage_is_found(copy, damage, caught, words, monkeypatch, capsys):
         forget_hashes(path)
     checks = {check.name: check for check in verify_checkpoint(path, device="cpu").checks}
     assert checks[caught].outcome == FAILED
-    assert pytest.importorskip("re").search(words, checks[caught].said)
+    assert words in checks[caught].said
     code, shown, errors = run_main(monkeypatch, capsys, "verify", path, "--device", "cpu")
     assert code == 1 and "failed" in shown
     assert errors.splitlines()[-1].startswith(f"surgery: error: {path}: ")
@@ -195,22 +195,17 @@ READ += ("special_tokens_map.json", "preprocessor_config.json", ".hidden.py", ".
 NAMED = ("notes.txt", "LICENSE", ".env", ".gitattributes", "wandb/debug.log", "trainer_state.json", "data/t.jsonl")
 
 
-@pytest.mark.parametrize("name", READ)
-def test_unlisted_files_that_loading_reads_are_refused(copy, name):
+@pytest.mark.parametrize("linked", [False, True])
+def test_unlisted_files_that_loading_reads_are_refused(copy, linked):
     """Remote code and templates that were added to a result."""
     path = copy("gqa")
-    (path / name).parent.mkdir(parents=True, exist_ok=True)
-    (path / name).write_text("x")
-    check = files_of(path)
-    assert check.outcome == FAILED and name in check.said
-
-
-@pytest.mark.parametrize("name", READ)
-def test_unlisted_links_are_files(copy, name):
-    path = copy("gqa")
-    (path / name).parent.mkdir(parents=True, exist_ok=True)
-    (path / name).symlink_to("/nowhere")
-    assert files_of(path).outcome == FAILED
+    for name in READ:
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.symlink_to("/nowhere") if linked else file.write_text("x")
+        check = files_of(path)
+        assert check.outcome == FAILED and name in check.said
+        file.unlink()
 
 
 def test_linked_folders_are_one_entry(copy):
@@ -283,11 +278,3 @@ def test_the_verb_and_the_function(made, checkpoints, monkeypatch, capsys):
     assert not surgery.verify(made("mla"), device="cpu", progress=False).failed
     untouched = surgery.verify(checkpoints("qwen3"), device="cpu", progress=False)
     assert {check.name for check in untouched.checks if check.outcome == PASSED} == {"numbers", "caches", "whole model"}
-
-
-def test_env_tells_versions_and_no_paths(monkeypatch, capsys):
-    code, shown, _ = run_main(monkeypatch, capsys, "env", "--json")
-    facts = json.loads(shown)
-    assert code == 0 and facts["surgery"] and facts["packages"]["torch"] and "/" not in json.dumps(facts["packages"])
-    code, shown, _ = run_main(monkeypatch, capsys, "env", "--gpu")
-    assert code == 0 and "transformers" in shown

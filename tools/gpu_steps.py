@@ -233,8 +233,8 @@ STEPS = (
 def facts(out: Path, device_name: str, tiny: bool) -> None:
     """Appends the machine's versions and ceilings to a file: copy bandwidth, products, eigenvalues in float64."""
     import torch
-
     from surgery.common.machine import machine_facts
+
     from surgery.kernels.bench.measure import ceilings, device_facts
 
     device = torch.device(device_name)

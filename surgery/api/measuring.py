@@ -26,45 +26,24 @@ if TYPE_CHECKING:
     from surgery.planning.plan import Plan
 
 
-def inspect(
-    model: Model,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    allow_pickle: bool = False,
-    progress: bool = True,
-    **settings: Any,
-) -> Inspection:
+def inspect(model: Model, *, allow_pickle: bool = False) -> Inspection:
     """What attention a model has, what it caches, and what it can be converted to: ``surgery inspect``.
 
     Args:
         model: see :mod:`surgery.api.given_models`.
-        tokenizer: of a model in memory; needed with ``calibration``.
         allow_pickle: read pickled weights if there are no others.
-        progress: show bars on standard error.
-        **settings: of :class:`surgery.structures.mla.settings.ConvertSettings`; with ``calibration`` the result has
-            ``spectra`` and a ``plot`` of how compressible every layer is.
 
     Raises:
-        SurgeryError: the model cannot be read, or a setting is unknown or impossible.
+        SurgeryError: the model cannot be read.
 
     Example:
         >>> surgery.inspect("builtin").kv["bytes_per_token"]
         3072
     """
-    from surgery.structures.mla.settings import ConvertSettings
-
-    asked = ConvertSettings.from_mapping(settings, "inspect")
-    spectra = settings.get("calibration") is not None
-    with on_disk(model, tokenizer, tokenized=spectra and asked.calibration != "none") as source:
+    with on_disk(model, None, tokenized=False) as source:
         from surgery.inspection.inspect import inspect_checkpoint
 
-        return inspect_checkpoint(
-            source.path,
-            asked,
-            spectra=spectra,
-            allow_pickle=allow_pickle,
-            progress=Progress(silent=not progress),
-        )
+        return inspect_checkpoint(source.path, allow_pickle=allow_pickle)
 
 
 def plan(

@@ -37,7 +37,6 @@ def convert(
     overwrite: bool = False,
     allow_pickle: bool = False,
     keep_code: bool = False,
-    processes: int = 1,
     progress: bool = True,
     **settings: Any,
 ) -> Converted:
@@ -52,7 +51,6 @@ def convert(
         overwrite: replace an existing checkpoint in ``out``.
         allow_pickle: read pickled weights if there are no others.
         keep_code: take over code files of the source, too.
-        processes: that share calibration and fits, this one and others that it starts.
         progress: show bars on standard error.
         **settings: of the target, such as ``kv_ratio``, ``method``, ``calibration``, ``device``; ``heads`` of a hybrid
             also takes what :func:`score_heads` returns.
@@ -74,8 +72,7 @@ def convert(
         settings["heads"] = str(settings["heads"].path)
     target = find_target(to)
     asked = target.settings(settings, None if config is None else find_shipped(config, "configs"))
-    further = {"allow_pickle": allow_pickle, "keep_code": keep_code, "processes": processes}
-    further |= {"command": f"surgery.convert(to={to!r})"}
+    further = {"allow_pickle": allow_pickle, "keep_code": keep_code, "command": f"surgery.convert(to={to!r})"}
     return _convert(target, asked, model, out, tokenizer, overwrite=overwrite, progress=progress, **further)
 
 

@@ -119,7 +119,7 @@ class Pool:
 
 def build_calibration(
     tokenizer: PreTrainedTokenizerBase,
-    source: str | Tensor,
+    source: str,
     request: SequenceRequest,
     *,
     bos: int | Literal["tokenizer"] | None = "tokenizer",
@@ -131,8 +131,7 @@ def build_calibration(
 
     Args:
         tokenizer: any Hugging Face tokenizer; its eos, if it has one, goes between documents.
-        source: a text source as in `iter_documents`, or token ids [N, T] whose rows are the documents, such as the
-            model's own samples from `sample_from_model`.
+        source: a text source as in `iter_documents`.
         bos: token put before every sequence: an id, None for none, or "tokenizer" for the tokenizer's own if any.
 
     Raises:
@@ -142,13 +141,13 @@ def build_calibration(
     count, length, seed, held_out = request.count, request.length, request.seed, request.held_out
 
     calibration, other = Pool(pool_size(count, length)), Pool(pool_size(held_out, length))
-    fill(calibration, other, _tokenised_source(tokenizer, source, seed, request.text_field, bos))
+    fill(calibration, other, tokenised(tokenizer, iter_documents(source, seed=seed, text_field=request.text_field)))
     _check_pools(calibration, other, source)
 
     windows = Windows(length, request.recall, bos, tokenizer, random.Random(seed))
     drawn, drawn_held_out = windows.draw(calibration, count), windows.draw(other, held_out)
     description = {
-        "source": source if isinstance(source, str) else "token sequences",
+        "source": source,
         "tokenizer": tokenizer.name_or_path,
         "seed": seed,
         "length": length,
@@ -197,20 +196,6 @@ def _cut_by(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
     return _CUT.setdefault(rules, {})
 
 
-def _tokenised_source(
-    tokenizer: PreTrainedTokenizerBase, source: str | Tensor, seed: int, text_field: str, bos: int | None
-) -> Iterator[list[int]]:
-    """The documents of a source as token ids, each ended by eos."""
-    if isinstance(source, str):
-        yield from tokenised(tokenizer, iter_documents(source, seed=seed, text_field=text_field))
-        return
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    if source.ndim != 2:
-        raise SurgeryError(f"token sequences of shape {list(source.shape)}: [documents, tokens] needed")
-    for row in source.tolist():
-        yield (row[1:] if row[:1] == [bos] else row) + end
-
-
 def fill(calibration: Pool, other: Pool, documents: Iterator[list[int]]) -> None:
     """Gives each document to the pool that lacks more, until neither lacks anything."""
     for document in documents:
@@ -224,14 +209,13 @@ def lacks(pool: Pool) -> bool:
     return len(pool.ids) < -(-pool.target // SPREAD)
 
 
-def _check_pools(calibration: Pool, other: Pool, source: str | Tensor) -> None:
+def _check_pools(calibration: Pool, other: Pool, source: str) -> None:
     """Refuses a source with less text than is to be drawn."""
     for pool, use in ((calibration, "calibration"), (other, "held-out sequences")):
         if lacks(pool):
             wanted = -(-pool.target // SPREAD)
-            name = source if isinstance(source, str) else "the given token sequences"
             raise SurgeryError(
-                f"{name} has too little text: {len(pool.ids)} tokens, in {pool.documents} documents, for {use} that "
+                f"{source} has too little text: {len(pool.ids)} tokens, in {pool.documents} documents, for {use} that "
                 f"need {wanted}; give more text or ask for fewer or shorter sequences"
             )
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from surgery.checkpoint.disk import parse_size
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
+from surgery.common.removed import removal
 from surgery.common.setting import DTYPE_NAMES, setting
 
 NO_CALIBRATION = "none"
@@ -28,10 +29,9 @@ class ConversionSettings(FileSettings):
     )
     calibration: str = setting(
         "builtin",
-        "Text to calibrate on, builtin, self (what the model writes), or shares, as prose=0.5,code=0.3,chat=0.2; none "
-        "uses the weights alone.",
-        more="builtin: see docs/calibration.md. self: the model's own samples. Or a .txt, .jsonl or .parquet file, or "
-        "the name of a dataset. Where nothing is fitted, text serves to measure the loss only.",
+        "Text to calibrate on: builtin, or shares, as prose=0.5,code=0.3,chat=0.2; none uses the weights alone.",
+        more="builtin: see docs/calibration.md. Or a .txt, .jsonl or .parquet file, or the name of a dataset. Where "
+        "nothing is fitted, text serves to measure the loss only.",
         section="Inputs",
         metavar="FILE|DATASET|NAME",
         old=("--text", "--data"),
@@ -111,5 +111,7 @@ class ConversionSettings(FileSettings):
         parse_size(self.max_shard_size, "max_shard_size")
         if self.activation_memory is not None:
             parse_size(self.activation_memory, "activation_memory")
-        if self.held_out_text in ("builtin", "self", NO_CALIBRATION, self.calibration):
+        if gone := removal(f"calibration {self.calibration}"):
+            raise SurgeryError(f"calibration {self.calibration} {gone}")
+        if self.held_out_text in ("builtin", NO_CALIBRATION, self.calibration):
             raise SurgeryError(f"held_out_text {self.held_out_text}: name a text that is not the calibration's own")

@@ -19,7 +19,6 @@ from surgery.common.errors import SurgeryError
 from surgery.common.visible import visible
 
 BUILTIN = "builtin"
-SELF = "self"
 
 # Shipped as the held-out text that conversions are measured on: calibrating on it would be cheating.
 HELD_OUT_MODULES = frozenset(
@@ -70,8 +69,6 @@ def iter_documents(source: str, *, seed: int = 0, text_field: str = "text") -> I
         raise SurgeryError(f"no text source given: name a file or a dataset, or {BUILTIN!r}")
     if source == BUILTIN:
         documents = _standard_library(seed)
-    elif source == SELF:
-        raise SurgeryError('"self" is no text: sample it with surgery.calibration.self_samples.sample_from_model')
     elif path.is_dir():
         raise SurgeryError(f"{source} is a folder: name one file in it, or as a dataset folder {source}::train")
     elif path.exists():

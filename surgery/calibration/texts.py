@@ -117,16 +117,12 @@ def _builder(
     """What makes the sequences, given the share of them with planted recalls. The source writes only once."""
     from surgery.calibration.mixture import CHAT, build_mixture, shares_of, without_chat
     from surgery.calibration.sequences import SequenceRequest, build_calibration
-    from surgery.calibration.text import BUILTIN, SELF
+    from surgery.calibration.text import BUILTIN
 
     request = SequenceRequest.of(settings, opened.config.max_position_embeddings)
     shares = shares_of(settings.calibration, tokenizer)
     if shares is None:
-        source = settings.calibration
-        if source == SELF:
-            progress.note("sampling calibration text from the model itself")
-            source = _own_samples(opened, tokenizer, settings)
-        return lambda recall: build_calibration(tokenizer, source, replace(request, recall=recall))
+        return lambda recall: build_calibration(tokenizer, settings.calibration, replace(request, recall=recall))
     if CHAT in shares and not run_source:
         shares = without_chat(shares)
     elif CHAT in shares and settings.calibration == BUILTIN and (reason := _too_large_to_load(opened)):
@@ -189,16 +185,6 @@ def _too_large_to_load(opened) -> str | None:
     if weights <= free // 2:
         return None
     return f"the source's {weights / 2**30:.0f} GiB would take more than half of the free memory; ask for chat=SHARE"
-
-
-def _own_samples(opened, tokenizer, settings: ConversionSettings) -> Tensor:
-    """Samples of the model itself, [N, T]; needs the whole model in memory, in its own dtype."""
-    from surgery.calibration.self_samples import sample_from_model
-
-    # The pool has to hold calibration and held-out windows, with room to draw them at random.
-    tokens = 2 * (settings.calibration_tokens + settings.held_out * settings.calibration_length)
-    length = min(settings.calibration_length, opened.config.max_position_embeddings)
-    return sample_from_model(_whole_model(opened), tokenizer, tokens, length, settings.batch_size, seed=settings.seed)
 
 
 def _own_conversations(opened, tokenizer, settings: ConversionSettings, progress: Progress) -> Conversations:

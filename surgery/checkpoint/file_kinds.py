@@ -37,43 +37,15 @@ CARRIED = frozenset({Kind.TEMPLATE, Kind.LOADED, Kind.DOCUMENT})
 _CODE_FOLDER, _TEMPLATE_FOLDER = "custom_generate", "additional_chat_templates"
 # Suffixes are compared in lower case, also before a version: x.so.1.
 _CODE = (
-    *(".py", ".pyc", ".pyo", ".pyd", ".pyw", ".pyi", ".pyx", ".pyz", ".ipynb", ".egg", ".whl"),
-    *(
-        ".so",
-        ".dll",
-        ".dylib",
-        ".exe",
-        ".com",
-        ".msi",
-        ".jar",
-        ".class",
-        ".wasm",
-        ".cubin",
-        ".ptx",
-        ".hsaco",
-        ".o",
-        ".a",
-    ),
-    *(".sh", ".bash", ".zsh", ".fish", ".bat", ".cmd", ".ps1", ".vbs", ".js", ".mjs", ".cjs", ".lua", ".pl", ".rb"),
-    *(".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".go", ".desktop", ".app", ".scr", ".lnk"),
+    *(".py", ".pyc", ".pyo", ".pyd", ".pyw", ".pyi", ".pyx", ".pyz", ".ipynb", ".egg", ".whl", ".so", ".dll"),
+    *(".dylib", ".exe", ".com", ".msi", ".jar", ".class", ".wasm", ".cubin", ".ptx", ".hsaco", ".o", ".a", ".sh"),
+    *(".bash", ".zsh", ".fish", ".bat", ".cmd", ".ps1", ".vbs", ".js", ".mjs", ".cjs", ".lua", ".pl", ".rb", ".c"),
+    *(".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".go", ".desktop", ".app", ".scr", ".lnk"),
 )
 _WEIGHTS = (
-    *(
-        ".safetensors",
-        ".bin",
-        ".pt",
-        ".pth",
-        ".ckpt",
-        ".distcp",
-        ".gguf",
-        ".ggml",
-        ".h5",
-        ".hdf5",
-        ".keras",
-        ".msgpack",
-    ),
-    *(".ot", ".tflite", ".onnx", ".onnx_data", ".pkl", ".pickle", ".joblib", ".npz", ".npy", ".nemo", ".mlmodel"),
-    *(".pdparams", ".safetensors.index.json", ".bin.index.json"),
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".ggml", ".h5", ".hdf5", ".keras"),
+    *(".msgpack", ".ot", ".tflite", ".onnx", ".onnx_data", ".pkl", ".pickle", ".joblib", ".npz", ".npy", ".nemo"),
+    *(".mlmodel", ".pdparams", ".safetensors.index.json", ".bin.index.json"),
 )
 _LOADED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),

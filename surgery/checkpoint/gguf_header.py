@@ -60,7 +60,7 @@ def require_gguf() -> None:
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise SurgeryError(f"reading .gguf files needs the gguf package: {_INSTALL}") from None
+        raise SurgeryError(f"GGUF files need the gguf package: {_INSTALL}") from None
 
 
 def read_gguf_header(path: Path) -> GgufHeader:

@@ -26,12 +26,12 @@ from surgery.common.errors import SurgeryError
 
 _UNQUANTISED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-_OUTSIDE = {
+OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_IN_LAYER = {
+IN_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -44,6 +44,7 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _ROPE_FACTORS = "rope_freqs.weight"
 # What every model with llama3's scaling has had so far; the factor alone differs.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -206,17 +207,21 @@ def _scaled(path: Path, rope: dict[str, Any], factors: GgufTensor | None, head_d
         file.seek(factors.offset)
         found = np.frombuffer(file.read(factors.nbytes), dtype="<f4")
     scaling = {**rope, "rope_type": "llama3", "factor": float(found.max(initial=1.0)), **_LLAMA3}
-    wavelengths = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    # From what is kept (1) to what is divided, between the two wavelengths.
-    smooth = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low)
-    smooth = smooth.clip(0, 1)
-    expected = 1 / ((1 - smooth) / scaling["factor"] + smooth)
+    expected = llama3_factors(scaling, head_dim).numpy()
     if factors.type != "F32" or found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-3):
         raise SurgeryError(
             f"{path}: its RoPE factors ({_ROPE_FACTORS}) are not those of llama3's scaling; give its Hugging Face files"
         )
     return scaling
+
+
+def llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
+    """By what Llama 3's scaling divides each frequency, [d/2] float32; llama.cpp reads it as ``rope_freqs``."""
+    freqs = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * freqs / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - smooth) / rope["factor"] + smooth)).float()
 
 
 def _tensors(path: Path, header: GgufHeader, config: dict[str, Any], arch: Arch) -> dict[str, Mapped]:
@@ -227,10 +232,10 @@ def _tensors(path: Path, header: GgufHeader, config: dict[str, Any], arch: Arch)
         if name == _ROPE_FACTORS:
             continue
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-        if name in _OUTSIDE:
-            mapped[_OUTSIDE[name]] = Mapped(stored)
-        elif match and match[2] in _IN_LAYER:
-            module = _IN_LAYER[match[2]]
+        if name in OUTSIDE:
+            mapped[OUTSIDE[name]] = Mapped(stored)
+        elif match and match[2] in IN_LAYER:
+            module = IN_LAYER[match[2]]
             order = None
             if module in permuted:
                 heads, head_dim = config[permuted[module]], config["head_dim"]

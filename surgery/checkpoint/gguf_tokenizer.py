@@ -18,7 +18,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens; the others are found by the m
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # How text is cut before merges, by the name that the file gives it; as llama.cpp and the models' own tokenizers do.
-_SPLITS = {
+SPLITS = {
     "llama-bpe": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",
     "qwen2": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}",
 }
@@ -104,10 +104,10 @@ def _pre_tokenizer(path: Path, cut: str | None):
     if cut == _SMOLLM:
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    if cut in _SPLITS:
-        split = pre_tokenizers.Split(Regex(_SPLITS[cut]), "isolated")
+    if cut in SPLITS:
+        split = pre_tokenizers.Split(Regex(SPLITS[cut]), "isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    known = ", ".join((_GPT2, _SMOLLM, *_SPLITS))
+    known = ", ".join((_GPT2, _SMOLLM, *SPLITS))
     raise SurgeryError(f"{path}: how its tokenizer cuts text ({_CUT} {cut!r}) is not known here (known: {known})")
 
 

@@ -8,20 +8,8 @@ from pathlib import Path
 
 from surgery.common.errors import SurgeryError
 
-_FILES = [
-    "*.json",
-    "*.safetensors",
-    "*.model",
-    "*.tiktoken",
-    "*.spm",
-    "*.txt",
-    "*.jinja",
-    "*.py",
-    "*.md",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-]
+_FILES = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.spm", "*.txt", "*.jinja", "*.py", "*.md"]
+_FILES += ["LICENSE*", "NOTICE*", "USE_POLICY*"]
 _PICKLES = ["pytorch_model*.bin"]
 # Second copies of the weights: Mistral's own format, exports in subfolders.
 _UNWANTED = ["consolidated*", "*/*.safetensors", "*/*.bin"]

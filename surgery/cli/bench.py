@@ -23,11 +23,6 @@ LimitOption = Annotated[float | None, option("--limit", "SECONDS", "Begin nothin
 KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the verb."""
-    app.add_typer(bench, name="bench")
-
-
 def bench_kernels(
     given: Given,
     out: OutOption = Path("surgery-bench"),

@@ -20,21 +20,16 @@ from surgery.cli.options import (
     KeepCodeOption,
     OverwriteOption,
     PickleOption,
-    ProcessesOption,
     RestartOption,
     command_line,
     option,
 )
-from surgery.cli.push import HUB, BaseModelOption, PublicOption
 from surgery.cli.verbs import Verb, equip
 from surgery.common.errors import SurgeryError
 from surgery.structures.registry import DEFAULT, TARGETS, described, find_target
 
-
-def register(app: typer.Typer) -> None:
-    """Adds the verb."""
-    classes = {target.name: target.settings_class for target in TARGETS.working().values() if not target.fixed}
-    app.command(cls=ConvertVerb)(with_settings(convert, classes))
+CONVERTED = {target.name: target.settings_class for target in TARGETS.working().values() if not target.fixed}
+"""Settings of each target that has a class of its own."""
 
 
 class ConvertVerb(Verb):
@@ -78,22 +73,8 @@ def convert(
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
     plan: Annotated[Path | None, option("--plan", "FILE", "What surgery plan chose; flags win over it.")] = None,
-    processes: ProcessesOption = None,
     dry_run: DryRunOption = False,
     restart: RestartOption = False,
-    push_to_hub: Annotated[
-        str | None,
-        option(
-            "--push-to-hub",
-            "ORG/NAME",
-            "Upload the result, once it is verified, with its card; private unless --public.",
-            HUB,
-        ),
-    ] = None,
-    public: PublicOption = False,
-    base_model: BaseModelOption = None,
-    wandb: Annotated[str | None, option("--wandb", "PROJECT", "Log the conversion to wandb.", OUTPUT)] = None,
-    wandb_mode: Annotated[str, option("--wandb-mode", "online|offline", "How wandb logs.", OUTPUT)] = "online",
     allow_pickle: PickleOption = False,
     keep_code: KeepCodeOption = False,
     as_json: JsonOption = False,
@@ -123,8 +104,6 @@ def convert(
         surgery convert --to quantized ckpt-lowrank/ --bits 4
 
         surgery convert ckpt/ --plan plan.yaml
-
-        surgery convert --to mla org/name --push-to-hub me/name-mla
     """
     from surgery.checkpoint.named_models import model_named, output_of
 
@@ -146,19 +125,8 @@ def convert(
     called, checkpoint, out = checkpoint, model_named(checkpoint), output_of(checkpoint, out, to)
     target.check_places(checkpoint, out, settings, overwrite=overwrite)
 
-    if wandb_mode not in ("online", "offline"):
-        raise SurgeryError(f"--wandb-mode {wandb_mode}: choose online or offline")
-    if push_to_hub is None and (public or base_model):
-        raise SurgeryError("--public and --base-model say how to push: give --push-to-hub too")
-
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_conversion, show_plan
-    from surgery.console.upload import show_upload
-    from surgery.reporting.publish import Publication
-
-    publication = push_to_hub and Publication(push_to_hub, public, base_model, overwrite)
-    if publication:
-        publication.check_names() if dry_run else publication.check()
 
     if dry_run:
         from surgery.structures.dry_run import plan_conversion
@@ -166,10 +134,6 @@ def convert(
         plan = plan_conversion(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
         show_plan(plan, called, as_json=as_json)
         return
-    if wandb:
-        from surgery.eval.report.tracking import require_wandb
-
-        require_wandb()
     from surgery.structures import converter
 
     conversion = converter.convert(
@@ -182,16 +146,8 @@ def convert(
         command=command_line(),
         predicted=planned and planned.predicted,
         restart=restart,
-        processes=processes,
+        shared=True,
         progress=Progress(),
     )
-    if conversion is None:
-        return
-    show = None if as_json else lambda upload: show_upload(upload, publication)
-    address = publication.push(conversion.path, show) if publication else None
-    if wandb:
-        from surgery.reporting.tracking import log_conversion
-
-        folder = conversion.path.with_name(f"{conversion.path.name}.tracking")
-        log_conversion(conversion.report, conversion.path.name, project=wandb, mode=wandb_mode, folder=folder)
-    show_conversion(replace(conversion, source=called), address, as_json=as_json)
+    if conversion is not None:
+        show_conversion(replace(conversion, source=called), as_json=as_json)

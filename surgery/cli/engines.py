@@ -5,15 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from surgery.cli.options import CheckpointArgument, JsonOption, flag, option
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the verbs."""
-    app.command()(doctor)
-    app.command()(export)
 
 
 def doctor(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:

@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.generated import Given, with_settings
+from surgery.cli.generated import Given
 from surgery.cli.options import (
     OUTPUT,
     ConfigOption,
     DryRunOption,
     JsonOption,
     PickleOption,
-    ProcessesOption,
     RestartOption,
     command_line,
     flag,
@@ -42,7 +41,6 @@ def evaluate(
     config: ConfigOption = None,
     trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run code that lies beside the weights.")] = False,
     allow_pickle: PickleOption = False,
-    processes: ProcessesOption = None,
     restart: RestartOption = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
@@ -50,7 +48,7 @@ def evaluate(
     """Measure models beside their source and beside cheap baselines, and write a report.
 
     Started again with the same --out it goes on where it stopped. Results are the same with any number of processes;
-    those of `accelerate launch -m surgery eval ...` share the work, too.
+    those of `torchrun -m surgery eval ...` or `accelerate launch` share the work.
 
     Examples:
 
@@ -80,7 +78,6 @@ def evaluate(
     from surgery.console.conversion import show_evaluation
     from surgery.evaluation.output import track
     from surgery.evaluation.run import Request, evaluate
-    from surgery.running.workers import sharing_threads, workers
 
     request = Request(
         models,
@@ -100,9 +97,7 @@ def evaluate(
 
         show_plan(plan_evaluation(request, Progress()), as_json=as_json)
         return
-    asked = {"request": request, "progress": Progress(silent=True)}
-    with workers(processes, evaluate, asked), sharing_threads(processes):
-        evaluation = evaluate(request, Progress())
+    evaluation = evaluate(request, Progress())
     if not evaluation.is_main:
         return
     if settings.wandb:
@@ -181,10 +176,3 @@ def run(
         show_made(finished)
     if finished.report is not None:
         show_evaluation(finished.report, finished.written, as_json=as_json)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the verbs."""
-    app.command("eval")(with_settings(evaluate, {"eval": EvalSettings}))
-    app.command("compare")(compare)
-    app.command("run")(run)

@@ -132,11 +132,9 @@ class Given:
         return next((value for option, value in self.values if option.key == key), None)
 
 
-def with_settings(
-    verb: Callable[..., None], classes: Mapping[str, type], only: tuple[str, ...] = ()
-) -> Callable[..., None]:
-    """A verb with an option for each setting of the classes of its targets, or of ``only`` some."""
-    options = _options(classes, only)
+def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Callable[..., None]:
+    """A verb with an option for each setting of the classes of its targets."""
+    options = _options(classes)
 
     @wraps(verb)
     def called(**values: Any) -> None:
@@ -166,12 +164,12 @@ def _in_flags(told: str, given: Iterable[SettingOption]) -> str:
     return told
 
 
-def _options(classes: Mapping[str, type], only: tuple[str, ...]) -> list[SettingOption]:
+def _options(classes: Mapping[str, type]) -> list[SettingOption]:
     """Of all classes, panel by panel."""
     found: dict[str, dict[str, Setting]] = {}
     for target, cls in classes.items():
-        for name, each in settings_of(cls).items():
-            if not each.said.in_file and (not only or name in only):
+        for each in settings_of(cls).values():
+            if not each.said.in_file:
                 found.setdefault(each.flag, {})[target] = each
     options = [SettingOption(key, settings, len(classes)) for key, settings in found.items()]
     order = list(dict.fromkeys(each.panel for each in options))

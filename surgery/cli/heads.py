@@ -5,16 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from surgery.cli.generated import Given, with_settings
+from surgery.cli.generated import Given
 from surgery.cli.options import (
     OUTPUT,
     CheckpointArgument,
     ConfigOption,
     JsonOption,
     PickleOption,
-    ProcessesOption,
     RestartOption,
     flag,
     option,
@@ -32,14 +29,14 @@ def score(
     config: ConfigOption = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an existing file.", OUTPUT)] = False,
     allow_pickle: PickleOption = False,
-    processes: ProcessesOption = None,
     restart: RestartOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Score every KV head of a checkpoint: the higher, the more it needs its whole context.
 
     Writes a pattern file for `surgery convert --to hybrid`, and a heat map beside it. An interrupted scoring goes on
-    where it was. Processes of `accelerate launch -m surgery heads CKPT` share the work, too.
+    where it was. Processes of `torchrun -m surgery heads CKPT` or `accelerate launch` share
+    the work.
 
     Examples:
 
@@ -60,16 +57,8 @@ def score(
     from surgery.common.progress import Progress
     from surgery.console.heads import show_pattern
     from surgery.heads.scoring import score_heads
-    from surgery.running.workers import sharing_threads, workers
 
-    request = {"source": checkpoint, "out": out, "settings": settings}
-    request |= {"overwrite": overwrite, "allow_pickle": allow_pickle, "restart": restart}
-    with workers(processes, score_heads, request), sharing_threads(processes):
-        scored = score_heads(**request, progress=Progress())
+    anew = {"overwrite": overwrite, "restart": restart}
+    scored = score_heads(checkpoint, out, settings, **anew, allow_pickle=allow_pickle, progress=Progress())
     if scored.is_main:
         show_pattern(scored, called, as_json=as_json)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("heads")(with_settings(score, {"heads": HeadSettings}))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.generated import Given, with_settings
+from surgery.cli.generated import Given
 from surgery.cli.options import (
     MACHINE,
     OUTPUT,
@@ -22,11 +22,6 @@ from surgery.cli.options import (
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
 from surgery.training.settings import HealSettings
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the verb."""
-    app.command()(with_settings(heal, {"heal": HealSettings}))
 
 
 def heal(

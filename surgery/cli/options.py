@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from surgery.common.errors import SurgeryError
 from surgery.common.shipped import find_shipped
 
 INPUTS = "Inputs"
@@ -37,13 +36,6 @@ def flag(name: str, help: str, panel: str | None = None, **more: Any) -> Any:
     return typer.Option(name, help=help, rich_help_panel=panel, **more)
 
 
-def at_least_one(given: int | None) -> int | None:
-    """A number of processes; typer's own limit would stand in the help as [x>=1]."""
-    if given is not None and given < 1:
-        raise SurgeryError(f"--processes must be at least 1, not {given}")
-    return given
-
-
 CheckpointArgument = Annotated[
     str,
     typer.Argument(
@@ -67,16 +59,6 @@ ConfigOption = Annotated[
         "FILE|NAME",
         "YAML of settings, or the name of one that ships (surgery configs); flags win over it.",
         callback=config_file,
-    ),
-]
-ProcessesOption = Annotated[
-    int | None,
-    option(
-        "--processes",
-        "N",
-        "Processes that share the work, each with a GPU where there are some. [a launcher's, or 1]",
-        MACHINE,
-        callback=at_least_one,
     ),
 ]
 DryRunOption = Annotated[bool, flag("--dry-run", "Check everything, print what it would do and take; write nothing.")]

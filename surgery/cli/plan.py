@@ -6,9 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from surgery.cli.generated import Given, with_settings
+from surgery.cli.generated import Given
 from surgery.cli.options import (
     OUTPUT,
     CheckpointArgument,
@@ -24,11 +22,6 @@ from surgery.common.file_settings import read_mapping
 from surgery.common.ownership import check_file
 from surgery.common.pictures import check_picture
 from surgery.planning.settings import PlanSettings
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the verb."""
-    app.command("plan")(with_settings(plan_, {"plan": PlanSettings}))
 
 
 def plan_(

@@ -10,55 +10,38 @@ from typing import Annotated, Any
 import typer
 
 from surgery import own_program
-from surgery.calibration.settings import ConversionSettings
-from surgery.cli import bench as cli_bench
-from surgery.cli import convert as cli_convert
-from surgery.cli import engines as cli_engines
-from surgery.cli import env as cli_env
-from surgery.cli import evaluation as cli_evaluation
-from surgery.cli import heads as cli_heads
-from surgery.cli import heal as cli_heal
-from surgery.cli import plan as cli_plan
-from surgery.cli import push as cli_push
-from surgery.cli import shipped as cli_shipped
-from surgery.cli import slice as cli_slice
-from surgery.cli import verify as cli_verify
-from surgery.cli.generated import Given, with_settings
+from surgery.cli.bench import bench
+from surgery.cli.convert import CONVERTED, ConvertVerb, convert
+from surgery.cli.engines import doctor, export
+from surgery.cli.evaluation import compare, evaluate, run
+from surgery.cli.generated import with_settings
+from surgery.cli.heads import score
+from surgery.cli.heal import heal
 from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption, flag, option
+from surgery.cli.plan import plan_
+from surgery.cli.push import push
+from surgery.cli.shipped import config, configs, recipes
+from surgery.cli.slice import slice_
 from surgery.cli.verbs import Verbs, equip
+from surgery.cli.verify import verify
 from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.interruption import interruptible, remains
 from surgery.common.machine_faults import check_working_folder, told
-from surgery.common.ownership import check_file
-from surgery.common.pictures import check_picture
 from surgery.common.standard_output import open_closed_streams, printing
+from surgery.evaluation.settings import EvalSettings
+from surgery.heads.settings import HeadSettings
+from surgery.planning.settings import PlanSettings
+from surgery.structures.registry import SLICE
+from surgery.training.settings import HealSettings
 from surgery.version import __version__
-
-PURPOSES = {
-    "Begin": ("demo", "inspect", "plan"),
-    "Convert": ("convert", "heal", "heads", "slice", "run"),
-    "Measure": ("eval", "compare", "bench", "verify"),
-    "Serve and share": ("doctor", "export", "push"),
-    "Look up": ("recipes", "configs", "config", "env"),
-}
-"""The verbs as help shows them."""
 
 
 class Program(Verbs):
-    """The program, whose verbs are told by what they are for."""
+    """The program."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """``surgery help VERB`` is ``surgery VERB --help``, as people expect of programs with verbs."""
         return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
-
-    def list_commands(self, ctx: typer.Context) -> list[str]:
-        return [verb for verbs in PURPOSES.values() for verb in verbs]
-
-    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
-        command = super().get_command(ctx, cmd_name)
-        if command is not None:
-            command.rich_help_panel = next(purpose for purpose, verbs in PURPOSES.items() if cmd_name in verbs)
-        return command
 
 
 app = typer.Typer(
@@ -83,11 +66,6 @@ def version_callback(
 
 def inspect(
     checkpoint: CheckpointArgument,
-    given: Given,
-    plot: Annotated[
-        Path | None, option("--plot", "FILE", "Where to draw the spectra (png, svg, pdf). [CKPT-spectra.png]")
-    ] = None,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier picture.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Why each target is what it is, and every engine.")
     ] = False,
@@ -96,48 +74,21 @@ def inspect(
 ) -> None:
     """Show a checkpoint's attention, its KV bytes and what it can be converted to.
 
-    With --calibration also how compressible it is: the share of the loss-weighted KV energy that fits in each rank.
-
-    Examples:
+    Example:
 
         surgery inspect ckpt/
-
-        surgery inspect ckpt/ --calibration builtin --plot spectra.png
     """
     from surgery.checkpoint.named_models import find_model
-    from surgery.checkpoint.output_place import working_output
-    from surgery.structures.mla.settings import ConvertSettings
 
     source = find_model(checkpoint)
-    asked = given.of(ConversionSettings)
-    if plot is not None and "calibration" not in asked:
-        raise SurgeryError("--plot draws the spectra, which need statistics: give --calibration too, such as builtin")
-    settings = ConvertSettings(**asked)
-    if "calibration" in asked:
-        plot = plot or working_output(source, "spectra.png")
-        check_picture(plot)
-        check_file(plot, overwrite=overwrite, option="--plot")
 
-    from surgery.common.progress import Progress
     from surgery.console.inspection import show_inspection
     from surgery.inspection.inspect import inspect_checkpoint
 
-    inspection = inspect_checkpoint(
-        source,
-        settings,
-        spectra="calibration" in asked,
-        allow_pickle=allow_pickle,
-        progress=Progress(),
-    )
-    show_inspection(inspection, checkpoint, plot=plot, as_json=as_json, verbose=verbose)
+    inspection = inspect_checkpoint(source, allow_pickle=allow_pickle)
+    show_inspection(inspection, checkpoint, as_json=as_json, verbose=verbose)
 
 
-OF_STATISTICS = ("calibration", "calibration_tokens", "calibration_length", "text_field", "seed")
-OF_STATISTICS += ("device", "dtype", "batch_size")
-app.command()(with_settings(inspect, {"inspect": ConversionSettings}, OF_STATISTICS))
-
-
-@app.command()
 def demo(
     out: Annotated[Path, option("--out", "DIR", "Folder for the converted demo model.")] = Path("surgery-demo"),
     model: Annotated[
@@ -165,18 +116,32 @@ def demo(
     run_demo(out, model=model, kv_ratio=kv_ratio, overwrite=overwrite, as_json=as_json)
 
 
-cli_plan.register(app)
-cli_convert.register(app)
-cli_slice.register(app)
-cli_engines.register(app)
-cli_push.register(app)
-cli_verify.register(app)
-cli_env.register(app)
-cli_evaluation.register(app)
-cli_heads.register(app)
-cli_heal.register(app)
-cli_bench.register(app)
-cli_shipped.register(app)
+VERBS: dict[str, dict[str, Any]] = {
+    "Begin": {"demo": demo, "inspect": inspect, "plan": with_settings(plan_, {"plan": PlanSettings})},
+    "Convert": {
+        "convert": with_settings(convert, CONVERTED),
+        "heal": with_settings(heal, {"heal": HealSettings}),
+        "heads": with_settings(score, {"heads": HeadSettings}),
+        "slice": with_settings(slice_, {"slice": SLICE.settings_class}),
+        "run": run,
+    },
+    "Measure": {
+        "eval": with_settings(evaluate, {"eval": EvalSettings}),
+        "compare": compare,
+        "bench": bench,
+        "verify": verify,
+    },
+    "Serve and share": {"doctor": doctor, "export": export, "push": push},
+    "Look up": {"recipes": recipes, "configs": configs, "config": config},
+}
+"""The verbs by what they are for, as help shows them."""
+
+for purpose, verbs in VERBS.items():
+    for name, verb in verbs.items():
+        if isinstance(verb, typer.Typer):
+            app.add_typer(verb, name=name, rich_help_panel=purpose)
+        else:
+            app.command(name, cls=ConvertVerb if verb is verbs.get("convert") else None, rich_help_panel=purpose)(verb)
 equip(app)
 
 

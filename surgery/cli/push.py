@@ -11,23 +11,14 @@ from surgery.cli.options import JsonOption, flag, option
 
 HUB = "Hub"
 
-PublicOption = Annotated[bool, flag("--public", "Everybody may see it; otherwise only you.", HUB)]
-BaseModelOption = Annotated[
-    str | None,
-    option("--base-model", "ORG/NAME", "The source on the hub, if it was a folder.", HUB),
-]
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the verb."""
-    app.command()(push)
-
 
 def push(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Folder of a conversion, a slice or a healing.")],
     repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the hub; made if there is none.")],
-    public: PublicOption = False,
-    base_model: BaseModelOption = None,
+    public: Annotated[bool, flag("--public", "Everybody may see it; otherwise only you.", HUB)] = False,
+    base_model: Annotated[
+        str | None, option("--base-model", "ORG/NAME", "The source on the hub, if it was a folder.", HUB)
+    ] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace what the repository holds.", HUB)] = False,
     dry_run: Annotated[bool, flag("--dry-run", "Only show what would be uploaded.", HUB)] = False,
     as_json: JsonOption = False,

@@ -1,18 +1,17 @@
-"""``surgery recipes`` and ``surgery configs``: what ships, and copies of it to change."""
+"""``surgery recipes``, ``configs`` and ``config``: lists of what ships, and its text to change."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from surgery.cli.options import JsonOption, flag, option
+from surgery.cli.options import JsonOption
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import did_you_mean
 from surgery.common.settings_page import settings_page
-from surgery.common.shipped import Kind, copy_shipped, shipped
+from surgery.common.shipped import Kind, shipped
 from surgery.common.standard_output import printing
 from surgery.evaluation.settings import EvalSettings
 from surgery.heads.settings import HeadSettings
@@ -20,56 +19,44 @@ from surgery.planning.settings import PlanSettings
 from surgery.structures.registry import SLICE, TARGETS
 from surgery.training.settings import HealSettings
 
-CopyOption = Annotated[str | None, option("--copy", "NAME", "Write NAME.yaml into the current folder, to change it.")]
-OverwriteOption = Annotated[bool, flag("--overwrite", "Replace an existing file.")]
 
-
-def register(app: typer.Typer) -> None:
-    """Adds the verbs."""
-    app.command()(recipes)
-    app.command()(configs)
-    app.command()(config)
-
-
-def recipes(copy: CopyOption = None, overwrite: OverwriteOption = False, as_json: JsonOption = False) -> None:
+def recipes(as_json: JsonOption = False) -> None:
     """List the recipes that ship, which `surgery run` takes by name.
 
-    Examples:
+    Example:
 
         surgery recipes
-
-        surgery recipes --copy testbed-mla
     """
-    _show("recipes", copy, overwrite, as_json)
+    _show("recipes", as_json)
 
 
-def configs(copy: CopyOption = None, overwrite: OverwriteOption = False, as_json: JsonOption = False) -> None:
+def configs(as_json: JsonOption = False) -> None:
     """List the settings files that ship, which `--config` takes by name: every setting of a verb, with its default.
 
-    Examples:
+    Example:
 
         surgery configs
-
-        surgery configs --copy mla-everywhere
     """
-    _show("configs", copy, overwrite, as_json)
+    _show("configs", as_json)
 
 
 def config(
     name: Annotated[str, typer.Argument(metavar="NAME", help="mla, gqa, lowrank … plan, slice, heads, heal, eval.")],
 ) -> None:
-    """Print a settings file with all defaults, and what each setting is; of other names, the file that ships.
+    """Print a settings file with all defaults, and what each setting is; of other names, the file or recipe that ships.
 
-    Example:
+    Examples:
 
         surgery config mla > my.yaml
+
+        surgery config testbed-mla > recipe.yaml
     """
     with printing():
         print(config_page(name), end="")
 
 
 def config_page(name: str) -> str:
-    """The settings file of a target or verb, or one that ships.
+    """The settings file of a target or verb, or a settings file or recipe that ships.
 
     Raises:
         SurgeryError: there is none of that name.
@@ -82,21 +69,17 @@ def config_page(name: str) -> str:
     classes |= {verb: (cls, f"`surgery {verb}`") for verb, cls in verbs.items()}
     if name in classes:
         return settings_page(*classes[name])
-    hand_written = {each.name: each.path for each in shipped("configs")}
+    hand_written = {each.name: each.path for each in (*shipped("recipes"), *shipped("configs"))}
     if name not in hand_written:
         known = list(dict.fromkeys([*classes, *hand_written]))
         raise SurgeryError(f"{name}: no settings of that name: choose {', '.join(known)}{did_you_mean(name, known)}")
     return hand_written[name].read_text(encoding="utf-8")
 
 
-def _show(kind: Kind, copy: str | None, overwrite: bool, as_json: bool) -> None:
-    from surgery.console.page import make_table, new_page, plain, print_json
+def _show(kind: Kind, as_json: bool) -> None:
+    from surgery.console.page import make_table, new_page, print_json
     from surgery.console.verdicts import show_next
 
-    if copy is not None:
-        path = copy_shipped(copy, kind, Path(), overwrite=overwrite)
-        print_json({"path": str(path)}) if as_json else new_page().print(plain(path), soft_wrap=True)
-        return
     found = shipped(kind)
     if as_json:
         print_json({kind: [{**asdict(each), "path": str(each.path)} for each in found]})
@@ -104,5 +87,5 @@ def _show(kind: Kind, copy: str | None, overwrite: bool, as_json: bool) -> None:
     page = new_page()
     page.print(make_table(["name", ""], [(each.name, each.about) for each in found], header=False))
     taken = "surgery run NAME --dry-run" if kind == "recipes" else "surgery convert CKPT --config NAME --dry-run"
-    commands = {taken: "what it would take", f"surgery {kind} --copy NAME": "a copy, to change"}
+    commands = {taken: "what it would take", "surgery config NAME > my.yaml": "a copy, to change"}
     show_next(page, [f"{command:{len(taken)}}   {why}" for command, why in commands.items()])

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from surgery.cli.generated import Given, with_settings
+from surgery.cli.generated import Given
 from surgery.cli.options import (
     OUTPUT,
     CheckpointArgument,
@@ -21,11 +19,6 @@ from surgery.cli.options import (
     option,
 )
 from surgery.structures.registry import SLICE
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the verb."""
-    app.command("slice")(with_settings(slice_, {"slice": SLICE.settings_class}))
 
 
 def slice_(

@@ -107,7 +107,7 @@ class Verb(_PlainHelp, TyperCommand):
         for flag in (arg.split("=", 1)[0] for arg in args):
             if flag.startswith("--") and flag not in known:
                 name = flag.removeprefix("--no-").strip("-").replace("-", "_")
-                if gone := removal(name):
+                if gone := removal(name) or removal(f"{ctx.info_name} {name}"):
                     raise SurgeryError(f"{flag} {gone}")
         return super().parse_args(ctx, args)
 
@@ -122,9 +122,9 @@ class Verbs(_PlainHelp, TyperGroup):
 
 
 def _refuse_removed_verb(ctx: Any, args: list[str]) -> None:
-    name = f"{ctx.info_name} {args[0]}" if args else ""
+    name = f"{ctx.info_name if ctx.parent else 'surgery'} {args[0]}" if args else ""
     if gone := removal(name):
-        raise SurgeryError(f"surgery {name} {gone}")
+        raise SurgeryError(f"{name} {gone}")
 
 
 def equip(app: typer.Typer, *group: str) -> None:

@@ -5,15 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-import typer
-
 from surgery.cli.options import CheckpointArgument, DeviceOption, JsonOption, option
 from surgery.common.errors import SurgeryError
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the verb."""
-    app.command()(verify)
 
 
 def verify(

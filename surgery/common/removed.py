@@ -25,10 +25,21 @@ REMOVED = {
     "bench convert": "surgery convert prints its time and peak memory, tools/scale.py makes random weights of a shape",
     "stream": "datasets are always read as streams: say with `tokens` how many to take",
     "data teacher": "use builtin, or text of your own",
+    "calibration self": "--calibration chat samples answers of the model to the prompts of the package",
+    "convert wandb": "surgery eval --wandb logs the result beside its source",
+    "convert wandb_mode": "surgery eval --wandb logs the result beside its source",
+    "push_to_hub": "surgery push CKPT ORG/NAME uploads the result",
+    "surgery env": "transformers env prints versions",
+    "recipes copy": "surgery config NAME > NAME.yaml writes one to change",
+    "configs copy": "surgery config NAME > NAME.yaml writes one to change",
+    "processes": "torchrun --nproc-per-node N -m surgery ... starts as many processes that share the work",
+    "inspect calibration": "surgery plan measures what every size of every target loses",
+    "inspect plot": "surgery plan measures what every size of every target loses",
     "to mixed": "convert all layers to one structure, such as --to lowrank --bits auto, which spends by layer; "
     "mixed checkpoints load as before",
 }
-"""Settings and options by name, values as ``setting value``, commands by their words."""
+"""Settings and options by name, those of one command behind its name, values as ``setting value``, commands by their
+words."""
 
 
 def removal(name: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -46,30 +45,6 @@ def find_shipped(given: str | Path, kind: Kind) -> Path:
         hint = did_you_mean(path.stem, list(names)) or f"; surgery {kind} lists those that ship"
         raise SurgeryError(f"{given}: no such file, and no {kind.removesuffix('s')} of that name ships{hint}")
     return names[str(given)]
-
-
-def copy_shipped(name: str, kind: Kind, folder: Path, *, overwrite: bool = False) -> Path:
-    """Writes NAME.yaml into a folder, for changes.
-
-    Raises:
-        SurgeryError: nothing of that name ships, or the file exists and may not be replaced.
-    """
-    source = next((each.path for each in shipped(kind) if each.name == name), None)
-    if source is None:
-        hint = did_you_mean(name, [each.name for each in shipped(kind)])
-        raise SurgeryError(f"{name}: no {kind.removesuffix('s')} of that name ships{hint}")
-    out = folder / source.name
-    content = source.read_bytes()
-    if os.path.lexists(out):
-        if not overwrite:
-            raise SurgeryError(f"{out}: exists; pass --overwrite, or give the file itself")
-        if out.is_symlink() or not out.is_file() or out.read_bytes() != content:
-            raise SurgeryError(f"{out}: is not the copy that ships, or was edited since; move it away")
-    try:
-        out.write_bytes(content)
-    except OSError as error:
-        raise SurgeryError(f"{out}: {error.strerror or error}") from None
-    return out
 
 
 def _folder(kind: Kind) -> Path:

@@ -13,16 +13,17 @@ from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import of_conversion, show_next, show_ruin, where_it_loads
-from surgery.engines import ANY, OWN_CLASSES, spoken
+from surgery.engines.facts import OWN_CLASSES
+from surgery.engines.table import ANY, spoken
 from surgery.engines.verdict import Verdict
 from surgery.reporting.quality import before_and_after, fit_told, stages_table, useless_told
 
 
-def show_conversion(conversion, address: str | None = None, *, as_json: bool = False) -> None:
-    """Prints a finished conversion (:class:`surgery.structures.converter.Conversion`), and where it was pushed to."""
+def show_conversion(conversion, *, as_json: bool = False) -> None:
+    """Prints a finished conversion (:class:`surgery.structures.converter.Conversion`)."""
     report = conversion.report.to_dict()
     if as_json:
-        print_json({"path": str(conversion.path), **({"hub": address} if address else {}), **report})
+        print_json({"path": str(conversion.path), **report})
         return
     page, source, target, kv = new_page(), report["source"], report["target"], report["kv"]
     first = report["ladder"][0]
@@ -45,8 +46,6 @@ def show_conversion(conversion, address: str | None = None, *, as_json: bool = F
     show_ruin(page, target.get("ruined_by", ()))
     if useless := target.get("useless_layers"):
         page.print(f"[bold yellow]{plain(useless_told(useless))}[/bold yellow]", soft_wrap=True)
-    if address:
-        page.print(f"pushed to {plain(address)}", soft_wrap=True)
     after = [f"surgery heal {made} --teacher {given}"] if first["loss"] is not None else []
     show_next(page, [f"surgery eval {made} --baseline {given}", *after, f"surgery doctor {made}"])
 

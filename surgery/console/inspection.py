@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rich.console import Console
 
 from surgery.common.human import count, origin, per_token, share, size
@@ -11,31 +9,21 @@ from surgery.common.tables.table import Column
 from surgery.console.conversion import class_and_why
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import show_next
-from surgery.engines import ran, spoken
+from surgery.engines.table import spoken
+from surgery.engines.verdict import ran
 from surgery.families import LATENT_FAMILIES
 from surgery.inspection.targets import COMMAND
 
 
-def show_inspection(
-    inspection, called: str = "CKPT", *, plot: Path | None = None, as_json: bool = False, verbose: bool = False
-) -> None:
-    """Prints an inspection (:class:`surgery.inspection.inspect.Inspection`) and draws its spectra, if it has any.
+def show_inspection(inspection, called: str = "CKPT", *, as_json: bool = False, verbose: bool = False) -> None:
+    """Prints an inspection (:class:`surgery.inspection.inspect.Inspection`).
 
     Args:
         called: the checkpoint, in commands.
         verbose: also why each target is what it is, and what every engine says.
-
-    Raises:
-        SurgeryError: ``plot`` cannot be written.
     """
-    from surgery.inspection.spectra import draw_spectra
-
-    drawn = None
-    if inspection.spectra is not None:
-        drawn = plot or Path(f"{Path(inspection.name).name}-spectra.png")
-        draw_spectra(inspection.spectra, inspection.name, inspection.calibration["source"], drawn)
     if as_json:
-        print_json({**inspection.to_dict(), "plot": str(drawn) if drawn else None})
+        print_json(inspection.to_dict())
         return
     page = new_page()
     named = origin(inspection.name, inspection.architecture.get("dequantised_from"))
@@ -52,9 +40,6 @@ def show_inspection(
                 if target["applies"] and target["caution"]
             ]
             page.print(f"[dim]{''.join(cautions)}reasons and commands of engines: --verbose[/dim]", soft_wrap=True)
-    if inspection.spectra is not None:
-        _show_spectra(page, inspection.spectra)
-        page.print(f"drawn in {plain(drawn)}", soft_wrap=True)
     if inspection.advice:
         _show_advice(page, inspection.advice)
     if any(target["applies"] for target in inspection.targets):
@@ -149,24 +134,8 @@ def _cached_heads(facts: dict) -> str:
     return "" if "attention" in facts else f", {facts['kv_heads']} keys and values, {facts['head_dim']} numbers each"
 
 
-def _part(value: float) -> str:
-    """A share near one, which is not rounded up to all."""
-    return ">99.99%" if 0.9999 < value < 1 else f"{value:.2%}"
-
-
 def _windows(windows: list[int | None]) -> list[str]:
     """What is to be said of them: a line, or nothing where there are none."""
     limited = [window for window in windows if window is not None]
     sizes = ", ".join(f"{window:,}" for window in sorted(set(limited)))
     return [f"{sizes} tokens in {len(limited)} of {len(windows)} layers"] if limited else []
-
-
-def _show_spectra(page: Console, spectra: list) -> None:
-    found = [spectrum.to_dict() for spectrum in spectra]
-    widths, shares = list(found[0]["kept"]), list(found[0]["rank_for"])
-    page.print("share of the loss-weighted KV energy that fits in a rank, as a part of the KV width (keys unrotated)")
-    rows = [(layer["layer"], *(_part(layer["kept"][width]) for width in widths)) for layer in found]
-    page.print(make_table(["layer", *widths], rows))
-    page.print(f"rank that holds a share, of {found[0]['width']}")
-    rows = [(layer["layer"], *(layer["rank_for"][wanted] for wanted in shares)) for layer in found]
-    page.print(make_table(["layer", *(f"{float(wanted):.1%}" for wanted in shares)], rows))

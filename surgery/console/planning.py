@@ -7,7 +7,7 @@ from pathlib import Path
 from surgery.common.human import cost, decimal, duration, perplexity, share, size, with_perplexity
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
-from surgery.engines import loads
+from surgery.engines.verdict import loads
 from surgery.planning.settings import beyond_positions
 
 

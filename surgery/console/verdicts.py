@@ -9,7 +9,7 @@ from rich.console import Console
 
 from surgery.common.human import cost, share
 from surgery.console.page import plain
-from surgery.engines import NOT_TRIED, OPEN, REFUSED, loads, ran, told_ruin
+from surgery.engines.verdict import NOT_TRIED, OPEN, REFUSED, loads, ran, told_ruin
 
 
 def of_conversion(report: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.disk import written_whole
+from surgery.checkpoint.gguf_header import require_gguf
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import MARK, check_file
 from surgery.engines.facts import Facts
@@ -77,7 +77,9 @@ def export_checkpoint(
         raise SurgeryError(f"--engine {engine}: only {ENGINE} needs a file of its own; see surgery doctor")
     if weights not in WEIGHTS:
         raise SurgeryError(f"--weights {weights}: choose {', '.join(WEIGHTS)}")
-    gguf = _gguf()
+    require_gguf()
+    import gguf
+
     reader = open_source(checkpoint)
     found = obstacle(Facts.of(reader.config))
     if found:
@@ -103,13 +105,6 @@ def export_checkpoint(
             writer.close()
     command = f"llama-server -m {out}"
     return Exported(out, model.architecture, weights, out.stat().st_size, tokenizer.origin, command)
-
-
-def _gguf():
-    try:
-        return import_module("gguf")
-    except ImportError:
-        raise SurgeryError('GGUF files need the gguf package: pip install "model-surgery[gguf]"') from None
 
 
 def _output(checkpoint: str | Path, out: str | Path | None, *, overwrite: bool) -> Path:

@@ -7,7 +7,6 @@ have different numbers of KV heads; both rotate neighbouring numbers, so rows of
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,25 +20,15 @@ from surgery.architectures.decilm import feed_forward_width
 from surgery.architectures.deepseek_v3 import interleaving
 from surgery.architectures.neutral_norm import OLD_SCALE, recognised_norm
 from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.gguf_model import IN_LAYER, OUTSIDE, QK_NORMS, llama3_factors
 from surgery.common.errors import SurgeryError
 from surgery.engines.facts import DECILM, MLA
 from surgery.engines.llama_cpp import LLAMAS
 
 ARCHITECTURES = {MLA: "deepseek2", DECILM: "deci", **dict.fromkeys(LLAMAS, "llama")}
-NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-}
+NAMES = {name.removesuffix(".weight"): stored.removesuffix(".weight") for stored, name in OUTSIDE.items()}
+LAYER_NAMES = {name: stored for stored, name in IN_LAYER.items() if name not in QK_NORMS}
+LAYER_NAMES |= {"self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm"}
 UP = "self_attn.kv_b_proj"
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
@@ -222,12 +211,3 @@ class GGUFModel:
 
         yield GGUFTensor(f"blk.{layer}.attn_k_b.weight", (heads, rank, nope), dtype, keys)
         yield GGUFTensor(f"blk.{layer}.attn_v_b.weight", (heads, value, rank), dtype, values)
-
-
-def llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """By what Llama 3's scaling divides each frequency, [d/2] float32; llama.cpp reads it as ``rope_freqs``."""
-    freqs = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * freqs / (2 * math.pi)
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - smooth) / rope["factor"] + smooth)).float()

@@ -12,13 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.gguf_tokenizer import SPLITS
 from surgery.common.errors import SurgeryError
 
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2 = LLAMA3.replace("{1,3}", "")
 OTHERWISE = "take it from a GGUF of the source model by --tokenizer-from FILE"
 SPECIAL = ("bos", "eos", "unk", "pad")
 # gguf's TokenType.
@@ -117,7 +113,8 @@ def _pre_tokenizer(path: Path, said: dict[str, Any]) -> str:
         elif shape == ("Digits", "ByteLevel") and whole and steps[0].get("individual_digits"):
             name = "smollm"
         elif shape == ("Split", "ByteLevel") and not whole:
-            name = {LLAMA3: "llama-bpe", QWEN2: "qwen2"}.get(steps[0].get("pattern", {}).get("Regex"))
+            pattern = steps[0].get("pattern", {}).get("Regex")
+            name = next((name for name, split in SPLITS.items() if split == pattern), None)
     if name is None or normalizer not in ((None, "NFC") if name == "qwen2" else (None,)):
         raise SurgeryError(f"{path}: splits text in a way that is not known to be one of llama.cpp's; {OTHERWISE}")
     return name

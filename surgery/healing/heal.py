@@ -34,12 +34,13 @@ from surgery.common.file_settings import read_mapping
 from surgery.common.interruption import resumes_from
 from surgery.common.ownership import IsOwned, inventory, matching, nested, owned_result
 from surgery.common.progress import Progress
-from surgery.engines import engine_table
+from surgery.engines.table import engine_table
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import STORE_FILES
 from surgery.healing.launchers import (
     count_processes,
+    ended,
     keeps_freed_memory,
     launch_command,
     outside,
@@ -50,7 +51,6 @@ from surgery.healing.verification import verify_healed
 from surgery.reporting.healing_table import check_healing, gap_closed, quality_table, stages
 from surgery.reporting.report import Report, read_report, reading
 from surgery.running.source_check import open_source
-from surgery.running.workers import ended
 from surgery.training.models import check_writable
 from surgery.training.run_folder import RUN_FILES
 from surgery.training.settings import LEARNED_FROM, HealSettings

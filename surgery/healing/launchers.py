@@ -108,3 +108,11 @@ def outside(environment: dict[str, str]) -> dict[str, str]:
     names += ("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     ours = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_")
     return {name: value for name, value in environment.items() if name not in names and not name.startswith(ours)}
+
+
+def ended(code: int) -> str:
+    """How a process ended, in words; below zero its exit code is the signal that ended it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was ended by {name}" + (", as systems do that run out of memory" if name == "SIGKILL" else "")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from surgery.engines import loads
+from surgery.engines.verdict import loads
 from surgery.inspection.targets import places
 
 SELF = "transformers"

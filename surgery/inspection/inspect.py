@@ -1,36 +1,27 @@
-"""``surgery inspect``: a checkpoint's attention, its KV bytes, what it can become and how compressible it is."""
+"""``surgery inspect``: a checkpoint's attention, its KV bytes and what it can become."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from surgery.calibration.texts import load_texts
-from surgery.checkpoint.snapshots import Snapshots
-from surgery.common.errors import SurgeryError
-from surgery.common.pictures import Svg
-from surgery.common.progress import Progress
 from surgery.families import head_shape
 from surgery.inspection.advice import advice
 from surgery.inspection.architecture import model_facts
 from surgery.inspection.converted import MODEL_TYPES, converted_facts
-from surgery.inspection.spectra import LayerSpectrum, spectra_figure
 from surgery.inspection.targets import foreseen_targets, smallest_targets
 from surgery.running.kv_bytes import kv_bytes_of
-from surgery.running.moment_precision import factorising_on
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.kept_layers import converted_layers
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.work import Work
-from surgery.transforms import mla
 
 CONTEXTS = (8_192, 32_768, 131_072)
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is known of a checkpoint; plain values but for ``spectra``.
+    """Facts of a checkpoint; plain values only.
 
     Attributes:
         name: the folder's name.
@@ -39,8 +30,6 @@ class Inspection:
         kv: bytes per token, and of one sequence by its length, in the checkpoint's dtype.
         targets: what it can be converted to, in which class and why, at how many bytes, and which engines load that.
         advice: which of them to take, :func:`surgery.inspection.advice.advice`; empty where there is no choice.
-        spectra: compressibility of every layer, first to last; None where it was not asked for.
-        calibration: what the spectra were taken on.
     """
 
     name: str
@@ -49,49 +38,24 @@ class Inspection:
     kv: dict
     targets: list[dict]
     advice: dict = field(default_factory=dict)
-    spectra: list[LayerSpectrum] | None = None
-    calibration: dict | None = None
-
-    @property
-    def plot(self) -> Svg | None:
-        """The spectra as a picture; None without them."""
-        from surgery.eval.report.style import to_svg
-
-        if self.spectra is None:
-            return None
-        return Svg(to_svg(spectra_figure(self.spectra, self.name, self.calibration["source"])))
 
     def to_dict(self) -> dict:
-        plain = asdict(replace(self, spectra=None))
-        plain["spectra"] = None if self.spectra is None else [spectrum.to_dict() for spectrum in self.spectra]
-        return plain
+        return asdict(self)
 
 
-def inspect_checkpoint(
-    source: str | Path,
-    settings: ConvertSettings | None = None,
-    *,
-    spectra: bool = False,
-    allow_pickle: bool = False,
-    progress: Progress | None = None,
-) -> Inspection:
-    """Inspects a checkpoint; with ``spectra`` runs the calibration that ``settings`` name.
+def inspect_checkpoint(source: str | Path, *, allow_pickle: bool = False) -> Inspection:
+    """Inspect a checkpoint; attention that is not supported is among the reasons why a target does not apply.
 
     Raises:
-        SurgeryError: it cannot be read, or its family is not supported; with ``spectra`` also where its attention is
-            not (otherwise that is among the reasons why a target does not apply), or it was converted before.
+        SurgeryError: it cannot be read, or its family is not supported.
     """
-    settings, progress = settings or ConvertSettings(), progress or Progress(silent=True)
     reader = open_model(source, allow_pickle=allow_pickle)
     if reader.config.get("model_type") in MODEL_TYPES:
-        if spectra:
-            why = "was converted before, or is MLA; spectra are of keys and values of heads"
-            raise SurgeryError(f"{reader.path}: {why}, drop --calibration")
         return Inspection(**converted_facts(reader, CONTEXTS))
-    opened = Source.of(reader, settings)
+    opened = Source.of(reader, ConvertSettings())
     windows = [opened.windows[layer] for layer in converted_layers(opened.stateful, opened.layers)]
     targets = foreseen_targets(opened)
-    inspection = Inspection(
+    return Inspection(
         name=opened.reader.name,
         architecture=_architecture(opened),
         windows=windows,
@@ -99,10 +63,6 @@ def inspect_checkpoint(
         targets=targets,
         advice=advice(targets, smallest_targets(opened)),
     )
-    if not spectra:
-        return inspection
-    found, description = _spectra(opened, settings, progress)
-    return replace(inspection, spectra=found, calibration=description)
 
 
 def kv_bytes(opened: Source, layers: int) -> dict:
@@ -132,17 +92,3 @@ def _architecture(opened: Source) -> dict:
 
 def _attention_dtype(opened: Source):
     return opened.reader.info(opened.family.attention_names(opened.reader, opened.first_layer)[0]).dtype
-
-
-def _spectra(opened: Source, settings: ConvertSettings, progress: Progress) -> tuple[list[LayerSpectrum], dict]:
-    method = mla.METHODS["fisher"]  # the one whose statistics weigh by the loss
-    texts = load_texts(opened, settings, progress)
-    work = Work.in_folder(Snapshots(), opened, settings, texts, progress)
-    with work.library, work.store, work.alternatives, factorising_on(opened.stream.device):
-        work.gather(gradients=method.gradients, basis_of=mla.lag_basis(method))
-        found = [
-            LayerSpectrum.of(layer, work.library.load(layer)[0])
-            for layer in range(opened.layers)
-            if layer not in opened.stateful
-        ]
-    return found, texts.description

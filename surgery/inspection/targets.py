@@ -7,7 +7,7 @@ from typing import Any
 from surgery.architectures.beside_pictures import whole_config
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.engines import OWN_CLASSES
+from surgery.engines.facts import OWN_CLASSES
 from surgery.running.source import Source
 from surgery.structures.base import Request
 from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes

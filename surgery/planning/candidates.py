@@ -9,7 +9,7 @@ from typing import Any
 from surgery.architectures.own_class import layer_entries
 from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
-from surgery.engines import refuse_unless_loadable
+from surgery.engines.table import refuse_unless_loadable
 from surgery.families import LATENT_FAMILIES
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.planning.settings import BITS, PlanSettings

@@ -93,10 +93,6 @@ class Scored:
         return Increase.of([own - other for own, other in zip(self.losses, source.losses, strict=True)])
 
 
-LATER = "later candidates"
-"""What progress is told of those that are still to be carried."""
-
-
 @dataclass(frozen=True)
 class Carried:
     """Scores of the source and of candidates on the same text."""
@@ -106,13 +102,10 @@ class Carried:
 
 
 @torch.no_grad()
-def measure(candidates: Sequence[Sized], work: Work, held_out: HeldOut, *, later: int = 0) -> Carried:
+def measure(candidates: Sequence[Sized], work: Work, held_out: HeldOut) -> Carried:
     """Carry the source and candidates through the layers side by side; resumes what a killed plan had carried.
 
     Layers that stay as they are run once for all whose hidden states are still the source's.
-
-    Args:
-        later: tokens that may be carried after these, times models, for the time left.
     """
     opened, stream, batch = work.opened, work.opened.stream, work.settings.batch_size
     rows = [None, *candidates]  # the source first
@@ -123,9 +116,7 @@ def measure(candidates: Sequence[Sized], work: Work, held_out: HeldOut, *, later
     if scored is None:
         # Of every row the place of its hidden states: one for all that are alike so far.
         places, states = state.get("places", [0] * len(rows)), state.get("states") or {0: stream.embed(held_out.tokens)}
-        phase = f"try {len(candidates)} candidates"
-        work.progress.expect({phase: len(rows) * held_out.tokens.numel(), LATER: later})
-        with work.progress.phase(phase, opened.layers) as advance:
+        with work.progress.phase(f"try {len(candidates)} candidates", opened.layers) as advance:
             first = state.get("layer", 0)
             advance(first)
             for index in range(first, opened.layers):

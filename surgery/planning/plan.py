@@ -23,16 +23,15 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.families import any_family_of
-from surgery.planning.candidates import Candidates, Sized, allowed_candidates, held_bytes, named_candidates
-from surgery.planning.measure import LATER, Carried, measure
+from surgery.planning.candidates import Candidates, Sized, held_bytes, named_candidates
+from surgery.planning.measure import measure
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import Row, alike, by_bytes, choose, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
-from surgery.planning.sizes import around_best, look_for_loss, most_around, shares_around
+from surgery.planning.sizes import around_best, look_for_loss, shares_around
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.base import BasisOf
-from surgery.structures.estimates import Demand, Workload
 from surgery.structures.registry import TARGETS
 from surgery.structures.work import Work
 from surgery.version import __version__
@@ -118,33 +117,11 @@ def make_plan(
         progress.note(beyond)
     with progress.step(1, STEPS):
         texts = load_texts(opened, settings, progress, planted=False, held_out_length=settings.text_length)
-    around = shares_around(share)
-    progress.expect(_foreseen(opened, settings, texts, around))
     with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
         candidates = Candidates(opened, work, settings)
-        first = around if share is None else [share]
-        tried = list(candidates.at(first)) or list(candidates.at(around))
-        if not tried:
-            raise SurgeryError(_nothing(candidates.refused))
-        if share is not None and min(each.kv_bytes for each in tried) > share * candidates.source_bytes:
-            tried += candidates.smallest()  # the nearest that can be had, and its price
         with progress.step(3, STEPS):
-
-            def told(weighed: Sequence[Sized], scores: Scores) -> list[Row]:
-                return rows_of(weighed, scores, candidates.source_bytes, called)
-
-            def measured(some: Sequence[Sized], part: HeldOut, later: int) -> Carried:
-                return measure(some, work, part, later=later)
-
-            rounds = Rounds(texts.held_out, measured, told, share)
-            if share is None:
-                rounds.add(tried)
-                look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
-            else:
-                rounds.add(tried, then=most_around(tried, share))
-                rounds.add(around_best(rounds, candidates, share), twice=False)
-            rounds.decide(settings.max_loss)
-        ordered = by_bytes(rounds.rows())
+            rounds = _weighed(candidates, work, texts.held_out, settings, share, called)
+    ordered = by_bytes(rounds.rows())
     source = max((source for _, source in rounds.scores), key=lambda source: len(source.losses))
     budget = {"kv_ratio": share, "max_loss": settings.max_loss, "context": settings.tokens, "batch": settings.batch}
     budget["kv_bytes"] = None if share is None else share * candidates.source_bytes
@@ -165,6 +142,34 @@ def make_plan(
         text=texts.description,
         seconds=time.monotonic() - began,
     )
+
+
+def _weighed(
+    candidates: Candidates, work: Work, held_out: HeldOut, settings: PlanSettings, share: float | None, called: str
+) -> Rounds:
+    """Measures candidates at the share of the source's bytes and around it, or until a loss is met.
+
+    Raises:
+        SurgeryError: there are none.
+    """
+    tried = list(candidates.at(shares_around(None) if share is None else [share]))
+    tried = tried or list(candidates.at(shares_around(share)))
+    if not tried:
+        raise SurgeryError(_nothing(candidates.refused))
+    if share is not None and min(each.kv_bytes for each in tried) > share * candidates.source_bytes:
+        tried += candidates.smallest()  # the nearest that can be had, and its price
+
+    def told(weighed: Sequence[Sized], scores: Scores) -> list[Row]:
+        return rows_of(weighed, scores, candidates.source_bytes, called)
+
+    rounds = Rounds(held_out, lambda some, part: measure(some, work, part), told, share)
+    rounds.add(tried)
+    if share is None:
+        look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
+    else:
+        rounds.add(around_best(rounds, candidates, share), twice=False)
+    rounds.decide(settings.max_loss)
+    return rounds
 
 
 @contextmanager
@@ -200,22 +205,6 @@ def opened_work(
         yield work
         if out is not None:
             opened.reader.check_unchanged()
-
-
-def _foreseen(opened: Source, settings: PlanSettings, texts: Texts, shares: Sequence[float]) -> dict[str, float]:
-    """What a plan will take, in tokens that are read by the model.
-
-    Backward they count as often as their operations go into those of reading. Candidates are estimated: one for every
-    share, if its size can be chosen, and the source twice, each on all held-out text; not all are, and more may be
-    looked for.
-    """
-    demand = Demand(cached=0, statistics=True, gradients=True, lags=_lag_basis(opened, settings) is not None)
-    flops = Workload.of(opened, settings, texts.counts(), demand).phase_flops()
-    sweeps = [phase for phase in flops if phase.startswith("calibrate")]
-    read = {phase: texts.calibration.numel() * flops[phase] / flops[sweeps[0]] for phase in sweeps}
-    weighed = allowed_candidates(opened.reader.config, settings)
-    models = 2 + sum(len(shares) if candidate.scales else 1 for _, candidate in weighed)
-    return {**read, LATER: models * texts.held_out.tokens.numel()}
 
 
 def _share_of(settings: PlanSettings, opened: Source) -> float | None:

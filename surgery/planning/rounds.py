@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from surgery.calibration.held_out import HeldOut
 from surgery.planning.candidates import Sized
 from surgery.planning.measure import Carried, Scored
-from surgery.planning.rows import CONTENDERS, Row, contenders, far_behind
+from surgery.planning.rows import Row, contenders, far_behind
 
 Scores = list[tuple[Scored, Scored]]
 """Of candidates, each beside the source's on the same texts."""
@@ -22,7 +22,7 @@ class Rounds:
 
     Args:
         held_out: text and prompts of all rounds.
-        measure: candidates on a part of it; it is told how many tokens of theirs may follow.
+        measure: candidates on a part of it.
         told: rows of candidates and their scores, in the order given.
         share: of the source's bytes, that may be kept; None where a loss is the limit.
     """
@@ -30,14 +30,13 @@ class Rounds:
     def __init__(
         self,
         held_out: HeldOut,
-        measure: Callable[[Sequence[Sized], HeldOut, int], Carried],
+        measure: Callable[[Sequence[Sized], HeldOut], Carried],
         told: Callable[[Sequence[Sized], Scores], list[Row]],
         share: float | None,
     ):
         first, self._last = held_out.split(-(-held_out.texts // 2))
         self._first, self._second = first.split(-(-first.texts // 2))
-        self._measure, self._told, self._tokens = measure, told, held_out.tokens.numel()
-        self._share = share
+        self._measure, self._told, self._share = measure, told, share
         self.tried: list[Sized] = []
         self.scores: Scores = []
 
@@ -45,33 +44,30 @@ class Rounds:
         """Of all that were tried, in that order."""
         return self._told(self.tried, self.scores)
 
-    def add(self, candidates: Sequence[Sized], *, then: int = 0, twice: bool = True) -> None:
+    def add(self, candidates: Sequence[Sized], *, twice: bool = True) -> None:
         """Measures more candidates.
 
         Args:
-            then: as many may be added behind them.
             twice: in the first two rounds; else those that do not keep to the budget, of which none is chosen, in the
                 first alone.
         """
         places = range(len(self.tried), len(self.tried) + len(candidates))
         self.tried += candidates
-        most = (1 + min(CONTENDERS, len(self.tried))) * self._last.tokens.numel()
-        most += (1 + then) * self._tokens if then else 0
-        self._go_on(places, self._first, (1 + len(places)) * self._second.tokens.numel() + most)
+        self._go_on(places, self._first)
         rows = self.rows()
         behind = far_behind(rows, self._share)
         due = [place for place in places if place not in behind and (twice or rows[place].keeps_to(self._share))]
-        self._go_on(due, self._second, most)
+        self._go_on(due, self._second)
 
     def decide(self, max_loss: float | None) -> None:
         """Measures those between which the choice lies in the last round."""
-        self._go_on(contenders(self.rows(), self._share, max_loss), self._last, 0)
+        self._go_on(contenders(self.rows(), self._share, max_loss), self._last)
 
-    def _go_on(self, places: Sequence[int], part: HeldOut, later: int) -> None:
+    def _go_on(self, places: Sequence[int], part: HeldOut) -> None:
         """Measures some on a part."""
         if not places or not part.texts:
             return
-        carried = self._measure([self.tried[place] for place in places], part, later)
+        carried = self._measure([self.tried[place] for place in places], part)
         for place, score in zip(places, carried.scored, strict=True):
             if place == len(self.scores):
                 self.scores.append((score, carried.source))

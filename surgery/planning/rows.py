@@ -11,9 +11,10 @@ from typing import Any
 from surgery.common.errors import SurgeryError
 from surgery.common.human import cost
 from surgery.planning.candidates import Sized
-from surgery.planning.cost import Cost
 from surgery.planning.measure import Scored, student_t
 
+ANSWER_WEIGHT = 0.05
+"""What a nat on the answer of a recall prompt counts as, in nats on a token of text: the mean loss of text hides it."""
 CONTENDERS = 6
 """Rows that are worth more text, at most."""
 FAR = 4
@@ -80,8 +81,8 @@ def rows_of(
     """
     rows = []
     for sized, (score, source) in zip(weighed, scores, strict=True):
-        price = Cost(source)
-        increase = price.increase(score)
+        increase = score.beyond(source)
+        answers = None if score.answers is None else score.answers - source.answers
         rows.append(
             Row(
                 to=sized.target.name,
@@ -95,9 +96,9 @@ def rows_of(
                 high=increase.high,
                 by_text=[own - other for own, other in zip(score.losses, source.losses, strict=True)],
                 divergence=score.divergence,
-                answer_increase=price.answers(score),
+                answer_increase=answers,
                 recall=score.recall,
-                cost=price(score),
+                cost=increase.mean + ANSWER_WEIGHT * max(0.0, answers or 0.0),
                 model_type=sized.config["model_type"],
                 engines=sized.engines,
             )

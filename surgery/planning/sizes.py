@@ -26,11 +26,6 @@ def shares_around(share: float | None) -> list[float]:
     return [*larger, share, *smaller]
 
 
-def most_around(tried: Sequence[Sized], share: float) -> int:
-    """How many :func:`around_best` may find."""
-    return sum("kv_ratio" in each.asked for each in tried) * (len(shares_around(share)) - 1)
-
-
 def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Sized]:
     """What is not far behind at a share of the source's bytes, at those around it."""
     behind, known, found = far_behind(rounds.rows(), share), [each.config for each in rounds.tried], []

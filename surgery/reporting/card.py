@@ -6,8 +6,9 @@ from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.human import formats_of, in_code, in_markdown, origin
 from surgery.common.tables import markdown
 from surgery.common.tables.table import Column, Table
-from surgery.engines import spoken, told_ruin
 from surgery.engines.in_transformers import EAGER, EAGERLY, PICTURES
+from surgery.engines.table import spoken
+from surgery.engines.verdict import told_ruin
 from surgery.reporting.adapters import adapters_section
 from surgery.reporting.front_matter import front_matter, reads_pictures
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages

@@ -36,7 +36,7 @@ class Publication:
         Raises:
             SurgeryError: a name is none of the hub's.
         """
-        for flag, name in (("--push-to-hub", self.repo), ("--base-model", self.base_model)):
+        for flag, name in (("surgery push", self.repo), ("--base-model", self.base_model)):
             if name is not None and not is_hub_id(name):
                 raise SurgeryError(f"{flag} {name}: not a name on the hub; give org/name")
 

@@ -34,8 +34,24 @@ class RunSettings(Protocol):
     dtype: str
 
 
+class Opened:
+    """Facts of an opened checkpoint, whatever it is."""
+
+    reader: CheckpointReader
+    config: object
+
+    @property
+    def layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Dtype of the attention's tensors."""
+        return attention_dtype(self.reader)
+
+
 @dataclass
-class Source:
+class Source(Opened):
     """An opened source checkpoint with all that its family says about it."""
 
     reader: CheckpointReader
@@ -79,10 +95,6 @@ class Source:
             dtype=getattr(torch, settings.dtype),
         )
         return cls(reader, family, config, stream)
-
-    @property
-    def layers(self) -> int:
-        return self.config.num_hidden_layers
 
     def anatomy(self, layer: int) -> AttentionAnatomy:
         """The anatomy of one layer.
@@ -134,18 +146,13 @@ class Source:
         return torch.ones(self.config.hidden_size, dtype=self.weight_dtype) if norm is None else norm[0]
 
     @property
-    def weight_dtype(self) -> torch.dtype:
-        """Dtype of the attention's tensors."""
-        return attention_dtype(self.reader)
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of every layer, or None."""
         return tuple(self.family.window(self.config, layer) for layer in range(self.layers))
 
 
 @dataclass
-class OwnSource:
+class OwnSource(Opened):
     """An opened checkpoint that was converted before: the project's own class, or stock MLA."""
 
     reader: CheckpointReader
@@ -158,15 +165,6 @@ class OwnSource:
         config = load_config(reader.path)
         device, dtype = checked_device(settings.device), getattr(torch, settings.dtype)
         return cls(reader, config, LayerStream(reader, config, single_layer_config, device=device, dtype=dtype))
-
-    @property
-    def layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """Dtype of the attention's tensors."""
-        return attention_dtype(self.reader)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -21,7 +21,7 @@ from surgery.calibration.layer_statistics import BasisOf
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.engines import engine_table
+from surgery.engines.table import engine_table
 from surgery.families.base import is_further
 from surgery.families.towers import HOLD_OWN
 from surgery.model.quantized_cache import QuantizedKVLayer

@@ -35,7 +35,6 @@ from surgery.reporting.report import Report, previous_report
 from surgery.running.moment_precision import factorising_on
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
-from surgery.running.workers import sharing_threads, workers
 from surgery.structures.base import Outcome, Structure
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantisation_entry
@@ -64,7 +63,7 @@ def convert(
     out: str | Path | None,
     settings: ConversionSettings,
     *,
-    processes: int | None = 1,
+    shared: bool = False,
     progress: Progress | None = None,
     **further: Any,
 ) -> Conversion | None:
@@ -75,7 +74,7 @@ def convert(
 
     Args:
         source, out, settings, further: of a :class:`surgery.structures.request.ConversionRequest`.
-        processes: this one and others that it starts; None: those that a launcher started, or this one alone.
+        shared: whether all processes that a launcher started share the work.
         progress: bars; silent if None.
 
     Returns:
@@ -86,18 +85,15 @@ def convert(
         ProcessLost: another process has ended; what was finished is kept.
     """
     request = ConversionRequest(source, out, settings, **further)
-    with workers(processes, convert, {**vars(request), "processes": None}):
-        together = Processes(cpu=True, alone=processes == 1)  # what they hand each other lies on the host
-        progress = progress if progress and together.is_main else Progress(silent=True)
-        if not together.is_main:
-            own = replace(settings, device=str(process_device(settings.device, together)))
-            request = replace(request, settings=own)
-        return _convert(request, together, processes, progress)
+    together = Processes(cpu=True, alone=not shared)  # what they hand each other lies on the host
+    progress = progress if progress and together.is_main else Progress(silent=True)
+    if not together.is_main:
+        own = replace(settings, device=str(process_device(settings.device, together)))
+        request = replace(request, settings=own)
+    return _convert(request, together, progress)
 
 
-def _convert(
-    request: ConversionRequest, together: Processes, started: int | None, progress: Progress
-) -> Conversion | None:
+def _convert(request: ConversionRequest, together: Processes, progress: Progress) -> Conversion | None:
     settings = request.settings
     asked, out = together.first_on_main(lambda: open_request(request, progress))
     if stored := asked.opened.reader.dequantised_from:
@@ -131,7 +127,7 @@ def _convert(
         staging.check_space(sum(spec.nbytes for spec in in_parts(foreseen.tensors, kept).values()))
         work = Work.in_folder(unfinished.snapshots, asked.opened, settings, texts, progress, together)
         together.from_main(lambda: folder)
-        with progress.step(2, STEPS), sharing_threads(started):
+        with progress.step(2, STEPS):
             asked.gather(work)
         at_end.enter_context(work.shared_fits)
         if not foreseen.demand.fit_steps:

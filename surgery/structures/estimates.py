@@ -212,8 +212,7 @@ class Workload:
     def phase_flops(self) -> dict[str, int]:
         """Operations by the names of a conversion's phases, in their order: forward passes over the texts they read.
 
-        Coarse: statistics, algebra and what a fit gives up early are not counted apart. Progress corrects the time left
-        by the pace of the layers that are done.
+        Coarse: statistics, algebra and what a fit gives up early are not counted apart.
         """
         forward = self.layers * (2 * self.active_parameters + 2 * self.length * self.heads * self.head_dim)
         held_out = (self.held_out + self.recall_prompts) * self.length

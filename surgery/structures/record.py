@@ -11,7 +11,7 @@ from surgery.architectures.beside_pictures import whole_config
 from surgery.checkpoint.hub import id_of_snapshot
 from surgery.checkpoint.tensors import TensorSpec
 from surgery.common.memory import peak_memory
-from surgery.engines import engine_table
+from surgery.engines.table import engine_table
 from surgery.reporting.adapters import adapter_targets
 from surgery.reporting.report import Report, SourceShape, environment
 from surgery.running.kv_bytes import kv_bytes_of

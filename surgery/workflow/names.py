@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 from surgery.checkpoint.location import existing, find_local
 from surgery.checkpoint.named_models import BUILTIN, SMOLLM2
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean
+from surgery.workflow.steps import Step
 
 MAKE_CHECKPOINTS = ("convert", "slice", "heal")
 MAKE_PATTERNS = ("heads",)
@@ -27,14 +27,6 @@ CHECKPOINTS = {
 PATTERNS = {"plan": ("heads",), "convert": ("heads",)}
 PLANS = {"convert": ("plan",)}
 """Likewise, of patterns and of plans."""
-
-
-class Step(Protocol):
-    """What is looked at of a step."""
-
-    verb: str
-    name: str
-    settings: dict[str, Any]
 
 
 def check_names(path: Path, steps: Sequence[Step]) -> None:

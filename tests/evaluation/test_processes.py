@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 from command_line import run_main
-from processes import Fork, two_forks
-from safetensors.torch import load_file
+from processes import two_forks
 from tiny_models import make_checkpoint
 
 ARGUMENTS = ["--tasks", "loss,needle", "--variants", "none", "--windows", "3", "--length", "64", "--batch-size", "1"]
@@ -38,26 +37,3 @@ def test_two_processes_give_the_results_of_one(tmp_path, monkeypatch, capsys):
     assert (one["environment"]["processes"], two["environment"]["processes"]) == (1, 2)
     assert [row["results"] for row in one["rows"]] == [row["results"] for row in two["rows"]]
     assert [row["comparison"] for row in one["rows"]] == [row["comparison"] for row in two["rows"]]
-
-
-@pytest.mark.slow
-def test_started_by_the_verbs(tmp_path):
-    """`--processes 2` of evaluations and of scores."""
-    pytest.importorskip("accelerate")
-    source = make_checkpoint(tmp_path / "a", "llama", torch.float32, 0)
-    asked = ["--tasks", "loss", "--variants", "none", "--windows", "3", "--length", "64", "--device", "cpu"]
-    scored = ["--method", "kvzip", "--length", "64", "--sinks", "4", "--window", "8", "--samples", "4"]
-    for count in (1, 2):
-        several = ["--processes", count]
-        for verb in (
-            ["eval", source, *asked, "--out", tmp_path / f"eval-{count}"],
-            ["heads", source, *scored, "--out", tmp_path / f"{count}.safetensors"],
-        ):
-            fork = Fork(*verb, *several, module="surgery")
-            assert fork.wait() == 0, fork.stderr[-2000:]
-    one, two = (json.loads((tmp_path / f"eval-{count}" / "report.json").read_text()) for count in (1, 2))
-    assert two["environment"]["processes"] == 2
-    assert [row["results"] for row in one["rows"]] == [row["results"] for row in two["rows"]]
-    patterns = [load_file(tmp_path / f"{count}.safetensors") for count in (1, 2)]
-    assert patterns[0].keys() == patterns[1].keys()
-    assert all(torch.equal(patterns[0][name], patterns[1][name]) for name in patterns[0])

@@ -17,7 +17,7 @@ from surgery.calibration.statistics import LayerStatistics
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.console.inspection import show_inspection
-from surgery.engines import LOADS
+from surgery.engines.verdict import LOADS
 from surgery.eval.kv_cache import cache_bytes
 from surgery.families import LATENT_FAMILIES, latent_family_of
 from surgery.families.attention import CapturedAttention, attend, output

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.engines import LOADS, LOADS_WITH
+from surgery.engines.verdict import LOADS, LOADS_WITH
 from surgery.model import DECODERS
 from surgery.structures import converter
 from surgery.structures.cross_layer.settings import CrossLayerSettings

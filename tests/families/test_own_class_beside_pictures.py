@@ -12,7 +12,7 @@ from tiny_models import HELD_OUT
 from transformers import AutoProcessor
 
 from surgery.common.errors import SurgeryError
-from surgery.engines import LOADS_WITH
+from surgery.engines.verdict import LOADS_WITH
 from surgery.healing.heal import HealRequest, heal_checkpoint
 from surgery.inspection.checks import PASSED, verify_checkpoint
 from surgery.model import SurgeryForPicturesAndText

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT
 
 from surgery.common.errors import SurgeryError
-from surgery.engines import LOADS, NOT_TRIED
+from surgery.engines.verdict import LOADS, NOT_TRIED
 from surgery.evaluation.models import Checkpoint
 from surgery.families.latent_family import DOWN, NORM, UP
 from surgery.families.towers import HOLD_OWN

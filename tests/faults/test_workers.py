@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from surgery.healing.launchers import run_to_its_end
-from surgery.running.workers import ended
+from surgery.healing.launchers import ended, run_to_its_end
 
 
 @pytest.mark.parametrize(

@@ -122,15 +122,20 @@ class Fork:
 
 def two_forks(*arguments, module: str = "surgery") -> list[Fork]:
     """`surgery ARGUMENTS`, or another module, in two processes told what launchers tell; both have to end well."""
+    forks = started_forks(*arguments, module=module)
+    for fork in forks:
+        assert fork.wait() == 0, fork.stderr[-3000:]
+    return forks
+
+
+def started_forks(*arguments, **what: str) -> list[Fork]:
+    """The same two, of which none has to end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     world |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    forks = [Fork(*arguments, module=module, environment={**world, **rank}) for rank in ranks]
-    for fork in forks:
-        assert fork.wait() == 0, fork.stderr[-3000:]
-    return forks
+    return [Fork(*arguments, **what, environment={**world, **rank}) for rank in ranks]
 
 
 def kill_and_leave(process: subprocess.Popen) -> None:

@@ -29,7 +29,7 @@ from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import short
 from surgery.common.progress import Progress
-from surgery.engines import refuse_unless_loadable
+from surgery.engines.table import refuse_unless_loadable
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.model.quantized_cache import QuantizedKVLayer

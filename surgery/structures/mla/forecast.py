@@ -13,7 +13,8 @@ import torch
 
 from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.choose import Carrier
-from surgery.engines import engine_table, merged, refuse_unless_loadable
+from surgery.engines.table import engine_table, refuse_unless_loadable
+from surgery.engines.verdict import merged
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
 from surgery.structures.kept_layers import kept_layers

@@ -10,8 +10,7 @@ from surgery.architectures.own import OwnMLA
 from surgery.architectures.spec import MLASpec
 from surgery.checkpoint import TensorSpec
 from surgery.checkpoint.carry_over import EMBEDDING, HEAD
-from surgery.engines import mla_limits
-from surgery.engines.limits import MLALimits
+from surgery.engines.limits import MLALimits, mla_limits
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.running.source import Source
 from surgery.structures.base import replanned_tensors

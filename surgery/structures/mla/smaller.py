@@ -20,7 +20,7 @@ from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import share
 from surgery.common.progress import Progress
-from surgery.engines import refuse_unless_loadable
+from surgery.engines.table import refuse_unless_loadable
 from surgery.families import latent_family_of
 from surgery.families.attention import CapturedAttention
 from surgery.families.latent_anatomy import LatentAnatomy
