@@ -34,7 +34,6 @@ LINES = {
     "convert wandb": ["convert", "builtin", "--wandb", "p"],
     "convert wandb_mode": ["convert", "builtin", "--wandb-mode", "offline"],
     "push_to_hub": ["convert", "builtin", "--push-to-hub", "me/x"],
-    "surgery env": ["env"],
     "recipes copy": ["recipes", "--copy", "testbed-mla"],
     "configs copy": ["configs", "--copy", "mla"],
     "inspect calibration": ["inspect", "builtin", "--calibration", "builtin"],

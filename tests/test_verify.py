@@ -278,3 +278,11 @@ def test_the_verb_and_the_function(made, checkpoints, monkeypatch, capsys):
     assert not surgery.verify(made("mla"), device="cpu", progress=False).failed
     untouched = surgery.verify(checkpoints("qwen3"), device="cpu", progress=False)
     assert {check.name for check in untouched.checks if check.outcome == PASSED} == {"numbers", "caches", "whole model"}
+
+
+def test_env_tells_versions_and_no_paths(monkeypatch, capsys):
+    code, shown, _ = run_main(monkeypatch, capsys, "env", "--json")
+    facts = json.loads(shown)
+    assert code == 0 and facts["surgery"] and facts["packages"]["torch"] and "/" not in json.dumps(facts["packages"])
+    code, shown, _ = run_main(monkeypatch, capsys, "env", "--gpu")
+    assert code == 0 and "transformers" in shown

@@ -13,6 +13,7 @@ from surgery import own_program
 from surgery.cli.bench import bench
 from surgery.cli.convert import CONVERTED, ConvertVerb, convert
 from surgery.cli.engines import doctor, export
+from surgery.cli.env import env
 from surgery.cli.evaluation import compare, evaluate, run
 from surgery.cli.generated import with_settings
 from surgery.cli.heads import score
@@ -132,7 +133,7 @@ VERBS: dict[str, dict[str, Any]] = {
         "verify": verify,
     },
     "Serve and share": {"doctor": doctor, "export": export, "push": push},
-    "Look up": {"recipes": recipes, "configs": configs, "config": config},
+    "Look up": {"env": env, "recipes": recipes, "configs": configs, "config": config},
 }
 """The verbs by what they are for, as help shows them."""
 

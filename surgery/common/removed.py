@@ -29,7 +29,6 @@ REMOVED = {
     "convert wandb": "surgery eval --wandb logs the result beside its source",
     "convert wandb_mode": "surgery eval --wandb logs the result beside its source",
     "push_to_hub": "surgery push CKPT ORG/NAME uploads the result",
-    "surgery env": "transformers env prints versions",
     "recipes copy": "surgery config NAME > NAME.yaml writes one to change",
     "configs copy": "surgery config NAME > NAME.yaml writes one to change",
     "processes": "torchrun --nproc-per-node N -m surgery ... starts as many processes that share the work",

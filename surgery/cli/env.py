@@ -1,0 +1,38 @@
+"""``surgery env``: what a bug report needs to know of the machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from surgery.cli.options import JsonOption, flag
+from surgery.version import __version__
+
+
+def env(
+    gpu: Annotated[bool, flag("--gpu", "Ask for accelerators too, which imports torch.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print versions, cores and memory for a bug report; no paths, no names.
+
+    Example:
+
+        surgery env --gpu
+    """
+    from surgery.common.human import size
+    from surgery.common.machine import machine_facts
+    from surgery.common.tables.table import Column
+    from surgery.console.page import make_table, new_page, print_json
+
+    facts = {"surgery": __version__, **machine_facts(gpu=gpu)}
+    if as_json:
+        print_json(facts)
+        return
+    memory = f"{size(facts['memory_bytes'])}, {size(facts['memory_available_bytes'])} available"
+    rows = [("surgery", facts["surgery"]), ("python", facts["python"]), ("system", facts["system"])]
+    rows += [("cores", str(facts["cores"])), ("memory", memory)]
+    rows += [*facts["environment"].items(), *facts["packages"].items()]
+    for each in facts.get("accelerators", []):
+        rows.append((each["name"], f"{size(each['memory_bytes'])}, sm {each['capability']}, CUDA {each['cuda']}"))
+    if facts.get("accelerators") == []:
+        rows.append(("accelerators", "none"))
+    new_page().print(make_table(["", Column("", align="left")], rows, header=False))
