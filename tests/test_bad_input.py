@@ -1,13 +1,14 @@
 """Bad input gets one clear line and exit code 1, and leaves the disk as it was."""
 
 import json
+import shutil
 from functools import partial
 
 import pytest
 import torch
 from config_files import edit_config
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT, make_checkpoint
+from tiny_models import HELD_OUT
 
 from surgery.common.errors import SurgeryError
 from surgery.structures import converter
@@ -49,12 +50,6 @@ def index(mapping):
     return edit
 
 
-def add_tensor(folder):
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.qkv_proj.weight"] = torch.zeros(4, 4)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def pickle_only(folder):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -93,7 +88,6 @@ CASES = {
         {},
         r"config\.json: hidden_size must be a whole number from 1 to 1,048,576, not 'wide'",
     ),
-    "unknown tensor": (add_tensor, {}, "qkv_proj"),
     "pickle only": (pickle_only, {}, "allow-pickle"),
     "budget too small": (lambda folder: None, {"kv_ratio": 0.01, "rope_dim": None}, "ask for more"),
     "budget too large": (
@@ -108,9 +102,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_clear_line_and_a_clean_disk(case, tmp_path):
+def test_one_clear_line_and_a_clean_disk(case, checkpoints, tmp_path):
     edit, changes, message = CASES[case]
-    source = make_checkpoint(tmp_path / "src", "llama")
+    source = shutil.copytree(checkpoints("llama"), tmp_path / "src")
     edit(source)
     before = sorted(path.name for path in source.iterdir())
     with pytest.raises(SurgeryError, match=message) as caught:
@@ -120,9 +114,17 @@ def test_one_clear_line_and_a_clean_disk(case, tmp_path):
     assert sorted(path.name for path in source.iterdir()) == before
 
 
-def test_pickle_is_read_when_allowed(tmp_path):
-    source = make_checkpoint(tmp_path / "src", "llama")
+def test_pickle_is_read_when_allowed(checkpoints, tmp_path):
+    source = shutil.copytree(checkpoints("llama"), tmp_path / "src")
     pickle_only(source)
     converter.convert(source, tmp_path / "out", ConvertSettings(**QUICK), allow_pickle=True)
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+
+
+def test_a_result_is_replaced_only_when_asked(checkpoints, tmp_path):
+    settings = ConvertSettings(calibration="none", kv_ratio=0.5)
+    for overwrite in (False, True):
+        converter.convert(checkpoints("llama"), tmp_path / "out", settings, overwrite=overwrite)
+    with pytest.raises(SurgeryError, match="exists"):
+        converter.convert(checkpoints("llama"), tmp_path / "out", settings)

@@ -26,8 +26,12 @@ QUICK = {
     "batch_size": 2,
 }
 FAMILIES = ("llama", "llama3", "llama_bias", "mistral_window", "qwen2", "qwen2_window", "qwen3", "mixtral", "qwen3_moe")
-PICKED = ("llama_bias", "qwen2_window", "qwen3")
-ALONE = (*PICKED, "llama", "llama3", "qwen3_moe")
+DEFAULT = {
+    "alone": ("llama", "llama_bias", "qwen2_window", "qwen3_moe"),
+    "cascade": ("llama", "qwen3"),
+    "window": ("llama", "llama_bias", "qwen2_window"),
+}
+"""Biases, windows of a family's own, norms and experts; other rotations are tests/families/test_matrix.py's."""
 KINDS = {
     "alone": LowRankSettings,
     "cascade": lambda **settings: CrossLayerSettings(method="cascade", group_size=2, **settings),
@@ -46,9 +50,8 @@ def converted(checkpoints, tmp_path_factory):
     return get
 
 
-# Alone with every rotation, norm and window of a family's own; with what stands beside latents, one of each.
 PAIRS = [
-    pytest.param(name, kind, marks=[] if name in (ALONE if kind == "alone" else PICKED) else pytest.mark.slow)
+    pytest.param(name, kind, marks=[] if name in DEFAULT[kind] else pytest.mark.slow)
     for kind in KINDS
     for name in FAMILIES
 ]

@@ -307,7 +307,7 @@ def test_nor_does_a_config_inside_it(tmp_path, no_kernels):
     assert logits_of(loaded(folder)).isfinite().all()
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "awq", "gptq", "fp8", "compressed-tensors", "mxfp4", "hqq"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "compressed-tensors", "mxfp4"])
 def test_a_quantisation_that_no_tensor_has_is_dropped(method, changed, source, tmp_path):
     """bfloat16 weights with what training in 4 bits left in config.json (allenai/open-instruct#149)."""
     folder = changed(config(quantization_config={"quant_method": method, "load_in_4bit": True, "bits": 4}))
@@ -328,7 +328,7 @@ def test_mistral_with_layer_types_is_read_as_transformers_reads_it(tmp_path):
 FREQUENCIES = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(2)}
 
 
-@pytest.mark.parametrize("target", CONVERSIONS)
+@pytest.mark.parametrize("target", ["mla", "gqa", "quantized"])  # new tensors, other ones, the same ones
 def test_buffers_of_old_checkpoints_are_in_no_result(target, changed, tmp_path):
     folder = changed(weights(lambda tensors: tensors | FREQUENCIES))
     out = convert(folder, tmp_path / "out", target)

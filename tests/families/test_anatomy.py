@@ -25,21 +25,26 @@ from surgery.structures.mla.settings import ConvertSettings
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_streamed_anatomy_reproduces_the_model(checkpoints, name):
+@torch.no_grad()
+def test_streamed_layers_and_anatomies_are_those_of_the_model(checkpoints, name):
+    """Logits, the loss, and the norm before the attention."""
     folder = checkpoints(name)
     tokens = torch.randint(4096, (2, 40), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        want = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
+    want = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens, labels=tokens)
     opened = Source.open(folder, ConvertSettings())
-    own = opened.stream.embed(tokens)
+    stream = opened.stream
+    own = stream.embed(tokens)
     anatomy = own.clone()
     for index in range(opened.layers):
-        with opened.stream.layer(index) as layer:
-            opened.stream.run_layer(layer, own, 2)
+        with stream.layer(index) as layer:
+            norm, inputs = stream.input_norm(index), layer.attention_inputs(own)
+            torch.testing.assert_close(own if norm is None else stream.normalise(own, *norm), inputs)
+            stream.run_layer(layer, own, 2)
             captured = None if index in opened.stateful else CapturedAttention(opened.anatomy(index))
-            opened.stream.run_layer(layer, anatomy, 2, captured)
-    torch.testing.assert_close(opened.stream.logits(own), want, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(opened.stream.logits(anatomy), want, atol=1e-4, rtol=1e-4)
+            stream.run_layer(layer, anatomy, 2, captured)
+    torch.testing.assert_close(stream.logits(own), want.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(stream.logits(anatomy), want.logits, atol=1e-4, rtol=1e-4)
+    assert stream.loss(own, tokens) == pytest.approx(want.loss.item(), abs=1e-5)
 
 
 def test_a_layer_alone_names_no_tokens_that_its_vocabulary_lacks(checkpoints):
@@ -47,32 +52,6 @@ def test_a_layer_alone_names_no_tokens_that_its_vocabulary_lacks(checkpoints):
     assert opened.config.bos_token_id == 1
     single = single_layer_config(opened.config, 0)
     assert single.bos_token_id is single.eos_token_id is single.pad_token_id is None
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_streamed_loss_is_transformers_loss(checkpoints, name):
-    folder = checkpoints(name)
-    tokens = torch.randint(4096, (2, 24), generator=torch.Generator().manual_seed(1))
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    with torch.no_grad():
-        want = model(tokens, labels=tokens).loss.item()
-    stream = Source.open(folder, ConvertSettings()).stream
-    hidden = stream.embed(tokens)
-    for index in range(stream.num_layers):
-        with stream.layer(index) as layer:
-            stream.run_layer(layer, hidden, 1)
-    assert stream.loss(hidden, tokens) == pytest.approx(want, abs=1e-5)
-
-
-@pytest.mark.parametrize("name", ALL)
-@torch.no_grad()
-def test_the_norm_before_the_attention_is_that_of_the_class(checkpoints, name):
-    stream = Source.open(checkpoints(name), ConvertSettings()).stream
-    hidden = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
-    with stream.layer(1) as layer:
-        want = layer.attention_inputs(hidden)
-    norm = stream.input_norm(1)
-    torch.testing.assert_close(hidden if norm is None else stream.normalise(hidden, *norm), want)
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ def test_more_latents_are_nearer_to_the_source(checkpoints, tmp_path):
         return AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits.log_softmax(-1)
 
     want, divergence = log_probabilities(source), []
-    for rank in (4, 8, 12, 14):
+    for rank in (4, 10, 14):
         settings = ConvertSettings(**TEXT, kv_lora_rank=rank)
         found = log_probabilities(converter.convert(source, tmp_path / str(rank), settings).path)
         divergence.append(float((want.exp() * (want - found)).sum(-1).mean()))

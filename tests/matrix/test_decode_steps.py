@@ -10,7 +10,8 @@ from written_models import IMAGES, QUICK, WRITTEN
 from surgery.acceleration import accelerate
 from surgery.kernels import operation
 
-PROMPT, STEPS = 5, 8
+PROMPT, STEPS = 7, 4
+"""Enough for windows to move, and for a block of 4 and a group of 8 after a window to become full."""
 
 
 @pytest.fixture(autouse=True)

@@ -235,16 +235,6 @@ def test_a_compiled_model_computes_the_same(backend, name):
 
 
 @each_quick_model
-def test_every_parameter_trains(name):
-    """`--train all`, of which the other modes are subsets; and in a model that reads its quantised cache."""
-    model = made(name)[0].train()
-    assert without_gradient(model, name) == []
-    if getattr(model.config.get_text_config(), "kv_cache", None):
-        model.quantization_aware = True
-        assert without_gradient(model, name) == []
-
-
-@each_quick_model
 def test_gradient_checkpointing_has_the_same_gradients(name):
     model = made(name)[0].train()
     expected = gradients(model, name)
