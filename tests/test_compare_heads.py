@@ -251,7 +251,6 @@ def test_errors_are_one_line(case, patterns, checkpoints_of_module, tmp_path, mo
 
 @pytest.mark.slow
 def test_two_processes_measure_what_one_does(measured, tmp_path):
-    pytest.importorskip("accelerate")
     request, comparison, _ = measured
     flags = [part for name, value in QUICK.items() for part in (f"--{name}", str(value))]
     done = two_processes(

@@ -19,10 +19,9 @@ from surgery.running.activations import ActivationMemory
 from surgery.running.processes import Processes
 from surgery.running.threads import torch_threads
 
-pytest.importorskip("accelerate")
-# More sequences than parts, of which the last are shorter; attention over lags, and a fit that reads what was stored.
+# More sequences than parts, of which the last are shorter; attention over lags.
 TEXT = ["--calibration-tokens", "288", "--calibration-length", "32", "--held-out", "1", "--batch-size", "1"]
-ASKED = ["--to", "mla", "--kv-ratio", "0.5", "--rope-dim", "4", "--fit-steps", "1", *TEXT]
+ASKED = ["--to", "mla", "--kv-ratio", "0.5", "--rope-dim", "4", *TEXT]
 
 
 def results(out):
@@ -102,23 +101,6 @@ def test_every_sequence_is_of_one_process(sequences, batch, count, tmp_path):
         assert torch.equal(store.load(0), rows.float()[..., None])
 
 
-OTHERS = {
-    "lowrank": ["--kv-ratio", "0.5"],
-    "crosslayer": ["--method", "cascade", "--kv-ratio", "0.5", "--group-size", "2"],
-    "gqa": ["--kv-heads", "1"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", OTHERS)
-def test_fits_of_other_targets(checkpoints, tmp_path, target):
-    verb = ["convert", checkpoints("llama"), "--to", target, *OTHERS[target], "--fit-steps", "2", *TEXT, "--out"]
-    convert_alone(*verb[1:], tmp_path / "one" / "small")
-    two_forks(*verb, tmp_path / "two" / "small")
-    assert results(tmp_path / "one" / "small") == results(tmp_path / "two" / "small")
-    assert os.listdir(tmp_path / "two") == ["small"]
-
-
 def started(*verb, **options):
     """`surgery convert` in a process of its own, once it has others beside it."""
     command = [sys.executable, "-m", "surgery", "convert", *map(str, verb)]
@@ -132,8 +114,7 @@ def started(*verb, **options):
     raise AssertionError(process.communicate()[1])
 
 
-PHASES = "begin", "calibrate: forward", "calibrate: backward", "of 6: convert"
-"""The last is of the fits."""
+PHASES = "begin", "calibrate: forward", "calibrate: backward"
 
 
 @pytest.mark.slow
@@ -150,7 +131,7 @@ def test_started_by_the_verb(checkpoints, tmp_path):
 def test_started_from_a_program(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before, children = dict(os.environ), psutil.Process().children()
-    few = {"kv_ratio": 0.5, "fit_steps": 0, "calibration_tokens": 512, "calibration_length": 64, "held_out": 1}
+    few = {"kv_ratio": 0.5, "calibration_tokens": 512, "calibration_length": 64, "held_out": 1}
     places = tmp_path / "one" / "small", tmp_path / "two" / "small"
     with torch_threads(1):
         for count, out in enumerate(places, 1):

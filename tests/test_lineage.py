@@ -36,7 +36,7 @@ def runs(monkeypatch):
 def test_one_group(checkpoints, runs, tmp_path, monkeypatch, capsys):
     out = tmp_path / "small"
     text = ["--calibration", HELD_OUT, "--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
-    verb = ["convert", checkpoints("llama"), "--to", "gqa", "--kv-heads", "1", "--fit-steps", "0", *text, "--out", out]
+    verb = ["convert", checkpoints("llama"), "--to", "gqa", "--kv-heads", "1", *text, "--out", out]
     code, _, error = run_main(monkeypatch, capsys, *verb, "--wandb", "p", "--wandb-mode", "offline")
     assert code == 0, error
     (run,) = runs

@@ -129,7 +129,6 @@ def converted(model: str, sized: Sized, work: Path) -> Path:
     out = work / "made" / sized.name.removeprefix("--to ").replace(" --", "_").replace(" ", "-")
     if not out.exists():
         asked = dict(sized.asked)
-        asked |= {"fit_steps": 0} if hasattr(sized.target.settings_class, "fit_steps") else {}
         text = {"calibration_length": LENGTH, "held_out": 2, "keep_statistics": str(work / "statistics")}
         surgery.convert(model, to=sized.target.name, out=out, **asked, **text)
     return out
@@ -179,7 +178,7 @@ def of_recipe(recipe: Path, work: Path) -> list[dict[str, Any]]:
     progress, model = Progress(), model_named(source["source"])
     opened = Source.open(model, settings)
     texts = load_texts(opened, settings, progress, planted=False, held_out_length=settings.text_length)
-    named = {"source", "name", "to", "keep_statistics", "held_out", "calibration", "fit_steps"}
+    named = {"source", "name", "to", "keep_statistics", "held_out", "calibration"}
     with opened_work(opened, settings, texts, progress) as made:
         candidates = Candidates(opened, made, settings)
         sized = {

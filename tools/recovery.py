@@ -25,12 +25,12 @@ KILLED_AT = (0.5, 0.9)
 """Shares of the processor's time that the whole run takes."""
 RECIPE = """
 steps:
-  - convert: {name: small, source: builtin, to: lowrank, kv_ratio: 0.25, fit_steps: 1, calibration_tokens: 4096}
+  - convert: {name: small, source: builtin, to: lowrank, kv_ratio: 0.25, calibration_tokens: 4096}
   - eval: {name: report, baseline: builtin, checkpoints: [small], tasks: [loss], limit: 24}
 """
-STUDENT = "convert builtin --to mla --kv-ratio 0.125 --fit-steps 0 --calibration-tokens 4096 --out {out}/small"
+STUDENT = "convert builtin --to mla --kv-ratio 0.125 --calibration-tokens 4096 --out {out}/small"
 VERBS = {
-    "convert": "convert builtin --to mla --kv-ratio 0.25 --fit-steps 1 --calibration-tokens 4096 --out {out}/small",
+    "convert": "convert builtin --to mla --kv-ratio 0.25 --calibration-tokens 4096 --out {out}/small",
     "heads": "heads score builtin --steps 40 --out {out}/heads.safetensors",
     "plan": "plan builtin --kv-ratio 0.25 --calibration-tokens 4096 --out {out}/plan.yaml",
     "heal": "heal {student} --teacher builtin --max-tokens 30000 --out {out}/healed",

@@ -6,7 +6,7 @@ import inspect
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,7 +28,11 @@ from surgery.cli.options import (
 from surgery.cli.push import HUB, BaseModelOption, PublicOption
 from surgery.cli.verbs import Verb, equip
 from surgery.common.errors import SurgeryError
+from surgery.common.human import seconds_of
 from surgery.structures.registry import DEFAULT, TARGETS, described, find_target
+
+if TYPE_CHECKING:
+    from surgery.structures.request import ConversionRequest
 
 
 def register(app: typer.Typer) -> None:
@@ -78,6 +82,10 @@ def convert(
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
     plan: Annotated[Path | None, option("--plan", "FILE", "What surgery plan chose; flags win over it.")] = None,
+    heal: Annotated[
+        str | None,
+        option("--heal", "DURATION", "Then train the result on the source's predictions, for 5m, 300s or 1h30m."),
+    ] = None,
     processes: ProcessesOption = None,
     dry_run: DryRunOption = False,
     restart: RestartOption = False,
@@ -107,6 +115,8 @@ def convert(
         surgery convert --to mla ckpt/ --kv-ratio 0.125 --out small/ --device cuda
 
         surgery convert --to mla org/name --kv-lora-rank 512 --rope-dim 64 --rope-frequencies grid
+
+        surgery convert --to mla ckpt/ --heal 5m
 
         surgery convert --to mla ckpt/ --engine vllm
 
@@ -138,13 +148,14 @@ def convert(
         to = planned.target.name
     to = to or DEFAULT
     target = find_target(to)
+    seconds = None if heal is None else seconds_of(heal, "--heal")
     if planned is None and (better := target.settings_class.needless(given.get)) is not None:
         print(better)
         return
     chosen = dict(planned.settings) if planned else {}
     settings = target.settings({**chosen, **given.of(target.settings_class, f"--to {to}")}, config)
     called, checkpoint, out = checkpoint, model_named(checkpoint), output_of(checkpoint, out, to)
-    target.check_places(checkpoint, out, settings, overwrite=overwrite)
+    out = target.check_places(checkpoint, out, settings, overwrite=overwrite)
 
     if wandb_mode not in ("online", "offline"):
         raise SurgeryError(f"--wandb-mode {wandb_mode}: choose online or offline")
@@ -152,7 +163,7 @@ def convert(
         raise SurgeryError("--public and --base-model say how to push: give --push-to-hub too")
 
     from surgery.common.progress import Progress
-    from surgery.console.conversion import show_conversion, show_plan
+    from surgery.console.conversion import show_conversion
     from surgery.console.upload import show_upload
     from surgery.reporting.publish import Publication
 
@@ -160,19 +171,13 @@ def convert(
     if publication:
         publication.check_names() if dry_run else publication.check()
 
-    if dry_run:
-        from surgery.structures.dry_run import plan_conversion
-
-        plan = plan_conversion(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
-        show_plan(plan, called, as_json=as_json)
-        return
-    if wandb:
+    if wandb and not dry_run:
         from surgery.eval.report.tracking import require_wandb
 
         require_wandb()
-    from surgery.structures import converter
+    from surgery.structures.request import ConversionRequest
 
-    conversion = converter.convert(
+    request = ConversionRequest(
         checkpoint,
         out,
         settings,
@@ -182,9 +187,21 @@ def convert(
         command=command_line(),
         predicted=planned and planned.predicted,
         restart=restart,
-        processes=processes,
-        progress=Progress(),
     )
+    if dry_run:
+        _show_dry_run(request, called, seconds, processes, as_json=as_json)
+        return
+    tracking = out.with_name(f"{out.name}.tracking")
+    if seconds is None:
+        from surgery.structures import converter
+
+        conversion = converter.convert(**vars(request), processes=processes, progress=Progress())
+    else:
+        from surgery.healing.convert_and_heal import convert_and_heal
+
+        tracker = {"tracker": "wandb", "project": wandb, "wandb_mode": wandb_mode} if wandb else None
+        further = {"processes": processes, "tracker": tracker, "measure": {}}
+        conversion = convert_and_heal(request, {"max_seconds": seconds}, **further, progress=Progress())
     if conversion is None:
         return
     show = None if as_json else lambda upload: show_upload(upload, publication)
@@ -192,6 +209,22 @@ def convert(
     if wandb:
         from surgery.reporting.tracking import log_conversion
 
-        folder = conversion.path.with_name(f"{conversion.path.name}.tracking")
-        log_conversion(conversion.report, conversion.path.name, project=wandb, mode=wandb_mode, folder=folder)
+        log_conversion(conversion.report, conversion.path.name, project=wandb, mode=wandb_mode, folder=tracking)
     show_conversion(replace(conversion, source=called), address, as_json=as_json)
+
+
+def _show_dry_run(
+    request: ConversionRequest, called: str, seconds: float | None, processes: int | None, *, as_json: bool
+) -> None:
+    from surgery.console.conversion import show_plan
+
+    if seconds is None:
+        from surgery.structures.dry_run import plan_conversion
+
+        options = {"overwrite": request.overwrite, "allow_pickle": request.allow_pickle}
+        plan, healing = plan_conversion(request.source, request.out, request.settings, **options), None
+    else:
+        from surgery.healing.convert_and_heal import plan_both
+
+        plan, healing = plan_both(request, {"max_seconds": seconds}, processes=processes)
+    show_plan(plan, called, healing, as_json=as_json)

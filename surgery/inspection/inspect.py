@@ -138,7 +138,7 @@ def _spectra(opened: Source, settings: ConvertSettings, progress: Progress) -> t
     method = mla.METHODS["fisher"]  # the one whose statistics weigh by the loss
     texts = load_texts(opened, settings, progress)
     work = Work.in_folder(Snapshots(), opened, settings, texts, progress)
-    with work.library, work.store, work.alternatives, factorising_on(opened.stream.device):
+    with work.library, work.store, work.converted, factorising_on(opened.stream.device):
         work.gather(gradients=method.gradients, basis_of=mla.lag_basis(method))
         found = [
             LayerSpectrum.of(layer, work.library.load(layer)[0])

@@ -37,7 +37,7 @@ def workers(count: int | None, function: Callable[..., Any], arguments: Mapping[
         function: of a module, with arguments that pickle.
 
     Raises:
-        SurgeryError: accelerate is not installed, or this process is one of several already.
+        SurgeryError: this process is one of several already.
         ProcessLost: one has ended before its work was done.
     """
     if count in (None, 1):

@@ -25,7 +25,6 @@ NEEDLE = [
 
 
 def test_two_processes_give_the_results_of_one(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("accelerate")
     source, other = (make_checkpoint(tmp_path / name, "llama", torch.float32, seed) for seed, name in enumerate("ab"))
     (tmp_path / "eval.yaml").write_text("decoded: 4\n")
     verb = ["eval", other, "--baseline", source, *ARGUMENTS, *NEEDLE, "--config", tmp_path / "eval.yaml", "--out"]
@@ -43,7 +42,6 @@ def test_two_processes_give_the_results_of_one(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_started_by_the_verbs(tmp_path):
     """`--processes 2` of evaluations and of scores."""
-    pytest.importorskip("accelerate")
     source = make_checkpoint(tmp_path / "a", "llama", torch.float32, 0)
     asked = ["--tasks", "loss", "--variants", "none", "--windows", "3", "--length", "64", "--device", "cpu"]
     scored = ["--method", "kvzip", "--length", "64", "--sinks", "4", "--window", "8", "--samples", "4"]
