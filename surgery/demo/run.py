@@ -46,7 +46,7 @@ DEMO_MODELS = {
     BUILTIN: DemoModel(
         kv_ratio=0.25,
         settings={"held_out": 4},
-        steps=96,
+        steps=200,
     ),
     # 25 times larger: the conversion alone, from a twelfth of the text.
     SMOLLM2: DemoModel(

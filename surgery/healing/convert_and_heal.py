@@ -34,9 +34,10 @@ from surgery.structures.request import ConversionRequest, open_request
 from surgery.training.shapes import config_of
 
 TRAINING: dict[str, Any] = {
+    "length": 512,
     "batch_size": 1,
     "gradient_accumulation": 1,
-    "learning_rate": 3e-4,
+    "learning_rate": 1e-4,
     "schedule": "linear",
     "held_out": 0,
     "eval_every": None,

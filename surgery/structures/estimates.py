@@ -144,18 +144,17 @@ class Workload:
     @property
     def spilled_bytes(self) -> int:
         """Temporary disk of activations past the limit."""
-        met = 2 * (self.kv_width + self.hidden) if self.demand.gradients else 0
+        met = 2 * self.kv_width if self.demand.gradients else 0
         return int(max(0, (2 * self.hidden + met) * self.calibration * self.length * self.compute - self.limit))
 
     @property
     def statistics_bytes(self) -> int:
-        """Temporary disk of the statistics: four moments n² and two D² (one n² without gradients), and lags."""
+        """Temporary disk of the statistics: four moments n² (one without gradients), and lags."""
         if not self.demand.statistics:
             return 0
         moments = 4 if self.demand.gradients else 1
         lags = 3 * self.kv_heads * self.head_dim // 2 * self.heads if self.demand.lags else 0
-        output = 2 * self.hidden**2 if self.demand.gradients else 0
-        return self.layers * 8 * (moments * self.kv_width**2 + output + lags)
+        return self.layers * 8 * (moments * self.kv_width**2 + lags)
 
     def memory(self) -> dict:
         """Peak bytes, the larger of calibration and conversion, in host and device memory, and what they consist of.
@@ -163,14 +162,14 @@ class Workload:
         ======================= =====================================================================================
         one layer               P (s + c): its tensors as stored, and the module that runs
         activations             calibration: 2 N T D c (a boundary's gradient, the attention's inputs), and
-                                2 N T (n + D) c with gradients (a layer's keys, values, outputs and theirs), up to
-                                the limit, if there is one
+                                2 N T n c with gradients (a layer's keys, values and theirs), up to the limit, if
+                                there is one
         held-out text           conversion: one M T D c per stage
         one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c, queries
                                 of the merged stage; one slice of the vocabulary beside it
         attention weights       4 H T² c of one sequence, for lag statistics; 5 B H T² c where logits have a cap or
                                 learned sinks beside them, which no fused attention knows
-        statistics              8 matrices [n, n] in float64; sums of two and of one [D, D], twice, while they are taken
+        statistics              8 matrices [n, n] in float64; sums of two, twice, while they are taken
         float64 forms           the attention in float64, three times, and two merged stages, H d n numbers each
         rescaled tensor         the embeddings in float64, where the residual stream is rescaled
         process                 Python, torch and transformers as they are loaded now
@@ -224,7 +223,7 @@ class Workload:
         return self.demand.statistics * 8 * ALGEBRA_MATRICES * self.kv_width**2
 
     def _sums_bytes(self) -> int:
-        return sums_bytes(self.kv_width, self.hidden, gradients=self.demand.gradients)
+        return sums_bytes(self.kv_width, gradients=self.demand.gradients)
 
     def _layer_bytes(self) -> int:
         return self.layer_parameters * (self.stored + self.compute)
@@ -240,7 +239,7 @@ class Workload:
         if not tokens:
             return {"statistics": self._algebra_bytes()}, {}
         width = 16 * self.hidden + 6 * self.heads * self.head_dim + 6 * self.intermediate
-        met = 2 * (self.kv_width + self.hidden) if self.demand.gradients else 0
+        met = 2 * self.kv_width if self.demand.gradients else 0
         host = {
             "activations": min((2 * self.hidden + met) * tokens * self.compute, self.limit),
             "statistics": max(self._algebra_bytes(), self._sums_bytes()),

@@ -85,7 +85,7 @@ def most_in_a_sweep(checkpoint, monkeypatch, sequences, limit):
 def test_memory_of_a_sweep_does_not_grow_with_the_text(checkpoints, monkeypatch):
     all_of_it = [most_in_a_sweep(checkpoints("llama"), monkeypatch, count, None) for count in (8, 32)]
     limited = [most_in_a_sweep(checkpoints("llama"), monkeypatch, count, "1KB") for count in (8, 32)]
-    kept = 24 * 64 * 4 * (2 * 32 + 2 * (32 + 32))  # of 24 sequences: 2 D + 2 (n + D) numbers a token
+    kept = 24 * 64 * 4 * (2 * 32 + 2 * 32)  # of 24 sequences: 2 D + 2 n numbers a token
     assert all_of_it[1] - all_of_it[0] == pytest.approx(kept, rel=0.1)
     assert limited[1] - limited[0] <= 24 * 64 * 8  # weights of tokens
     assert limited[1] < all_of_it[0]

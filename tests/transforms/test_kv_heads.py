@@ -79,9 +79,7 @@ def statistics_of(layer: AttentionAnatomy, *, gradients: bool = True) -> LayerSt
     if gradients:
         for tensor, gradient in zip((projection.k, projection.v), gradients_of(layer, x), strict=True):
             tensor.grad = gradient
-    output = torch.zeros_like(x)
-    output.grad = torch.zeros_like(x)
-    moments.add(projection, output)
+    moments.add(projection)
     return moments.result()
 
 
