@@ -19,7 +19,6 @@ QUICK = {
     "calibration_tokens": 512,
     "calibration_length": 128,
     "held_out": 1,
-    "fit_steps": 0,
     "rope_dim": 4,
     "kv_ratio": 0.5,
 }

@@ -78,12 +78,12 @@ def test_one_conversion_is_the_two_steps(checkpoints, tmp_path, to, bits, hadama
 
 def test_losses_of_all_stages_stand_in_one_report(checkpoints, tmp_path):
     text = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 2, "calibration": str(HELD_OUT)}
-    asked = {"method": "cascade", "group_size": 2, "rank": 24, "fit_steps": 1, "bits": 4, "group": 16}
+    asked = {"method": "cascade", "group_size": 2, "rank": 24, "bits": 4, "group": 16}
     report = convert("crosslayer", checkpoints("llama"), None, **asked, **text).report
     losses = {row["stage"]: row["loss"] for row in report.ladder}
-    assert list(losses) == ["source", "fitted", "quantized", "reloaded"]
+    assert list(losses) == ["source", "low rank", "quantized", "reloaded"]
     assert (
-        losses["quantized"] == pytest.approx(losses["reloaded"], abs=1e-6) and losses["quantized"] != losses["fitted"]
+        losses["quantized"] == pytest.approx(losses["reloaded"], abs=1e-6) and losses["quantized"] != losses["low rank"]
     )
     assert report.target["kv_cache"]["format"] == "int4" and report.source["model_type"] == "llama"
 
@@ -123,7 +123,7 @@ def test_the_budget_in_words(checkpoints, capsys):
 
 def test_bits_by_latent_spend_a_budget_of_bytes(checkpoints, tmp_path):
     text = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 2, "calibration": str(HELD_OUT)}
-    asked = {"bits": "auto", "kv_ratio": 0.25, "group": 16, "sinks": 4, "fit_steps": 1}
+    asked = {"bits": "auto", "kv_ratio": 0.25, "group": 16, "sinks": 4}
     result = convert("lowrank", checkpoints("llama", torch.bfloat16), tmp_path / "out", **asked, **text)
     report, config = result.report, json.loads((result.path / "config.json").read_text())
     assert config["kv_cache"]["sinks"] == 4

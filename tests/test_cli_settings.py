@@ -26,7 +26,7 @@ HAND_WRITTEN = {"mla-everywhere"}
 
 FLAGS = {
     "convert": "allocate allow-pickle batch-size bits block calibration calibration-length calibration-tokens carrier "
-    "compensated config context device dry-run dtype engine fit-steps freqfold group group-size hadamard heads "
+    "compensated config context device dry-run dtype engine freqfold group group-size hadamard heads "
     "heads-multiple held-out held-out-text json keep-statistics keys kv-heads kv-lora-rank kv-ratio latent-norm "
     "max-shard-size method out overwrite qk-rope-head-dim rank rank-multiple recall recent rope-bits rope-dim "
     "rope-frequencies seed sinks streaming streaming-bits text-field to window",
@@ -44,7 +44,7 @@ FLAGS = {
 """What verbs took before their options were made of the settings."""
 
 MORE_FLAGS = {
-    "convert": "text data window fit-queries no-hadamard",
+    "convert": "text data window heal no-hadamard",
     "heads": "calibration data window",
     "heal": "text calibration wandb max-seconds max-steps",
     "eval": "text calibration decoded",
@@ -121,7 +121,7 @@ def asked_of(monkeypatch, capsys, *arguments):
         (["--window", "8"], "--window is for lowrank, crosslayer, hybrid, quantized; --to mla has no such setting"),
         (["--to", "mqa", "--text", "x", "--block", "8"], "--block is for crosslayer; --to mqa has no such setting"),
         (["--kv-ratio", "25%"], "--kv-ratio must be a number, not '25%'"),
-        (["--fit-steps", "2.5"], "--fit-steps must be a whole number, not '2.5'"),
+        (["--seed", "2.5"], "--seed must be a whole number, not '2.5'"),
         (["--to", "hybrid", "--window", "4", "--recent", "4"], "--window and --recent are the same: give one of them"),
         (["--dtype", "fp8"], "dtype 'fp8' is unknown: choose float32, bfloat16, float64"),
     ],

@@ -16,7 +16,6 @@ TEXT = [
     "--calibration", str(HELD_OUT), "--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1",
     "--device", "cpu",
 ]  # fmt: skip
-FIT = ["--fit-steps", "0"]
 
 
 def methods(target):
@@ -24,21 +23,18 @@ def methods(target):
 
 
 def by_method(target, *others):
-    """A call for every method; but for fisher, they have no fit that could be left out."""
-    return {
-        f"{target} {method}": ["--to", target, "--method", method, *others, *(FIT if method == "fisher" else [])]
-        for method in methods(target)
-    }
+    """A call for every method."""
+    return {f"{target} {method}": ["--to", target, "--method", method, *others] for method in methods(target)}
 
 
 CALLS = {
     **by_method("mla"),
     **by_method("gqa"),
-    "gqa by spectrum": ["--to", "gqa", "--allocate", "spectrum", "--kv-ratio", "0.75", *FIT],
+    "gqa by spectrum": ["--to", "gqa", "--allocate", "spectrum", "--kv-ratio", "0.75"],
     **by_method("lowrank", "--kv-ratio", "0.75"),
-    "lowrank in bits": ["--to", "lowrank", "--kv-ratio", "0.5", "--bits", "4", "--group", "4", *FIT],
+    "lowrank in bits": ["--to", "lowrank", "--kv-ratio", "0.5", "--bits", "4", "--group", "4"],
     **{
-        f"crosslayer {method}": ["--to", "crosslayer", "--method", method, "--group-size", "2", *FIT]
+        f"crosslayer {method}": ["--to", "crosslayer", "--method", method, "--group-size", "2"]
         for method in methods("crosslayer")
     },
     "hybrid": ["--to", "hybrid", "--streaming", "1", "--sinks", "4", "--recent", "8"],
@@ -77,7 +73,6 @@ def test_every_conversion_is_printed(call, source, tmp_path, monkeypatch, capsys
     assert rows == [str(layer["layer"]) for layer in report["layers"]]
 
     losses = {row["stage"]: row["loss"] for row in report["ladder"]}
-    assert "fitted" not in losses or "cascade" in call
     if "--method" in CALLS[call]:
         assert report["target"]["method"] == CALLS[call][3]
         if report["target"]["to"] == "lowrank":
@@ -86,7 +81,7 @@ def test_every_conversion_is_printed(call, source, tmp_path, monkeypatch, capsys
 
 
 def test_errors_that_nothing_predicts_are_dashes(source, tmp_path, monkeypatch, capsys):
-    arguments = [source, "--out", tmp_path / "out", "--to", "gqa", "--method", "key-norm", *FIT, *TEXT]
+    arguments = [source, "--out", tmp_path / "out", "--to", "gqa", "--method", "key-norm", *TEXT]
     code, shown, err = run_main(monkeypatch, capsys, "convert", *arguments)
     assert code == 0, err
     assert any(line.split()[:4] == ["0", "0+1", "-", "-"] for line in shown.splitlines())

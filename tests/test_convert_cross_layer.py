@@ -159,7 +159,7 @@ def test_the_joint_moment_is_that_of_each_layer_on_its_diagonal(checkpoints):
     opened = Source.open(checkpoints("mixtral"), settings)
     texts = Texts(text(), HeldOut.of_text(text()), {})
     work = Work.in_folder(Snapshots(), opened, settings, texts, Progress(silent=True))
-    with work.store, work.library as library, work.alternatives:
+    with work.store, work.library as library, work.converted:
         work.gather(gradients=False)
         moment = joint_moment(opened, work.store, 0, 2, batch_size=1)
         width = len(moment) // 2
@@ -172,7 +172,7 @@ def test_the_joint_moment_is_that_of_each_layer_on_its_diagonal(checkpoints):
 def test_the_metric_of_a_latent_is_the_moment_of_its_gradient(checkpoints, tmp_path, monkeypatch):
     """Against a backward pass through the whole model, of the sum of its final hidden states."""
     quick = {key: value for key, value in QUICK.items() if key not in ("method", "block", "group_size")}
-    settings = ConvertSettings(**quick, kv_ratio=0.5, carrier="own", fit_steps=0)
+    settings = ConvertSettings(**quick, kv_ratio=0.5, carrier="own")
     path = converter.convert(checkpoints("llama"), tmp_path / "mla", settings).path
     settings = CrossLayerSettings(**QUICK)
     opened = LatentSource.open(CheckpointReader.open(path), settings)
@@ -193,7 +193,7 @@ def test_the_metric_of_a_latent_is_the_moment_of_its_gradient(checkpoints, tmp_p
 @pytest.mark.parametrize("name", [pytest.param("llama_bias", marks=pytest.mark.slow), "qwen3"])
 def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name):
     quick = {key: value for key, value in QUICK.items() if key not in ("method", "block", "group_size")}
-    settings = ConvertSettings(**quick, kv_ratio=0.5, carrier="own", fit_steps=0)
+    settings = ConvertSettings(**quick, kv_ratio=0.5, carrier="own")
     latent = converter.convert(checkpoints(name), tmp_path / "mla", settings)
     result = converter.convert(latent.path, tmp_path / "out", CrossLayerSettings(**QUICK, kv_ratio=0.6))
     losses = {row["stage"]: row["loss"] for row in result.report.ladder}

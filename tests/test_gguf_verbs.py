@@ -13,7 +13,7 @@ from surgery.checkpoint.output_place import default_output
 from surgery.healing.heal import HealRequest, training_settings
 
 QUICK = ["--calibration", HELD_OUT, "--calibration-tokens", 512, "--calibration-length", 128, "--held-out", 1]
-QUICK += ["--fit-steps", 0, "--kv-ratio", 0.5, "--device", "cpu"]
+QUICK += ["--kv-ratio", 0.5, "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ def steps_of(recipe):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A recipe, run by two processes: its path and its work folder."""
-    pytest.importorskip("accelerate")
     folder = tmp_path_factory.mktemp("recipe")
     source = str(make_checkpoint(folder / "source", "llama"))
     recipe = write(

@@ -20,7 +20,7 @@ from surgery.structures.kept_layers import kept_layers
 from surgery.structures.registry import TARGETS
 
 QUICK = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-QUICK |= {"kv_ratio": 0.5, "fit_steps": 1, "fit_iterations": 2, "batch_size": 2}
+QUICK |= {"kv_ratio": 0.5, "batch_size": 2}
 ATTENTION = "model.layers.{}.self_attn."
 FULL = 256
 """Bytes of a token in the source: two layers, K and V of two heads of 8 numbers in fp32."""

@@ -18,7 +18,7 @@ from surgery.common.log import LOG_FILE, VERBOSE, log, logged
 from surgery.common.progress import QUIET, Progress
 from surgery.reporting.report import previous_report
 
-QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1", "--fit-steps", "0"]
+QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
 QUICK += ["--calibration", HELD_OUT, "--to", "gqa", "--kv-heads", "1"]
 
 

@@ -32,7 +32,7 @@ from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import TARGETS
 
 OLD = Path(__file__).with_name("old_checkpoints") / "mla-stock"
-SMALL = {"kv_lora_rank": 12, "rope_dim": 4, "carrier": "stock", "calibration": str(HELD_OUT), "fit_steps": 0}
+SMALL = {"kv_lora_rank": 12, "rope_dim": 4, "carrier": "stock", "calibration": str(HELD_OUT)}
 SMALL |= {"calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 KINDS = {
     "tiny": ("llama", {}),

@@ -429,7 +429,7 @@ def test_patterns():
 
 TEXT = "--calibration-tokens 256 --calibration-length 64"
 WHOLE = {
-    "convert": "convert {source} --to gqa --kv-heads 1 {text} --held-out 2 --fit-steps 0 --out {out}",
+    "convert": "convert {source} --to gqa --kv-heads 1 {text} --held-out 2 --out {out}",
     "slice": "slice {converted} --kv-ratio 0.3 --out {out}",
     "eval": "eval {source} --windows 2 --length 64 --tasks loss --decoded 4 --variants none --out {out}",
     "heads": "heads {source} --method induction --sinks 4 --window 16 --length 200 --facts 1 --samples 1"

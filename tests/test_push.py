@@ -25,7 +25,7 @@ from surgery.reporting.upload import prepare_upload
 from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 
-QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1", "--fit-steps", "0"]
+QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
 
 
 @pytest.fixture(scope="module")

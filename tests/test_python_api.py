@@ -60,7 +60,7 @@ def test_a_conversion_is_the_command_line_s(checkpoints, here):
 def test_a_model_in_memory_becomes_another_and_nothing_is_written(in_memory, here):
     model, tokenizer = in_memory
     text = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-    asked = {"to": "lowrank", "rank": 24, "fit_steps": 0, "device": "cpu", "progress": False, **text}
+    asked = {"to": "lowrank", "rank": 24, "device": "cpu", "progress": False, **text}
     result = surgery.convert(model, tokenizer=tokenizer, **asked)
     saved = here.parent / "saved"
     model.save_pretrained(saved), tokenizer.save_pretrained(saved)

@@ -9,6 +9,10 @@ from surgery.planning.plan_file import read_plan
 from surgery.planning.settings import PlanSettings
 
 LINES = {
+    "fit_steps": ["convert", "builtin", "--fit-steps", "0"],
+    "fit_iterations": ["convert", "builtin", "--fit-iterations", "8"],
+    "fit_queries": ["convert", "builtin", "--to", "gqa", "--fit-queries", "64"],
+    "fit_worth": ["convert", "builtin", "--fit-worth=0.5"],
     "bench convert": ["bench", "convert", "--shape", "llama3-8b"],
     "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],

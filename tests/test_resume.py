@@ -16,13 +16,13 @@ from surgery.common.progress import Progress
 from surgery.structures import converter
 from surgery.structures.registry import find_target
 
-TEXT = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 2, "fit_steps": 2}
+TEXT = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 2}
 KINDS = {
     "mla": {"kv_ratio": 0.5},
     "gqa": {"kv_heads": 1},
     "lowrank": {"kv_ratio": 0.5, "window": 8},
     "crosslayer": {"kv_ratio": 0.5, "method": "cascade", "group_size": 2},
-    "crosslayer xkv": {"to": "crosslayer", "kv_ratio": 0.5, "method": "xkv", "group_size": 2, "fit_steps": None},
+    "crosslayer xkv": {"to": "crosslayer", "kv_ratio": 0.5, "method": "xkv", "group_size": 2},
 }
 KINDS_TRIED = ["crosslayer", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "crosslayer")]
 
@@ -287,7 +287,7 @@ def test_what_was_kept_is_no_longer_there_once_a_part_of_it_is_removed(restart, 
         stops(3)
         with pytest.raises(Stopped):
             converter.convert(source, out, settings_of("lowrank"))
-    verb = ["convert", source, "--to", "lowrank", "--out", out, "--kv-ratio", 0.5, "--fit-steps", 2, "--window", 8]
+    verb = ["convert", source, "--to", "lowrank", "--out", out, "--kv-ratio", 0.5, "--window", 8]
     verb += ["--calibration-tokens", 256, "--calibration-length", 64, "--held-out", 2]
     killed = Fork(*verb, *(["--restart"] if restart else []), code=KILLED)
     assert killed.wait() == -signal.SIGKILL, killed.stderr

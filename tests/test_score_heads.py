@@ -294,7 +294,6 @@ def test_a_killed_scoring_goes_on(source, tmp_path, stopping):
     ],
 )
 def test_offloaded_layers_give_the_same_scores(source, tmp_path, method):
-    pytest.importorskip("accelerate")
     asked = partial(scored, source, method=method, steps=2)
     plain, offloaded = asked(tmp_path / "a.safetensors"), asked(tmp_path / "b.safetensors", offload=True)
     assert torch.equal(plain.scores, offloaded.scores)
@@ -436,7 +435,6 @@ def test_errors_are_one_line(case, source, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_two_processes_give_the_scores_of_one(tmp_path):
-    pytest.importorskip("accelerate")
     source = make_checkpoint(tmp_path / "source", "llama")
     out = tmp_path / "two.safetensors"
     done = two_processes("heads", source, *FLAGS, "--seeds", 2, "--json", "--out", out)

@@ -14,7 +14,7 @@ from pathlib import Path
 Path({marker!r}).touch()
 from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Tokenizer
 """
-QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1", "--fit-steps", "0"]
+QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
 
 
 @pytest.fixture(scope="module")

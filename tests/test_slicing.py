@@ -34,15 +34,14 @@ TEXT = {
     "held_out": 2,
     "batch_size": 2,
 }
-FIT = {**TEXT, "fit_steps": 1, "fit_iterations": 2}
 
 
 def low_rank(**settings):
-    return converter.convert, LowRankSettings(**{"kv_ratio": 0.5, **FIT, **settings})
+    return converter.convert, LowRankSettings(**{"kv_ratio": 0.5, **TEXT, **settings})
 
 
 def mla(**settings):
-    return converter.convert, ConvertSettings(**{"kv_lora_rank": 16, "rope_dim": 6, **FIT, **settings})
+    return converter.convert, ConvertSettings(**{"kv_lora_rank": 16, "rope_dim": 6, **TEXT, **settings})
 
 
 KINDS = {
@@ -50,7 +49,7 @@ KINDS = {
     "multiple": ("qwen3", *low_rank(rank_multiple=4)),
     "separate": ("llama", *low_rank(method="separate")),
     "palu": ("llama", *low_rank(method="palu")),
-    "cascade": ("llama", converter.convert, CrossLayerSettings(method="cascade", kv_ratio=0.5, group_size=2, **FIT)),
+    "cascade": ("llama", converter.convert, CrossLayerSettings(method="cascade", kv_ratio=0.5, group_size=2, **TEXT)),
     "window": ("llama", *low_rank(window=5, sinks=2)),
     "mla own": ("llama_bias", *mla(carrier="own", kv_lora_rank=None, rope_dim=None, kv_ratio=0.7)),
     "mla key norm": ("qwen3", *mla(kv_lora_rank=26)),

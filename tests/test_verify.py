@@ -26,9 +26,9 @@ from surgery.verification.record import Recorded
 OLD = Path(__file__).with_name("old_checkpoints")
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 KINDS = {
-    "mla": {"kv_ratio": 0.5, "fit_steps": 0},
-    "gqa": {"kv_heads": 1, "fit_steps": 0},
-    "lowrank": {"kv_ratio": 0.5, "fit_steps": 0, "bits": 8, "group": 4},
+    "mla": {"kv_ratio": 0.5},
+    "gqa": {"kv_heads": 1},
+    "lowrank": {"kv_ratio": 0.5, "bits": 8, "group": 4},
 }
 
 

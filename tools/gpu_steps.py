@@ -157,7 +157,7 @@ def _convert(to: str, *options: str) -> Callable[[Setup, float], list[str]]:
     def arguments(setup: Setup, seconds: float) -> list[str]:
         tokens = ["--calibration-tokens", "128", "--calibration-length", "64", "--held-out", "1"] if setup.tiny else []
         out = str(setup.work / f"model-{to}")
-        where = ["--device", setup.device, "--fit-steps", "0", "--out", out, "--overwrite", "--json"]
+        where = ["--device", setup.device, "--out", out, "--overwrite", "--json"]
         return [
             "-m",
             "surgery",
@@ -233,8 +233,8 @@ STEPS = (
 def facts(out: Path, device_name: str, tiny: bool) -> None:
     """Appends the machine's versions and ceilings to a file: copy bandwidth, products, eigenvalues in float64."""
     import torch
-    from surgery.common.machine import machine_facts
 
+    from surgery.common.machine import machine_facts
     from surgery.kernels.bench.measure import ceilings, device_facts
 
     device = torch.device(device_name)
@@ -265,7 +265,7 @@ def shape(out: Path, device: str, tiny: bool) -> None:
     if not source.exists():
         make_random(source, config)
     tokens = "512" if tiny else "8192"
-    options = ["--to", "mla", "--kv-ratio", "0.28125" if not tiny else "0.5", "--fit-steps", "0", "--held-out", "1"]
+    options = ["--to", "mla", "--kv-ratio", "0.28125" if not tiny else "0.5", "--held-out", "1"]
     options += ["--calibration-tokens", tokens, "--calibration-length", "128" if tiny else "1024", "--device", device]
     began = time.perf_counter()
     report = _surgery("convert", source, "--out", out.parent / "shape-mla", "--overwrite", *options)

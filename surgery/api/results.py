@@ -86,7 +86,7 @@ class Converted(Checkpoint):
 
     Attributes:
         loss_before, loss_after: nats per token on held-out text, of the source and of what was written, as it was
-            loaded again; None where no text was read.
+            loaded again; None where no text was read. Of what was healed both are of the healing's text.
         recall_before, recall_after: share of planted facts that are found; None likewise.
         kv_bytes_before, kv_bytes_after: KV bytes per token over all layers, counted in the live cache afterwards.
         report: everything else: settings, stages, layers, hashes, versions, engines.
@@ -108,7 +108,8 @@ class Converted(Checkpoint):
     @classmethod
     def of(cls, path: Path, report: dict[str, Any], **others: Any) -> Converted:
         """From a conversion's report."""
-        first, last, kv = report["ladder"][0], report["ladder"][-1], report["kv"]
+        stages, kv = (report.get("healing") or {}).get("quality") or report["ladder"], report["kv"]
+        first, last = stages[0], stages[-1]
         return cls(
             path,
             first["loss"],

@@ -18,6 +18,7 @@ from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.checkpoint.location import find_local
 from surgery.checkpoint.output_place import settle_output
 from surgery.common.file_settings import read_mapping
+from surgery.common.human import seconds_of
 from surgery.common.progress import Progress
 from surgery.common.shipped import find_shipped
 
@@ -37,6 +38,7 @@ def convert(
     overwrite: bool = False,
     allow_pickle: bool = False,
     keep_code: bool = False,
+    heal: str | float | None = None,
     progress: bool = True,
     **settings: Any,
 ) -> Converted:
@@ -51,6 +53,7 @@ def convert(
         overwrite: replace an existing checkpoint in ``out``.
         allow_pickle: read pickled weights if there are no others.
         keep_code: take over code files of the source, too.
+        heal: how long to train the result on the source's predictions, in seconds or as "5m".
         progress: show bars on standard error.
         **settings: of the target, such as ``kv_ratio``, ``method``, ``calibration``, ``device``; ``heads`` of a hybrid
             also takes what :func:`score_heads` returns.
@@ -73,6 +76,7 @@ def convert(
     target = find_target(to)
     asked = target.settings(settings, None if config is None else find_shipped(config, "configs"))
     further = {"allow_pickle": allow_pickle, "keep_code": keep_code, "command": f"surgery.convert(to={to!r})"}
+    further |= {} if heal is None else {"heal": seconds_of(heal, "heal")}
     return _convert(target, asked, model, out, tokenizer, overwrite=overwrite, progress=progress, **further)
 
 
@@ -191,24 +195,29 @@ def _convert(
     *,
     overwrite: bool,
     progress: bool,
+    processes: int = 1,
+    heal: float | None = None,
     **further: Any,
 ) -> Converted:
-    """A conversion by :func:`surgery.structures.converter.convert`, which also takes what is ``further`` asked."""
+    """A conversion, and seconds of healing if there are some; ``further`` is of its request."""
     with (
         on_disk(model, tokenizer, tokenized=settings.calibration != NO_CALIBRATION) as source,
         placed(out, f"{source.name}-{target.name}") as (place, kept),
     ):
         target.check_places(source.path, place, settings, overwrite=overwrite)
-        from surgery.structures import converter
+        from surgery.structures.converter import convert
+        from surgery.structures.request import ConversionRequest
 
-        conversion = converter.convert(
-            source.path,
-            place,
-            settings,
-            overwrite=overwrite,
-            progress=Progress(silent=not progress),
-            **further,
-        )
+        request = ConversionRequest(source.path, place, settings, overwrite=overwrite, **further)
+        bars = Progress(silent=not progress)
+        if heal is None:
+            conversion = convert(**vars(request), processes=processes, progress=bars)
+        else:
+            from surgery.healing.convert_and_heal import convert_and_heal
+
+            conversion = convert_and_heal(
+                request, {"max_seconds": heal}, processes=processes, measure={}, progress=bars
+            )
         found = {"source": source.source, "_device": source.device, "_kept": kept}
         return Converted.of(conversion.path, conversion.report.to_dict(), **found)
 

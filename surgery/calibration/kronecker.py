@@ -22,8 +22,6 @@ from surgery.running.processes import ALONE, Processes
 
 SWEEPS = 2
 """Alternations; further ones change the loss of conversions of SmolLM2-135M by less than its error."""
-OUTPUT_SWEEPS = 1
-"""Of those at the attention's output: their metric weighs errors of fits and plans, and no closed form asks for it."""
 DAMPING = 1e-2
 """Added to a factor's diagonal before it is inverted, in shares of its mean: few tokens leave directions empty."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -31,7 +31,10 @@ class StatisticsLibrary(LayerFiles):
             self._last = None  # before the next one is there
             stored = torch.load(self._path(layer, ".pt"), weights_only=True)
             lags = LagStatistics(**stored["lags"]) if stored["lags"] else None
-            self._last = layer, (LayerStatistics(**stored["statistics"]), lags)
+            # Earlier versions kept moments of the attention's output too.
+            known = {each.name for each in fields(LayerStatistics)}
+            moments = {name: value for name, value in stored["statistics"].items() if name in known}
+            self._last = layer, (LayerStatistics(**moments), lags)
         return self._last[1]
 
 

@@ -31,7 +31,7 @@ class ConversionSettings(FileSettings):
         "builtin",
         "Text to calibrate on: builtin, or shares, as prose=0.5,code=0.3,chat=0.2; none uses the weights alone.",
         more="builtin: see docs/calibration.md. Or a .txt, .jsonl or .parquet file, or the name of a dataset. Where "
-        "nothing is fitted, text serves to measure the loss only.",
+        "nothing is calibrated, text serves to measure the loss only.",
         section="Inputs",
         metavar="FILE|DATASET|NAME",
         old=("--text", "--data"),
@@ -69,7 +69,7 @@ class ConversionSettings(FileSettings):
     activation_memory: str | None = setting(
         None,
         "Activations of the calibration text that may be in memory, as 4GiB; those beyond lie on the disk.",
-        more="Results are the same to the last bit. With them past it, fits compute again what they would keep.",
+        more="Results are the same to the last bit.",
         unset="all",
         metavar="SIZE",
     )

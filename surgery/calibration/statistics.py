@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.kronecker import (
-    OUTPUT_SWEEPS,
-    SWEEPS,
     KroneckerFactors,
     kronecker_factors,
     weighted_mean,
@@ -47,8 +45,6 @@ class LayerStatistics:
     query_norm: Tensor  # E|q_l| per pair, [H, d/2]
     key_norm: Tensor  # E|k_l| per pair, [G, d/2]
     tokens: int
-    output_gradient: Tensor | None = None  # E[g gᵀ] at the attention's output, [D, D]
-    weighted_output_gradient: Tensor | None = None  # the factor of gradients for outputs, [D, D], as below for z
     mean: Tensor | None = None  # E[z], [n]
     query_energy: Tensor | None = None  # E q_i² per channel, after a query norm, [H, d]
     raw_gradient: Tensor | None = None  # as gradient, at keys before a key norm that follows them; None without one
@@ -82,11 +78,6 @@ class LayerStatistics:
         return self.gradient if self.weighted_gradient is None else self.weighted_gradient
 
     @property
-    def output_metric(self) -> Tensor | None:
-        """What an error of the attention's output costs, [D, D]; a plain moment of gradients without weights."""
-        return self.output_gradient if self.weighted_output_gradient is None else self.weighted_output_gradient
-
-    @property
     def raw_metric(self) -> Tensor | None:
         """:attr:`metric` at keys before a key norm that follows them; None without one."""
         return self.raw_gradient if self.weighted_raw_gradient is None else self.weighted_raw_gradient
@@ -100,7 +91,7 @@ class LayerStatistics:
 class MomentAccumulator:
     """Sums over batches, where and in which dtype :mod:`surgery.running.moment_precision` says.
 
-    With gradients it holds keys, values, outputs and their gradients of all tokens, on the CPU, until :meth:`result`.
+    With gradients it holds keys, values and their gradients of all tokens, on the CPU, until :meth:`result`.
 
     Args:
         hold: keeps a batch of them.
@@ -121,20 +112,17 @@ class MomentAccumulator:
         self._key_norm, self._device = anatomy.k_norm, anatomy.o.device
         self._precision = MomentPrecision.of(
             self._device,
-            sums_bytes(_width(anatomy), len(anatomy.o), gradients=gradients, key_norm=anatomy.k_norm is not None),
+            sums_bytes(_width(anatomy), gradients=gradients, key_norm=anatomy.k_norm is not None),
         )
         self._sums: list[dict[str, Any]] = [{} for _ in range(parts)]
-        names = ("rows", "gradients", "raw_gradients", "outputs", "output_gradients")
+        names = ("rows", "gradients", "raw_gradients")
         self._held: dict[str, list[list[Tensor]]] = {name: [[] for _ in range(parts)] for name in names}
         self._total: dict[str, Any] = {}
 
-    def add(
-        self, projection: Projection, output: Tensor | None = None, inputs: Tensor | None = None, part: int = 0
-    ) -> None:
-        """Adds one batch; the gradients of keys, values and output are what a backward pass left on them.
+    def add(self, projection: Projection, inputs: Tensor | None = None, part: int = 0) -> None:
+        """Adds one batch; the gradients of keys and values are what a backward pass left on them.
 
         Args:
-            output: the attention's [B, T, D]; needed with gradients.
             inputs: what was projected [B, T, D]; without them nothing is known of inputs.
             part: that the batch belongs to.
         """
@@ -149,14 +137,8 @@ class MomentAccumulator:
         _add(sums, "key_norm", precision.total(to_complex(k.float()).abs() * gain, (0, 1)))
         if self._gradients:
             k_grad, v_grad = projection.k.grad, projection.v.grad
-            met = {
-                "rows": rows,
-                "gradients": _rows(k_grad, v_grad),
-                "outputs": _wide(output.detach().flatten(0, 1)),
-                "output_gradients": _wide(output.grad.flatten(0, 1)),
-            }
+            met = {"rows": rows, "gradients": _rows(k_grad, v_grad)}
             _add(sums, "gradient", precision.gram(met["gradients"]))
-            _add(sums, "output_gradient", precision.gram(met["output_gradients"]))
             if self._key_norm is not None:
                 raw = raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight)
                 met["raw_gradients"] = _rows(raw, v_grad)
@@ -186,19 +168,15 @@ class MomentAccumulator:
             self.collect(lambda part: None)
         total, count = self._total, self._total.pop("tokens")
         means = {"gradient": None} | {name: summed / count for name, summed in total.items()}
-        factors = self._factors("rows", "gradients", means["gradient"]) if self._gradients else None
-        outputs = None
-        if factors:
-            outputs = self._factors("outputs", "output_gradients", means["output_gradient"], OUTPUT_SWEEPS)
-        weighted = self._weighted(factors, outputs) if factors else {}
+        held, how = self._held, {"device": self._device, "processes": self._processes}
+        factors = None
+        if self._gradients:
+            factors = kronecker_factors(held["rows"], held["gradients"], means["gradient"], **how)
+        weighted = self._weighted(factors) if factors else {}
         means = {name: mean if mean is None else mean.cpu() for name, mean in means.items()}
         return LayerStatistics(tokens=count, **means, **weighted)
 
-    def _factors(self, rows: str, gradients: str, gradient: Tensor, sweeps: int = SWEEPS) -> KroneckerFactors | None:
-        how = {"sweeps": sweeps, "device": self._device, "processes": self._processes}
-        return kronecker_factors(self._held[rows], self._held[gradients], gradient, **how)
-
-    def _weighted(self, factors: KroneckerFactors, outputs: KroneckerFactors | None) -> dict[str, Tensor]:
+    def _weighted(self, factors: KroneckerFactors) -> dict[str, Tensor]:
         held, processes, raw_metric = self._held, self._processes, None
         mean = weighted_mean(held["rows"], factors.token_weights, device=self._device, processes=processes)
         if self._key_norm is not None:
@@ -209,21 +187,19 @@ class MomentAccumulator:
             "weighted_mean": mean,
             "token_weight": torch.cat(factors.token_weights).float(),
             "weighted_gradient": factors.gradient,
-            "weighted_output_gradient": None if outputs is None else outputs.gradient,
             "weighted_raw_gradient": raw_metric,
         }
 
 
-def sums_bytes(width: int, hidden: int, *, gradients: bool, key_norm: bool = False) -> int:
+def sums_bytes(width: int, *, gradients: bool, key_norm: bool = False) -> int:
     """Bytes of a layer's sums in float64: one part's and those of all parts.
 
     Args:
         width: n, keys and values of a token; of MLA its latent.
-        hidden: D, the output's width.
         key_norm: keys are normalised, and gradients taken behind the norm too.
     """
     matrices = 1 + gradients * (1 + key_norm)
-    return 2 * 8 * (matrices * width**2 + gradients * hidden**2)
+    return 2 * 8 * matrices * width**2
 
 
 def _width(anatomy: AttentionAnatomy | LatentAnatomy) -> int:

@@ -218,7 +218,7 @@ def _swept(
             if gradients:
                 out.backward(upstream[own].to(out))
                 upstream[own] = leaf.grad.to(upstream)
-            moments.add(captured.projection, captured.outputs if gradients else None, captured.inputs, part)
+            moments.add(captured.projection, captured.inputs, part)
             inputs[own] = captured.inputs.to(inputs)
             give_back(hidden, inputs, *([upstream] if gradients else []))
 

@@ -6,7 +6,7 @@ import inspect
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,10 +26,14 @@ from surgery.cli.options import (
 )
 from surgery.cli.verbs import Verb, equip
 from surgery.common.errors import SurgeryError
+from surgery.common.human import seconds_of
 from surgery.structures.registry import DEFAULT, TARGETS, described, find_target
 
 CONVERTED = {target.name: target.settings_class for target in TARGETS.working().values() if not target.fixed}
 """Settings of each target that has a class of its own."""
+
+if TYPE_CHECKING:
+    from surgery.structures.request import ConversionRequest
 
 
 class ConvertVerb(Verb):
@@ -73,6 +77,10 @@ def convert(
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
     plan: Annotated[Path | None, option("--plan", "FILE", "What surgery plan chose; flags win over it.")] = None,
+    heal: Annotated[
+        str | None,
+        option("--heal", "DURATION", "Then train the result on the source's predictions, for 5m, 300s or 1h30m."),
+    ] = None,
     dry_run: DryRunOption = False,
     restart: RestartOption = False,
     allow_pickle: PickleOption = False,
@@ -88,6 +96,8 @@ def convert(
         surgery convert --to mla ckpt/ --kv-ratio 0.125 --out small/ --device cuda
 
         surgery convert --to mla org/name --kv-lora-rank 512 --rope-dim 64 --rope-frequencies grid
+
+        surgery convert --to mla ckpt/ --heal 5m
 
         surgery convert --to mla ckpt/ --engine vllm
 
@@ -117,26 +127,20 @@ def convert(
         to = planned.target.name
     to = to or DEFAULT
     target = find_target(to)
+    seconds = None if heal is None else seconds_of(heal, "--heal")
     if planned is None and (better := target.settings_class.needless(given.get)) is not None:
         print(better)
         return
     chosen = dict(planned.settings) if planned else {}
     settings = target.settings({**chosen, **given.of(target.settings_class, f"--to {to}")}, config)
     called, checkpoint, out = checkpoint, model_named(checkpoint), output_of(checkpoint, out, to)
-    target.check_places(checkpoint, out, settings, overwrite=overwrite)
+    out = target.check_places(checkpoint, out, settings, overwrite=overwrite)
 
     from surgery.common.progress import Progress
-    from surgery.console.conversion import show_conversion, show_plan
+    from surgery.console.conversion import show_conversion
+    from surgery.structures.request import ConversionRequest
 
-    if dry_run:
-        from surgery.structures.dry_run import plan_conversion
-
-        plan = plan_conversion(checkpoint, out, settings, overwrite=overwrite, allow_pickle=allow_pickle)
-        show_plan(plan, called, as_json=as_json)
-        return
-    from surgery.structures import converter
-
-    conversion = converter.convert(
+    request = ConversionRequest(
         checkpoint,
         out,
         settings,
@@ -146,8 +150,32 @@ def convert(
         command=command_line(),
         predicted=planned and planned.predicted,
         restart=restart,
-        shared=True,
-        progress=Progress(),
     )
+    if dry_run:
+        _show_dry_run(request, called, seconds, as_json=as_json)
+        return
+    if seconds is None:
+        from surgery.structures import converter
+
+        conversion = converter.convert(**vars(request), shared=True, progress=Progress())
+    else:
+        from surgery.healing.convert_and_heal import convert_and_heal
+
+        conversion = convert_and_heal(request, {"max_seconds": seconds}, measure={}, progress=Progress())
     if conversion is not None:
         show_conversion(replace(conversion, source=called), as_json=as_json)
+
+
+def _show_dry_run(request: ConversionRequest, called: str, seconds: float | None, *, as_json: bool) -> None:
+    from surgery.console.conversion import show_plan
+
+    if seconds is None:
+        from surgery.structures.dry_run import plan_conversion
+
+        options = {"overwrite": request.overwrite, "allow_pickle": request.allow_pickle}
+        plan, healing = plan_conversion(request.source, request.out, request.settings, **options), None
+    else:
+        from surgery.healing.convert_and_heal import plan_both
+
+        plan, healing = plan_both(request, {"max_seconds": seconds})
+    show_plan(plan, called, healing, as_json=as_json)

@@ -39,7 +39,7 @@ def plan_(
 ) -> None:
     """Choose a conversion for a memory, a share of the bytes or a loss, by trying what there is on held-out text.
 
-    Every candidate is simulated without a fit; nothing but the choice is written.
+    Every candidate is simulated; nothing but the choice is written.
 
     Examples:
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 import math
+import re
 
+from surgery.common.errors import SurgeryError
 from surgery.common.visible import visible
 
 
@@ -25,6 +27,22 @@ def duration(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, rest = divmod(round(seconds / 60), 60)
     return f"{hours} h {rest:02d} min"
+
+
+def seconds_of(text: str | float, option: str) -> float:
+    """Seconds of a duration such as ``300``, ``300s``, ``5m`` or ``1h30m``.
+
+    Args:
+        option: that it was given to, for the message.
+
+    Raises:
+        SurgeryError: it is none, or no time at all.
+    """
+    match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", str(text))
+    hours, minutes, rest = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0, 0.0)
+    if not (seconds := 3600 * hours + 60 * minutes + rest):
+        raise SurgeryError(f"{option} {text}: is no duration; write it like 5m, 300s or 1h30m")
+    return seconds
 
 
 def count(value: float) -> str:

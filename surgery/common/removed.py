@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+FIT = "training wins back more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
+
 REMOVED = {
     "gpu": "speed is measured, not predicted: use surgery bench decode",
+    "fit_steps": FIT,
+    "fit_iterations": FIT,
+    "fit_queries": FIT,
+    "fit_worth": FIT,
     "mixtures": "plans choose one structure for all layers; leave it out",
     "refine": "low rank spends its budget by layer already: --to lowrank --bits auto",
     "method attention-area": "--method kvzip is as quick and finds the heads that retrieve",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -11,16 +12,20 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import cost, duration, formats_of, origin, per_token, share, size, with_perplexity
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
+from surgery.console.heal import NOT_MEASURED, show_estimate, show_training
 from surgery.console.page import make_table, new_page, plain, print_json, typed
-from surgery.console.verdicts import of_conversion, show_next, show_ruin, where_it_loads
+from surgery.console.verdicts import of_conversion, of_healing, show_next, show_ruin, where_it_loads
 from surgery.engines.facts import OWN_CLASSES
 from surgery.engines.table import ANY, spoken
 from surgery.engines.verdict import Verdict
-from surgery.reporting.quality import before_and_after, fit_told, stages_table, useless_told
+from surgery.reporting.quality import before_and_after, stages_table, useless_told
 
 
 def show_conversion(conversion, *, as_json: bool = False) -> None:
-    """Prints a finished conversion (:class:`surgery.structures.converter.Conversion`)."""
+    """Prints a finished conversion (:class:`surgery.structures.converter.Conversion`).
+
+    One that was healed in the same command is told by what came of both.
+    """
     report = conversion.report.to_dict()
     if as_json:
         print_json({"path": str(conversion.path), **report})
@@ -33,20 +38,26 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     names = source["model_type"], target["model_type"]
     others = [*_numbers(kv, target), *_flow(kv)]
     page.print(terminal.render(before_and_after(held, report["ladder"], names, others)))
-    _show_stages(page, report["ladder"])
-    if "fit" in target:
-        page.print(f"{fit_told(target['fit'])}\n", soft_wrap=True)
-    _show_layers(page, conversion.report.layers)
+    if healing := report["healing"]:
+        show_training(page, healing)
+    else:
+        _show_stages(page, report["ladder"])
+        _show_layers(page, conversion.report.layers)
     if report["splits"]:
         _show_splits(page, report["splits"], tried=True)
     _show_carrier(page, target, typed(conversion.path))
-    page.print(f"{duration(sum(report['seconds'].values()))}, peak memory {size(report['peak_memory_bytes'])}")
+    page.print(
+        f"{'conversion: ' * bool(healing)}{duration(sum(report['seconds'].values()))}, peak memory "
+        f"{size(report['peak_memory_bytes'])}"
+    )
     made, given = typed(conversion.path), conversion.source
     page.print(f"[bold]{plain(made)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
+    if healing:
+        page.print(plain(of_healing(healing) or NOT_MEASURED), soft_wrap=True)
     show_ruin(page, target.get("ruined_by", ()))
     if useless := target.get("useless_layers"):
         page.print(f"[bold yellow]{plain(useless_told(useless))}[/bold yellow]", soft_wrap=True)
-    after = [f"surgery heal {made} --teacher {given}"] if first["loss"] is not None else []
+    after = [f"surgery heal {made} --teacher {given}"] if first["loss"] is not None and not healing else []
     show_next(page, [f"surgery eval {made} --baseline {given}", *after, f"surgery doctor {made}"])
 
 
@@ -68,18 +79,23 @@ def _flow(kv: dict) -> list[tuple[str, str, str]]:
     ]
 
 
-def show_plan(plan, called: str, *, as_json: bool = False) -> None:
+def show_plan(plan, called: str, healing=None, *, as_json: bool = False) -> None:
     """Prints a dry run (:class:`surgery.structures.dry_run.ConversionPlan`) of a source as it was called.
+
+    And that of its healing (:class:`surgery.healing.dry_run.HealingPlan`), if there is one.
 
     Raises:
         SurgeryError: what the conversion would end in, once the rest is told.
     """
-    print_json(plan.to_dict()) if as_json else _show_plan(plan, called)
+    if as_json:
+        print_json({**plan.to_dict(), **({"healing": asdict(healing)} if healing else {})})
+    else:
+        _show_plan(plan, called, healing)
     if plan.refusal:
         raise SurgeryError(plan.refusal)
 
 
-def _show_plan(plan, called: str) -> None:
+def _show_plan(plan, called: str, healing) -> None:
     page, source, kv, disk, work = new_page(), plan.source, plan.kv, plan.disk, plan.work
     named = origin(called, source["dequantised_from"])
     page.print(f"\n[bold]dry run: {plain(named)} → {plain(plan.out)}[/bold] (nothing is written)")
@@ -107,6 +123,9 @@ def _show_plan(plan, called: str) -> None:
         f"calibration: {tokens['calibration']} sequences of {tokens['length']} tokens; held out: {tokens['held_out']}"
         f" and {tokens['recall_prompts']} recall prompts. Memory and time are estimates."
     )
+    if healing:
+        page.print("\nhealing: ", end="")
+        show_estimate(page, healing)
     kept, where = share(kv["ratio"]), where_it_loads(plan.target["engines"])
     page.print(f"[bold]{plain(plan.out)}[/bold] would keep {kept} of the KV bytes; {plain(where)}", soft_wrap=True)
     if not plan.refusal:
@@ -246,7 +265,7 @@ def _show_carrier(page: Console, target: dict, made: str) -> None:
     if limits:
         lost = limits["held_out_loss"] - limits["free_held_out_loss"]
         free = " + ".join(map(str, limits["free_split"]))
-        page.print(f"--engine {limits['engine']} costs {cost(lost)} before the fit, against {free} with any frequency")
+        page.print(f"--engine {limits['engine']} costs {cost(lost)}, against {free} with any frequency")
 
 
 def _show_commands(page: Console, engines: dict, called: str = ANY) -> None:

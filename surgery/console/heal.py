@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
 
 from surgery.checkpoint.named_models import name_of
 from surgery.common.human import count, duration, share, size
@@ -11,6 +14,8 @@ from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import of_healing, show_next
 from surgery.reporting.quality import healed_table
+
+NOT_MEASURED = "what that won back was not measured"
 
 
 def show_healed(healed, *, as_json: bool = False) -> None:
@@ -21,6 +26,15 @@ def show_healed(healed, *, as_json: bool = False) -> None:
         return
     page = new_page()
     page.print(f"\n[bold]{plain(healed.path.name)}: healed[/bold]")
+    show_training(page, healing)
+    verdict, path = of_healing(healing) or NOT_MEASURED, typed(healed.path)
+    page.print(f"[bold]{plain(path)}[/bold]: {plain(verdict)}", soft_wrap=True)
+    measure = [f"surgery eval {path} --baseline {name_of(healed.teacher)}"] if healed.teacher else []
+    show_next(page, [*measure, f"surgery doctor {path}"])
+
+
+def show_training(page: Console, healing: dict[str, Any]) -> None:
+    """Prints what a training made of the conversion, and what it took."""
     if healing["table"]:
         page.print(terminal.render(healed_table(healing["table"])))
     if healing["gap_closed"] is not None:
@@ -34,10 +48,6 @@ def show_healed(healed, *, as_json: bool = False) -> None:
     )
     if healing["tracker_failed"]:
         page.print(f"the tracker failed at {plain(healing['tracker_failed'])}; heal.jsonl has everything")
-    verdict, path = of_healing(healing) or "what that won back was not measured", typed(healed.path)
-    page.print(f"[bold]{plain(path)}[/bold]: {plain(verdict)}", soft_wrap=True)
-    measure = [f"surgery eval {path} --baseline {name_of(healed.teacher)}"] if healed.teacher else []
-    show_next(page, [*measure, f"surgery doctor {path}"])
 
 
 def show_plan(plan, *, as_json: bool = False) -> None:
@@ -45,9 +55,17 @@ def show_plan(plan, *, as_json: bool = False) -> None:
     if as_json:
         print_json(asdict(plan))
         return
-    page, found, settings = new_page(), plan.estimate, plan.settings
-    parameters, devices = found["parameters"], found["processes"]
+    page = new_page()
     page.print(f"\n[bold]dry run: {plain(plan.student)} → {plain(plan.out)}[/bold] (nothing is trained or written)")
+    show_estimate(page, plan)
+    page.print("All of it is computed from shapes, not measured; what is left out: docs/healing.md.")
+    show_next(page, ["the same command without --dry-run"])
+
+
+def show_estimate(page: Console, plan) -> None:
+    """Prints what a training would take."""
+    found, settings = plan.estimate, plan.settings
+    parameters, devices = found["parameters"], found["processes"]
     page.print(
         f"{count(parameters['trained'])} of {count(parameters['student'])} parameters train in {settings['dtype']}, on"
         f" {devices} {'device' if devices == 1 else 'devices'}{', sharded' if found['sharded'] else ''}"
@@ -68,5 +86,3 @@ def show_plan(plan, *, as_json: bool = False) -> None:
             f"time: {duration(plan.time['seconds'])} at {share(plan.time['utilisation'])} of"
             f" {plan.time['peak_flops'] / 1e12:,.1f} TFLOP/s, of each device"
         )
-    page.print("All of it is computed from shapes, not measured; what is left out: docs/healing.md.")
-    show_next(page, ["the same command without --dry-run"])

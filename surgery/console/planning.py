@@ -49,7 +49,7 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         page.print(f"[dim]{plain(what)}: {plain(why)}[/dim]", soft_wrap=True)
     recall = "" if plan.source["recall"] is None else f"; the source's recall {decimal(plan.source['recall'], 2)}"
     page.print(
-        f"[dim]Δ loss in nats per token over the source's {with_perplexity(plan.source['loss'])}, before a fit, on "
+        f"[dim]Δ loss in nats per token over the source's {with_perplexity(plan.source['loss'])}, on "
         f"{_texts(plan)} texts (±: half of the 80% interval for other text){recall}; · beats everything smaller; "
         "beside transformers: other engines that load it[/dim]",
         soft_wrap=True,

@@ -24,17 +24,7 @@ def of_conversion(report: dict[str, Any]) -> str:
     predicted = report["target"].get("predicted")
     planned = f"; the plan expected {cost(predicted['loss_increase'])}" if predicted else ""
     change = cost(last["loss"] - first["loss"], (first["recall"], last["recall"]))
-    return f"{kept} for {change}{planned}{_without_fit(report)}; {where}"
-
-
-def _without_fit(report: dict[str, Any]) -> str:
-    """Says that a fit is not in the result, where there was one."""
-    if given_up := (report["target"].get("fit") or {}).get("given_up"):
-        return f"; the fit won back little on held-out text and was given up at layer {given_up['layers'] - 1}"
-    tried = "fitted" in {row["stage"] for row in report["ladder"]}
-    if not tried or report["target"].get("result", "fitted").startswith("fitted"):
-        return ""
-    return "; the fit was worse on held-out text and is not in it, --fit-steps 0 saves its time"
+    return f"{kept} for {change}{planned}; {where}"
 
 
 def of_healing(healing: dict[str, Any]) -> str | None:

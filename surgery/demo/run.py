@@ -1,4 +1,4 @@
-"""``surgery demo``: converts a model and lets stock transformers, in another process, compare the two."""
+"""``surgery demo``: converts and heals a model and lets stock transformers, in another process, compare the two."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ class DemoModel:
             that small writes little sense.
         kv_ratio: share of the KV bytes to keep, if nothing else is asked for.
         settings: of the conversion, where the defaults would take too long.
+        steps: of healing; none for the conversion alone.
         windows, prompts: held-out windows for the loss and recall prompts, each of ``length`` tokens.
     """
 
     kv_ratio: float
     question: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    steps: int = 0
     windows: int = 8
     prompts: int = 16
     length: int = 1024
@@ -43,13 +45,14 @@ class DemoModel:
 DEMO_MODELS = {
     BUILTIN: DemoModel(
         kv_ratio=0.25,
-        settings={"held_out": 4, "fit_steps": 2, "fit_queries": 128},
+        settings={"held_out": 4},
+        steps=200,
     ),
-    # 25 times larger: the closed form alone, from a twelfth of the text.
+    # 25 times larger: the conversion alone, from a twelfth of the text.
     SMOLLM2: DemoModel(
         kv_ratio=0.5,
         question="What is a cache, and what is it good for?",
-        settings={"fit_steps": 0, "calibration_tokens": 2048, "calibration_length": 512, "held_out": 2},
+        settings={"calibration_tokens": 2048, "calibration_length": 512, "held_out": 2},
         windows=4,
         prompts=4,
     ),
@@ -111,8 +114,10 @@ def run_demo(
     from surgery.checkpoint import CheckpointReader
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_demo
+    from surgery.healing.convert_and_heal import convert_and_heal
     from surgery.structures.converter import convert
     from surgery.structures.mla.settings import ConvertSettings
+    from surgery.structures.request import ConversionRequest
 
     if model not in DEMO_MODELS:
         raise SurgeryError(f"--model {model}: choose {' or '.join(DEMO_MODELS)}")
@@ -122,15 +127,15 @@ def run_demo(
     progress = Progress()
     reader = CheckpointReader.open(model_named(model))
     named = origin(reader.name, reader.dequantised_from)
-    progress.note(f"converting {named} to MLA with {kv_ratio:.0%} of its KV bytes: minutes on a CPU")
-    conversion = convert(
-        reader.source,
-        out,
-        ConvertSettings(kv_ratio=kv_ratio, **shown.settings),
-        overwrite=overwrite,
-        command=f"surgery demo --model {model} --kv-ratio {kv_ratio:g}",
-        progress=progress,
-    )
+    then = ", and healing it" if shown.steps else ""
+    progress.note(f"converting {named} to MLA with {kv_ratio:.0%} of its KV bytes{then}: minutes on a CPU")
+    settings = ConvertSettings(kv_ratio=kv_ratio, **shown.settings)
+    command = f"surgery demo --model {model} --kv-ratio {kv_ratio:g}"
+    request = ConversionRequest(reader.source, out, settings, overwrite=overwrite, command=command)
+    if shown.steps:
+        conversion = convert_and_heal(request, {"max_steps": shown.steps}, progress=progress)
+    else:
+        conversion = convert(**vars(request), progress=progress)
     progress.note("loading both models with stock transformers in a process of their own")
     prompt, (source, converted) = measure_with_stock_transformers([reader.model_folder(), conversion.path], shown)
     demo = Demo(conversion.path, model, named, prompt, source, converted, time.perf_counter() - start)

@@ -85,8 +85,7 @@ def output(anatomy: LayerAnatomy, mixed: Tensor, inputs: Tensor) -> Tensor:
 class CapturedAttention(nn.Module):
     """Stands in for a transformers attention module, computes the same output and remembers its projections.
 
-    With ``gradients`` the remembered keys, values and outputs keep the gradients that a later backward pass leaves on
-    them.
+    With ``gradients`` the remembered keys and values keep the gradients that a later backward pass leaves on them.
     """
 
     def __init__(self, anatomy: LayerAnatomy, *, gradients: bool = False):
@@ -103,6 +102,4 @@ class CapturedAttention(nn.Module):
             self.projection.k.retain_grad()
             self.projection.v.retain_grad()
         self.outputs = output(self.anatomy, attend(self.anatomy, self.projection), hidden_states)
-        if self.gradients:
-            self.outputs.retain_grad()
         return self.outputs, None

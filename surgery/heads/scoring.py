@@ -315,10 +315,8 @@ def _settle_output(out: Path, overwrite: bool, alone: ExitStack) -> Path:
 
 def _offload_layers(model: PreTrainedModel, device: torch.device) -> None:
     """Leaves the layers of a model on the CPU, to be brought in one by one; all else goes to the device."""
-    try:
-        from accelerate import cpu_offload
-    except ImportError:
-        raise SurgeryError("--offload needs accelerate: pip install accelerate") from None
+    from accelerate import cpu_offload
+
     base = model.base_model
     layers, base.layers = base.layers, nn.ModuleList()
     model.to(device)

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,8 @@ from surgery.training.trackers import check_tracker
 from surgery.verification.written import Verification
 
 TRAINED, SETTINGS, FACTORS, FACTS = "trained", "heal.yaml", "entry_factors.json", "heal.json"
+CONVERTED = "converted"
+"""Folder of the student in the work folder, where the conversion is a part of the command."""
 EVALUATION = "evaluation"
 
 
@@ -112,18 +113,16 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
             it made does not pass verification.
     """
     progress = progress or Progress(silent=True)
-    if find_spec("accelerate") is None:
-        raise SurgeryError('healing needs accelerate: pip install "model-surgery[train]"')
     student = open_source(request.student)
     _earlier(student.path)  # damaged records are refused before the training
     request = with_teacher(request, student, progress)
     out = request.out or default_output(request.student, "healed")
     check_output(student.source, out)
     staging = Staging(out, overwrite=request.overwrite)
-    work = staging.out.with_name(f"{staging.out.name}.healing")
+    work_folder = work_folder_of(staging.out)
+    work = work_folder.path
     settings = training_settings(request, student, work, staging.out)
     check_tracker(settings)
-    work_folder = WorkFolder(work, lambda: _owned(work), (TRAINED, f"{TRAINED}.run"))
     work_folder.open()
     resumes_from(work / f"{TRAINED}.run" / "checkpoints")
     with kept_apart(work):
@@ -186,13 +185,23 @@ def _healed(
     return healing
 
 
+def work_folder_of(out: Path) -> WorkFolder:
+    """Where a healing works until its result has its name."""
+    work = out.with_name(f"{out.name}.healing")
+    return WorkFolder(work, lambda: _owned(work), (TRAINED, f"{TRAINED}.run"))
+
+
 def _owned(work: Path) -> IsOwned:
-    """Owns what a healing writes in its work folder: settings, the training's output and run, the measurements."""
+    """Owns what a healing writes in its work folder: settings, the training's output and run, the measurements.
+
+    And the conversion, where that is a part of the command.
+    """
     folders = {f"{TRAINED}.run": matching(RUN_FILES), EVALUATION: matching(STORE_FILES)}
-    if (work / TRAINED).is_dir():
-        folders[TRAINED] = owned_result(work / TRAINED)[0]
-    if (partial := work / f"{TRAINED}.partial").is_dir():
-        folders[partial.name] = owned_partial(partial)
+    for name in (TRAINED, CONVERTED):
+        if (work / name).is_dir():
+            folders[name] = owned_result(work / name)[0]
+        if (partial := work / f"{name}.partial").is_dir():
+            folders[partial.name] = owned_partial(partial)
     return nested(matching((SETTINGS, FACTORS)), **folders)
 
 

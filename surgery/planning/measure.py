@@ -1,4 +1,4 @@
-"""Carries candidates through the model side by side on held-out text, each without a fit, and scores them."""
+"""Carries candidates through the model side by side on held-out text, and scores them."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def draw(plan: Plan) -> Figure:
         axes.set_xticks([tick for tick in TICKS if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]])
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_title("increase of the loss, nats per token, before a fit")
+        axes.set_title("increase of the loss, nats per token")
         figure.legend(loc="outside right upper")
     return figure
 

@@ -1,8 +1,7 @@
 """``surgery plan``: from a budget to the conversion that loses least within it.
 
 Statistics are taken once. Every structure's candidates are sized so that their bytes at the context that was asked for
-keep to the budget and to the budgets around it, and are simulated on held-out text; the choice is among what was
-measured. What a conversion adds, a fit, is left out: it can only lower what is predicted here.
+keep to the budget and to the budgets around it, and are simulated on held-out text; the choice is among them.
 """
 
 from __future__ import annotations
@@ -198,7 +197,7 @@ def opened_work(
             snapshots = kept.snapshots
         texts = replace(texts, held_out=untried)
         work = Work.in_folder(snapshots, opened, settings, texts, progress)
-        for files in (work.library, work.store, work.alternatives):
+        for files in (work.library, work.store, work.converted):
             stack.enter_context(files)
         with progress.step(2, STEPS):
             work.gather(basis_of=_lag_basis(opened, settings))

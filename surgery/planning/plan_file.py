@@ -59,7 +59,7 @@ def write_plan(plan: Plan, path: Path) -> None:
     }
     kept = {name: plan.settings[name] for name in OF_TEXT}
     said = {"to": row.to, "settings": {**kept, **row.asked}, "predicted": predicted}
-    head = f"# surgery convert {plan.source['path']} --plan {path}\n# Before a fit, which the conversion tries too.\n"
+    head = f"# surgery convert {plan.source['path']} --plan {path}\n"
     head += f"# {MARK}\n"
     write_whole(path, head + yaml.safe_dump(said, sort_keys=False))
 

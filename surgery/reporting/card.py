@@ -12,7 +12,7 @@ from surgery.engines.verdict import told_ruin
 from surgery.reporting.adapters import adapters_section
 from surgery.reporting.front_matter import front_matter, reads_pictures
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
-from surgery.reporting.quality import before_and_after, fit_told, healed_table, stages_table, useless_told
+from surgery.reporting.quality import before_and_after, healed_table, stages_table, useless_told
 
 LOADING = {
     "stock": """\
@@ -77,7 +77,7 @@ Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"
 
 {markdown.render(stages_table(report.ladder))}
 
-{_measured(report.calibration)}{_fit(target)}
+{_measured(report.calibration)}
 
 {_healing(report.healing)}## Engines
 
@@ -119,10 +119,6 @@ def _measured(calibration: dict) -> str:
     if isinstance(share, float) and share:
         told += f"{share:.0%} of the text has facts planted and asked for; `surgery eval` measures text alone."
     return told
-
-
-def _fit(target: dict) -> str:
-    return f"\n\n{fit_told(target['fit'])}" if "fit" in target else ""
 
 
 def _healing(healing: dict | None) -> str:

@@ -60,27 +60,6 @@ def useless_told(layers: dict[str, float]) -> str:
     )
 
 
-def fit_told(fit: dict[str, Any]) -> str:
-    """What a report's target says of its fit, in one sentence."""
-    tried, kept, given_up = fit["tried"], fit["kept"], fit["given_up"]
-    if given_up:
-        losses = {name: with_perplexity(given_up[name]) for name in ("fitted", "closed", "source")}
-        return (
-            f"The fit was given up at layer {given_up['layers'] - 1}, as it won back {_share(given_up)} up to there: "
-            f"a loss (perplexity) of {losses['fitted']} with layers fitted, {losses['closed']} in closed form, "
-            f"{losses['source']} as they were."
-        )
-    closed = [str(layer) for layer in tried if layer not in kept]
-    others = f"; nearer to the source in closed form: {', '.join(closed)}" if closed else ""
-    return f"Fit kept by {len(kept)} of {len(tried)} layers{others}."
-
-
-def _share(given_up: dict[str, Any]) -> str:
-    """Of what closed forms moved predictions by; reports of before do not know it."""
-    won = given_up.get("won")
-    return "too little" if won is None else f"{max(won, 0.0):.0%} of what predictions had moved"
-
-
 def healed_table(quality: Sequence[dict[str, Any]]) -> Table:
     """Before and after a healing, of :func:`surgery.reporting.healing_table.quality_table`."""
     loss = Column("held-out loss (perplexity)", "Nats per token", with_perplexity)

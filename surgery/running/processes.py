@@ -48,9 +48,6 @@ class Processes:
         Args:
             cpu: keeps them off the accelerators.
             alone: whether this one works by itself, whatever others there are.
-
-        Raises:
-            SurgeryError: there are several processes and accelerate is not installed.
         """
         self.rank, self.count = 0, 1
         self._state = None
@@ -250,15 +247,9 @@ def check_launch() -> None:
 
 
 def partial_state() -> type[PartialState]:
-    """accelerate's.
+    """accelerate's, which takes a second to load."""
+    from accelerate import PartialState
 
-    Raises:
-        SurgeryError: it is not installed.
-    """
-    try:
-        from accelerate import PartialState
-    except ImportError:
-        raise SurgeryError("several processes need accelerate: pip install accelerate") from None
     return PartialState
 
 

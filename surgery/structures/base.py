@@ -206,7 +206,7 @@ class Structure(ABC, Generic[Opened, Settings]):
         return None
 
     def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
-        """A stand-in for a layer's attention, as it becomes without a fit, for prompts only; after :meth:`plan`.
+        """A stand-in for a layer's attention, as it becomes, for prompts only; after :meth:`plan`.
 
         Args:
             cache: an empty layer that quantises what is cached; None where it is exact.
@@ -218,7 +218,7 @@ class Structure(ABC, Generic[Opened, Settings]):
         return range(layer, layer + 1)
 
     def pass_group(self, work: Work, group: range, hidden: Tensor) -> Tensor:
-        """Carries [N, T, D], in place, through layers that can only be run together, as they become without a fit."""
+        """Carries [N, T, D], in place, through layers that can only be run together, as they become."""
         raise NotImplementedError
 
     def gather(self, work: Work) -> None:

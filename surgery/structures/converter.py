@@ -129,9 +129,6 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
         together.from_main(lambda: folder)
         with progress.step(2, STEPS):
             asked.gather(work)
-        at_end.enter_context(work.shared_fits)
-        if not foreseen.demand.fit_steps:
-            work.shared_fits.end()
         with progress.step(3, STEPS):
             tensors = asked.plan(work)
         written = {"max_shard_size": settings.max_shard_size, "staging": staging}
@@ -140,7 +137,6 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
         with CheckpointWriter(out, tensors, **written) as writer:
             with progress.step(4, STEPS):
                 outcome = asked.convert_layers(work, writer)
-            work.shared_fits.end()
             with progress.step(5, STEPS):
                 outcome, verification = _finish(asked, work, writer, carried, tensors, outcome)
             if request.predicted is not None:
@@ -151,11 +147,10 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
 
 
 def _have_share(asked: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
-    """What a process does that is not the main one: its share of sweeps and fits, in the folder of that."""
+    """What a process does that is not the main one: its share of sweeps, in the folder of that."""
     snapshots = Snapshots(together.from_main(Path))
     work = Work.in_folder(snapshots, asked.opened, settings, texts, Progress(silent=True), together)
     asked.gather(work)
-    work.shared_fits.take_part(asked.opened.stream.device)
 
 
 def _finish(

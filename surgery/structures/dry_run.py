@@ -29,6 +29,7 @@ from surgery.common.progress import Progress
 from surgery.families.base import head_shape
 from surgery.running.loading import load_tokenizer
 from surgery.running.source import OwnSource, Source, is_absent
+from surgery.structures.base import Structure
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_layers import converted_layers
 from surgery.structures.kept_matrices import kept_matrices
@@ -121,8 +122,8 @@ def plan_conversion(
     config = final_config(foreseen, settings)
     written = whole_config(opened.reader, config)
     quantized = "kv_cache" in config and foreseen.model_type != MODEL_TYPE
-    if outline is not None and not opened.reader.stored_names:
-        write_outline(outline, opened.reader, written, files)
+    if outline is not None:
+        outline_result(outline, asked, settings)
     source_kv, kv = source_kv_bytes(opened), kv_bytes(foreseen, config, opened, settings)
     return ConversionPlan(
         source=_source_facts(opened),
@@ -144,6 +145,14 @@ def plan_conversion(
         work=work.estimate(speed),
         refusal=refusal,
     )
+
+
+def outline_result(folder: Path, structure: Structure, settings: ConversionSettings) -> None:
+    """Writes a checkpoint of the result's shapes; none where the source is a model of pictures and text."""
+    reader, foreseen = structure.opened.reader, structure.foresee()
+    if not reader.stored_names:
+        files = in_parts(foreseen.tensors, kept_matrices(reader, settings, foreseen.tensors))
+        write_outline(folder, reader, whole_config(reader, final_config(foreseen, settings)), files)
 
 
 def expected_seconds(source: str | Path, settings: ConversionSettings) -> float | None:

@@ -8,7 +8,7 @@ largest decoder layer, s and c the bytes of a number in the checkpoint and in th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import psutil
 
@@ -20,7 +20,6 @@ from surgery.model.attention_functions import own_softmax
 from surgery.running.experts import share_of_experts
 from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
 from surgery.running.source import OwnSource, Source
-from surgery.transforms.fit_blocks import BLOCKS
 
 # What a layer reaches of the rate of one large matrix product: norms, softmax and small products take the rest.
 EFFICIENCY = 0.5
@@ -40,7 +39,6 @@ class Demand:
         cached: numbers that the result caches per token and layer.
         statistics: whether it takes moments of calibration text; with ``gradients`` the loss's, with ``lags`` the
             attention over lags too.
-        fit_steps, fit_iterations, fit_queries: of the least-squares fit of each layer.
         results: forms of a layer that are carried through all held-out text, the source's not among them.
         steps: forms that pass a few texts, nearly as wide as the whole cache; ``exact``: that pass a few tokens.
         splits, split_sequences: how many splits of the budget are tried at most, each on so many held-out sequences.
@@ -52,9 +50,6 @@ class Demand:
     statistics: bool = False
     gradients: bool = False
     lags: bool = False
-    fit_steps: int = 0
-    fit_iterations: int = 0
-    fit_queries: int = 0
     results: int = 1
     steps: int = 0
     exact: int = 0
@@ -108,8 +103,6 @@ class Workload:
         attention = 2 * (heads + kv_heads) * head_dim * config.hidden_size
         largest, active = _layer_sizes(opened)
         calibration = tokens["calibration"] if demand.statistics else 0
-        if not calibration:
-            demand = replace(demand, fit_steps=0)
         return cls(
             layers=opened.layers,
             layer_parameters=largest,
@@ -130,7 +123,7 @@ class Workload:
             compute=opened.stream.dtype.itemsize,
             on_host=opened.stream.device.type == "cpu",
             own_softmax=own_softmax(config),
-            demand=replace(demand, fit_queries=min(demand.fit_queries, tokens["length"])),
+            demand=demand,
             limit=math.inf if settings.activation_memory is None else parse_size(settings.activation_memory),
         )
 
@@ -151,19 +144,17 @@ class Workload:
     @property
     def spilled_bytes(self) -> int:
         """Temporary disk of activations past the limit."""
-        met = 2 * (self.kv_width + self.hidden) if self.demand.gradients else 0
-        swept = max((2 * self.hidden + met), 3 * self.hidden * bool(self.demand.fit_steps))
-        return int(max(0, swept * self.calibration * self.length * self.compute - self.limit))
+        met = 2 * self.kv_width if self.demand.gradients else 0
+        return int(max(0, (2 * self.hidden + met) * self.calibration * self.length * self.compute - self.limit))
 
     @property
     def statistics_bytes(self) -> int:
-        """Temporary disk of the statistics: four moments n² and two D² (one n² without gradients), and lags."""
+        """Temporary disk of the statistics: four moments n² (one without gradients), and lags."""
         if not self.demand.statistics:
             return 0
         moments = 4 if self.demand.gradients else 1
         lags = 3 * self.kv_heads * self.head_dim // 2 * self.heads if self.demand.lags else 0
-        output = 2 * self.hidden**2 if self.demand.gradients else 0
-        return self.layers * 8 * (moments * self.kv_width**2 + output + lags)
+        return self.layers * 8 * (moments * self.kv_width**2 + lags)
 
     def memory(self) -> dict:
         """Peak bytes, the larger of calibration and conversion, in host and device memory, and what they consist of.
@@ -171,16 +162,14 @@ class Workload:
         ======================= =====================================================================================
         one layer               P (s + c): its tensors as stored, and the module that runs
         activations             calibration: 2 N T D c (a boundary's gradient, the attention's inputs), and
-                                2 N T (n + D) c with gradients (a layer's keys, values, outputs and theirs);
-                                conversion: 3 N T D c for the fit; both up to the limit, if there is one
+                                2 N T n c with gradients (a layer's keys, values and theirs), up to the limit, if
+                                there is one
         held-out text           conversion: one M T D c per stage
         one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c, queries
                                 of the merged stage; one slice of the vocabulary beside it
         attention weights       4 H T² c of one sequence, for lag statistics; 5 B H T² c where logits have a cap or
                                 learned sinks beside them, which no fused attention knows
-        fit                     N H Q (T + 5 k) c: the linearised attention of Q sampled queries, k numbers cached, in
-                                float32 or better; a quarter of a sequence's with activations past the limit
-        statistics              8 matrices [n, n] in float64; sums of two and of one [D, D], twice, while they are taken
+        statistics              8 matrices [n, n] in float64; sums of two, twice, while they are taken
         float64 forms           the attention in float64, three times, and two merged stages, H d n numbers each
         rescaled tensor         the embeddings in float64, where the residual stream is rescaled
         process                 Python, torch and transformers as they are loaded now
@@ -212,7 +201,8 @@ class Workload:
     def phase_flops(self) -> dict[str, int]:
         """Operations by the names of a conversion's phases, in their order: forward passes over the texts they read.
 
-        Coarse: statistics, algebra and what a fit gives up early are not counted apart.
+        Coarse: statistics and algebra are not counted apart. Progress corrects the time left
+        by the pace of the layers that are done.
         """
         forward = self.layers * (2 * self.active_parameters + 2 * self.length * self.heads * self.head_dim)
         held_out = (self.held_out + self.recall_prompts) * self.length
@@ -224,11 +214,6 @@ class Workload:
             tried = demand.splits * min(self.held_out, demand.split_sequences) * self.length
             found["try splits of the budget"] = tried * forward
         found["convert"] = (1 + demand.results) * held_out * forward
-        if demand.fit_steps:
-            # A product with J or its transpose takes four products of the size of the attention matrix.
-            product = 8 * self.heads * demand.fit_queries * self.length * demand.cached
-            steps = demand.fit_steps * (2 * demand.fit_iterations + 3)
-            found["convert"] += self.layers * self.calibration * steps * product
         found["verify: reload and run"] = held_out * forward
         if demand.quantizes:
             found["measure"] = (1 + 2 * CODES_SLOWDOWN) * held_out * forward
@@ -238,7 +223,7 @@ class Workload:
         return self.demand.statistics * 8 * ALGEBRA_MATRICES * self.kv_width**2
 
     def _sums_bytes(self) -> int:
-        return sums_bytes(self.kv_width, self.hidden, gradients=self.demand.gradients)
+        return sums_bytes(self.kv_width, gradients=self.demand.gradients)
 
     def _layer_bytes(self) -> int:
         return self.layer_parameters * (self.stored + self.compute)
@@ -254,7 +239,7 @@ class Workload:
         if not tokens:
             return {"statistics": self._algebra_bytes()}, {}
         width = 16 * self.hidden + 6 * self.heads * self.head_dim + 6 * self.intermediate
-        met = 2 * (self.kv_width + self.hidden) if self.demand.gradients else 0
+        met = 2 * self.kv_width if self.demand.gradients else 0
         host = {
             "activations": min((2 * self.hidden + met) * tokens * self.compute, self.limit),
             "statistics": max(self._algebra_bytes(), self._sums_bytes()),
@@ -272,9 +257,7 @@ class Workload:
         sequences = self.held_out + self.recall_prompts
         merged = self.heads * self.head_dim * self.kv_width if self.demand.exact else 0
         boundary = self.length * self.hidden * self.compute
-        fitted = 3 * self.calibration * boundary if self.demand.fit_steps else 0
         host = {
-            "activations": min(fitted, self.limit),
             "held-out text": self.stages * sequences * boundary,
             "statistics": self._algebra_bytes(),
             "float64 forms": 8 * (3 * self.attention_parameters + 2 * merged),
@@ -289,10 +272,6 @@ class Workload:
         if self.own_softmax:
             rows = min(self.batch, sequences) * self.heads * self.length
             device["attention weights"] = 5 * rows * self.length * self.compute
-        if self.demand.fit_steps:
-            sequences = self.calibration if fitted <= self.limit else 1 / BLOCKS
-            rows = int(sequences * self.heads * self.demand.fit_queries)
-            device["fit"] = rows * (self.length + 5 * self.demand.cached) * max(self.compute, 4)
         return host, device
 
 

@@ -1,4 +1,4 @@
-"""Layers that a conversion leaves as they are, on their way through its stages and its fit."""
+"""Layers that a conversion leaves as they are, on their way through its stages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from torch import nn
 from surgery.families.attention import CapturedAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.source import Source
-from surgery.structures.alternatives import Alternatives
-from surgery.structures.sequential_fit import SequentialFit
+from surgery.structures.converted_layers import ConvertedLayers
 from surgery.structures.stages import StageRuns
 from surgery.transforms.quantized_reading import QuantizedAttention
 
@@ -25,15 +24,9 @@ def source_attention(opened: Source, layer: int, cache: QuantizedKVLayer | None 
     return CapturedAttention(anatomy) if cache is None else QuantizedAttention(anatomy, cache)
 
 
-def pass_kept(
-    opened: Source, index: int, fit: SequentialFit | None, runs: StageRuns, alternatives: Alternatives
-) -> None:
-    """Carries all stages and the fit through a layer as it is; nothing of it is new in any form."""
+def pass_kept(opened: Source, index: int, runs: StageRuns, converted: ConvertedLayers) -> None:
+    """Carries all stages through a layer as it is, of which nothing is new."""
     attention = source_attention(opened, index)
-    stages = [name for name in runs.hidden if name != "source"]
     with opened.stream.layer(index) as layer:
-        if fit:
-            fit.go_past(layer, attention)
         runs.go_past(layer, attention)
-    for name in stages:
-        alternatives.save(name, index, {})
+    converted.save(index, {})

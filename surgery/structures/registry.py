@@ -76,13 +76,13 @@ class Target:
         """Of the default name of the output."""
         return settings.ending(self.ending or self.name)
 
-    def check_places(self, source: str, out: Path | None, settings: ConversionSettings, *, overwrite: bool) -> None:
-        """What a conversion would refuse of its source and output at first sight, before torch is loaded for it.
+    def check_places(self, source: str, out: Path | None, settings: ConversionSettings, *, overwrite: bool) -> Path:
+        """Where the output goes; what a conversion would refuse of it at first sight, before torch is loaded for it.
 
         Raises:
             SurgeryError: there is no such checkpoint, or the output is there already or is the source.
         """
-        settle_output(source, find_local(source), out, self.ending_of(settings), overwrite=overwrite)
+        return settle_output(source, find_local(source), out, self.ending_of(settings), overwrite=overwrite)
 
 
 TARGETS: Registry[Target] = Registry(

@@ -90,35 +90,10 @@ class StructureSettings(ConversionSettings):
         return {**said, "sinks": self.sinks} if self.sinks and self.SINKS_OF_CODES else said
 
 
-@dataclass(frozen=True)
-class FitSettings(ConversionSettings):
-    """How layers are fitted by least squares after their closed form."""
-
-    fit_steps: int = setting(
-        3,
-        "Least-squares steps of each layer after the closed form; 0 for none.",
-        more="Gauss-Newton steps, where the method works in the metric of the loss and there is text; given up where "
-        "held-out text wins little by them. The defaults of the fit were chosen on the demo model alone.",
-        section="Fit",
-    )
-    fit_iterations: int = setting(8, "Conjugate-gradient iterations in each of these steps.", least=1)
-    fit_queries: int = setting(256, "Query positions sampled from each sequence for the fit.", least=1)
-    fit_worth: float = setting(
-        0.5,
-        "Least share of what closed forms move predictions by that fits have to win back to go on; 0 for any.",
-        more="Half lies between what they win on SmolLM2-135M (a third at most) and on the demo model.",
-        least=0.0,
-    )
-
-
-@dataclass(frozen=True)
-class FittedSettings(FitSettings, StructureSettings):
-    """What conversions can be asked for that fit each layer, and whose result may keep a quantised cache."""
-
-    def check_spectrum(self) -> None:
-        """Raises SurgeryError where ranks by spectrum are asked for and nothing compares layers."""
-        if self.allocate == "spectrum" and (self.method != "fisher" or self.calibration == NO_CALIBRATION):
-            raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
+def check_spectrum(settings: StructureSettings) -> None:
+    """Raises SurgeryError where ranks by spectrum are asked for and nothing compares layers."""
+    if settings.allocate == "spectrum" and (settings.method != "fisher" or settings.calibration == NO_CALIBRATION):
+        raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
 
 
 def rope_bits() -> Any:

@@ -1,9 +1,8 @@
 """Every stage of a conversion carried through the model side by side on held-out text.
 
-Of an MLA conversion: source → merged → rotated are exact, partial RoPE and truncation each lose something, a
-least-squares fit wins some of it back; what is written and loaded again must equal the last. One loss per stage says
-where a conversion's loss comes from. Exact stages have none to tell: a short text shows that their logits are the
-source's.
+Of an MLA conversion: source → merged → rotated are exact, partial RoPE and truncated each lose something; what is
+written and loaded again must equal the last. One loss per stage says where a conversion's loss comes from. Exact stages
+have none to tell: a short text shows that their logits are the source's.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class StageRuns:
 
     Attributes:
         hidden: by stage, [N, T, D]; of exact stages [1, EXACT_TOKENS, D], of steps the first few rows.
-        ahead: first and last row, that one left out, of the source's that have passed all layers already.
     """
 
     def __init__(
@@ -62,10 +60,8 @@ class StageRuns:
         embedded = stream.embed(held_out.tokens)
         rows = {stage: embedded for stage in ("source", *stages)}
         rows |= dict.fromkeys(exact, embedded[:1, :EXACT_TOKENS])
-        self._few = min(STEP_SEQUENCES, held_out.texts) or STEP_SEQUENCES
-        rows |= dict.fromkeys(steps, embedded[: self._few])
+        rows |= dict.fromkeys(steps, embedded[: min(STEP_SEQUENCES, held_out.texts) or STEP_SEQUENCES])
         self.hidden: dict[str, Tensor] = {stage: hidden.clone() for stage, hidden in rows.items()}
-        self.ahead = (0, 0)
 
     def advance(
         self, layer: StreamedLayer, anatomy: AttentionAnatomy, forms: dict[str, Form], lossy: Collection[str]
@@ -88,7 +84,7 @@ class StageRuns:
             if name in lossy:
                 errors[name] = _relative_error(attention, captured)
             self._stream.run_layer(layer, self.hidden[name], self._batch_size, attention)
-        self._run_source(layer)
+        self._stream.run_layer(layer, self.hidden["source"], self._batch_size)
         return errors
 
     def go_past(self, layer: StreamedLayer, attention: nn.Module | None) -> None:
@@ -96,20 +92,11 @@ class StageRuns:
         for name, hidden in self.hidden.items():
             if name != "source":
                 self._stream.run_layer(layer, hidden, self._batch_size, attention)
-        self._run_source(layer)
-
-    def _run_source(self, layer: StreamedLayer) -> None:
-        first, last = self.ahead
-        for behind in (slice(first), slice(last, None)):
-            self._stream.run_layer(layer, self.hidden["source"][behind], self._batch_size)
+        self._stream.run_layer(layer, self.hidden["source"], self._batch_size)
 
     def sample(self) -> Tensor:
         """What the source hands to its next layer, of the sequences on which errors are measured."""
         return self.hidden["source"][:ERROR_SEQUENCES].to(self._stream.device, self._stream.dtype)
-
-    def become_step(self, stage: str) -> None:
-        """Has a stage pass a few texts only from here on, as no choice hangs on it any more."""
-        self.hidden[stage] = self.hidden[stage][: self._few].clone()
 
     def scores(self) -> dict[str, Score]:
         """Loss and recall of every stage, once all layers have passed.

@@ -21,8 +21,6 @@ mean-pool    mean                         mean                          adjacent
 Sources: mean-pool, GQA (arXiv 2305.13245); procrustes, arXiv 2412.20677, its rotations of keys restricted to those that
 commute with RoPE; kv-heads, arXiv 2406.07056. Key-driven query allocation (arXiv 2408.08454) starts from mean-pool; see
 :mod:`surgery.transforms.key_norm`.
-
-After the closed form, :func:`fit_merged_layer` fits all weights of the merged layer together to the source's output.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,11 +139,16 @@ def _convert_unless_there(
     progress: Progress,
     **asked: Any,
 ) -> None:
+    from surgery.structures import converter
+    from surgery.structures.made_already import is_conversion_of
+
     if out.exists():
-        _check_kept(out, source, settings)
+        if not is_conversion_of(out, source, settings):
+            raise SurgeryError(
+                f"{out}: is of another source or other settings; remove it, or choose another --work folder"
+            )
         progress.note(f"{out}: is there already")
         return
-    from surgery.structures import converter
 
     converter.convert(source, out, settings, progress=progress, **asked)
 
@@ -176,25 +181,3 @@ def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress
     found = {**made.to_dict(), "sha256": made.source["sha256"], "origin": MARK}
     write_whole(beside, json.dumps(found, indent=1) + "\n")
     write_plan(made, path)
-
-
-def _check_kept(out: Path, source: str, settings: ConversionSettings) -> None:
-    """Raises SurgeryError unless a finished conversion is of that source with those settings.
-
-    A setting that was not known when it was made counts as its default.
-    """
-    from surgery.checkpoint import CheckpointReader
-    from surgery.heads.import_patterns import read_pattern
-
-    try:
-        report = json.loads((out / "surgery_report.json").read_text(encoding="utf-8"))
-        made = {field.name: field.default for field in fields(settings)} | report["settings"]
-        kept = {"keep_statistics": settings.keep_statistics}  # a place only
-        same = json.loads(json.dumps(made | kept)) == json.loads(json.dumps(settings.to_dict()))
-        same = same and report["source"]["sha256"] == CheckpointReader.open(source).fingerprint()
-        if (heads := getattr(settings, "heads", None)) is not None:
-            same = same and report["target"]["pattern"]["sha256"] == read_pattern(heads).sha256
-    except (OSError, ValueError, KeyError, TypeError):
-        same = False
-    if not same:
-        raise SurgeryError(f"{out}: is of another source or other settings; remove it, or choose another --work folder")

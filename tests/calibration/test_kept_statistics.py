@@ -13,8 +13,7 @@ from surgery.structures import converter
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 
-QUICK = {"calibration": "builtin", "calibration_tokens": 96, "calibration_length": 48, "held_out": 2, "fit_queries": 16}
-QUICK |= {"fit_steps": 1, "fit_iterations": 2}
+QUICK = {"calibration": "builtin", "calibration_tokens": 96, "calibration_length": 48, "held_out": 2}
 
 
 class Told(Progress):
@@ -46,7 +45,7 @@ def test_the_same_bits_from_statistics_that_were_kept(checkpoints, tmp_path, mon
 
 
 def test_other_facts_are_other_statistics(checkpoints, tmp_path):
-    settings = LowRankSettings(**QUICK | {"fit_steps": 0}, keep_statistics=str(tmp_path / "kept"))
+    settings = LowRankSettings(**QUICK, keep_statistics=str(tmp_path / "kept"))
     changes = ({}, {"seed": 1}, {"batch_size": 2}, {"calibration_tokens": 48}, {"dtype": "float64"})
     for number, change in enumerate(changes):
         told = Told()
@@ -58,7 +57,7 @@ def test_other_facts_are_other_statistics(checkpoints, tmp_path):
 def test_statistics_with_lags_serve_where_none_are_asked_for(checkpoints, tmp_path):
     """As an MLA conversion or a plan keeps them, for low rank: the same moments."""
     source, kept = checkpoints("llama"), str(tmp_path / "kept")
-    quick = QUICK | {"fit_steps": 0}
+    quick = QUICK
     plain = converter.convert(source, tmp_path / "plain", LowRankSettings(**quick))
     converter.convert(source, tmp_path / "mla", ConvertSettings(**quick, keep_statistics=kept))
     told = Told()

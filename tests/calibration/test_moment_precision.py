@@ -27,7 +27,7 @@ def add_batch(moments, anatomy, x, part=0):
     captured = CapturedAttention(anatomy, gradients=True)
     out, _ = captured(x.clone().requires_grad_())
     out.square().sum().backward()
-    moments.add(captured.projection, captured.outputs, captured.inputs, part)
+    moments.add(captured.projection, captured.inputs, part)
 
 
 def moments_of(anatomy, x):

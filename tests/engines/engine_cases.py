@@ -52,7 +52,6 @@ TEXT = {
     "calibration_tokens": 1024,
     "calibration_length": 128,
     "held_out": 2,
-    "fit_steps": 0,
 }
 
 

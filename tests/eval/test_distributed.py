@@ -107,7 +107,6 @@ def test_one_process(checkpoints, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
-    pytest.importorskip("accelerate")
     one = measure(checkpoints("llama"), tmp_path / "one")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -128,14 +127,6 @@ def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
     assert (main["advanced"], main["prompts"]) == (5, 7)
     assert main["mean"] == other["mean"] == pytest.approx([0.5, 5 / 6])
     assert sorted(file.name for file in (tmp_path / "two").iterdir()) == ["completions-0.jsonl", "completions-1.jsonl"]
-
-
-def test_several_processes_need_accelerate(monkeypatch):
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(SurgeryError, match="pip install accelerate"):
-        Processes()
 
 
 if __name__ == "__main__":

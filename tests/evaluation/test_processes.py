@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import torch
 from command_line import run_main
 from processes import two_forks
@@ -24,7 +23,6 @@ NEEDLE = [
 
 
 def test_two_processes_give_the_results_of_one(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("accelerate")
     source, other = (make_checkpoint(tmp_path / name, "llama", torch.float32, seed) for seed, name in enumerate("ab"))
     (tmp_path / "eval.yaml").write_text("decoded: 4\n")
     verb = ["eval", other, "--baseline", source, *ARGUMENTS, *NEEDLE, "--config", tmp_path / "eval.yaml", "--out"]

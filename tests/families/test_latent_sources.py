@@ -215,7 +215,7 @@ def test_latents_in_codes(checkpoints, tmp_path, name, form):
 
 @pytest.mark.slow
 def test_codes_of_what_was_converted_to_stock(checkpoints, tmp_path):
-    first = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4, fit_steps=0)
+    first = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4)
     stock = converter.convert(checkpoints("llama"), tmp_path / "stock", first)
     asked = QuantizedSettings(**{**TEXT, "bits": 8, "group": 32, "rope_bits": 16})
     quantized = converter.convert(stock.path, tmp_path / "quantized", asked)
@@ -279,7 +279,7 @@ def test_a_shared_basis_of_full_rank_is_the_source(checkpoints, name):
 
 @pytest.mark.slow
 def test_what_was_converted_to_stock_shares_its_latents(checkpoints, tmp_path):
-    first = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4, fit_steps=0)
+    first = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4)
     stock = converter.convert(checkpoints("llama"), tmp_path / "stock", first)
     report = converter.convert(stock.path, tmp_path / "out", SHARED).report
     assert report.source["model_type"] == "deepseek_v3" and report.target["model_type"] == "surgery"
@@ -355,7 +355,7 @@ def test_what_was_converted_before_becomes_smaller_again(checkpoints, tmp_path, 
     """Whose norms do nothing, by eps or by a channel of a large constant."""
     settings = {"llama_bias": {"latent_norm": "constant"}, "llama": {"latent_norm": "tiny"}}
     name = "llama" if norm == "tiny" else "llama_bias"
-    asked = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4, fit_steps=0, **settings[name])
+    asked = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4, **settings[name])
     first = converter.convert(checkpoints(name), tmp_path / "first", asked)
     extra = int(norm == "constant")
     again = converter.convert(first.path, tmp_path / "again", ConvertSettings(**TEXT, kv_lora_rank=12))

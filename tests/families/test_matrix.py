@@ -24,11 +24,11 @@ from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.quantized.settings import QuantizedSettings
 
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-FIT = {"fit_steps": 1, "fit_iterations": 1, "batch_size": 2}
+BATCH = {"batch_size": 2}
 STRUCTURES: dict[str, Callable] = {
-    "mla": lambda: ConvertSettings(**TEXT, **FIT, kv_ratio=0.5),
-    "gqa": lambda: KVHeadsSettings(**TEXT, **FIT),
-    "lowrank": lambda: LowRankSettings(**TEXT, **FIT, kv_ratio=0.5),
+    "mla": lambda: ConvertSettings(**TEXT, **BATCH, kv_ratio=0.5),
+    "gqa": lambda: KVHeadsSettings(**TEXT, **BATCH),
+    "lowrank": lambda: LowRankSettings(**TEXT, **BATCH, kv_ratio=0.5),
     "crosslayer": lambda: CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=16, batch_size=2),
     "hybrid": lambda: HybridSettings(calibration="none", streaming=1.0, sinks=2, recent=6),
     "quantized": lambda: QuantizedSettings(calibration="none", bits=8, group=8),

@@ -21,10 +21,10 @@ from surgery.structures.dry_run import plan_conversion
 from surgery.structures.registry import SLICE, TARGETS
 
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-FIT = {"fit_steps": 1, "fit_iterations": 1, "batch_size": 2, "kv_ratio": 0.5}
+HALF = {"batch_size": 2, "kv_ratio": 0.5}
 STRUCTURES = {
-    "mla": {**TEXT, **FIT},
-    "lowrank": {**TEXT, **FIT},
+    "mla": {**TEXT, **HALF},
+    "lowrank": {**TEXT, **HALF},
     "hybrid": {"calibration": "none", "streaming": 1.0, "sinks": 2, "recent": 6},
     "quantized": {"calibration": "none", "bits": 8, "group": 8},
 }
@@ -128,7 +128,7 @@ def test_latents_that_hold_all_change_nothing(picture_models, tmp_path, name, to
     target = "lowrank" if to == "window" else to.removeprefix("mha2")
     keep = {"keep_layers": "none"} if name == "gemma3" else {}
     asked = {"rank": 32} if "many heads" in name else WHOLE[to]
-    convert(picture_models(name), tmp_path / "out", target, **TEXT, **asked, **keep, fit_steps=0)
+    convert(picture_models(name), tmp_path / "out", target, **TEXT, **asked, **keep)
     before, after, given = loaded(picture_models(name)), loaded(tmp_path / "out"), prompt(name)
     whole = before(**given).logits
     torch.testing.assert_close(after(**given).logits, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
@@ -140,7 +140,7 @@ def test_latents_that_hold_all_change_nothing(picture_models, tmp_path, name, to
 def test_a_conversation_goes_on_from_its_cache(picture_models, tmp_path):
     """Text, then a picture, then text: the positions of all tokens are known at every turn."""
     name, per_token = "qwen3_vl", ("input_ids", "attention_mask", "mm_token_type_ids")
-    convert(picture_models(name), tmp_path / "out", "lowrank", **TEXT, rank=16, fit_steps=0)
+    convert(picture_models(name), tmp_path / "out", "lowrank", **TEXT, rank=16)
     given, said = prompt(name), []
     text = {key: given[key][:, -8:] for key in per_token}
     for model in (loaded(picture_models(name)), loaded(tmp_path / "out")):

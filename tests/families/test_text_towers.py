@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import TARGETS
 
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-HALF = KVHeadsSettings(**TEXT, fit_steps=1, fit_iterations=1, batch_size=2)
+HALF = KVHeadsSettings(**TEXT, batch_size=2)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -133,7 +132,7 @@ def test_heads_that_say_the_same_merge_exactly_beside_pictures(picture_models, t
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     if name == "qwen2_5_vl":
         as_early_qwen(source)
-    result = converter.convert(source, tmp_path / "out", KVHeadsSettings(**TEXT, fit_steps=0, batch_size=2))
+    result = converter.convert(source, tmp_path / "out", KVHeadsSettings(**TEXT, batch_size=2))
     given = prompt(name)
     before, after = (loaded(folder)(**given).logits for folder in (source, result.path))
     torch.testing.assert_close(after, before, rtol=0, atol=1e-4 * float(before.abs().max()))
@@ -152,7 +151,7 @@ def test_evaluation_runs_what_reads_the_text(picture_models, name):
 
 def test_healing_writes_the_language_model_in_its_place(picture_models, tmp_path):
     name = "qwen2_5_vl"
-    converter.convert(picture_models(name), tmp_path / "converted", replace(HALF, fit_steps=0))
+    converter.convert(picture_models(name), tmp_path / "converted", HALF)
     given = {"teacher": str(picture_models(name)), "data": [str(HELD_OUT)], "max_steps": 2, "length": 64}
     given |= {"train": "lora", "warmup": 0, "held_out": 1, "lora_modules": ["q_proj", "v_proj"]}
     asked = HealRequest(str(tmp_path / "converted"), tmp_path / "healed", given=given, measure=None)

@@ -9,7 +9,7 @@ from surgery.structures.registry import TARGETS
 pytestmark = pytest.mark.slow
 
 TEXT = ["--calibration-tokens", "256", "--calibration-length", "64"]
-QUICK = [*TEXT, "--held-out", "1", "--fit-steps", "0"]
+QUICK = [*TEXT, "--held-out", "1"]
 ASKED = {"hybrid": ["--streaming", "1.0"], "quantized": []}
 SMALL = ["--windows", "2", "--length", "64", "--decoded", "8", "--recall-prompts", "2"]
 

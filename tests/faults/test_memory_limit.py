@@ -23,8 +23,6 @@ TEXT = [
     "256",
     "--held-out",
     "1",
-    "--fit-steps",
-    "0",
     "--kv-ratio",
     "0.5",
 ]

@@ -246,7 +246,8 @@ def test_resumed_is_uninterrupted(checkpoints, tmp_path, method):
 
 @pytest.mark.parametrize("method", SCORERS)
 def test_weights_need_not_be_resident(checkpoints, method):
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     expected = SCORERS[method].score(scoring_session(checkpoints("llama"), steps=3))
     session = scoring_session(checkpoints("llama"), steps=3)
     accelerate.cpu_offload(session.model, execution_device="cpu")
@@ -297,7 +298,6 @@ def train(checkpoint: Path, method: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
-    pytest.importorskip("accelerate")
     source = checkpoints("llama")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -18,11 +18,10 @@ from surgery.structures import converter
 from surgery.structures.registry import TARGETS
 
 QUICK = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 1, "batch_size": 2}
-FIT = {"fit_steps": 2, "fit_iterations": 4}
 REQUESTS = {
-    "mla": {"kv_ratio": 0.5, **FIT},
-    "gqa": {"kv_heads": 1, "fit_steps": 2},
-    "lowrank": {"kv_ratio": 0.5, **FIT},
+    "mla": {"kv_ratio": 0.5},
+    "gqa": {"kv_heads": 1},
+    "lowrank": {"kv_ratio": 0.5},
     "crosslayer": {"kv_ratio": 0.5, "group_size": 2},
     "hybrid": {"streaming": 1},
     "quantized": {"bits": 4},
@@ -126,13 +125,6 @@ def converges_or_refuses(folder, case, to):
     assert all(map(math.isfinite, numbers(json.loads(json.dumps(report)))))
     for tensor in load_file(folder / "out" / "model.safetensors").values():
         assert not tensor.is_floating_point() or tensor.isfinite().all()
-    losses = {row["stage"]: row["loss"] for row in report["ladder"] if row["loss"] is not None}
-    stages = list(losses)
-    if "fitted" in stages:
-        closed = losses[stages[stages.index("fitted") - 1]]
-        # Written weights near the ends of float16 are rounded more than fp32 ones.
-        rounding = 5e-3 if case == "fp16 overflow" else 1e-3
-        assert losses["reloaded"] <= min(closed, losses["fitted"]) + rounding
     return None
 
 

@@ -86,7 +86,6 @@ def test_candidates_lose_what_the_written_model_loses_as_it_decodes(checkpoints,
         sized = candidates.sized(target, asked, None)
         assert sized is not None, candidates.refused
         (scored,) = measure([sized], work, texts.held_out).scored
-    asked = {**asked, "fit_steps": 0} if hasattr(target.settings_class, "fit_steps") else asked
     written = converter.convert(source, tmp_path / "out", target.settings({**settings.common(), **asked}))
     model = AutoModelForCausalLM.from_pretrained(written.path).eval()
     tokens = texts.held_out.tokens[: texts.held_out.texts]

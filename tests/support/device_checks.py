@@ -63,7 +63,7 @@ def sums_of_a_sweep(device: torch.device) -> None:
             captured = CapturedAttention(anatomy, gradients=True)
             out, _ = captured(x.clone().requires_grad_())
             out.square().sum().backward()
-            moments.add(captured.projection, captured.outputs, captured.inputs, part)
+            moments.add(captured.projection, captured.inputs, part)
 
         moments.collect(add)
         sums = {name: value for name, value in moments._total.items() if name != "tokens"}

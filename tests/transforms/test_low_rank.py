@@ -54,7 +54,7 @@ def swept(layer: AttentionAnatomy, *, gradients: bool = True) -> LayerStatistics
         out, _ = captured(x)
     if gradients:
         (out * random(*out.shape, seed=30) * torch.linspace(0.1, 2, out.shape[-1])).sum().backward()
-    moments.add(captured.projection, captured.outputs if gradients else None, captured.inputs)
+    moments.add(captured.projection, captured.inputs)
     return moments.result()
 
 

@@ -20,8 +20,6 @@ class Cascade(LowRank):
     """Low rank whose latents are read across layers."""
 
     name = "crosslayer"
-    # In a fitted cascade the closed form of a layer stands on fitted latents, and is no result by itself.
-    closed_ends = False
     beside_pictures = False
 
     def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):

@@ -16,7 +16,7 @@ Method = Literal["xkv", "cascade", "minicache"]
 
 @dataclass(frozen=True)
 class CrossLayerSettings(LowRankSettings):
-    """Settings of ``surgery convert --to crosslayer``; fits and bits are of method cascade only."""
+    """Settings of ``surgery convert --to crosslayer``; bits are of method cascade only."""
 
     method: Method = setting(
         "xkv",

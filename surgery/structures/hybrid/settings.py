@@ -12,7 +12,7 @@ from surgery.structures.settings import Bits, StructureSettings, check_more_bits
 
 @dataclass(frozen=True)
 class HybridSettings(StructureSettings):
-    """Settings of ``surgery convert --to hybrid``. Text serves to measure the loss only; nothing is fitted."""
+    """Settings of ``surgery convert --to hybrid``. Text serves to measure the loss only; nothing is calibrated."""
 
     heads: str | None = setting(
         None,

@@ -1,6 +1,6 @@
 """``surgery convert --to hybrid``: some heads keep their whole context, the others sinks and recent tokens.
 
-Nothing is fitted: heads are moved so that full ones come first, and the model class keeps the rest of a window only.
+No calibration: heads are moved so that full ones come first, and the model class keeps the rest of a window only.
 What the streaming heads lose is measured by carrying the source, and the source with their attention masked, through
 held-out text side by side; the written files are loaded again, run through their caches and compared with the latter.
 """

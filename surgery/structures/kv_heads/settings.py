@@ -8,13 +8,13 @@ from typing import Literal
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.engines.limits import Engine
-from surgery.structures.settings import Allocation, FittedSettings, refuse_engine
+from surgery.structures.settings import Allocation, StructureSettings, check_spectrum, refuse_engine
 
 Method = Literal["fisher", "kv-heads", "procrustes", "mean-pool", "key-norm"]
 
 
 @dataclass(frozen=True)
-class KVHeadsSettings(FittedSettings):
+class KVHeadsSettings(StructureSettings):
     """Settings of ``surgery convert --to gqa``, and to mqa, which keeps one head."""
 
     method: Method = setting(
@@ -55,7 +55,7 @@ class KVHeadsSettings(FittedSettings):
         super().__post_init__()
         if self.kv_heads is not None and self.kv_ratio is not None:
             raise SurgeryError("give kv_heads or kv_ratio, not both")
-        self.check_spectrum()
+        check_spectrum(self)
         if self.quantizes:
             refuse_engine(self)
         if self.quantizes and self.carrier == "decilm":

@@ -2,8 +2,7 @@
 
 Where layers keep different numbers of heads, another class carries the same tensors.
 
-Statistics come from two sweeps over calibration text; one pass then merges the heads of every layer, fits it and
-carries all stages through it.
+Statistics come from two sweeps over calibration text; one pass then merges the heads of every layer.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from surgery.architectures import decilm
 from surgery.architectures.own_family import (
@@ -35,22 +34,17 @@ from surgery.families.attention import CapturedAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
-from surgery.structures.alternatives import least_loss
 from surgery.structures.base import Candidate, ConfigOf, Foreseen, Outcome, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
-from surgery.structures.fit_trial import effort_of
 from surgery.structures.kv_heads.bench import half_the_heads
 from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.sequential_fit import SequentialFit, Solve, solver_dtype
-from surgery.structures.shared_fits import SharedFits
 from surgery.structures.stages import StageRuns
 from surgery.structures.work import Work
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
-from surgery.transforms.kv_heads_fit import fit_merged_layer
 from surgery.transforms.quantized_reading import QuantizedAttention
 
-STAGES = ("merged", "fitted")
+MERGED = "merged"
 
 DEFAULT_RATIO = 0.5
 RATIO_TOLERANCE = 0.02
@@ -63,9 +57,9 @@ class HeadsLayerReport:
 
     Attributes:
         groups: the source's KV heads that each KV head stands for.
-        key_error, value_error: predicted, before the fit; see :class:`surgery.transforms.kv_heads.MergedLayer`. Method
+        key_error, value_error: predicted; see :class:`surgery.transforms.kv_heads.MergedLayer`. Method
             key-norm has none, its query heads read other keys.
-        measured: relative error of the layer's own output on the source's inputs, at each lossy stage.
+        measured: relative error of the layer's own output on the source's inputs, at the merged stage.
         queries: of method key-norm, the query heads of each KV head.
     """
 
@@ -147,7 +141,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         if settings.allocate == "spectrum":
             kv_heads[0] += 1
         carrier = choose_carrier(opened.reader.config, kv_heads, _wanted_carrier(settings, kv_heads))
-        plan, fits = _Plan(kv_heads, first.heads), settings.method == "fisher"
+        plan = _Plan(kv_heads, first.heads)
         width, source = first.head_dim + first.value_dim, kv_bytes_of(opened.reader.config, first.q.dtype)(1)
         return Foreseen(
             config=carrier.final_config or carrier.config,
@@ -159,10 +153,6 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
                 cached=-(-self._budget * width // opened.layers),
                 statistics=True,
                 gradients=True,
-                fit_steps=settings.fit_steps if fits else 0,
-                fit_iterations=settings.fit_iterations,
-                fit_queries=settings.fit_queries,
-                results=2 if fits and settings.fit_steps else 1,
                 quantizes=settings.quantizes,
             ),
         )
@@ -192,15 +182,11 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         return CapturedAttention(merged) if cache is None else QuantizedAttention(merged, cache)
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
-        """The merged form and the fitted one, of which the one of less held-out loss is written."""
+        """The merged heads of every layer."""
         carrier, kv_heads = self._carrier, self._plan.kv_heads
-        stages = STAGES[: 1 + work.fits(self.settings.method == "fisher")]
-        runs = work.stage_runs(stages, steps=stages if len(stages) == 1 else ())
-        fit = work.fit(runs, *STAGES)
-        reports = work.pass_layers(lambda i, fit: self._merge(i, work, fit, runs), runs, fit, HeadsLayerReport)
-        scores = runs.scores()
-        result = least_loss(stages, scores)
-        work.alternatives.write(result, self.opened.layers, writer)
+        runs = work.stage_runs((MERGED,), steps=(MERGED,))
+        reports = work.pass_layers(lambda index: self._merge(index, work, runs), runs, HeadsLayerReport)
+        work.converted.write(self.opened.layers, writer)
         return Outcome(
             config=carrier.config,
             target={
@@ -209,19 +195,17 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
                 "model_type": carrier.model_type,
                 "reasons": [carrier.reason],
                 "kv_heads": kv_heads[0] if len(set(kv_heads)) == 1 else kv_heads,
-                "result": result,
-                **({"fit": fit.facts()} if fit else {}),
             },
             layers=reports,
-            scores=scores,
-            simulated=runs.hidden[result],
+            scores=runs.scores(),
+            simulated=runs.hidden[MERGED],
             own_class=carrier.own_class,
             final_config=carrier.final_config,
             final_code=carrier.final_code,
         )
 
-    def _merge(self, index: int, work: Work, fit: SequentialFit | None, runs: StageRuns) -> HeadsLayerReport:
-        """Merges, fits and measures one layer."""
+    def _merge(self, index: int, work: Work, runs: StageRuns) -> HeadsLayerReport:
+        """Merges and measures one layer."""
         stream, plan, settings = self.opened.stream, self._plan, self.settings
         source = self.opened.anatomy(index)
         anatomy, statistics = source.to(torch.float64), work.library.load(index)[0]
@@ -232,32 +216,12 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             merged = replace(merged, anatomy=padded, key_error=None, value_error=None)
         kept = plan.kv_heads[index] == source.kv_heads
         attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
-        forms = {"merged": attention}
         with stream.layer(index) as layer:
-            if fit and kept:
-                forms["fitted"] = attention
-                fit.go_past(layer, attention)  # fitted too, the demo model lost more
-            elif fit:
-                solve = self._solver(index, merged, statistics)
-                forms["fitted"] = fit.fit(index, layer, anatomy, attention, solve)
-            makers = {name: lambda form=form: form for name, form in forms.items()}
-            errors = runs.advance(layer, anatomy, makers, forms)
-        for form, merged_form in forms.items():
-            result = source if kept else merged_form.anatomy.to("cpu", source.q.dtype)
-            work.alternatives.save(form, index, attention_tensors(result, index))
+            errors = runs.advance(layer, anatomy, {MERGED: lambda: attention}, (MERGED,))
+        kept = plan.kv_heads[index] == source.kv_heads
+        result = source if kept else merged.anatomy.to("cpu", source.q.dtype)
+        work.converted.save(index, attention_tensors(result, index))
         return HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
-
-    def _solver(self, index: int, merged: MergedLayer, statistics: LayerStatistics) -> Solve:
-        """The least-squares problem of one layer, from its closed form and the moment of its output's loss gradient."""
-        stream, settings = self.opened.stream, self.settings
-        start, metric = merged.anatomy.to(stream.device, solver_dtype(stream)), statistics.output_metric
-
-        def solve(inputs: Tensor, targets: Tensor, shared_fits: SharedFits) -> CapturedAttention:
-            effort = effort_of(settings, index, stream.num_layers)
-            fitted, _, _ = shared_fits(fit_merged_layer, start, inputs, targets, metric.to(stream.device), effort)
-            return CapturedAttention(fitted.to(stream.dtype))
-
-        return solve
 
 
 def _check_beside_pictures(model_type: str, settings: KVHeadsSettings) -> None:

@@ -9,13 +9,13 @@ from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.structures.kept_layers import keep_layers
-from surgery.structures.settings import FittedSettings
+from surgery.structures.settings import StructureSettings
 
 Method = Literal["fisher", "separate", "svd-llm", "asvd", "cskv", "palu", "think"]
 
 
 @dataclass(frozen=True)
-class LowRankSettings(FittedSettings):
+class LowRankSettings(StructureSettings):
     """Settings of ``surgery convert --to lowrank``."""
 
     method: Method = setting(

@@ -1,7 +1,7 @@
 """``surgery convert --to lowrank`` and ``--to crosslayer --method cascade``: latents in place of keys and values.
 
-Statistics come from two sweeps over calibration text and ranks from one budget; one pass then converts every layer,
-fits it and carries all stages through it.
+Statistics come from two sweeps over calibration text and ranks from one budget; one pass then converts every layer
+and carries all stages through it.
 
 In a cascade the layers of a group read the latents of the group's earlier layers beside their own: those are in the
 cache already, and keys and values of neighbouring layers are much alike.
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from surgery.architectures.low_rank import REASON, OwnLowRank
 from surgery.architectures.own_class import MODEL_TYPE
-from surgery.calibration.statistics import LayerStatistics
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import short
@@ -28,7 +27,6 @@ from surgery.model.quantized_cache import QuantizedKVLayer, Spans
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
-from surgery.structures.alternatives import least_loss
 from surgery.structures.base import (
     Candidate,
     ConfigOf,
@@ -39,28 +37,22 @@ from surgery.structures.base import (
     replanned_tensors,
 )
 from surgery.structures.estimates import Demand
-from surgery.structures.fit_trial import effort_of
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.low_rank.bench import one_latent
 from surgery.structures.low_rank.rank_plan import Blocks, plan_bits, plan_ranks, wanted_rank
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.passing import pass_kept, source_attention
-from surgery.structures.sequential_fit import SequentialFit, Solve, solver_dtype
-from surgery.structures.shared_fits import SharedFits
 from surgery.structures.stages import StageRuns
 from surgery.structures.work import Work
-from surgery.transforms.attention_fit import gram
-from surgery.transforms.low_rank import SharedMoments, loss_metric, low_rank_layer
-from surgery.transforms.low_rank_fit import fit_low_rank_layer, order_latents
+from surgery.transforms.low_rank import SharedMoments, low_rank_layer
 from surgery.transforms.low_rank_layer import LowRankLayer, SimulatedLowRank
 from surgery.transforms.low_rank_methods import blocks_for
 
-CLOSED, FITTED = "low rank", "fitted"
 BITS_CHOSEN = {"bits": "auto", "sinks": 4}
 SHORT = 1024
 """Tokens up to which groups of 32 may be better than of 64: exact latest tokens then cost more than scales."""
-EXACT_WINDOW = {CLOSED: "exact window", FITTED: "fitted, exact window"}
-"""Stages of the report after the source: the forms, and each beside an exact window."""
+LOW_RANK, EXACT_WINDOW = "low rank", "exact window"
+"""Stages of the report after the source: all tokens as latents, and beside an exact window."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class LowRankLayerReport:
     Attributes:
         ranks: of its blocks of latents; none where the layer stays as it is.
         shared_rank: latents of earlier layers that it reads.
-        key_error, value_error, error: predicted, before the fit; see
+        key_error, value_error, error: predicted; see
             :class:`surgery.transforms.low_rank.LowRankConversion`.
         energies: of its latents in the metric of the loss, best first, block after block: what slicing goes by.
         measured: relative error of the layer's own output on the source's inputs, at each stage.
@@ -105,7 +97,6 @@ class _Group:
     """What the earlier layers of a group hand on to the next."""
 
     stages: dict[str, list[SimulatedLowRank]] = field(default_factory=dict)
-    fit: list[SimulatedLowRank] = field(default_factory=list)
     latents: list[Tensor] = field(default_factory=list)  # [N, T, r] each, of the source's inputs
 
 
@@ -114,11 +105,9 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     Attributes:
         name: of the target, in the report.
-        closed_ends: whether the closed form is a result too where there is a fit.
     """
 
     name = "lowrank"
-    closed_ends = True
     beside_pictures = True
     requests = (
         Request(place=2),
@@ -158,12 +147,11 @@ class LowRank(Structure[Source, LowRankSettings]):
     def foresee(self) -> Foreseen:
         """As if all layers had one rank; where bits are chosen too, at all ranks and in the bytes asked for."""
         opened, asked, first = self.opened, self.asked, self.opened.first
-        rank, fits = wanted_rank(asked, first), asked.method == "fisher"
+        rank = wanted_rank(asked, first)
         writes = self._writes
         if writes is None:
             blocks = blocks_for(asked.method, first, rank, multiple=asked.rank_multiple)
             writes = self._writer(tuple(() if layer in self.kept else blocks for layer in range(opened.layers)), None)
-        forms = (self.closed_ends or not asked.fit_steps) + bool(fits and asked.fit_steps)
         config, exact = writes.config(opened.reader.config), writes.sinks + writes.window
         held = kv_bytes_of(config, first.q.dtype)
         return Foreseen(
@@ -177,11 +165,7 @@ class LowRank(Structure[Source, LowRankSettings]):
                 cached=rank,
                 statistics=True,
                 gradients=True,
-                fit_steps=asked.fit_steps if fits else 0,
-                fit_iterations=asked.fit_iterations,
-                fit_queries=asked.fit_queries,
-                results=forms,
-                steps=forms if asked.window else 0,
+                steps=int(bool(asked.window)),
                 quantizes=asked.quantizes,
             ),
         )
@@ -215,25 +199,17 @@ class LowRank(Structure[Source, LowRankSettings]):
         return SimulatedLowRank(converted, cache=cache, remembers=False)
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
-        """The closed form and the fitted one, of which the one of less held-out loss is written."""
+        """All tokens as latents, and beside an exact window if there is one."""
         opened, writes = self.opened, self._writes
-        fits = work.fits(self.asked.method == "fisher")
-        forms = (*((CLOSED,) if self.closed_ends or not fits else ()), *((FITTED,) if fits else ()))
-        windowed = tuple(EXACT_WINDOW[form] for form in forms) if self.asked.window else ()
-        steps = (*forms, *windowed) if len(forms) == 1 else forms if windowed else ()
-        runs = work.stage_runs((*forms, *windowed), steps=steps)
-        fit = work.fit(runs, CLOSED, FITTED, *windowed[1:])
+        stages = (LOW_RANK, *((EXACT_WINDOW,) if self.asked.window else ()))
+        runs = work.stage_runs(stages, steps=stages)
         reports = work.pass_layers(
-            lambda index, fit: self._convert(index, work, fit, runs),
+            lambda index: self._convert(index, work, runs),
             runs,
-            fit,
             LowRankLayerReport,
             settled=lambda index: _group_of(index, self.earlier)[1] == index + 1,
         )
-        scores = runs.scores()
-        result = least_loss(windowed or forms, scores)
-        form = forms[(windowed or forms).index(result)]
-        work.alternatives.write(form, opened.layers, writer)
+        work.converted.write(opened.layers, writer)
         return Outcome(
             config=writes.config(opened.reader.config),
             target={
@@ -245,23 +221,19 @@ class LowRank(Structure[Source, LowRankSettings]):
                 "shared_layers": list(self.earlier),
                 "sinks": writes.sinks,
                 "window": self.asked.window,
-                "result": result,
-                **({"fit": fit.facts()} if fit else {}),
                 **({"codes": writes.codes} if writes.codes else {}),
             },
-            layers=[forms[form] for forms in reports],
-            scores=scores,
-            simulated=runs.hidden[result],
+            layers=reports,
+            scores=runs.scores(),
+            simulated=runs.hidden[stages[-1]],
             own_class=True,
         )
 
-    def _convert(
-        self, index: int, work: Work, fit: SequentialFit | None, runs: StageRuns
-    ) -> dict[str, LowRankLayerReport]:
-        """Converts, fits and measures one layer; reports by form."""
+    def _convert(self, index: int, work: Work, runs: StageRuns) -> LowRankLayerReport:
+        """Converts and measures one layer."""
         if index in self.kept:
-            pass_kept(self.opened, index, fit, runs, work.alternatives)
-            return dict.fromkeys(runs.hidden, LowRankLayerReport(index))
+            pass_kept(self.opened, index, runs, work.converted)
+            return LowRankLayerReport(index)
         stream, blocks = self.opened.stream, self._blocks[index]
         start, stop = _group_of(index, self.earlier)
         if index == start:
@@ -276,69 +248,39 @@ class LowRank(Structure[Source, LowRankSettings]):
                 live = anatomy.to(stream.device, stream.dtype)
                 shared = SharedMoments.of(live, inputs, latents, statistics.token_weight)
             converted = low_rank_layer(anatomy, statistics, blocks, self.asked.method, shared)
-            closed = converted.layer
-            energies = torch.cat([e[: b.rank] for e, b in zip(converted.energies, blocks, strict=True)])
-            # What a method keeps in any case (ThinK's values) counts as its best: JSON knows no infinity.
-            energies = energies.clamp_max(energies[energies.isfinite()].max())
-            forms = {CLOSED: (closed, energies)} if CLOSED in runs.hidden else {}
-            if fit:
-                plain = SimulatedLowRank(closed.to(stream.device, stream.dtype), tuple(self._group.fit))
-                kept = fit.fit(index, layer, anatomy, plain, self._solver(index, closed, statistics))
-                self._group.fit.append(kept)
-                forms[FITTED] = (closed, energies) if kept is plain else (kept.layer, self._energies)
-            stages = {name: form for name, (form, _) in forms.items()}
-            if self.asked.window:
-                stages |= {EXACT_WINDOW[name]: form for name, (form, _) in forms.items()}
-            errors = self._measure(layer, anatomy, stages, runs)
+            form = converted.layer.to(stream.device, stream.dtype)
+            errors = self._measure(layer, anatomy, form, runs)
             if index + 1 < stop:
-                last, _ = list(forms.values())[-1]
-                self._group.latents.append(last.to(stream.device, stream.dtype).latents(inputs))
-        ranks = tuple(block.rank for block in blocks)
-        predicted = converted.key_error, converted.value_error, converted.error
-        for name, (form, _) in forms.items():
-            work.alternatives.save(name, index, self._writes.tensors(index, form.to("cpu", torch.float64)))
-        return {
-            name: LowRankLayerReport(index, ranks, form.shared, *predicted, worth.tolist(), errors)
-            for name, (form, worth) in forms.items()
-        }
+                self._group.latents.append(form.latents(inputs))
+        energies = torch.cat([e[: b.rank] for e, b in zip(converted.energies, blocks, strict=True)])
+        # What a method keeps in any case (ThinK's values) counts as its best: JSON knows no infinity.
+        energies = energies.clamp_max(energies[energies.isfinite()].max())
+        work.converted.save(index, self._writes.tensors(index, converted.layer.to("cpu", torch.float64)))
+        return LowRankLayerReport(
+            index,
+            tuple(block.rank for block in blocks),
+            converted.layer.shared,
+            converted.key_error,
+            converted.value_error,
+            converted.error,
+            energies.tolist(),
+            errors,
+        )
 
     def _measure(
-        self, layer: StreamedLayer, anatomy: AttentionAnatomy, forms: dict[str, LowRankLayer], runs: StageRuns
+        self, layer: StreamedLayer, anatomy: AttentionAnatomy, form: LowRankLayer, runs: StageRuns
     ) -> dict[str, float]:
         """Carries all stages through the layer; the relative error of each."""
-        stream, modules = self.opened.stream, {}
-        for name, form in forms.items():
+        makers = {}
+        for name in runs.hidden:
+            if name == "source":
+                continue
             earlier = self._group.stages.setdefault(name, [])
-            window = {}
-            if name in EXACT_WINDOW.values():
-                window = {"sinks": self.asked.sinks, "window": self.asked.window}
-            modules[name] = SimulatedLowRank(form.to(stream.device, stream.dtype), tuple(earlier), **window)
-            earlier.append(modules[name])
-        makers = {name: lambda module=module: module for name, module in modules.items()}
-        return runs.advance(layer, anatomy, makers, forms)
-
-    def _solver(self, index: int, start: LowRankLayer, statistics: LayerStatistics) -> Solve:
-        """The least-squares problem of one layer, from its closed form; orders the latents that it finds."""
-        stream, settings = self.opened.stream, self.asked
-        earlier = tuple(self._group.fit)
-
-        def solve(inputs: Tensor, targets: Tensor, shared_fits: SharedFits) -> SimulatedLowRank:
-            shared = torch.cat([torch.cat(other.latents) for other in earlier], dim=-1) if earlier else None
-            fitted, _, _ = shared_fits(
-                fit_low_rank_layer,
-                start.to(stream.device, solver_dtype(stream)),
-                inputs,
-                targets,
-                statistics.output_metric.to(stream.device),
-                effort_of(settings, index, stream.num_layers),
-                shared=shared,
-            )
-            moment = sum(gram(fitted.latents(x.to(fitted.down))).cpu() for x in inputs) / inputs.shape[:2].numel()
-            fitted = fitted.to("cpu", torch.float64)
-            ordered, self._energies = order_latents(fitted, moment, loss_metric(fitted.source, statistics))
-            return SimulatedLowRank(ordered.to(stream.device, stream.dtype), earlier)
-
-        return solve
+            window = {"sinks": self.asked.sinks, "window": self.asked.window} if name == EXACT_WINDOW else {}
+            module = SimulatedLowRank(form, tuple(earlier), **window)
+            earlier.append(module)
+            makers[name] = lambda module=module: module
+        return runs.advance(layer, anatomy, makers, makers)
 
     @torch.no_grad()
     def _source_inputs(self, layer: StreamedLayer, hidden: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from surgery.architectures.choose import Carrier
 from surgery.common.human import share
 from surgery.transforms.mla import ConvertedLayer
 
-EXACT_STAGES, LOSSY_STAGES = ("merged", "rotated"), ("partial RoPE", "truncated", "fitted")
+EXACT_STAGES, LOSSY_STAGES = ("merged", "rotated"), ("partial RoPE", "truncated")
 """Stages of the report after the source."""
 
 
@@ -23,8 +23,8 @@ class LayerReport:
         rope_error: predicted share of the squared scores lost with the dropped rotations.
         latent_error: predicted squared error of the truncated latent in the method's metric.
         latent_error_share: the same relative to the latent's whole energy.
-        energies: of the latents that are kept, descending, each the cost of its loss in the method's metric, or after a
-            fit in that of the fit: what slicing goes by.
+        energies: of the latents that are kept, descending, each the cost of its loss in the method's metric: what
+            slicing goes by.
         measured: relative error of the layer's own output on the source's inputs, at each lossy stage.
     """
 

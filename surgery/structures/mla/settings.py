@@ -11,9 +11,10 @@ from surgery.common.setting import setting
 from surgery.engines.limits import Engine
 from surgery.structures.kept_layers import keep_layers
 from surgery.structures.settings import (
-    FittedSettings,
     RopeBits,
+    StructureSettings,
     check_more_bits,
+    check_spectrum,
     refuse_engine,
     rope_bits,
     with_formats,
@@ -23,7 +24,7 @@ Method = Literal["fisher", "transmla", "mha2mla"]
 
 
 @dataclass(frozen=True)
-class ConvertSettings(FittedSettings):
+class ConvertSettings(StructureSettings):
     """Settings of ``surgery convert --to mla``."""
 
     method: Method = setting(
@@ -100,7 +101,7 @@ class ConvertSettings(FittedSettings):
             object.__setattr__(self, "carrier", "own")
         if self.rope_dim is not None and self.rope_dim % 2:
             raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}")
-        self.check_spectrum()
+        check_spectrum(self)
         if self.calibration == NO_CALIBRATION and self.method == "transmla":
             raise SurgeryError("method transmla needs calibration text: drop --calibration none")
 

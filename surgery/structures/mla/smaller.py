@@ -158,10 +158,8 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """Keeps a subspace of every layer's latents."""
         runs = work.stage_runs((EXACT, SMALLER), exact=(EXACT,))
-        layers = work.pass_layers(
-            lambda index, _: self._convert(index, work, runs, writer), runs, None, SmallerLayerReport
-        )
-        work.alternatives.write(SMALLER, self.opened.layers, writer)
+        layers = work.pass_layers(lambda index: self._convert(index, work, runs, writer), runs, SmallerLayerReport)
+        work.converted.write(self.opened.layers, writer)
         writes = self._writes
         return Outcome(
             config=writes.config(),
@@ -199,7 +197,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             inputs = layer.attention_inputs(runs.hidden["source"][:ERROR_SEQUENCES].to(stream.device, stream.dtype))
             off = norm_error(anatomy, found.layer, inputs.to("cpu", torch.float64))
             errors = runs.advance(layer, anatomy, forms, (SMALLER,))
-        work.alternatives.save(SMALLER, index, self._writes.tensors(index, found.layer))
+        work.converted.save(index, self._writes.tensors(index, found.layer))
         energy = max(float(found.energy.sum()), 1e-300)
         return SmallerLayerReport(
             index, found.layer.rank, found.error, found.error / energy, off, found.energy.tolist(), errors

@@ -25,10 +25,8 @@ from surgery.families.rope import unchanged_length
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
-from surgery.structures.alternatives import least_loss
 from surgery.structures.base import Candidate, ConfigOf, Foreseen, Outcome, Request, Structure
 from surgery.structures.estimates import Demand
-from surgery.structures.fit_trial import effort_of
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla import bench
 from surgery.structures.mla.budget import candidate_splits
@@ -48,15 +46,11 @@ from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerRepor
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.smaller import SmallerMLA
 from surgery.structures.passing import pass_kept, source_attention
-from surgery.structures.sequential_fit import SequentialFit, solver_dtype
-from surgery.structures.shared_fits import SharedFits
 from surgery.structures.stages import Form, StageRuns
 from surgery.structures.work import Work
 from surgery.transforms import mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
-from surgery.transforms.latent_fit import fit_latent_layer, latent_moments
 from surgery.transforms.latent_layer import LatentLayer, SimulatedAttention
-from surgery.transforms.latent_order import order_latents
 from surgery.transforms.partial_rope import latent_form
 
 
@@ -117,7 +111,7 @@ class MLA(Structure[Source, ConvertSettings]):
         opened, settings, method = self.opened, self.settings, mla.METHODS[self.settings.method]
         forecasts = [forecast(opened, split, settings) for split in self.splits]
         chosen = max(forecasts, key=lambda found: found.kv_bytes_per_token)
-        carrier, steps = self._carrier or chosen.carrier, settings.fit_steps if method.gradients else 0
+        carrier = self._carrier or chosen.carrier
         spreads = settings.spreads and not self.stock
         plans = len(ROTATION_WEIGHTS) if spreads and len(self.splits) > 1 else len(self.splits)
         return Foreseen(
@@ -131,10 +125,6 @@ class MLA(Structure[Source, ConvertSettings]):
                 statistics=True,
                 gradients=method.gradients,
                 lags=method.lags,
-                fit_steps=steps,
-                fit_iterations=settings.fit_iterations,
-                fit_queries=settings.fit_queries,
-                results=2 if steps else 1,
                 steps=1,
                 exact=len(EXACT_STAGES),
                 splits=plans if method.folds else most_tried(plans),
@@ -172,25 +162,18 @@ class MLA(Structure[Source, ConvertSettings]):
         return SimulatedAttention(converted.to(stream.device, stream.dtype), cache)
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
-        """The closed form and the fitted one, of which the one of less held-out loss is written."""
+        """The truncated latent of every layer."""
         opened, carrier = self.opened, self._carrier
-        stages = LOSSY_STAGES[: 2 + work.fits(mla.METHODS[self.settings.method].gradients)]
-        steps = stages[: 1 if len(stages) > 2 else 2]
-        runs = work.stage_runs((*EXACT_STAGES, *stages), exact=EXACT_STAGES, steps=steps)
-        fit = work.fit(runs, *LOSSY_STAGES[1:])
-        reports = work.pass_layers(lambda index, fit: self._convert(index, work, fit, runs), runs, fit, LayerReport)
-        scores = runs.scores()
-        result = least_loss(stages[1:], scores)
-        work.alternatives.write(result, opened.layers, writer)
-        layers = [forms[result] for forms in reports]
-        target = {**mla_target(carrier, self._plan.method.name, layers), **self._engine_cost, "result": result}
-        target |= {"fit": fit.facts()} if fit else {}
+        runs = work.stage_runs((*EXACT_STAGES, *LOSSY_STAGES), exact=EXACT_STAGES, steps=LOSSY_STAGES)
+        layers = work.pass_layers(lambda index: self._convert(index, work, runs), runs, LayerReport)
+        work.converted.write(opened.layers, writer)
+        target = {**mla_target(carrier, self._plan.method.name, layers), **self._engine_cost}
         return Outcome(
             config=carrier.writer.config(opened.reader.config),
             target=target,
             layers=layers,
-            scores=scores,
-            simulated=runs.hidden[result],
+            scores=runs.scores(),
+            simulated=runs.hidden[LOSSY_STAGES[-1]],
             factors=carrier.writer.rescaled(writer.missing()) if carrier.stock else {},
             own_class=not carrier.stock,
             splits=[{**plan.facts(), "held_out_loss": loss} for plan, loss in self._tried],
@@ -232,36 +215,25 @@ class MLA(Structure[Source, ConvertSettings]):
         cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": others[place]}
         return plans[best], tried, {"engine_limits": {**cost, "free_split": [free[place].rope_dim, free[place].rank]}}
 
-    def _convert(self, index: int, work: Work, fit: SequentialFit | None, runs: StageRuns) -> dict[str, LayerReport]:
-        """Converts and measures one layer, the closed form and the fitted one; reports on both."""
+    def _convert(self, index: int, work: Work, runs: StageRuns) -> LayerReport:
+        """Converts and measures one layer."""
         if index in self.kept:
-            pass_kept(self.opened, index, fit, runs, work.alternatives)
-            return dict.fromkeys(runs.hidden, LayerReport(index))
+            pass_kept(self.opened, index, runs, work.converted)
+            return LayerReport(index)
         stream = self.opened.stream
         anatomy = self.opened.anatomy(index).to(torch.float64)
         converted = self._plan.convert(anatomy, work.library, index)
-        energies = {"truncated": converted.energy[: converted.truncated.rank]}
-        stages = {"partial RoPE": converted.partial, "truncated": converted.truncated}
+        lossy = dict(zip(LOSSY_STAGES, (converted.partial, converted.truncated), strict=True))
         with stream.layer(index) as layer:
-            if fit:
-                metric = work.library.load(index)[0].output_metric
-                solve = _Solver(converted.truncated, metric, index, stream, self.settings)
-                closed = SimulatedAttention(converted.truncated.to(stream.device, stream.dtype))
-                kept = fit.fit(index, layer, anatomy, closed, solve)
-                stages["fitted"] = converted.truncated if kept is closed else kept.layer
-                energies["fitted"] = energies["truncated"] if kept is closed else solve.energies
-            errors = runs.advance(layer, anatomy, _forms(anatomy, converted.basis, stages, stream), stages)
-        for form in energies:
-            work.alternatives.save(form, index, self._tensors(index, stages[form], converted))
-        return {form: LayerReport.of(index, converted, worth, errors) for form, worth in energies.items()}
+            errors = runs.advance(layer, anatomy, _forms(anatomy, converted.basis, lossy, stream), lossy)
+        work.converted.save(index, self._tensors(index, converted))
+        return LayerReport.of(index, converted, converted.energy[: converted.truncated.rank], errors)
 
-    def _tensors(self, index: int, form: LatentLayer, converted: mla.ConvertedLayer) -> dict[str, Tensor]:
-        """The tensors of a form of a layer; stock wants latents and rotary keys of mean square one."""
-        written = form.to("cpu", torch.float64)
+    def _tensors(self, index: int, converted: mla.ConvertedLayer) -> dict[str, Tensor]:
+        """The tensors of a layer; stock wants latents and rotary keys of mean square one."""
+        written = converted.truncated.to("cpu", torch.float64)
         if self._carrier.stock:
-            latent, rope_key = (2.0 ** -round(math.log2(size)) for size in converted.sizes)
-            fitted = form is not converted.truncated  # whose latents are of that size, as `order_latents` leaves them
-            written = written.rescaled(1.0 if fitted else latent, rope_key)
+            written = written.rescaled(*(2.0 ** -round(math.log2(size)) for size in converted.sizes))
         return self._carrier.writer.tensors(index, written)
 
 
@@ -270,28 +242,6 @@ def _unlikely(plan: MLAPlan) -> float:
     if plan.weight is not None:
         return abs(plan.weight - UNTRIED_WEIGHT)
     return abs(plan.split.rope_dim - (plan.split.rope_dim + plan.split.rank) / 3)
-
-
-class _Solver:
-    """The least-squares problem of one layer, from its closed form and the loss gradient's moment [D, D].
-
-    Attributes:
-        energies: of the fitted latents, which come out in their order; None until it has been solved.
-    """
-
-    def __init__(self, start: LatentLayer, metric: Tensor, index: int, stream: LayerStream, settings: ConvertSettings):
-        self._start, self._metric, self._index = start, metric, index
-        self._stream, self._settings = stream, settings
-        self.energies: Tensor | None = None
-
-    def __call__(self, inputs: Tensor, targets: Tensor, shared_fits: SharedFits) -> SimulatedAttention:
-        stream, settings = self._stream, self._settings
-        start, metric = self._start.to(stream.device, solver_dtype(stream)), self._metric.to(stream.device)
-        effort = effort_of(settings, self._index, stream.num_layers)
-        fitted, _, _ = shared_fits(fit_latent_layer, start, inputs, targets, metric, effort)
-        moments = latent_moments(fitted, inputs, metric, effort)
-        ordered, self.energies = order_latents(fitted.to("cpu", torch.float64), *moments)
-        return SimulatedAttention(ordered.to(stream.device, stream.dtype))
 
 
 def _forms(

@@ -13,7 +13,7 @@ from surgery.structures.settings import Bits, RopeBits, StructureSettings, rope_
 
 @dataclass(frozen=True)
 class QuantizedSettings(StructureSettings):
-    """Settings of ``surgery convert --to quantized``. Text serves to measure the loss only; nothing is fitted."""
+    """Settings of ``surgery convert --to quantized``. Text serves to measure the loss only; nothing is calibrated."""
 
     bits: Bits = setting(
         4, "Bits of a cached number.", more="Scales are counted in the bytes on top. fp8 is e4m3.", section="Bits"

@@ -1,6 +1,6 @@
 """``surgery convert --to quantized``: a checkpoint whose KV cache has a few bits.
 
-Nothing is fitted. The result is the project's own class with the attention of the source, whichever that is; the last
+No calibration. The result is the project's own class with the attention of the source, whichever that is; the last
 stage of every conversion with bits, :mod:`surgery.structures.quantized.stage`, is all that happens to it.
 """
 

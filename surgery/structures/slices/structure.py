@@ -1,6 +1,6 @@
 """``surgery slice``: a smaller checkpoint from a converted one, by keeping the first latents of every block.
 
-Nothing is calibrated or fitted. Conversions leave latents in the order of what they are worth, so the first ones are a
+Nothing is calibrated. Conversions leave latents in the order of what they are worth, so the first ones are a
 good model of their own. Where ranks may differ between layers, a few ways to spend the budget are tried on held-out
 text. What is written is compared with the whole checkpoint run with the other latents set to zero, and gets its name
 once it has computed the same.

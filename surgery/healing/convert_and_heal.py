@@ -1,0 +1,168 @@
+"""``surgery convert --heal``: a conversion and the healing of its result, as one command that leaves one checkpoint.
+
+The conversion lies in ``<out>.healing``, where the training works too, until the healed checkpoint has its name.
+Interrupted in either, the same command resumes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from surgery.calibration.settings import NO_CALIBRATION
+from surgery.calibration.text import BUILTIN
+from surgery.checkpoint import check_output
+from surgery.checkpoint.output_place import kept_apart
+from surgery.checkpoint.staging import Staging
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.common.temporary import TemporaryFolder
+from surgery.healing.dry_run import HealingPlan, plan_healing
+from surgery.healing.heal import CONVERTED, HealRequest, heal_checkpoint, training_settings, work_folder_of
+from surgery.model import register
+from surgery.reporting.report import Report, read_report
+from surgery.running.loading import load_tokenizer
+from surgery.running.source_check import open_source
+from surgery.structures.converter import Conversion, convert
+from surgery.structures.dry_run import ConversionPlan, outline_result, plan_conversion
+from surgery.structures.made_already import is_conversion_of
+from surgery.structures.registry import target_of
+from surgery.structures.request import ConversionRequest, open_request
+from surgery.training.shapes import config_of
+
+TRAINING: dict[str, Any] = {
+    "length": 512,
+    "batch_size": 1,
+    "gradient_accumulation": 1,
+    "learning_rate": 1e-4,
+    "schedule": "linear",
+    "held_out": 0,
+    "eval_every": None,
+    "max_tokens": None,
+}
+"""Settings of the training that differ from those of ``surgery heal``: in minutes, the number of steps decides."""
+
+
+def convert_and_heal(
+    request: ConversionRequest,
+    budget: Mapping[str, float],
+    *,
+    measure: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Converts, and trains the result.
+
+    Args:
+        request: as of :func:`surgery.structures.converter.convert`.
+        budget: ``max_seconds`` or ``max_steps`` of the training, without loading and measuring.
+        measure: as of :class:`surgery.healing.heal.HealRequest`.
+
+    Returns:
+        The healed checkpoint. Layers of its report are plain values.
+
+    Raises:
+        SurgeryError: as by a conversion or a healing. What a healing would refuse is refused before the conversion.
+    """
+    if "WORLD_SIZE" in os.environ:
+        raise SurgeryError("--heal starts processes of its own: leave the launcher out")
+    progress = progress or Progress(silent=True)
+    out = _place(request)
+    healing = _healing(request, out, budget, measure)
+    with TemporaryFolder("outline") as folder:
+        _check_healable(request, healing, Path(folder, CONVERTED))
+    work = work_folder_of(healing.out)
+    work.open()
+    converted = work.path / CONVERTED
+    with kept_apart(work.path):
+        if request.restart:
+            work.clear()
+        try:
+            _convert_unless_there(request, converted, progress)
+        except SurgeryError:
+            if not any(work.path.glob(f"{CONVERTED}*")):
+                work.remove()
+            raise
+    heal_checkpoint(replace(healing, student=str(converted)), progress)
+    return Conversion(healing.out, Report.of(read_report(healing.out)), str(request.source))
+
+
+def plan_both(request: ConversionRequest, budget: Mapping[str, float]) -> tuple[ConversionPlan, HealingPlan | None]:
+    """Plans `convert_and_heal`; the healing of a model of pictures and text cannot be told before it is converted.
+
+    Raises:
+        SurgeryError: what either would refuse.
+    """
+    healing = _healing(request, _place(request), budget, None)
+    with TemporaryFolder("outline") as folder:
+        outline = Path(folder, CONVERTED)
+        options = {"overwrite": request.overwrite, "allow_pickle": request.allow_pickle}
+        conversion = plan_conversion(request.source, healing.out, request.settings, outline=outline, **options)
+        _check_healable(request, healing, outline)
+        return conversion, plan_healing(replace(healing, student=str(outline))) if outline.exists() else None
+
+
+def _place(request: ConversionRequest) -> Path:
+    out = Path(request.out) if request.out else None
+    return target_of(request.settings).check_places(
+        str(request.source), out, request.settings, overwrite=request.overwrite
+    )
+
+
+def _healing(
+    request: ConversionRequest,
+    out: Path,
+    budget: Mapping[str, float],
+    measure: Mapping[str, Any] | None,
+) -> HealRequest:
+    """The healing that follows, but for its student."""
+    settings = request.settings
+    text = settings.calibration
+    is_own_text = text not in (BUILTIN, NO_CALIBRATION) and "=" not in text
+    given = {"teacher": str(request.source), "seed": settings.seed, **TRAINING, **budget}
+    given |= {"device": "cpu"} if settings.device == "cpu" else {}
+    given |= {"data": ({"source": text, "text_field": settings.text_field},)} if is_own_text else {}
+    return HealRequest(
+        "",
+        Staging(out, overwrite=request.overwrite).out,
+        given=given,
+        measure=measure,
+        overwrite=request.overwrite,
+        command=request.command,
+    )
+
+
+def _check_healable(request: ConversionRequest, healing: HealRequest, outline: Path) -> None:
+    """Refuses what a healing would refuse of the result, by a checkpoint of its shapes.
+
+    Raises:
+        SurgeryError: the result could not be healed.
+    """
+    register()
+    teacher = open_source(request.source)
+    check_output(teacher.source, healing.out)
+    load_tokenizer(teacher.path, remedy="--heal trains on text: add the tokenizer's files, or leave --heal out")
+    if not outline.exists():
+        structure, _ = open_request(request, Progress(silent=True))
+        outline_result(outline, structure, request.settings)
+    if outline.exists():
+        student = open_source(outline)
+        try:
+            config_of(student, training_settings(healing, student, outline.parent))
+        except SurgeryError as error:
+            raise SurgeryError(f"--heal: {str(error).replace(str(outline), 'the result')}") from None
+
+
+def _convert_unless_there(request: ConversionRequest, converted: Path, progress: Progress) -> None:
+    if converted.exists():
+        if not is_conversion_of(converted, request.source, request.settings):
+            raise SurgeryError(
+                f"{converted}: is of another source or other settings; pass --restart to discard it, or choose another"
+                " --out"
+            )
+        progress.note(f"{converted}: is converted already")
+        return
+    further = {**vars(request), "out": converted, "overwrite": False, "restart": False}
+    convert(**further, progress=progress)

@@ -1,0 +1,30 @@
+"""Tells whether a finished conversion is the one that is asked for, so that it need not be made again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+from surgery.calibration.settings import ConversionSettings
+from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.file_kinds import REPORT
+from surgery.heads.import_patterns import read_pattern
+
+
+def is_conversion_of(out: Path, source: str | Path, settings: ConversionSettings) -> bool:
+    """Whether a folder holds the conversion of a source with these settings.
+
+    A setting that was not known when it was made counts as its default.
+    """
+    try:
+        report = json.loads((out / REPORT).read_text(encoding="utf-8"))
+        made = {field.name: field.default for field in fields(settings)} | report["settings"]
+        places = {"keep_statistics": settings.keep_statistics}
+        same = json.loads(json.dumps(made | places)) == json.loads(json.dumps(settings.to_dict()))
+        same = same and report["source"]["sha256"] == CheckpointReader.open(source).fingerprint()
+        if (heads := getattr(settings, "heads", None)) is not None:
+            same = same and report["target"]["pattern"]["sha256"] == read_pattern(heads).sha256
+        return same
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
