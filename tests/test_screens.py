@@ -1,6 +1,7 @@
 """Screens as people meet them: help that fits eighty columns, suggestions, silence, and a verdict at the end."""
 
 import math
+import os
 import re
 from pathlib import Path
 
@@ -113,10 +114,12 @@ def test_the_last_lines_name_every_engine(source, monkeypatch, capsys):
     assert sorted(told) == sorted(engine_table({"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}))
 
 
-def test_a_recipe_is_listed_without_running(tmp_path, monkeypatch, capsys):
+def test_a_recipe_is_listed_without_running(source, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code, shown, _ = run_main(monkeypatch, capsys, "run", "testbed-mla", "--dry-run")
-    assert code == 0 and "mla-8-healed" in shown and not list(tmp_path.iterdir())
+    step = "convert: {name: small, source: %s, to: gqa, kv_heads: 1, calibration: none}"
+    (tmp_path / "right.yaml").write_text(f"steps:\n- {step % source}\n")
+    code, shown, _ = run_main(monkeypatch, capsys, "run", "right.yaml", "--dry-run")
+    assert code == 0 and "small" in shown and os.listdir(tmp_path) == ["right.yaml"]
     assert shown.splitlines()[-1] == "Next: the same command without --dry-run"
     (tmp_path / "wrong.yaml").write_text("steps:\n- convert: {name: a, source: builtin, kv_ration: 0.5}\n")
     code, _, told = run_main(monkeypatch, capsys, "run", "wrong.yaml", "--dry-run")

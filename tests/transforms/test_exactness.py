@@ -39,21 +39,16 @@ def case(request, checkpoints):
 
 
 @pytest.mark.parametrize("case", ALL, indirect=True)
-def test_merge_and_rotation_are_exact(case):
+def test_merge_and_rotation_and_a_full_rank_are_exact(case):
+    """Truncation to all dimensions, through an ill-conditioned basis of the latent, changes nothing either."""
     anatomy, x, want = case
-    for name, basis in bases(anatomy.kv_heads, anatomy.head_dim).items():
+    every = bases(anatomy.kv_heads, anatomy.head_dim)
+    for name, basis in every.items():
         form = latent_form(anatomy, basis, torch.arange(basis.components))
         assert form.rank + form.rope_dim == anatomy.kv_width
         error = (form.forward(x) - want).abs().max() / want.abs().max()
         assert error < 1e-9, name
-
-
-@pytest.mark.parametrize("case", ALL, indirect=True)
-def test_a_full_rank_latent_is_exact(case):
-    """Truncation to all dimensions, through an ill-conditioned basis of the latent, changes nothing."""
-    anatomy, x, _ = case
-    basis = bases(anatomy.kv_heads, anatomy.head_dim)["fisher"]
-    form = latent_form(anatomy, basis, torch.arange(2))
+    form = latent_form(anatomy, every["fisher"], torch.arange(2))
     mix = torch.randn(form.rank, form.rank, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     same = truncate(form, mix, torch.linalg.inv(mix))
     torch.testing.assert_close(same.forward(x), form.forward(x), atol=1e-8, rtol=1e-8)
