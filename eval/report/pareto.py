@@ -15,6 +15,7 @@ from surgery.eval.report.axes import change_axis, share_axis
 from surgery.eval.report.plots import WIDTH
 from surgery.eval.report.style import FAINT, INK, MUTED, REST, Look, label, looks, styled
 from surgery.eval.report.tables import Report, Row, bounds, dig
+from surgery.eval.report.verdict import unbeaten
 
 HOLLOW = "variant"
 
@@ -55,20 +56,6 @@ def recall(report: Report) -> Figure | None:
     return _plot(report, points, title, better="high")
 
 
-def frontier(points: list[tuple[float, float]], better: str) -> list[int]:
-    """Indices, by growing x, of the points (x, y) that no other point beats.
-
-    A point is beaten by one that is no worse in both and better in one; x is better low, y as `better` says
-    ("low" or "high"). Of equal points the first stays.
-    """
-    sign = 1 if better == "low" else -1
-    kept: list[int] = []
-    for index in sorted(range(len(points)), key=lambda i: (points[i][0], sign * points[i][1])):
-        if not kept or sign * points[index][1] < sign * points[kept[-1]][1]:
-            kept.append(index)
-    return kept
-
-
 def _is_relative(report: Report) -> bool:
     return report.get("baseline") is not None
 
@@ -94,7 +81,7 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
         return None
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     ax = figure.add_subplot()
-    best = [points[i] for i in frontier([(p.x, p.y) for p in points], better)]
+    best = [points[i] for i in unbeaten([(p.x, p.y) for p in points], better)]
     shown = {id(p) for p in points if p.row.get("role") == "baseline"} | set(map(id, best))
     ax.plot(
         [p.x for p in best],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -32,9 +32,7 @@ def log_to_wandb(
     *,
     project: str,
     mode: Literal["online", "offline"],
-    entity: str | None = None,
     folder: Path,
-    figures: Mapping[str, Path] | None = None,
 ) -> list[str]:
     """Writes one wandb run of job type ``eval`` for each row, and finishes it before the next.
 
@@ -48,7 +46,6 @@ def log_to_wandb(
     Args:
         mode: "offline" writes to `folder` only; ``wandb sync`` uploads it later.
         folder: where wandb keeps its files; made if missing.
-        figures: PNG files of plots of the whole report by name, shown in every run; None for quality against KV bytes.
 
     Returns:
         For each row the address of its run, or its folder if offline.
@@ -62,14 +59,13 @@ def log_to_wandb(
     found = []
     with tempfile.TemporaryDirectory() as pictures:
         needles = save_needle_png(report, Path(pictures))
-        if figures is None:
-            figures = save_pngs(report, Path(pictures), PARETO)
+        figures = save_pngs(report, Path(pictures), PARETO)
         for number, row in enumerate(report["rows"]):
             images = {f"plots/{name}": path for name, path in figures.items()}
             if row["name"] in needles:
                 images["needle"] = needles[row["name"]]
             about = {"group": group(row, report), "job_type": "eval", "config": config(row, report)}
-            with logged_run(project, mode, folder, entity=entity, name=row["name"], **about) as run:
+            with logged_run(project, mode, folder, name=row["name"], **about) as run:
                 tables = {name: wandb.Table(columns=heads, data=data) for name, heads, data in _tables(row)}
                 run.log(tables | {name: wandb.Image(str(path)) for name, path in images.items()})
                 if not number:

@@ -44,10 +44,20 @@ def compared_rows(report: Report, role: str = "checkpoint") -> list[Row]:
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
     """Rows that no other beats at both bytes and loss, the one that loses least first."""
-    kept: list[Row] = []
-    for row in sorted(rows, key=lambda row: (_lost(row), row["kv"]["ratio"])):
-        if not kept or row["kv"]["ratio"] < kept[-1]["kv"]["ratio"]:
-            kept.append(row)
+    return [rows[index] for index in unbeaten([(_lost(row), row["kv"]["ratio"]) for row in rows])]
+
+
+def unbeaten(points: Sequence[tuple[float, float]], better: str = "low") -> list[int]:
+    """Indices, by growing x, of the points (x, y) that no other point beats.
+
+    A point is beaten by one that is no worse in both and better in one; x is better low, y as `better` says
+    ("low" or "high"). Of equal points the first stays.
+    """
+    sign = 1 if better == "low" else -1
+    kept: list[int] = []
+    for index in sorted(range(len(points)), key=lambda i: (points[i][0], sign * points[i][1])):
+        if not kept or sign * points[index][1] < sign * points[kept[-1]][1]:
+            kept.append(index)
     return kept
 
 

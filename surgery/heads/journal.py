@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,15 @@ from surgery.running.processes import Processes
 HEADER = "surgery-heads-journal"
 """Key of the JSON header among the metadata of the safetensors file."""
 
+SECONDS = "seconds_so_far"
+"""Among the facts of every entry."""
+
 
 class Journal:
     """Tensors under keys, kept in a safetensors file while a scoring runs.
 
-    The main process reads and writes it; all processes see what it read. Every call but `get` and `facts` is made by
-    all processes alike.
+    The main process reads and writes it; all processes see what it read. Every call but `get` is made by all processes
+    alike.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Journal:
         self._processes = processes
         self._entries: dict[str, dict[str, Tensor]] = {}
         self._facts: dict[str, dict[str, Any]] = {}
+        self._before, self._start = 0.0, time.perf_counter()
         found = self._on_main(self._read)
         if found is None:
             return
@@ -76,23 +81,28 @@ class Journal:
         if said := other_threads(found.get("threads"), torch.get_num_threads()):
             note(f"{path}: {said}")
         self._entries, self._facts = found["entries"], found["facts"]
+        self._before = max((facts.get(SECONDS, 0.0) for facts in self._facts.values()), default=0.0)
 
     def get(self, key: str) -> dict[str, Tensor] | None:
         """The tensors under a key, on the CPU; None if there are none."""
         return self._entries.get(key)
 
-    def facts(self, key: str) -> dict[str, Any]:
-        """The plain values under a key; empty if there are none."""
-        return self._facts.get(key, {})
+    @property
+    def seconds(self) -> float:
+        """Of the scoring until now, those before an interruption with it.
 
-    def put(self, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
-        """Keeps copies of tensors of any shape and dtype, and plain values with them, in place of what was there.
+        What was done between the last `put` and an interruption has to be done again, and counts once.
+        """
+        return self._before + time.perf_counter() - self._start
+
+    def put(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep copies of tensors of any shape and dtype, in place of what was there.
 
         Raises:
             SurgeryError: the file cannot be written; what it held before stays.
         """
         self._entries[key] = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-        self._facts[key] = dict(facts or {})
+        self._facts[key] = {SECONDS: self.seconds}
         self._on_main(self._write)
 
     def remove(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import LongTensor, Tensor, nn
+from torch import LongTensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.architectures.hybrid import StreamableModel
@@ -47,9 +46,6 @@ what stood far back does so at a half of the limit, where attention costs a quar
 
 MISSED = 3
 """Such a sequence has at least so many times the tokens that a streaming head sees, where the model can take them."""
-
-SECONDS = "seconds_so_far"
-"""Among the facts of a journal's entries."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +102,9 @@ def score_heads(
         heat_map = processes.from_main(lambda: _settle_output(out, overwrite, alone))
         checkpoint = Checkpoint.open(str(source), allow_pickle=allow_pickle)
 
-        def journal(seed: int, identity: Mapping[str, Any]) -> TimedJournal:
+        def journal(seed: int, identity: Mapping[str, Any]) -> Journal:
             path = out.with_name(f".{out.name}.seed{seed}.journal")
-            return TimedJournal(path, identity, processes, progress.note, restart=restart)
+            return Journal(path, identity, processes, progress.note, restart=restart)
 
         pattern, journals = _scored(checkpoint, settings, processes, progress, device, journal)
 
@@ -128,8 +124,8 @@ def _scored(
     processes: Processes,
     progress: Progress,
     device: torch.device,
-    open_journal: Callable[[int, Mapping[str, Any]], TimedJournal],
-) -> tuple[HeadPattern, list[TimedJournal]]:
+    open_journal: Callable[[int, Mapping[str, Any]], Journal],
+) -> tuple[HeadPattern, list[Journal]]:
     """Scores with every seed; what it goes on from is opened by seed and identity."""
     check_scorable(checkpoint)
     settings = replace(settings, length=sequence_length(settings, checkpoint.reader.config))
@@ -146,7 +142,7 @@ def _scored(
         "version": __version__,
     }
     found: list[HeadScores] = []
-    journals: list[TimedJournal] = []
+    journals: list[Journal] = []
     seconds = 0.0
     for seed in range(settings.seed, settings.seed + settings.seeds):
         journal = open_journal(seed, {**identity, "seed": seed})
@@ -223,33 +219,6 @@ def load_model(checkpoint: Checkpoint, device: torch.device, settings: HeadSetti
     if settings.offload:
         _offload_layers(model, device)
     return model
-
-
-class TimedJournal(Journal):
-    """A journal that counts the seconds of its scoring, those before an interruption with it."""
-
-    def __init__(
-        self,
-        path: Path,
-        identity: Mapping[str, Any],
-        processes: Processes,
-        note: Callable[[str], None] = lambda text: None,
-        *,
-        restart: bool = False,
-    ) -> None:
-        """As `Journal`."""
-        super().__init__(path, identity, processes, note, restart=restart)
-        self._before = max((facts.get(SECONDS, 0.0) for facts in self._facts.values()), default=0.0)
-        self._start = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Until now. What was done between the last `put` and an interruption has to be done again, and counts once."""
-        return self._before + time.perf_counter() - self._start
-
-    def put(self, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
-        """As `Journal.put`."""
-        super().put(key, tensors, {**(facts or {}), SECONDS: self.seconds})
 
 
 @dataclass

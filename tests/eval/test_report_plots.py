@@ -11,6 +11,7 @@ from surgery.eval.report import heat_maps, pareto, plots
 from surgery.eval.report.document import read_report
 from surgery.eval.report.figures import PLOTS, save_needle_png, save_pngs
 from surgery.eval.report.style import label, looks, to_svg
+from surgery.eval.report.verdict import unbeaten
 
 PNG = b"\x89PNG"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -58,7 +59,7 @@ def test_names_are_text_and_broken_numbers_leave_gaps(key):
     ],
 )
 def test_frontier(points, better, expected):
-    assert pareto.frontier(points, better) == expected
+    assert unbeaten(points, better) == expected
 
 
 def test_pareto_shows_changes_intervals_and_kinds():

@@ -19,6 +19,7 @@ from surgery.evaluation.output import write_report
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore
+from surgery.forecast.evaluation import plan_evaluation
 from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 
@@ -166,6 +167,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from surgery.evaluation.store import ResultStore
+from surgery.forecast.evaluation import plan_evaluation
 Path.replace = lambda self, other: os.kill(os.getpid(), signal.SIGKILL)
 ResultStore.open(Path(sys.argv[1])).put("a", {})
 """
@@ -207,17 +209,16 @@ def test_text_that_fits_the_model(vocabulary, expected):
     assert default_names(range(vocabulary)) == expected
 
 
-def test_the_baseline_itself_is_one_row(models, tmp_path):
-    report = run([models[0]], models[0], tmp_path / "out", variants="none")
-    assert [row["role"] for row in report["rows"]] == ["baseline"]
+def planned(names, baseline):
+    settings = EvalSettings(**{**SMALL, "tasks": "loss", "variants": "none"})
+    return plan_evaluation(Request(tuple(map(str, names)), baseline, None, settings), Progress(silent=True))
 
 
-@pytest.mark.parametrize(("baseline", "names"), [(None, ("one", "two")), ("one", ("two",))])
-def test_the_folder_is_named_for_the_first_checkpoint(models, tmp_path, monkeypatch, baseline, names):
+def test_the_baseline_itself_is_one_row_and_the_folder_is_named_for_the_first_checkpoint(models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    paths = {path.name: path for path in models}
-    run([paths[name] for name in names], baseline and paths[baseline], None, variants="none")
-    assert [path.name for path in tmp_path.iterdir()] == [f"{names[0]}-eval"]
+    one, two = map(str, models)
+    assert [row["role"] for row in planned([one], one).rows] == ["baseline"]
+    assert (planned([one, two], None).out, planned([two], one).out) == ("one-eval", "two-eval")
 
 
 def test_quick_looks_are_marked(models, tmp_path):
@@ -225,12 +226,11 @@ def test_quick_looks_are_marked(models, tmp_path):
     assert report["settings"]["limit"] == 2 and report["rows"][0]["results"]["loss"]["sequences"] == 2
 
 
-def test_a_report_of_more_is_not_replaced_unasked(models, tmp_path):
-    out = tmp_path / "out"
-    write_report(run(models, None, out), out)
-    with pytest.raises(SurgeryError, match="row two, which the new one would not"):
-        run([models[0]], None, out)
-    run([models[0]], None, out, overwrite=True)
+def test_a_report_of_more_is_not_replaced_unasked(whole, models):
+    _, out = whole
+    write_report(whole[0], out)
+    with pytest.raises(SurgeryError, match="row other, which the new one would not"):
+        run([models[0]], None, out, **CHEAP)
 
 
 def test_a_missing_wandb_is_told_before_anything_is_measured(models, tmp_path, monkeypatch):

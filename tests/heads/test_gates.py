@@ -226,8 +226,8 @@ def test_resumed_is_uninterrupted(checkpoints, tmp_path, method):
     uninterrupted = scorer.score(scoring_session(source, steps=STEPS))
 
     class Stopped(Journal):
-        def put(self, key, tensors, facts=None):
-            super().put(key, tensors, facts)
+        def put(self, key, tensors):
+            super().put(key, tensors)
             if int(tensors["done"]) == 10:
                 raise KeyboardInterrupt
 

@@ -1,6 +1,5 @@
 """What is put in a journal is there when it is opened again, and nothing else is."""
 
-import json
 import signal
 
 import pytest
@@ -24,12 +23,12 @@ def test_goes_on_where_it_stopped(tmp_path):
     journal = Journal(path, IDENTITY)
     assert journal.get("a") is None and not path.exists()
     state = {"gates": torch.rand(2, 3), "done": torch.tensor(7), "empty": torch.zeros(0)}
-    journal.put("a", state, {"loss": 0.5})
+    journal.put("a", state)
     journal.put("b/c", {"x": torch.ones(2, dtype=torch.float64)})
     again = Journal(path, IDENTITY)
     assert all(torch.equal(again.get("a")[name], tensor) for name, tensor in state.items())
     assert again.get("b/c")["x"].dtype == torch.float64
-    assert (again.facts("a"), again.facts("b/c"), again.facts("d")) == ({"loss": 0.5}, {}, {})
+    assert again.get("d") is None and again.seconds > 0
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     again.remove()
     assert again.get("a") is None and not path.exists()
@@ -133,4 +132,3 @@ def test_only_the_main_process_touches_the_file(tmp_path):
     journal = Journal(path, {}, Other())
     journal.put("b", {"x": torch.ones(1)})
     assert journal.get("a")["x"] == 1 and calls == ["_read", "_write"] and not path.exists()
-    json.dumps(journal.facts("b"))
