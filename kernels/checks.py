@@ -48,7 +48,7 @@ def check_positive(name: str, **numbers: int | None) -> None:
             raise ValueError(f"{name}: {what} of {number}: at least 1 is needed")
 
 
-def too_wide(query: Tensor, value: Tensor, most: int = 256, **_: object) -> str | None:
+def too_wide(query: Tensor, value: Tensor, most: int = 256) -> str | None:
     """Why a kernel that holds whole heads in a tile does not take these of its arguments; None if it does."""
     widest = max(query.shape[-1], value.shape[-1])
     return f"heads of {widest} numbers, at most {most}" if widest > most else None

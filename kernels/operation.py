@@ -1,9 +1,10 @@
-"""An operation as PyTorch sees it: schema, fake results, gradients and fallback, all from its plain reference."""
+"""An operation as PyTorch sees it: schema, fake results and fallback, all from its plain reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,16 +23,16 @@ class Operation:
     """`surgery::<name>`, with the arguments of `reference`, in their order: kernels, or the reference if none can run.
 
     Calls are planned once (`plan.py`) and launched without PyTorch's dispatch, unless something has to see the
-    operator: `torch.compile`, gradients, modes and subclasses of tensors.
+    operator: `torch.compile`, gradients, modes and subclasses of tensors. Decoding has no gradients: a backward pass
+    raises PyTorch's error, unless the caller registers one (`mla_prefill`).
 
     Args:
         reference: the operation in plain PyTorch; annotated, since the schema is read off its signature.
-        outputs: the results, uninitialised, of the arguments by name; what tracing sees of the operation.
-        unsupported: of the arguments by name, why the kernel does not take them; None if it does.
-        check: raises ValueError for arguments, by name, that do not belong together.
+        outputs: gives the results of a call, uninitialised: what tracing sees. A call is a namespace of all arguments.
+        unsupported: says why the kernel does not take a call; None if it does.
+        check: raises ValueError for arguments of a call that do not belong together.
         kernel: the module whose `launches` are run, `<name>/kernel.py` by default; imported only then: it needs Triton.
         settings: arguments behind those of the reference that only kernels have a use for: optional integers.
-        differentiable: gradients are those of the reference; else the caller registers others, or there are none.
         growth: dimensions that grow with a text, as `Layout` takes them.
         free: integers that change at every step; kernels must not specialise on them.
 
@@ -43,13 +44,12 @@ class Operation:
         self,
         name: str,
         reference: Callable[..., Results],
-        outputs: Callable[..., Results],
-        unsupported: Callable[..., str | None],
-        check: Callable[..., None],
+        outputs: Callable[[SimpleNamespace], Results],
+        unsupported: Callable[[SimpleNamespace], str | None],
+        check: Callable[[SimpleNamespace], None],
         *,
         kernel: str | None = None,
         settings: tuple[str, ...] = (),
-        differentiable: bool = True,
         growth: Growth = (),
         free: tuple[str, ...] = (),
     ) -> None:
@@ -71,9 +71,13 @@ class Operation:
         self.registered: CustomOpDef = torch.library.custom_op(
             f"surgery::{name}", compute, mutates_args=(), schema=schema
         )
-        self.registered.register_fake(lambda *args, **kwargs: outputs(**named(args, kwargs)))
-        if differentiable:
-            differentiate_by(self.registered, self._reference)
+
+        def traced(*args: Any, **kwargs: Any) -> Results:
+            call = SimpleNamespace(**named(args, kwargs))
+            check(call)
+            return outputs(call)
+
+        self.registered.register_fake(traced)
 
     def __call__(self, *values: Any) -> Results:
         """The results of all arguments, in the order of the schema."""
@@ -82,7 +86,6 @@ class Operation:
             if key is not None:
                 run, extents = self._calls.get(key) or self._find(key, values)
                 return run(values, extents)
-        self._check(**self._named(values))
         return self.registered(*values)
 
     def _run(self, values: Sequence[Any]) -> Results:
@@ -98,8 +101,8 @@ class Operation:
         self._calls[exact_key] = run, extents
         return run, extents
 
-    def _named(self, values: Sequence[Any]) -> dict[str, Any]:
-        return dict(zip(self._layout.names, values, strict=True))
+    def _call(self, values: Sequence[Any]) -> SimpleNamespace:
+        return SimpleNamespace(**dict(zip(self._layout.names, values, strict=True)))
 
     def _plan(self, values: Sequence[Any]) -> Run:
         """The plan of calls like this one.
@@ -109,19 +112,18 @@ class Operation:
         """
         # No tensor twice: a plan tells arguments apart by their identity.
         values = [value.detach() if isinstance(value, Tensor) else value for value in values]
-        named = self._named(values)
-        self._check(**named)
+        call = self._call(values)
+        self._check(call)
         tensors = [value for value in values if isinstance(value, Tensor)]
         if any(tensor.is_meta for tensor in tensors):
             return lambda values, _: self.registered(*values)
-        reason = refusal(*tensors) or self._unsupported(**named)
+        reason = refusal(*tensors) or self._unsupported(call)
         if reason:
             return lambda values, _: (tell_once(self._name, reason), self._reference(*values))[1]
         # Kernels take the numbers of a last dimension side by side.
         if any(side_by_side(tensor) is not tensor for tensor in tensors):
             return lambda values, _: self._run([side_by_side(value) for value in values])
-        outputs = self._outputs(**named)
-        out, lse = outputs
+        out, lse = outputs = self._outputs(call)
         launches = import_module(self._module).launches(*values, out=out, lse=lse)
         return Plan(self._layout, values, outputs, launches)
 
@@ -157,42 +159,7 @@ def attention_outputs(query: Tensor, width: int) -> Results:
     return query.new_empty(*query.shape[:3], width), query.new_empty(query.shape[:3], dtype=wide)
 
 
-def prefill_outputs(query: Tensor, value: Tensor, **_: object) -> Results:
+def prefill_outputs(call: SimpleNamespace) -> Results:
     """Memory for out [B, T, H, v] and lse [B, H, T] of queries [B, H, T, ·] and values [B, G, S, v]."""
-    out, lse = attention_outputs(query.transpose(1, 2), value.shape[-1])
-    return out, lse.new_empty(query.shape[:3])
-
-
-def differentiate_by(operator: CustomOpDef, reference: Callable[..., tuple[Tensor, ...]]) -> None:
-    """Registers as backward of `operator` the one of `reference`, which takes the same positional arguments.
-
-    Decoding seldom needs gradients; where it does, the reference is computed again, in its own memory.
-    """
-
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
-        ctx.plain = [None if isinstance(value, Tensor) else value for value in inputs]
-        ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
-
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = iter(ctx.saved_tensors)
-        inputs = [next(saved) if tensor else value for tensor, value in zip(ctx.is_tensor, ctx.plain, strict=True)]
-        wanted = [place for place, needed in enumerate(ctx.needs_input_grad) if needed]
-        with torch.enable_grad():
-            for place in wanted:
-                inputs[place] = inputs[place].detach().requires_grad_()
-            outputs = reference(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        pairs = [
-            (out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None and out.requires_grad
-        ]
-        found = torch.autograd.grad(
-            [out for out, _ in pairs],
-            [inputs[place] for place in wanted],
-            [grad.to(out.dtype) for out, grad in pairs],
-            allow_unused=True,
-        )
-        by_place = dict(zip(wanted, found, strict=True))
-        return tuple(by_place.get(place) for place in range(len(inputs)))
-
-    operator.register_autograd(backward, setup_context=setup_context)
+    out, lse = attention_outputs(call.query.transpose(1, 2), call.value.shape[-1])
+    return out, lse.new_empty(call.query.shape[:3])

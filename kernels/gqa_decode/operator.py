@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from torch import Tensor
 
 from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, check_pages, check_positive
@@ -47,34 +49,21 @@ def gqa_decode(
     return _gqa_decode(query, key, value, scale, lengths, starts, pages, window, splits)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor | None,
-    starts: Tensor | None,
-    pages: Tensor | None,
-    window: int | None,
-    splits: int | None,
-    **_: object,
-) -> None:
-    check_keys("gqa_decode", query, key, value)
+def _check(call: SimpleNamespace) -> None:
+    query, key = call.query, call.key
+    check_keys("gqa_decode", query, key, call.value)
     check_heads("gqa_decode", query.shape[2], key.shape[1])
     rows = query.shape[0]
-    if pages is None and key.shape[0] != rows:
+    if call.pages is None and key.shape[0] != rows:
         raise ValueError(f"gqa_decode: {rows} rows of queries, {key.shape[0]} of keys")
-    check_pages("gqa_decode", rows, pages)
-    check_dtypes("gqa_decode", query=query, key=key, value=value)
-    check_counts("gqa_decode", rows, lengths=lengths, starts=starts)
-    check_positive("gqa_decode", window=window, splits=splits)
+    check_pages("gqa_decode", rows, call.pages)
+    check_dtypes("gqa_decode", query=query, key=key, value=call.value)
+    check_counts("gqa_decode", rows, lengths=call.lengths, starts=call.starts)
+    check_positive("gqa_decode", window=call.window, splits=call.splits)
 
 
-def _outputs(query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-    return attention_outputs(query, value.shape[-1])
-
-
-def _unsupported(key: Tensor, value: Tensor, **_: object) -> str | None:
-    for name, tensor in (("keys", key), ("values", value)):
+def _unsupported(call: SimpleNamespace) -> str | None:
+    for name, tensor in (("keys", call.key), ("values", call.value)):
         if tensor.stride(-1) != 1:
             return f"the elements of a token's {name} do not lie side by side"
         if (1 << (tensor.shape[-1] - 1).bit_length()) * tensor.dtype.itemsize > WIDEST:
@@ -85,7 +74,7 @@ def _unsupported(key: Tensor, value: Tensor, **_: object) -> str | None:
 _gqa_decode = Operation(
     "gqa_decode",
     grouped_query_attention,
-    _outputs,
+    lambda call: attention_outputs(call.query, call.value.shape[-1]),
     _unsupported,
     _check,
     settings=("splits",),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -67,30 +69,15 @@ def gqa_decode_quantized(
     return _quantized(query, *codes, scale, format, group, keys, lengths, coded, starts, window, behind, splits)
 
 
-def _check(
-    query: Tensor,
-    key_codes: Tensor,
-    key_scale: Tensor,
-    key_zero: Tensor | None,
-    value_codes: Tensor,
-    value_scale: Tensor,
-    value_zero: Tensor | None,
-    format: str,
-    group: int,
-    keys: str,
-    lengths: Tensor | None,
-    coded: Tensor | None,
-    starts: Tensor | None,
-    window: int | None,
-    splits: int | None,
-    **_: object,
-) -> None:
+def _check(call: SimpleNamespace) -> None:
+    query, key_codes, value_codes = call.query, call.key_codes, call.value_codes
+    format, group, keys = call.format, call.group, call.keys
     name = "gqa_decode_quantized"
     check_keys(name, query, key_codes, value_codes)
     check_heads(name, query.shape[2], key_codes.shape[1])
     if format not in BITS or keys not in ("channel", "token"):
         raise ValueError(f"{name}: codes of {format!r}, keys by {keys!r}: {', '.join(BITS)} by channel or token only")
-    check_positive(name, group=group, window=window, splits=splits)
+    check_positive(name, group=group, window=call.window, splits=call.splits)
     rows, groups = key_codes.shape[:2]
     tokens = key_codes.shape[2] * 8 // BITS[format]
     if query.shape[0] != rows:
@@ -101,7 +88,8 @@ def _check(
         raise ValueError(f"{name}: {tokens} tokens of {format} in groups of {group}: whole groups of whole bytes only")
     by_channel = (rows, groups, tokens // group, query.shape[-1])
     shapes = {"keys": by_channel if keys == "channel" else (rows, groups, tokens), "values": (rows, groups, tokens)}
-    for what, scale_of, zero in (("keys", key_scale, key_zero), ("values", value_scale, value_zero)):
+    scales = (("keys", call.key_scale, call.key_zero), ("values", call.value_scale, call.value_zero))
+    for what, scale_of, zero in scales:
         if scale_of.dim() != 4 or scale_of.shape[: len(shapes[what])] != shapes[what] or not scale_of.shape[3]:
             raise ValueError(f"{name}: scales of {what} {tuple(scale_of.shape)} for {tokens} tokens and group {group}")
         if (zero is None) != (format == "fp8"):
@@ -110,34 +98,19 @@ def _check(
             raise ValueError(f"{name}: zero points of {what} {tuple(zero.shape)}, scales {tuple(scale_of.shape)}")
         if scale_of.dtype != query.dtype or (zero is not None and zero.dtype != query.dtype):
             raise ValueError(f"{name}: scales of {what} in {scale_of.dtype}, queries in {query.dtype}")
-    check_counts(name, rows, lengths=lengths, coded=coded, starts=starts)
+    check_counts(name, rows, lengths=call.lengths, coded=call.coded, starts=call.starts)
 
 
-def _outputs(query: Tensor, value_codes: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-    return attention_outputs(query, value_codes.shape[-1])
-
-
-def _unsupported(
-    query: Tensor,
-    key_codes: Tensor,
-    key_scale: Tensor,
-    key_zero: Tensor | None,
-    value_codes: Tensor,
-    value_scale: Tensor,
-    value_zero: Tensor | None,
-    format: str,
-    group: int,
-    keys: str,
-    **_: object,
-) -> str | None:
+def _unsupported(call: SimpleNamespace) -> str | None:
     from surgery.kernels.gqa_decode_quantized.kernel import config_of, step_tokens
 
-    if key_codes.stride(-1) != 1 or value_codes.stride(-1) != 1:
+    query, value_codes, value_scale = call.query, call.value_codes, call.value_scale
+    if call.key_codes.stride(-1) != 1 or value_codes.stride(-1) != 1:
         return "the codes of a token do not lie side by side"
-    for tensor in (key_scale, key_zero, value_scale, value_zero):
+    for tensor in (call.key_scale, call.key_zero, value_scale, call.value_zero):
         if tensor is not None and tensor.stride()[2:] != (tensor.shape[3], 1):
             return "the scales of tokens do not lie side by side"
-    for zero, factor in ((key_zero, key_scale), (value_zero, value_scale)):
+    for zero, factor in ((call.key_zero, call.key_scale), (call.value_zero, value_scale)):
         if zero is not None and zero.stride() != factor.stride():
             return "zero points lie otherwise than scales"
     places = (value_codes.shape[-1], value_codes.data_ptr(), *value_codes.stride()[:3])
@@ -146,15 +119,16 @@ def _unsupported(
     widest = max(query.shape[-1], value_codes.shape[-1])
     if widest > 256 or value_scale.shape[-1] > 16:
         return f"heads of {widest} numbers in {value_scale.shape[-1]} groups"
-    if step_tokens(config_of(query, value_scale, format, group, keys), format, group, keys) is None:
-        return f"keys in groups of {group} tokens"
+    form = (call.format, call.group, call.keys)
+    if step_tokens(config_of(query, value_scale, *form), *form) is None:
+        return f"keys in groups of {call.group} tokens"
     return None
 
 
 _quantized = Operation(
     "gqa_decode_quantized",
     quantized_attention,
-    _outputs,
+    lambda call: attention_outputs(call.query, call.value_codes.shape[-1]),
     _unsupported,
     _check,
     settings=("splits",),

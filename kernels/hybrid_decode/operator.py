@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from torch import Tensor
 
 from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, check_positive, too_wide
@@ -67,49 +69,37 @@ def hybrid_decode(
     return _hybrid_decode(*tensors, scale, sink_slots, sinks, recent, lengths, starts, splits)
 
 
-def _check(
-    query: Tensor,
-    full_key: Tensor,
-    full_value: Tensor,
-    streaming_key: Tensor,
-    streaming_value: Tensor,
-    sinks: int,
-    recent: int,
-    lengths: Tensor | None,
-    starts: Tensor | None,
-    splits: int | None,
-    **_: object,
-) -> None:
+CACHED = ("full_key", "full_value", "streaming_key", "streaming_value")
+
+
+def _cached(call: SimpleNamespace) -> list[Tensor]:
+    return [getattr(call, name) for name in CACHED]
+
+
+def _check(call: SimpleNamespace) -> None:
+    query = call.query
+    full_key, full_value, streaming_key, streaming_value = _cached(call)
     name, groups = "hybrid_decode", full_key.shape[1] + streaming_key.shape[1]
     for key, value in ((full_key, full_value), (streaming_key, streaming_value)):
         check_keys(name, query, key, value)
         if len(query) != len(key):
             raise ValueError(f"{name}: {len(query)} rows of queries, {len(key)} of keys")
     check_heads(name, query.shape[2], groups)
-    cached = {"full_key": full_key, "full_value": full_value, "streaming_key": streaming_key}
-    check_dtypes(name, query=query, **cached, streaming_value=streaming_value)
-    check_counts(name, len(query), lengths=lengths, starts=starts)
-    check_positive(name, splits=splits)
+    check_dtypes(name, query=query, **dict(zip(CACHED, _cached(call), strict=True)))
+    check_counts(name, len(query), lengths=call.lengths, starts=call.starts)
+    check_positive(name, splits=call.splits)
     if full_value.shape[-1] != streaming_value.shape[-1]:
         widths = f"{full_value.shape[-1]} and of {streaming_value.shape[-1]} numbers"
         raise ValueError(f"{name}: values of {widths} in one layer")
-    if sinks < 0 or recent < 1:
-        raise ValueError(f"{name}: {sinks} sinks and {recent} recent tokens")
-
-
-def _outputs(query: Tensor, full_value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-    return attention_outputs(query, full_value.shape[-1])
-
-
-def _unsupported(query: Tensor, full_value: Tensor, **_: object) -> str | None:
-    return too_wide(query, full_value)
+    if call.sinks < 0 or call.recent < 1:
+        raise ValueError(f"{name}: {call.sinks} sinks and {call.recent} recent tokens")
 
 
 _hybrid_decode = Operation(
     "hybrid_decode",
     hybrid_attention,
-    _outputs,
-    _unsupported,
+    lambda call: attention_outputs(call.query, call.full_value.shape[-1]),
+    lambda call: too_wide(call.query, call.full_value),
     _check,
     settings=("splits",),
     growth=({"full_key": 2, "full_value": 2}, {"streaming_key": 2, "streaming_value": 2}),

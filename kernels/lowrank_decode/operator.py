@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ def lowrank_decode(
     exact_value: Tensor | None = None,
     exact_slots: Tensor | None = None,
     raw_exact: bool = False,
+    _quantized: tuple[Tensor | None, Tensor | None, int, int, bool] = (None, None, 0, 0, False),
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     r"""Attention of the last T tokens of each row over rebuilt keys, with the latents as values.
 
@@ -102,7 +104,7 @@ def lowrank_decode(
     within, begins = (None, None) if rotation is None else rotation
     both, lse = _lowrank_decode(
         query, latent, key_up, scale, within, begins, key_bias, norm_weight, norm_eps, _flat(ranges), lengths, starts,
-        first, held, rebuilt, window, sinks, exact_key, exact_value, exact_slots, raw_exact, None, None, 0, 0, False,
+        first, held, rebuilt, window, sinks, exact_key, exact_value, exact_slots, raw_exact, *_quantized,
     )  # fmt: skip
     return _apart(both, lse, exact_value)
 
@@ -118,22 +120,7 @@ def lowrank_decode_quantized(
     format: str,
     group: int,
     by_channel: bool = False,
-    rotation: tuple[Tensor, Tensor] | None = None,
-    key_bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-    ranges: Sequence[tuple[int, int, int, int]] | None = None,
-    lengths: Tensor | None = None,
-    starts: Tensor | None = None,
-    first: Tensor | None = None,
-    held: Tensor | None = None,
-    rebuilt: Tensor | None = None,
-    window: int = 0,
-    sinks: int = 0,
-    exact_key: Tensor | None = None,
-    exact_value: Tensor | None = None,
-    exact_slots: Tensor | None = None,
-    raw_exact: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """`lowrank_decode` over quantised latents, in the format of KIVI (arXiv:2402.02750).
 
@@ -146,29 +133,22 @@ def lowrank_decode_quantized(
         format: "int8", "int4", "int2" or "fp8".
         group: tokens, or at most so many channels, that share a scale.
         by_channel: whether tokens of a channel share it.
-
-    The others, the results and errors are those of `lowrank_decode`.
+        options: those of `lowrank_decode`, as are the results and errors.
     """
     if format not in BITS:
         raise ValueError(f"lowrank_decode of latents in {format!r}: {', '.join(BITS)} are possible")
     if codes.dtype != torch.uint8 or (code_zero is None) != (format == "fp8"):
         raise ValueError("lowrank_decode: codes are uint8, with zero points unless they are fp8")
-    bits = BITS[format]
-    held_tokens = codes.shape[1] * 8 // bits
-    groups = (-(-held_tokens // group), codes.shape[2]) if by_channel else (held_tokens, -(-codes.shape[2] // group))
+    tokens, width = codes.shape[1] * 8 // BITS[format], codes.shape[2]
+    groups = (-(-tokens // group), width) if by_channel else (tokens, -(-width // group))
     if tuple(code_scale.shape[1:]) != groups or (code_zero is not None and code_zero.shape != code_scale.shape):
         raise ValueError(
-            f"lowrank_decode: {held_tokens} tokens of {codes.shape[2]} numbers in groups of {group} need scales "
+            f"lowrank_decode: {tokens} tokens of {width} numbers in groups of {group} need scales "
             f"[B, {groups[0]}, {groups[1]}], not {list(code_scale.shape)}"
         )
-    size = group if by_channel else group_size(codes.shape[2], code_scale.shape[-1])
-    within, begins = (None, None) if rotation is None else rotation
-    both, lse = _lowrank_decode(
-        query, codes, key_up, scale, within, begins, key_bias, norm_weight, norm_eps, _flat(ranges), lengths, starts,
-        first, held, rebuilt, window, sinks, exact_key, exact_value, exact_slots, raw_exact, code_scale, code_zero,
-        bits, size, by_channel,
-    )  # fmt: skip
-    return _apart(both, lse, exact_value)
+    size = group if by_channel else group_size(width, code_scale.shape[-1])
+    quantized = (code_scale, code_zero, BITS[format], size, by_channel)
+    return lowrank_decode(query, codes, key_up, scale, _quantized=quantized, **options)
 
 
 def _flat(ranges: Sequence[tuple[int, int, int, int]] | None) -> tuple[int, ...] | None:
@@ -183,29 +163,20 @@ def _apart(both: Tensor, lse: Tensor, exact_value: Tensor | None) -> tuple[Tenso
     return *both.split([both.shape[-1] - (width := exact_value.shape[-1]), width], dim=-1), lse
 
 
-def _outputs(
-    query: Tensor, latent: Tensor, ranges: list[int] | None, exact_value: Tensor | None, **_: object
-) -> tuple[Tensor, Tensor]:
-    value_rank = latent.shape[-1] if ranges is None else max(ranges[3::4])
-    out, lse = attention_outputs(query, value_rank + (0 if exact_value is None else exact_value.shape[-1]))
+def _outputs(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    value_rank = call.latent.shape[-1] if call.ranges is None else max(call.ranges[3::4])
+    exact = 0 if call.exact_value is None else call.exact_value.shape[-1]
+    out, lse = attention_outputs(call.query, value_rank + exact)
     return out, lse.new_empty(lse.shape, dtype=torch.float32)
 
 
-def _unsupported(
-    query: Tensor,
-    latent: Tensor,
-    key_up: Tensor,
-    exact_key: Tensor | None,
-    exact_value: Tensor | None,
-    code_scale: Tensor | None,
-    **_: object,
-) -> str | None:
+def _unsupported(call: SimpleNamespace) -> str | None:
     """Why no kernel takes tensors of these shapes and dtypes."""
-    same = [query, key_up, exact_key, exact_value, latent if code_scale is None else None]
+    query, latent, key_up, exact_value = call.query, call.latent, call.key_up, call.exact_value
+    same = [query, key_up, call.exact_key, exact_value, latent if call.code_scale is None else None]
     if len({tensor.dtype for tensor in same if tensor is not None}) > 1:
         return "queries, latents, up-projection and exact tokens differ in dtype"
-    strided = [query, latent, key_up, exact_key, exact_value, code_scale]
-    if any(tensor is not None and tensor.stride(-1) != 1 for tensor in strided):
+    if any(tensor is not None and tensor.stride(-1) != 1 for tensor in (*same, latent, call.code_scale)):
         return "the last dimension of a tensor is not contiguous"
     if query.shape[-1] > 256 or (exact_value is not None and exact_value.shape[-1] > 256):
         return f"heads of {query.shape[-1]} numbers"
@@ -214,57 +185,59 @@ def _unsupported(
     return None
 
 
-def _check(query: Tensor, latent: Tensor, key_up: Tensor, **options: Any) -> None:
+def _refuse(what: str) -> None:
+    raise ValueError(f"lowrank_decode: {what}")
+
+
+def _check(call: SimpleNamespace) -> None:
     """Raises ValueError where shapes do not belong together."""
-
-    def refuse(what: str) -> None:
-        raise ValueError(f"lowrank_decode: {what}")
-
+    query, latent, key_up = call.query, call.latent, call.key_up
     if query.ndim != 4 or latent.ndim != 3 or key_up.ndim != 3 or query.shape[0] != latent.shape[0]:
-        refuse(
+        _refuse(
             f"query [B, T, H, d], latent [B, S, R] and key_up [G, d, r] are needed, not {list(query.shape)}, "
             f"{list(latent.shape)} and {list(key_up.shape)}"
         )
-    batch, _, heads, dim = query.shape
-    kv_heads, up_dim, key_rank = key_up.shape
+    heads, dim, (kv_heads, up_dim, _) = query.shape[2], query.shape[3], key_up.shape
     if up_dim != dim or dim % 2 or kv_heads < 1 or heads % kv_heads:
-        refuse(f"{heads} query heads of {dim} numbers and {kv_heads} KV heads of {up_dim} do not go together")
-    ranges = options["ranges"]
-    if ranges is None and key_rank != latent.shape[2]:
-        refuse(f"key_up reads {key_rank} of latents of {latent.shape[2]} numbers: give `ranges`")
-    if ranges is not None and (
+        _refuse(f"{heads} query heads of {dim} numbers and {kv_heads} KV heads of {up_dim} do not go together")
+    _check_ranges(call.ranges, kv_heads, latent.shape[2], key_up.shape[2])
+    _check_shapes(call, len(query), kv_heads, dim)
+    if call.rebuilt is not None and call.lengths is None:
+        _refuse("`rebuilt` needs `lengths`")
+    if call.window < 0 or call.sinks < 0:
+        _refuse(f"a window of {call.window} and {call.sinks} sinks are impossible")
+
+
+def _check_ranges(ranges: Sequence[int] | None, kv_heads: int, width: int, key_rank: int) -> None:
+    if ranges is None:
+        if key_rank != width:
+            _refuse(f"key_up reads {key_rank} of latents of {width} numbers: give `ranges`")
+    elif (
         len(ranges) != 4 * kv_heads
         or min(ranges) < 0
         or max(ranges[1::4]) > key_rank
-        or any(first + rank > latent.shape[2] for first, rank in zip(ranges[::2], ranges[1::2], strict=True))
+        or any(first + rank > width for first, rank in zip(ranges[::2], ranges[1::2], strict=True))
     ):
-        refuse(f"ranges must be 4 numbers for each of {kv_heads} KV heads, within {latent.shape[2]} and {key_rank}")
-    within, begins = options["within"], options["begins"]
+        _refuse(f"ranges must be 4 numbers for each of {kv_heads} KV heads, within {width} and {key_rank}")
+
+
+def _check_shapes(call: SimpleNamespace, batch: int, kv_heads: int, dim: int) -> None:
+    within, begins = call.within, call.begins
     if within is not None and (within.shape != (2, STEP, dim // 2) or begins.shape[::2] != within.shape[::2]):
-        refuse("rotation must be what rotation_tables gives for heads of this size")
-    shapes = {
-        "key_bias": (kv_heads, dim),
-        "norm_weight": (dim,),
-        "lengths": (batch,),
-        "starts": (batch,),
-        "first": (batch,),
-        "held": (batch,),
-        "rebuilt": (batch, 2),
-    }
-    exact = [options[name] for name in ("exact_key", "exact_value", "exact_slots")]
+        _refuse("rotation must be what rotation_tables gives for heads of this size")
+    shapes = {"key_bias": (kv_heads, dim), "norm_weight": (dim,), "rebuilt": (batch, 2)}
+    shapes |= dict.fromkeys(("lengths", "starts", "first", "held"), (batch,))
+    exact = (call.exact_key, call.exact_value, call.exact_slots)
     if any(tensor is not None for tensor in exact):
         if any(tensor is None for tensor in exact):
-            refuse("exact tokens need their keys, values and positions")
+            _refuse("exact tokens need their keys, values and positions")
         count = exact[0].shape[2]
         shapes |= {"exact_key": (batch, kv_heads, count, dim), "exact_slots": (batch, count)}
         shapes["exact_value"] = (batch, kv_heads, count, exact[1].shape[-1])
     for name, shape in shapes.items():
-        if options[name] is not None and tuple(options[name].shape) != shape:
-            refuse(f"{name} must be {list(shape)}, not {list(options[name].shape)}")
-    if options["rebuilt"] is not None and options["lengths"] is None:
-        refuse("`rebuilt` needs `lengths`")
-    if options["window"] < 0 or options["sinks"] < 0:
-        refuse(f"a window of {options['window']} and {options['sinks']} sinks are impossible")
+        tensor = getattr(call, name)
+        if tensor is not None and tuple(tensor.shape) != shape:
+            _refuse(f"{name} must be {list(shape)}, not {list(tensor.shape)}")
 
 
 _lowrank_decode = Operation(

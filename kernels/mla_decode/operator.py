@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from torch import Tensor
 
 from surgery.kernels.checks import check_counts, check_dtypes, check_pages, check_positive
@@ -44,17 +46,8 @@ def mla_decode(
     return _mla_decode(query, latent, rope_key, scale, lengths, starts, pages, key_gain, window)
 
 
-def _check(
-    query: Tensor,
-    latent: Tensor,
-    rope_key: Tensor,
-    lengths: Tensor | None,
-    starts: Tensor | None,
-    pages: Tensor | None,
-    key_gain: Tensor | None,
-    window: int | None,
-    **_: object,
-) -> None:
+def _check(call: SimpleNamespace) -> None:
+    query, latent, rope_key = call.query, call.latent, call.rope_key
     shapes = f"query {list(query.shape)}, latent {list(latent.shape)}, rope_key {list(rope_key.shape)}"
     if query.dim() != 4 or latent.dim() != 3 or rope_key.dim() != 3:
         raise ValueError(f"mla_decode: {shapes}: [B, T, H, r + ρ], [B, S, r] and [B, S, ρ] are needed")
@@ -63,13 +56,13 @@ def _check(
         raise ValueError(f"mla_decode: queries of {query.shape[-1]} numbers, latent and rope_key of {width}")
     if latent.shape[:2] != rope_key.shape[:2]:
         raise ValueError(f"mla_decode: {shapes} hold other tokens")
-    if pages is None and latent.shape[0] != query.shape[0]:
+    if call.pages is None and latent.shape[0] != query.shape[0]:
         raise ValueError(f"mla_decode: {query.shape[0]} rows of queries, {latent.shape[0]} of the latent")
     check_dtypes("mla_decode", query=query, latent=latent, rope_key=rope_key)
-    check_pages("mla_decode", query.shape[0], pages)
-    check_gain("mla_decode", query, key_gain, latent.shape[:2])
-    check_counts("mla_decode", query.shape[0], lengths=lengths, starts=starts)
-    check_positive("mla_decode", window=window)
+    check_pages("mla_decode", query.shape[0], call.pages)
+    check_gain("mla_decode", query, call.key_gain, latent.shape[:2])
+    check_counts("mla_decode", query.shape[0], lengths=call.lengths, starts=call.starts)
+    check_positive("mla_decode", window=call.window)
 
 
 def check_gain(name: str, query: Tensor, key_gain: Tensor | None, tokens: tuple[int, ...]) -> None:
@@ -82,13 +75,9 @@ def check_gain(name: str, query: Tensor, key_gain: Tensor | None, tokens: tuple[
         raise ValueError(f"{name}: {query.shape[2]} heads are no multiple of {key_gain.shape[-1]} gains")
 
 
-def _outputs(query: Tensor, latent: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-    return attention_outputs(query, latent.shape[-1])
-
-
-def unsupported(**given: object) -> str | None:
+def unsupported(call: SimpleNamespace) -> str | None:
     """Why the kernel does not take these tensors, which are in order otherwise."""
-    for tensor in given.values():
+    for tensor in vars(call).values():
         if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             return "the last dimension of a tensor is not contiguous"
     return None
@@ -97,7 +86,7 @@ def unsupported(**given: object) -> str | None:
 _mla_decode = Operation(
     "mla_decode",
     ragged_latent_attention,
-    _outputs,
+    lambda call: attention_outputs(call.query, call.latent.shape[-1]),
     unsupported,
     _check,
     growth=({"latent": 1, "rope_key": 1, "key_gain": 1},),

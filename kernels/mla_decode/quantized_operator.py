@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -63,24 +65,8 @@ def mla_decode_quantized(
     return _mla_decode_quantized(*tensors, scale, *settings, lengths, coded, starts, key_gain, window)
 
 
-def _check(
-    query: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    rope_codes: Tensor,
-    rope_scales: Tensor,
-    rope_zeros: Tensor | None,
-    format: str,
-    group: int,
-    by_channel: bool,
-    lengths: Tensor | None,
-    coded: Tensor | None,
-    starts: Tensor | None,
-    key_gain: Tensor | None,
-    window: int | None,
-    **_: object,
-) -> None:
+def _check(call: SimpleNamespace) -> None:
+    query, codes, rope_codes, format, group = call.query, call.codes, call.rope_codes, call.format, call.group
     name = "mla_decode_quantized"
     if format not in BITS:
         raise ValueError(f"{name}: format {format!r}: {', '.join(BITS)} are possible")
@@ -96,8 +82,8 @@ def _check(
         raise ValueError(f"{name}: query {list(query.shape)}: [{codes.shape[0]}, T, H, {width}] is needed")
     batch, total = codes.shape[0], codes.shape[1] * per_byte
     for what, scale_, zero, columns, channel in (
-        ("scales", scales, zeros, codes.shape[-1], by_channel),
-        ("rope_scales", rope_scales, rope_zeros, rope_codes.shape[-1], False),
+        ("scales", call.scales, call.zeros, codes.shape[-1], call.by_channel),
+        ("rope_scales", call.rope_scales, call.rope_zeros, rope_codes.shape[-1], False),
     ):
         wanted = (batch, total // group, columns) if channel else (batch, total, -(-columns // group))
         if tuple(scale_.shape) != wanted or (channel and total % group):
@@ -106,28 +92,24 @@ def _check(
             )
         if (zero is None) != (format == "fp8") or (zero is not None and zero.shape != scale_.shape):
             raise ValueError(f"{name}: zeros of the shape of {what} belong to integers, none to fp8")
-    check_gain(name, query, key_gain, (batch, total))
-    check_counts(name, batch, lengths=lengths, coded=coded, starts=starts)
-    check_positive(name, window=window)
+    check_gain(name, query, call.key_gain, (batch, total))
+    check_counts(name, batch, lengths=call.lengths, coded=call.coded, starts=call.starts)
+    check_positive(name, window=call.window)
 
 
-def _outputs(query: Tensor, codes: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-    return attention_outputs(query, codes.shape[-1])
-
-
-def _unsupported(query: Tensor, codes: Tensor, group: int, by_channel: bool, **others: object) -> str | None:
+def _unsupported(call: SimpleNamespace) -> str | None:
     from surgery.kernels.mla_decode import quantized_kernel
 
-    reason = unsupported(query=query, codes=codes, **others)
-    if reason or query.device.type != "cuda":
+    reason = unsupported(call)
+    if reason or call.query.device.type != "cuda":
         return reason
-    return quantized_kernel.unsupported(codes.shape[-1], group, by_channel, query.dtype)
+    return quantized_kernel.unsupported(call.codes.shape[-1], call.group, call.by_channel, call.query.dtype)
 
 
 _mla_decode_quantized = Operation(
     "mla_decode_quantized",
     quantized_latent_attention,
-    _outputs,
+    lambda call: attention_outputs(call.query, call.codes.shape[-1]),
     _unsupported,
     _check,
     growth=(dict.fromkeys(("codes", "rope_codes", "scales", "zeros", "rope_scales", "rope_zeros", "key_gain"), 1),),

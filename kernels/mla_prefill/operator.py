@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,23 +63,13 @@ def mla_prefill(
     return _mla_prefill(query, key, value, float(scale), causal, window, starts, lengths, bounds, offsets)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-    offsets: Tensor | None,
-    **_: object,
-) -> None:
+def _check(call: SimpleNamespace) -> None:
+    query, key, scale, window = call.query, call.key, call.scale, call.window
     name = "mla_prefill"
-    check_keys(name, query, key, value)
+    check_keys(name, query, key, call.value)
     (batch, heads, tokens, _), (kv_heads, positions) = query.shape, key.shape[1:3]
     check_heads(name, heads, kv_heads)
-    check_dtypes(name, query=query, key=key, value=value)
+    check_dtypes(name, query=query, key=key, value=call.value)
     if len(key) != batch:
         raise ValueError(f"{name}: {batch} rows of queries, {len(key)} of keys")
     if tokens > positions:
@@ -87,12 +78,14 @@ def _check(
         )
     if scale <= 0:
         raise ValueError(f"{name}: scale {scale} is not positive")
-    if window is not None and (window < 1 or not causal):
+    if window is not None and (window < 1 or not call.causal):
         raise ValueError(f"{name}: a window of {window} needs to be at least 1, and causal attention")
-    check_counts(name, batch, starts=starts, lengths=lengths, offsets=offsets)
+    check_counts(name, batch, starts=call.starts, lengths=call.lengths, offsets=call.offsets)
 
 
-_mla_prefill = Operation("mla_prefill", prefill_attention, prefill_outputs, too_wide, _check, differentiable=False)
+_mla_prefill = Operation(
+    "mla_prefill", prefill_attention, prefill_outputs, lambda call: too_wide(call.query, call.value), _check
+)
 
 
 @torch.library.custom_op("surgery::mla_prefill_backward", mutates_args=())

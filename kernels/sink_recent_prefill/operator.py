@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from torch import Tensor
 
 from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, too_wide
@@ -26,8 +28,6 @@ def sink_recent_prefill(
     padding sees itself alone, so its result is its own value; of padding only what is among the last T tokens is read,
     and must be finite.
 
-    Gradients are those of the reference, whose memory is that of all logits.
-
     Args:
         query: [B, H, T, d].
         key, value: [B, G, S, d] and [B, G, S, v], S ≥ T, of all tokens of the text.
@@ -44,19 +44,24 @@ def sink_recent_prefill(
     return _sink_recent_prefill(query, key, value, scale, sinks, recent, starts)
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, recent: Tensor, starts: Tensor | None, **_: object
-) -> None:
+def _check(call: SimpleNamespace) -> None:
+    query, key = call.query, call.key
     name = "sink_recent_prefill"
-    check_keys(name, query, key, value)
+    check_keys(name, query, key, call.value)
     check_heads(name, query.shape[1], key.shape[1])
-    check_dtypes(name, query=query, key=key, value=value)
+    check_dtypes(name, query=query, key=key, value=call.value)
     if len(query) != len(key):
         raise ValueError(f"{name}: {len(query)} rows of queries, {len(key)} of keys")
     if query.shape[2] > key.shape[2]:
         raise ValueError(f"{name}: {query.shape[2]} queries of a text of {key.shape[2]} tokens")
-    check_counts(name, key.shape[1], sinks=sinks, recent=recent)
-    check_counts(name, len(query), starts=starts)
+    check_counts(name, key.shape[1], sinks=call.sinks, recent=call.recent)
+    check_counts(name, len(query), starts=call.starts)
 
 
-_sink_recent_prefill = Operation("sink_recent_prefill", sink_recent_attention, prefill_outputs, too_wide, _check)
+_sink_recent_prefill = Operation(
+    "sink_recent_prefill",
+    sink_recent_attention,
+    prefill_outputs,
+    lambda call: too_wide(call.query, call.value),
+    _check,
+)

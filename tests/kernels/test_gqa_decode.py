@@ -194,7 +194,6 @@ EXAMPLES = {
             ({"window": 0}, "window"),
             ({"splits": 0}, "splits"),
         ],
-        every_derivative=True,
     ),
     "gqa_decode in pages": Example(
         gqa_decode,
