@@ -12,7 +12,7 @@ from tiny_models import HELD_OUT
 from surgery.common.lineage import lineage_of
 from surgery.evaluation.models import Checkpoint
 from surgery.training.settings import HealSettings
-from surgery.training.trackers import _options
+from surgery.training.trackers import _wandb_options
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_one_group(checkpoints, runs, tmp_path, monkeypatch, capsys):
     # What is measured and trained of it stands there too; what nobody converted, nowhere.
     assert Checkpoint.open(str(out)).conversion()["lineage"] == group
     settings = HealSettings(student=str(out), tracker="wandb", wandb_mode="offline")
-    healing = _options(settings, tmp_path / "small-healed.tracking")["wandb"]
+    healing = _wandb_options(settings, tmp_path / "small-healed.tracking")
     assert (healing["group"], healing["name"]) == (group, "small-healed")
     assert lineage_of(checkpoints("llama")) is None
 

@@ -13,6 +13,8 @@ REMOVED = {
     "ruler_tasks qa_1": "use niah_multikey_1 for retrieval among distractors",
     "ruler_tasks qa_2": "use vt for facts that take two steps",
     "bench convert": "surgery convert prints its time and peak memory, tools/scale.py makes random weights of a shape",
+    "peak_tflops": "a dry run takes the speed of this machine; run it where the training will run",
+    "utilisation": "a dry run takes the speed of this machine; run it where the training will run",
     "stream": "datasets are always read as streams: say with `tokens` how many to take",
     "data teacher": "use builtin, or text of your own",
     "to mixed": "convert all layers to one structure, such as --to lowrank --bits auto, which spends by layer; "
