@@ -34,8 +34,8 @@ FLAGS = {
     "heads": "allow-pickle config device dtype facts json learning-rate length method offload out overwrite "
     "penalty recall recent samples seed seeds sinks steps target text text-field",
     "heal": "batch-size config data device dry-run dtype evaluate-every json launcher learning-rate length max-time "
-    "max-tokens measure no-measure out overwrite peak-tflops processes project recipe seed teacher tracker train "
-    "utilisation wandb-mode",
+    "max-tokens measure no-measure out overwrite processes project recipe seed teacher tracker train "
+    "wandb-mode",
     "eval": "allow-pickle baseline batch-size batches config contexts data device domain dtype json length limit "
     "lm-eval-include needle-lengths num-fewshot out overwrite prompt ruler-lengths seed tasks text-field "
     "trust-remote-code variants wandb wandb-mode windows",

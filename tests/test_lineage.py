@@ -7,7 +7,7 @@ from surgery.evaluation.models import Checkpoint
 from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.training.settings import HealSettings
-from surgery.training.trackers import _options
+from surgery.training.trackers import _wandb_options
 
 
 def test_one_group(checkpoints, tmp_path):
@@ -17,6 +17,6 @@ def test_one_group(checkpoints, tmp_path):
     assert re.fullmatch(r"mqa-[0-9a-f]{8}", group)  # what one KV head is called
     assert Checkpoint.open(str(out)).conversion()["lineage"] == group
     settings = HealSettings(student=str(out), tracker="wandb", wandb_mode="offline")
-    healing = _options(settings, tmp_path / "small-healed.tracking")["wandb"]
+    healing = _wandb_options(settings, tmp_path / "small-healed.tracking")
     assert (healing["group"], healing["name"]) == (group, "small-healed")
     assert lineage_of(checkpoints("llama")) is None

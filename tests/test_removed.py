@@ -28,6 +28,8 @@ LINES = {
     "method attention-area": ["heads", "builtin", "--method", "attention-area"],
     "gpu": ["inspect", "builtin", "--gpu", "h100"],
     "mixtures": ["plan", "builtin", "--mixtures", "24"],
+    "peak_tflops": ["heal", "builtin", "--dry-run", "--peak-tflops", "989"],
+    "utilisation": ["heal", "builtin", "--dry-run", "--utilisation", "0.4"],
     "stream": ["heal", "builtin", "--config", "{file}"],
     "data teacher": ["heal", "builtin", "--data", "teacher"],
     "refine": ["plan", "builtin", "--refine=200k"],

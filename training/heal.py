@@ -12,7 +12,7 @@ import platform
 import shutil
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.carried_files import CarriedFiles
@@ -58,14 +59,14 @@ from surgery.training.models import (
     write_healed,
 )
 from surgery.training.nested import nested_attentions
-from surgery.training.open_data import open_data
+from surgery.training.open_data import HealingData, open_data
 from surgery.training.preparation import COMPUTED, open_accelerator, prepare
 from surgery.training.run_folder import CHECKPOINT_FILES, LOG, PROOF, RUN_FILES
 from surgery.training.run_log import RunLog, drop_later_lines
 from surgery.training.settings import NO_TRACKER, HealSettings
 from surgery.training.teacher_logits import open_logits
 from surgery.training.trackers import Tracker, check_tracker, start_tracker, tracker_folder
-from surgery.training.trainable import add_adapters, choose
+from surgery.training.trainable import choose_parameters
 from surgery.version import __version__
 
 register()
@@ -105,141 +106,182 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
         # A tracker that refuses does so before anything large is read.
         log = _open_log(settings, accelerator, run, processes, progress)
         alone.callback(log.close)
-        return _heal(settings, accelerator, student_reader, teacher_reader, run, log, processes, progress)
+        return _Run(settings, accelerator, run, log, processes, progress).train(student_reader, teacher_reader)
 
 
-def _heal(
-    settings: HealSettings,
-    accelerator: Accelerator,
-    student_reader: CheckpointReader,
-    teacher_reader: CheckpointReader | None,
-    run: Path,
-    log: RunLog,
-    processes: Processes,
-    progress: Progress,
-) -> dict[str, Any]:
-    with progress.phase("hashing the models", None, "B") as advance:
-        shas = processes.from_main(
-            lambda: [reader and reader.fingerprint(advance) for reader in (student_reader, teacher_reader)]
+@dataclass
+class _Run:
+    """One healing at work: where it writes, and who is told."""
+
+    settings: HealSettings
+    accelerator: Accelerator
+    folder: Path
+    log: RunLog
+    processes: Processes
+    progress: Progress
+
+    @property
+    def sharded(self) -> bool:
+        """Whether accelerate shards what trains."""
+        return self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+    def train(self, student_reader: CheckpointReader, teacher_reader: CheckpointReader | None) -> dict[str, Any]:
+        """Trains and writes the student; gives what heal.json says."""
+        settings, processes, progress = self.settings, self.processes, self.progress
+        with progress.phase("hashing the models", None, "B") as advance:
+            shas = processes.from_main(
+                lambda: [reader and reader.fingerprint(advance) for reader in (student_reader, teacher_reader)]
+            )
+        # Whoever trusts code to run has it in the result, which does not load without it.
+        carried: list[CarriedFiles] = []  # of the main process, which writes
+        keep_code = settings.trust_remote_code
+        processes.from_main(lambda: carried.append(CarriedFiles.of(student_reader, keep_code=keep_code)))
+        set_seed(settings.seed)
+        student, teacher = self._models(student_reader, teacher_reader)
+        factors = read_factors(settings.entry_factors, student) if settings.entry_factors else {}
+        masks = all(honours_document_masks(each, settings.length) for each in (student, teacher) if each is not None)
+        if not masks:
+            progress.note("attention runs over whole rows: the models do not keep it inside of packed documents")
+        aware = set_quantization_aware(student, settings.quantization_aware)
+        if aware:
+            progress.note("training reads keys and values as the student's quantised cache gives them")
+        tokenizer = tokenizer_of(student_reader, trust_remote_code=settings.trust_remote_code)
+        evaluations = self._evaluations(student, tokenizer)
+        data = open_data(settings, tokenizer, self.folder / "data", processes=processes, progress=progress)
+        logits = None
+        if settings.teacher_logits:
+            logits = open_logits(
+                settings,
+                data.sequences,
+                vocabulary_of(student),
+                document_masks=masks,
+                teacher=teacher,
+                teacher_sha256=shas[1],
+                processes=processes,
+                progress=progress,
+            )
+        factors = self._choose(student, teacher, factors)
+        counts = {
+            "trained": sum(each.numel() for each in student.parameters() if each.requires_grad),
+            "all": sum(each.numel() for each in student.parameters()),
+            "with_factors": len(factors),
+        }
+        module, optimizer = prepare(settings, self.accelerator, student, None if logits else teacher, masks)
+        distillation: Distillation = self.accelerator.unwrap_model(module)
+        known = {"quantization_aware": aware, "document_masks": masks}
+        loop = Loop(
+            Training(
+                accelerator=self.accelerator,
+                settings=settings,
+                module=module,
+                names=distillation.measured(),
+                optimizer=optimizer,
+                factors=EntryFactors(distillation.student.named_parameters(), factors),
+                sequences=data.sequences,
+                held_out=data.held_out,
+                checkpoints=Checkpoints(self.folder / "checkpoints", self.accelerator, keep_last=settings.keep_last),
+                log=self.log,
+                progress=progress,
+                identity=_identity(settings, shas, data, processes.count) | known,
+                cached=logits.batch if logits and distillation.needs_logits else None,
+                evaluations=evaluations,
+            )
         )
-    # Whoever trusts code to run has it in the result, which does not load without it.
-    carried: list[CarriedFiles] = []  # of the main process, which writes
-    keep_code = settings.trust_remote_code
-    processes.from_main(lambda: carried.append(CarriedFiles.of(student_reader, keep_code=keep_code)))
-    set_seed(settings.seed)
+        self._loop(loop, counts)
+        facts = {
+            **_versions(),
+            "settings": settings.to_dict(),
+            "student_sha256": shas[0],
+            "teacher_sha256": shas[1],
+            "data": data.describe(),
+            **known,
+            **self._facts(),
+            "parameters": counts,
+            **_summary(loop, settings, processes.count),
+            "evaluation_settings": None if evaluations is None else evaluations.settings,
+        }
+        trained = trained_tensors(distillation.student)
+        processes.from_main(lambda: _write(settings, student_reader, carried[0], trained, facts, self.folder / LOG))
+        progress.note(
+            f"healed checkpoint in {settings.out}; checkpoints of the run in {self.folder}, remove it if you are done"
+        )
+        return facts
 
-    student = causal_model(student_reader, trust_remote_code=settings.trust_remote_code)
-    if settings.nested_ranks:
-        nested_attentions(student)  # refuses before anything is prepared
-    teacher = None
-    if teacher_reader:
+    def _models(
+        self, student_reader: CheckpointReader, teacher_reader: CheckpointReader | None
+    ) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+        """The models on their devices, with the attention function that trains."""
+        settings, accelerator = self.settings, self.accelerator
+        student = causal_model(student_reader, trust_remote_code=settings.trust_remote_code)
+        if settings.nested_ranks:
+            nested_attentions(student)  # refuses before anything is prepared
+        if not self.sharded:
+            student.to(accelerator.device)
+        use_attention(student, settings.attention, accelerator.device)
+        if teacher_reader is None:
+            return student, None
         teacher = causal_model(teacher_reader, trust_remote_code=settings.trust_remote_code)
-    unsharded = accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if unsharded:
-        student.to(accelerator.device)
-    if teacher is not None:
         set_dtypes(teacher.requires_grad_(False), COMPUTED[accelerator.mixed_precision])
         teacher.to(accelerator.device)
-    for each in (student, teacher):
-        if each is not None:
-            use_attention(each, settings.attention, accelerator.device)
-    factors = read_factors(settings.entry_factors, student) if settings.entry_factors else {}
-    shapes = {name: tuple(each.shape) for name, each in teacher.named_parameters()} if teacher is not None else None
-    masks = all(honours_document_masks(each, settings.length) for each in (student, teacher) if each is not None)
-    if not masks:
-        progress.note("attention runs over whole rows: the models do not keep it inside of packed documents")
-    aware = set_quantization_aware(student, settings.quantization_aware)
-    if aware:
-        progress.note("training reads keys and values as the student's quantised cache gives them")
-    tokenizer = tokenizer_of(student_reader, trust_remote_code=settings.trust_remote_code)
-    evaluations = None
-    if settings.evaluate_every is not None:
-        limit = getattr(student.config.get_text_config(), "max_position_embeddings", None)
-        evaluations = Evaluations(settings, tokenizer, limit, processes, sharded=not unsharded)
-    data = open_data(settings, tokenizer, run / "data", processes=processes, progress=progress)
-    cached = None
-    if settings.teacher_logits:
-        logits = open_logits(
-            settings,
-            data.sequences,
-            vocabulary_of(student),
-            document_masks=masks,
-            teacher=teacher,
-            teacher_sha256=shas[1],
-            processes=processes,
-            progress=progress,
-        )
-        cached, teacher = logits.batch, None
-    if settings.train == "lora":
-        add_adapters(student, settings.lora_rank, settings.lora_alpha, settings.lora_modules)
-        factors = adapter_factors(factors, student)
-        if settings.train_patterns:
-            raise SurgeryError("train_patterns do not go with lora: adapters are all that trains")
-    else:
-        choose(student, settings.train, teacher_shapes=shapes, patterns=settings.train_patterns)
-        if settings.balanced and (balanced := balance_latents(student, factors)):
-            progress.note(f"{balanced:,} latents rescaled, so that entries on both their sides have one size")
-    trains = sum(each.numel() for each in student.parameters() if each.requires_grad)
-    total = sum(each.numel() for each in student.parameters())
-    module, optimizer = prepare(settings, accelerator, student, teacher, masks)
-    distillation: Distillation = accelerator.unwrap_model(module)
+        use_attention(teacher, settings.attention, accelerator.device)
+        return student, teacher
 
-    checkpoints = Checkpoints(run / "checkpoints", accelerator, keep_last=settings.keep_last)
-    identity = {name: json.loads(json.dumps(getattr(settings, name))) for name in DECIDING}
-    identity |= {"student": shas[0], "teacher": shas[1], "data": data.data_sha256, "document_masks": masks}
-    identity |= {"quantization_aware": aware}
-    identity |= {"objective": asdict(settings.weights()), "global_batch": settings.global_batch(processes.count)}
-    loop = Loop(
-        Training(
-            accelerator=accelerator,
-            settings=settings,
-            module=module,
-            names=distillation.measured(),
-            optimizer=optimizer,
-            factors=EntryFactors(distillation.student.named_parameters(), factors),
-            sequences=data.sequences,
-            held_out=data.held_out,
-            checkpoints=checkpoints,
-            log=log,
-            progress=progress,
-            identity=identity,
-            cached=cached if distillation.needs_logits else None,
-            evaluations=evaluations,
+    def _evaluations(self, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluations | None:
+        if self.settings.evaluate_every is None:
+            return None
+        limit = getattr(student.config.get_text_config(), "max_position_embeddings", None)
+        return Evaluations(self.settings, tokenizer, limit, self.processes, sharded=self.sharded)
+
+    def _choose(
+        self, student: PreTrainedModel, teacher: PreTrainedModel | None, factors: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Lets train what the settings ask for; gives the factors of entries by the names of what trains."""
+        choose_parameters(student, self.settings, teacher)
+        if self.settings.train == "lora":
+            return adapter_factors(factors, student)
+        if self.settings.balanced and (balanced := balance_latents(student, factors)):
+            self.progress.note(f"{balanced:,} latents rescaled, so that entries on both their sides have one size")
+        return factors
+
+    def _loop(self, loop: Loop, counts: dict[str, int]) -> None:
+        """Trains to the end, from the last checkpoint where there is one."""
+        settings, processes, trained, total = self.settings, self.processes, counts["trained"], counts["all"]
+        self.log.write(
+            "start", settings=settings.to_dict(), trains=trained, parameters=total, processes=processes.count
         )
-    )
-    log.write("start", settings=settings.to_dict(), trains=trains, parameters=total, processes=processes.count)
-    progress.note(f"{trains:,} of {total:,} parameters train, on {processes.count} processes")
-    if settings.resume:
-        loop.resume()
-    loop.run()
-    facts = {
-        "version": __version__,
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "accelerate": accelerate.__version__,
-            "python": platform.python_version(),
-        },
-        "settings": settings.to_dict(),
-        "student_sha256": shas[0],
-        "teacher_sha256": shas[1],
-        "data": data.describe(),
-        "document_masks": masks,
-        "quantization_aware": aware,
-        "precision": accelerator.mixed_precision,
-        "device": accelerator.device.type,
-        "processes": processes.count,
-        "parameters": {"trained": trains, "all": total, "with_factors": len(factors)},
-        **_summary(loop, settings, processes.count),
-        "peak_memory_bytes": peak_memory(accelerator.device),
-        "evaluation_settings": evaluations.settings if evaluations is not None else None,
-        "wandb": log.tracker.run(),
-        "tracker_failed": log.tracker.failed,
+        self.progress.note(f"{trained:,} of {total:,} parameters train, on {processes.count} processes")
+        if settings.resume:
+            loop.resume()
+        loop.run()
+
+    def _facts(self) -> dict[str, Any]:
+        """What this machine and its tracker add to heal.json."""
+        return {
+            "precision": self.accelerator.mixed_precision,
+            "device": self.accelerator.device.type,
+            "processes": self.processes.count,
+            "peak_memory_bytes": peak_memory(self.accelerator.device),
+            "wandb": self.log.tracker.run(),
+            "tracker_failed": self.log.tracker.failed,
+        }
+
+
+def _versions() -> dict[str, Any]:
+    versions = {"torch": torch, "transformers": transformers, "accelerate": accelerate}
+    versions = {name: module.__version__ for name, module in versions.items()}
+    return {"version": __version__, "versions": {**versions, "python": platform.python_version()}}
+
+
+def _identity(settings: HealSettings, shas: list[str | None], data: HealingData, processes: int) -> dict[str, Any]:
+    """What a resumed run must have like the run before, as plain values."""
+    deciding = {name: json.loads(json.dumps(getattr(settings, name))) for name in DECIDING}
+    models = {"student": shas[0], "teacher": shas[1], "data": data.data_sha256}
+    return {
+        **deciding,
+        **models,
+        "objective": asdict(settings.weights()),
+        "global_batch": settings.global_batch(processes),
     }
-    trained = trained_tensors(distillation.student)
-    processes.from_main(lambda: _write(settings, student_reader, carried[0], trained, facts, run / LOG))
-    progress.note(f"healed checkpoint in {settings.out}; checkpoints of the run in {run}, remove it if you are done")
-    return facts
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -167,29 +167,46 @@ class Loop:
         return round(predicted), seconds, (stop.signal or 15) if signals else 0
 
     def _step(self, batches: list, numbers: list[list[int]], predicted: int) -> None:
-        t, at, settings = self._t, self.at, self._t.settings
+        t, at = self._t, self.at
         began = time.monotonic()
         self._doing = f"step {at.step + 1}"
         rate = self._set_learning_rate()
-        positions = max(1, predicted) / self._averaged
-        sums: dict[str, Tensor] = {}
         with self._drawn_ranks() as share:
-            for batch, some in zip(batches, numbers, strict=True):
-                with t.accelerator.accumulate(t.module):
-                    cached = t.cached(some).to(t.accelerator.device) if t.cached is not None else None
-                    loss, parts = t.module(batch.to(t.accelerator.device), positions, cached)
-                    t.accelerator.backward(loss)
-                for name, part in {"loss": loss.detach(), **parts}.items():
-                    sums[name] = sums[name] + part if name in sums else part
+            sums = self._backward(batches, numbers, max(1, predicted) / self._averaged)
             drawn = {"latents": self._nested.kept()} if self._nested is not None else {}
         t.factors.before_step()
-        norm = t.accelerator.clip_grad_norm_(self._parameters, settings.clip or math.inf)
+        norm = t.accelerator.clip_grad_norm_(self._parameters, t.settings.clip or math.inf)
         *values, norm = _read([*sums.values(), 0.0 if norm is None else norm])
         losses = dict(zip(sums, (value / self._averaged for value in summed(t.accelerator, values)), strict=True))
+        guard = self._guard(share)
         # A scaler of fp16 losses finds its scale by gradients that overflow, and skips their steps itself.
         checked = 0.0 if t.accelerator.scaler is not None else norm
-        guard = self._guard(share)
         spike = guard.check(losses["loss"], checked, at.step + 1, t.checkpoints.last_good)
+        self._update(spike)
+        at.step += 1
+        at.tokens += self._batch * t.settings.length
+        self._remember(share, guard)
+        at.last_loss = losses["loss"]
+        at.first_loss = losses["loss"] if at.first_loss is None else at.first_loss
+        left_out = {} if spike is None else {"left_out": True}
+        self._report({**losses, **drawn}, rate, norm, time.monotonic() - began, **left_out)
+
+    def _backward(self, batches: list, numbers: list[list[int]], positions: float) -> dict[str, Tensor]:
+        """Accumulates gradients of the batches; gives the sums of the loss and its parts, on their device."""
+        accelerator, module, cached = self._t.accelerator, self._t.module, self._t.cached
+        sums: dict[str, Tensor] = {}
+        for batch, rows in zip(batches, numbers, strict=True):
+            with accelerator.accumulate(module):
+                logits = None if cached is None else cached(rows).to(accelerator.device)
+                loss, parts = module(batch.to(accelerator.device), positions, logits)
+                accelerator.backward(loss)
+            for name, part in {"loss": loss.detach(), **parts}.items():
+                sums[name] = sums[name] + part if name in sums else part
+        return sums
+
+    def _update(self, spike: str | None) -> None:
+        """Takes the optimizer's step, but for a loss that is a spike, which is told."""
+        t = self._t
         if spike is not None:
             t.progress.note(spike)
         else:
@@ -198,13 +215,6 @@ class Loop:
             if self._orthogonal is not None:
                 self._orthogonal.after_step()
         t.optimizer.zero_grad()
-        at.step += 1
-        at.tokens += self._batch * settings.length
-        self._remember(share, guard)
-        at.last_loss = losses["loss"]
-        at.first_loss = losses["loss"] if at.first_loss is None else at.first_loss
-        left_out = {} if spike is None else {"left_out": True}
-        self._report({**losses, **drawn}, rate, norm, time.monotonic() - began, **left_out)
 
     def _drawn_ranks(self) -> AbstractContextManager[float | None]:
         """Cuts the student for the coming step; gives the share of latents that all its blocks have, None if none."""

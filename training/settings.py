@@ -253,25 +253,45 @@ class HealSettings(FileSettings):
         return self.teacher is not None or self.teacher_logits is not None
 
     def _check_together(self) -> None:
-        if self.max_tokens is self.max_seconds is self.max_steps is None:
-            raise SurgeryError("nothing ends the run: give max_tokens, max_seconds or max_steps")
-        if not self.data:
-            raise SurgeryError("no data: give builtin, a file or a dataset")
+        self._check_removed()
+        endless = self.max_tokens is self.max_steps is None
+        measured = self.held_out and self.eval_every is not None
+        problems = [
+            (endless and self.max_seconds is None, "nothing ends the run: give max_tokens, max_seconds or max_steps"),
+            (not self.data, "no data: give builtin, a file or a dataset"),
+            (
+                self.teacher_logits is not None and endless,
+                "teacher_logits are of a number of sequences: give max_tokens or max_steps",
+            ),
+            (
+                self.train == "new" and self.teacher is None,
+                'train "new" is what the teacher does not have: give the teacher, or use attention',
+            ),
+            (
+                self.patience is not None and not measured,
+                "patience counts held-out measurements: give held_out and eval_every too",
+            ),
+            (
+                self.evaluate_every is not None and not self.evaluate_tasks,
+                "evaluate_every is given, but nothing to evaluate: name evaluate_tasks",
+            ),
+            (
+                self.train == "lora" and self.train_patterns,
+                "train_patterns do not go with lora: adapters are all that trains",
+            ),
+            (self.train != "lora" and self.lora_modules, 'lora_modules are given, but train is not "lora"'),
+        ]
+        for is_wrong, problem in problems:
+            if is_wrong:
+                raise SurgeryError(problem)
+
+    def _check_removed(self) -> None:
+        """Raises SurgeryError where an entry of the data names what earlier versions had."""
         for entry in self.data:
             keys, source = (entry, entry.get("source")) if isinstance(entry, dict) else ((), entry)
             for name in (*keys, f"data {source}"):
                 if gone := removal(name):
                     raise SurgeryError(f"{name} {gone}")
-        if self.teacher_logits is not None and self.max_tokens is self.max_steps is None:
-            raise SurgeryError("teacher_logits are of a number of sequences: give max_tokens or max_steps")
-        if self.train == "new" and self.teacher is None:
-            raise SurgeryError('train "new" is what the teacher does not have: give the teacher, or use attention')
-        if self.patience is not None and (not self.held_out or self.eval_every is None):
-            raise SurgeryError("patience counts held-out measurements: give held_out and eval_every too")
-        if self.evaluate_every is not None and not self.evaluate_tasks:
-            raise SurgeryError("evaluate_every is given, but nothing to evaluate: name evaluate_tasks")
-        if self.lora_modules and self.train != "lora":
-            raise SurgeryError('lora_modules are given, but train is not "lora"')
 
     def _check_nested(self) -> None:
         if not self.orthogonal:

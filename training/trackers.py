@@ -1,12 +1,9 @@
-"""A tracker beside a run's own log: refused early where it cannot work, and never the end of a run that it follows."""
+"""The tracker of a run, through accelerate: refused early where it cannot work, never the end of a run."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,14 +13,9 @@ from surgery.common.file_settings import did_you_mean
 from surgery.common.lineage import lineage_of
 from surgery.training.settings import NO_TRACKER, HealSettings
 
-PACKAGES = {"comet_ml": ("comet_ml",), "clearml": ("clearml",), "dvclive": ("dvclive",), "mlflow": ("mlflow",)}
-PACKAGES |= {"swanlab": ("swanlab",), "tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",)}
-PACKAGES |= {"wandb": ("wandb",), "aim": ("aim",)}
-"""Trackers of accelerate, and the packages of which each needs one."""
-
 WANDB_HOST = "https://api.wandb.ai"
 SECONDS = 10
-"""How long a service may take to answer at all. Its own client would try for minutes."""
+"""How long wandb may take to answer before a run starts. Its own default is minutes."""
 
 
 def check_tracker(settings: HealSettings) -> None:
@@ -31,19 +23,20 @@ def check_tracker(settings: HealSettings) -> None:
     tracker = settings.tracker
     if tracker == NO_TRACKER:
         return
-    if tracker not in PACKAGES:
-        known = [NO_TRACKER, *sorted(PACKAGES)]
+    from accelerate.tracking import get_available_trackers
+    from accelerate.utils import LoggerType
+
+    known = [NO_TRACKER, *sorted(set(LoggerType.list()) - {"all"})]
+    if tracker not in known:
         raise SurgeryError(f"tracker {tracker!r} is unknown: choose {', '.join(known)}{did_you_mean(tracker, known)}")
-    if not any(importlib.util.find_spec(package) for package in PACKAGES[tracker]):
-        raise SurgeryError(f"tracker {tracker} is not installed: pip install {PACKAGES[tracker][0]}, or tracker none")
-    if _wandb_online(settings) and not _wandb_knows_a_key():
+    if tracker not in map(str, get_available_trackers()):
+        raise SurgeryError(f"tracker {tracker} is not installed: pip install {tracker}, or tracker none")
+    if tracker == "wandb" and _is_online(settings) and not _has_key():
         raise SurgeryError("wandb is asked for, but nobody is logged in: run wandb login, or use wandb_mode offline")
 
 
 class Tracker:
-    """The tracker of a run, through accelerate; nothing where none is asked for.
-
-    All processes make every call; accelerate lets the main one act.
+    """The tracker of a run; nothing where none is asked for. All processes make every call, the main one acts.
 
     Attributes:
         failed: what went wrong with it after it had started; None for nothing. A run goes on without it.
@@ -61,13 +54,8 @@ class Tracker:
 
     def finish(self) -> None:
         """Ends it; it takes nothing after that. A second call does nothing."""
-
-        def end() -> None:
-            # Not accelerate's end_training, which ends the processes' talk with each other, too.
-            for tracker in self._accelerator.trackers:
-                tracker.finish()
-
-        self._try("finish", end)
+        # Not accelerate's end_training, which ends the processes' talk with each other, too.
+        self._try("finish", lambda: [tracker.finish() for tracker in self._accelerator.trackers])
         self._accelerator = None
 
     def run(self) -> dict[str, str] | None:
@@ -75,20 +63,20 @@ class Tracker:
         run = getattr(next(iter(getattr(self._accelerator, "trackers", ())), None), "run", None)
         if not getattr(run, "id", None) or getattr(run, "disabled", False):
             return None
-        found = {"entity": run.entity, "project": run.project, "run_id": run.id, "url": run.url}
-        return {name: str(value) for name, value in found.items() if value}
+        facts = {"entity": run.entity, "project": run.project, "run_id": run.id, "url": run.url}
+        return {name: str(value) for name, value in facts.items() if value}
 
-    def _try(self, what: str, function: Callable[[], None]) -> None:
+    def _try(self, action: str, function: Callable[[], Any]) -> None:
         if self._accelerator is None:
             return
         try:
             function()
         except Exception as error:  # a tracker may raise anything, and a run of hours must not end for it
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            self.failed = f"{what}: {reason}"
+            self.failed = f"{action}: {reason}"
             self._accelerator = None
             self._note(
-                f"the tracker failed at {what} ({reason}): the run goes on without it, heal.jsonl has everything"
+                f"the tracker failed at {action} ({reason}): the run goes on without it, heal.jsonl has everything"
             )
 
 
@@ -98,10 +86,7 @@ def tracker_folder(settings: HealSettings) -> Path:
 
 
 def start_tracker(
-    accelerator: Any,
-    settings: HealSettings,
-    folder: Path,
-    note: Callable[[str], None] = lambda text: None,
+    accelerator: Any, settings: HealSettings, folder: Path, note: Callable[[str], None] = lambda text: None
 ) -> Tracker:
     """Starts the tracker that is asked for; the main process calls it before anything large is done.
 
@@ -113,60 +98,38 @@ def start_tracker(
     """
     if settings.tracker == NO_TRACKER:
         return Tracker()
-    if _wandb_online(settings):
-        _reach(os.environ.get("WANDB_BASE_URL") or WANDB_HOST)
     plain = {
         name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
         for name, value in settings.to_dict().items()
     }
+    options = {"wandb": _wandb_options(settings, folder)} if settings.tracker == "wandb" else {}
     try:
-        accelerator.init_trackers(settings.project, config=plain, init_kwargs=_options(settings, folder))
+        accelerator.init_trackers(settings.project, config=plain, init_kwargs=options)
     except Exception as error:  # a tracker may raise anything, and the run has not begun
         reason = " ".join(str(error).split())[:200]
-        raise SurgeryError(f"tracker {settings.tracker} does not start: {reason}; tracker none logs locally") from error
+        instead = "wandb_mode offline or tracker none logs" if options else "tracker none logs"
+        raise SurgeryError(f"tracker {settings.tracker} does not start: {reason}; {instead} locally") from error
     return Tracker(accelerator, note)
 
 
-def _options(settings: HealSettings, folder: Path) -> dict[str, dict[str, Any]]:
-    if settings.tracker != "wandb":
-        return {}
+def _wandb_options(settings: HealSettings, folder: Path) -> dict[str, Any]:
+    """Arguments of `wandb.init`: the run stands beside the conversion that is healed, and what is measured of it."""
     import wandb
 
-    quiet = wandb.Settings(silent=True, console="off")
-    # Beside the conversion that is healed, and what is measured of it.
+    quiet = wandb.Settings(silent=True, console="off", init_timeout=SECONDS)
     together = {"name": folder.stem, "group": lineage_of(settings.student), "job_type": "heal"}
-    return {"wandb": {"mode": settings.wandb_mode, "dir": str(folder), "settings": quiet, **together}}
+    return {"mode": settings.wandb_mode, "dir": str(folder), "settings": quiet, **together}
 
 
-def _reach(address: str) -> None:
-    """Raises SurgeryError where nothing answers there; proxies of the environment are used."""
-    try:
-        urllib.request.urlopen(address, timeout=SECONDS).close()
-    except urllib.error.HTTPError:
-        pass  # it answers, and what it thinks of the key its client will say
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(getattr(error, "reason", error)).split())[:100]
-        raise SurgeryError(
-            f"wandb cannot be reached at {address} ({reason}): use wandb_mode offline, and wandb sync later"
-        ) from None
+def _is_online(settings: HealSettings) -> bool:
+    """Whether wandb sends the run at once; the environment can say otherwise."""
+    return settings.wandb_mode == "online" and os.environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun")
 
 
-def _wandb_online(settings: HealSettings) -> bool:
-    """Whether the run goes to the service at once; the environment can say otherwise, as wandb has it."""
-    if settings.tracker != "wandb" or settings.wandb_mode != "online":
-        return False
-    return os.environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun")
-
-
-def _wandb_knows_a_key() -> bool:
-    """Whether wandb has a key: from the environment, or from the netrc file that `wandb login` writes."""
-    import netrc
+def _has_key() -> bool:
+    """Whether wandb has a key, from the environment or the netrc file. wandb itself would ask at the terminal."""
+    from requests.utils import get_netrc_auth
 
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = (os.environ.get("WANDB_BASE_URL") or WANDB_HOST).split("//")[-1].split("/")[0].split(":")[0]
-    try:
-        machines = netrc.netrc(os.environ.get("NETRC")).hosts
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return any(machine == host or "wandb" in machine for machine in machines)
+    return get_netrc_auth(os.environ.get("WANDB_BASE_URL") or WANDB_HOST) is not None

@@ -8,10 +8,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from surgery.common.errors import SurgeryError
-from surgery.training.settings import named
+from surgery.training.settings import HealSettings, named
 
 ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention"})
 """What transformers calls the attention module of a decoder layer."""
+
+
+def choose_parameters(student: nn.Module, settings: HealSettings, teacher: nn.Module | None) -> None:
+    """Lets exactly those parameters train that the settings ask for, adapters included.
+
+    Raises:
+        SurgeryError: nothing would train, or the settings name what is not there.
+    """
+    if settings.train == "lora":
+        add_adapters(student, settings.lora_rank, settings.lora_alpha, settings.lora_modules)
+        return
+    shapes = None if teacher is None else {name: tuple(each.shape) for name, each in teacher.named_parameters()}
+    choose(student, settings.train, teacher_shapes=shapes, patterns=settings.train_patterns)
 
 
 def choose(

@@ -62,10 +62,6 @@ def heal(
     dry_run: Annotated[
         bool, flag("--dry-run", "Only say what it would take, from shapes; write nothing.", OUTPUT)
     ] = False,
-    peak_tflops: Annotated[
-        float | None, option("--peak-tflops", "F", "Peak of a device, for the time of a dry run.", OUTPUT)
-    ] = None,
-    utilisation: Annotated[float, option("--utilisation", "F", "Share of it to reckon with.", OUTPUT)] = 0.4,
     as_json: JsonOption = False,
 ) -> None:
     """Give a converted checkpoint its accuracy back, by distillation from its source.
@@ -81,7 +77,7 @@ def heal(
 
         surgery heal ckpt-mla/ --teacher ckpt/ --data text.jsonl --launcher fsdp2 --tracker wandb
 
-        surgery heal ckpt-mla/ --teacher ckpt/ --dtype bf16 --dry-run --peak-tflops 989
+        surgery heal ckpt-mla/ --teacher ckpt/ --dtype bf16 --dry-run
     """
     from surgery.checkpoint.location import find_local
     from surgery.checkpoint.named_models import model_named, output_of
@@ -121,7 +117,6 @@ def heal(
     if dry_run:
         from surgery.healing.dry_run import plan_healing
 
-        peak = None if peak_tflops is None else peak_tflops * 1e12
-        show_plan(plan_healing(request, peak, utilisation), as_json=as_json)
+        show_plan(plan_healing(request), as_json=as_json)
         return
     show_healed(heal_checkpoint(request, Progress()), as_json=as_json)

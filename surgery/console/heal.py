@@ -70,19 +70,18 @@ def show_estimate(page: Console, plan) -> None:
         f"{count(parameters['trained'])} of {count(parameters['student'])} parameters train in {settings['dtype']}, on"
         f" {devices} {'device' if devices == 1 else 'devices'}{', sharded' if found['sharded'] else ''}"
     )
-    top = max(found["phases"], key=lambda name: sum(found["phases"][name].values()))
-    rows = [(name, held) for name, held in found["held"].items() if held]
-    rows += [(f"{top}: {name}", held) for name, held in found["phases"][top].items() if held]
-    page.print(make_table(["memory of a device", Column("", "", size)], [*rows, ("peak", found["peak_bytes"])]))
-    rows = [(name, flops) for name, flops in found["flops_per_token"].items() if flops]
-    page.print(make_table(["FLOPs of a token", Column("", "", count)], rows))
-    budget = (
-        f"{found['steps']:,} steps, {count(found['tokens'])} tokens" if found["steps"] else "as long as it is given"
+    memory = [*found["memory"].items(), ("peak", found["peak_bytes"])]
+    page.print(make_table(["memory of a device", Column("", "", size)], memory))
+    disk, work = plan.disk, plan.work
+    page.print(
+        f"disk: {size(disk['output_bytes'])} for the result, {size(disk['checkpoint_bytes'])} for checkpoints of the"
+        f" run; {size(disk['free_bytes'])} free"
     )
-    total = f", {found['total_flops'] / 1e15:,.1f} PFLOP" if found["total_flops"] else ""
-    page.print(f"budget: {budget}{total}; {found['tokens_per_step']:,} tokens a step")
-    if plan.time and plan.time["seconds"] is not None:
-        page.print(
-            f"time: {duration(plan.time['seconds'])} at {share(plan.time['utilisation'])} of"
-            f" {plan.time['peak_flops'] / 1e12:,.1f} TFLOP/s, of each device"
-        )
+    budget = (
+        f"{found['steps']:,} steps, {count(found['tokens'])} tokens" if found["steps"] else "until the time is over"
+    )
+    page.print(f"budget: {budget}; {found['tokens_per_step']:,} tokens a step")
+    if work["estimated_seconds"] is not None:
+        speed = f", here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s" if work["flops_per_second"] else ""
+        needed = f" for {work['total_flops'] / 1e12:,.1f} TFLOP{speed}" if work["total_flops"] else ""
+        page.print(f"time: about {duration(work['estimated_seconds'])}{needed}")

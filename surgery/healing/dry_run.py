@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from surgery.checkpoint import check_output
+from surgery.checkpoint.disk import free_bytes
 from surgery.checkpoint.output_place import default_output
 from surgery.checkpoint.staging import Staging
 from surgery.common.progress import Progress
@@ -16,8 +17,9 @@ from surgery.healing.launchers import count_processes, is_sharded
 from surgery.model import register
 from surgery.running.source_check import open_source
 from surgery.structures.dry_run import measure_speed
-from surgery.training.estimate import WIDTHS, estimate
-from surgery.training.shapes import config_of
+from surgery.structures.estimates import seconds_of
+from surgery.training.estimate import config_of, estimate
+from surgery.training.preparation import COMPUTED, PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -26,28 +28,25 @@ class HealingPlan:
 
     Attributes:
         settings: of the training.
-        estimate: bytes and FLOPs (`surgery.training.estimate.Estimate`).
-        time: the peak and the utilisation that were given, and the seconds they make; None without a peak.
+        estimate: bytes of a device, steps and operations (`surgery.training.estimate.Estimate`).
+        disk: bytes of the result, of the run's checkpoints, and what is free.
+        work: operations, the speed of this machine and the estimated seconds, as of a conversion; None where a launcher
+            names other machines or only time ends the run.
     """
 
     student: str
     out: str
     settings: dict[str, Any]
     estimate: dict[str, Any]
-    time: dict[str, float | None] | None
+    disk: dict[str, int]
+    work: dict[str, float | None]
 
 
-def plan_healing(
-    request: HealRequest, peak_flops: float | None = None, utilisation: float = 0.4, *, here: bool = False
-) -> HealingPlan:
+def plan_healing(request: HealRequest) -> HealingPlan:
     """Plans `heal_checkpoint` with the same request, from the models' configs: nothing is trained or written.
 
-    Args:
-        peak_flops, utilisation: of `Estimate.seconds`; without a peak there is no time.
-        here: the peak is what a matrix product reaches on this machine, where no launcher names others.
-
     Raises:
-        SurgeryError: the request is impossible, or the models cannot be followed on shapes alone.
+        SurgeryError: the request is impossible.
     """
     register()
     student = open_source(request.student)
@@ -61,15 +60,26 @@ def plan_healing(
     if settings.dtype == "auto":  # as the training will find it, if it runs here
         can = device.type == "cuda" and torch.cuda.is_bf16_supported()
         settings = replace(settings, dtype="bf16" if can else "fp32")
-    if here and request.launcher is None:
-        peak_flops = measure_speed(device, WIDTHS[settings.dtype])["flops_per_second"]
     configs = [
         None if path is None else config_of(open_source(path), settings)
         for path in (settings.student, settings.teacher)
     ]
     found = estimate(*configs, settings, processes, sharded=is_sharded(request.launcher))
-    time = None
-    if peak_flops is not None:
-        seconds = found.seconds(peak_flops, utilisation)
-        time = {"peak_flops": peak_flops, "utilisation": utilisation, "seconds": seconds}
-    return HealingPlan(settings.student, str(out), plain(settings.to_dict()), found.to_dict(), time)
+    rate = None
+    if request.launcher is None:
+        one = measure_speed(device, COMPUTED[PRECISIONS[settings.dtype]])["flops_per_second"]
+        rate = one * (processes if device.type == "cuda" else 1)  # processes of one CPU share it
+    seconds = seconds_of(found.total_flops, rate)
+    if settings.max_seconds is not None:
+        seconds = min(settings.max_seconds, seconds or settings.max_seconds)
+    weights = sum(student.info(name).nbytes for name in student.names())
+    # Weights that train and two moments, in fp32; a new checkpoint is written before the oldest goes.
+    checkpoints = (settings.keep_last + 1) * 12 * found.parameters["trained"]
+    return HealingPlan(
+        settings.student,
+        str(out),
+        plain(settings.to_dict()),
+        found.to_dict(),
+        {"output_bytes": weights, "checkpoint_bytes": checkpoints, "free_bytes": free_bytes(out.absolute().parent)},
+        {"total_flops": found.total_flops, "flops_per_second": rate, "estimated_seconds": seconds},
+    )

@@ -31,6 +31,11 @@ ALGEBRA_MATRICES = 8
 CODES_SLOWDOWN = 5
 
 
+def seconds_of(flops: int | None, flops_per_second: float | None) -> float | None:
+    """Estimate the time of a model's operations at the rate of one large matrix product; None where one is unknown."""
+    return None if flops is None or not flops_per_second else flops / (flops_per_second * EFFICIENCY)
+
+
 @dataclass(frozen=True)
 class Demand:
     """What a structure computes, in the numbers that its cost follows from.
@@ -195,8 +200,8 @@ class Workload:
 
     def estimate(self, speed: dict[str, float | None]) -> dict:
         """Floating point operations and the time that they take at a measured speed; None where there is none."""
-        total, rate = sum(self.phase_flops().values()), speed["flops_per_second"]
-        return {"total_flops": total, **speed, "estimated_seconds": rate and total / (rate * EFFICIENCY)}
+        total = sum(self.phase_flops().values())
+        return {"total_flops": total, **speed, "estimated_seconds": seconds_of(total, speed["flops_per_second"])}
 
     def phase_flops(self) -> dict[str, int]:
         """Operations by the names of a conversion's phases, in their order: forward passes over the texts they read.

@@ -233,11 +233,11 @@ def _heal(step: Step, where: str) -> Action:
         from surgery.healing.dry_run import plan_healing
 
         request = asked(out, made)
-        found = plan_healing(request, here=True)
+        found = plan_healing(request)
         made.checkpoints[step.name] = Path(request.student)  # of the same shapes
-        times, tokens = (settings.max_seconds, found.time and found.time["seconds"]), found.estimate["tokens"]
+        tokens = found.estimate["tokens"]
         return Expected(
-            seconds=min((each for each in times if each), default=None),
+            seconds=found.work["estimated_seconds"],
             told=f"{count(tokens)} tokens" if tokens else "",
             **{"device" if launcher or _on_gpu(settings.device) else "host": found.estimate["peak_bytes"]},
         )

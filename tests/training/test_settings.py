@@ -59,7 +59,7 @@ def test_refuses_what_is_incomplete_or_impossible_before_it_starts():
 
 
 def test_a_tracker_that_is_missing_is_said_before_anything_starts(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [])
     with pytest.raises(SurgeryError, match="pip install tensorboard"):
         check_tracker(HealSettings(tracker="tensorboard"))
 

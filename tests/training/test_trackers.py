@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tiny_models import make_checkpoint
 from surgery.common.errors import SurgeryError
 from surgery.training import heal, trackers
 from surgery.training.settings import HealSettings
-from surgery.training.trackers import Tracker, check_tracker
+from surgery.training.trackers import check_tracker
 
 ENVIRONMENT = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
 
@@ -112,28 +111,17 @@ def test_a_tracker_ends_with_a_run_that_fails(settings, monkeypatch):
 
 def test_a_tracker_that_refuses_does_so_before_models_are_loaded(settings, monkeypatch, no_models):
     Service(monkeypatch, breaks="init")
-    with pytest.raises(SurgeryError, match="wandb does not start: api key is not valid; tracker none"):
+    with pytest.raises(SurgeryError, match=r"wandb does not start: api key is not valid; .*tracker none"):
         heal_here(settings(tracker="wandb", wandb_mode="offline"))
-
-
-def test_wandb_online_without_a_login(settings, no_models):
-    pytest.importorskip("wandb")
-    values = settings(tracker="wandb")
-    with pytest.raises(SurgeryError, match="nobody is logged in: run wandb login"):
-        heal_here(values)
-    assert not Path(f"{values['out']}.run").exists()
 
 
 def test_wandb_online_without_a_network(settings, monkeypatch, no_models):
     pytest.importorskip("wandb")
+    monkeypatch.setattr(trackers, "SECONDS", 1)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    began = time.monotonic()
-    with pytest.raises(SurgeryError, match=r"cannot be reached at http://127\.0\.0\.1:9 .*wandb_mode offline"):
+    with pytest.raises(SurgeryError, match=r"wandb does not start: .*127\.0\.0\.1:9.*wandb_mode offline"):
         heal_here(settings(tracker="wandb"))
-    assert time.monotonic() - began < 60  # wandb itself tries for minutes
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
@@ -147,34 +135,26 @@ def test_wandb_without_a_service(settings, tmp_path, mode):
     assert len(runs) == (mode == "offline") and bool(facts["wandb"]) == (mode == "offline")
 
 
-def test_keys(settings, tmp_path, monkeypatch):
+def test_wandb_online_needs_a_login(settings, tmp_path, monkeypatch, no_models):
     pytest.importorskip("wandb")
-    asked = HealSettings(**settings(tracker="wandb"))
+    values = settings(tracker="wandb")
     with pytest.raises(SurgeryError, match="logged in"):
-        check_tracker(asked)
-    (tmp_path / "no-netrc").write_text("machine api.wandb.ai\n  login user\n  password x\n")
-    check_tracker(asked)
-    monkeypatch.setenv("WANDB_BASE_URL", "https://metrics.example.org")
-    (tmp_path / "no-netrc").write_text("machine metrics.example.org\n  login user\n  password x\n")
-    check_tracker(asked)
-    (tmp_path / "no-netrc").write_text("machine other.example.org\n  login user\n  password x\n")
-    with pytest.raises(SurgeryError, match="logged in"):
-        check_tracker(asked)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    check_tracker(asked)
-
-
-@pytest.mark.parametrize("tracker", ["tensorboard", "mlflow", "comet_ml"])
-def test_a_tracker_that_is_not_installed_is_refused_first(settings, monkeypatch, no_models, tracker):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    values = settings(tracker=tracker)
-    with pytest.raises(SurgeryError, match=f"tracker {tracker} is not installed: pip install {tracker}"):
         heal_here(values)
     assert not Path(f"{values['out']}.run").exists()
+    for host, url in (("api.wandb.ai", ""), ("metrics.example.org", "https://metrics.example.org")):
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        (tmp_path / "no-netrc").write_text(f"machine {host}\n  login user\n  password x\n")
+        check_tracker(HealSettings(**values))
+    monkeypatch.setenv("WANDB_BASE_URL", "https://other.example.org")
+    with pytest.raises(SurgeryError, match="logged in"):
+        check_tracker(HealSettings(**values))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_tracker(HealSettings(**values))
 
 
-def test_no_tracker_takes_everything():
-    tracker = Tracker()
-    tracker.log(1, {"loss": 1.0})
-    tracker.finish()
-    assert tracker.run() is None and tracker.failed is None
+def test_a_tracker_that_is_not_installed_is_refused_first(settings, monkeypatch, no_models):
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [])
+    values = settings(tracker="mlflow")
+    with pytest.raises(SurgeryError, match="tracker mlflow is not installed: pip install mlflow"):
+        heal_here(values)
+    assert not Path(f"{values['out']}.run").exists()
