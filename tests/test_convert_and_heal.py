@@ -1,6 +1,7 @@
 """`surgery convert --heal`, end to end on tiny models: one command, one checkpoint, resumed after either half."""
 
 import json
+import shutil
 
 import pytest
 from command_line import run_main
@@ -34,6 +35,10 @@ surgery_settings = heal.EvalSettings
 def conversion(source, out, **further):
     settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none", device="cpu")
     return ConversionRequest(source, out, settings, **further)
+
+
+def no_class(student, _):
+    raise SurgeryError(f"{student.path}: no class")
 
 
 def refused(*_, **__):
@@ -100,8 +105,15 @@ def test_restart_discards_the_conversion(checkpoints, tmp_path, monkeypatch):
 
 def test_what_cannot_be_healed_is_refused_before_the_conversion(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(convert_and_heal, "convert", refused)
-    with pytest.raises(SurgeryError, match="--heal: the result: a gpt_neox as it came"):
-        convert_and_heal.convert_and_heal(conversion(checkpoints("gpt_neox"), tmp_path / "out"), MINUTE)
+    mute = tmp_path / "mute"
+    shutil.copytree(checkpoints("llama"), mute, ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(SurgeryError, match="--heal trains on text"):
+        convert_and_heal.convert_and_heal(conversion(mute, tmp_path / "out"), MINUTE)
+    unhealable = pytest.MonkeyPatch()
+    unhealable.setattr(convert_and_heal, "config_of", no_class)
+    with pytest.raises(SurgeryError, match="--heal: the result: no class"):
+        convert_and_heal.convert_and_heal(conversion(checkpoints("llama"), tmp_path / "out"), MINUTE)
+    unhealable.undo()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     with pytest.raises(SurgeryError, match="full"):
@@ -109,7 +121,7 @@ def test_what_cannot_be_healed_is_refused_before_the_conversion(checkpoints, tmp
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SurgeryError, match="--processes"):
         convert_and_heal.convert_and_heal(conversion(checkpoints("llama"), tmp_path / "out"), MINUTE)
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "mute"]
 
 
 def test_a_dry_run_tells_of_both(checkpoints, tmp_path, monkeypatch, capsys):
