@@ -96,8 +96,6 @@ def test_every_sequence_is_of_one_process(sequences, batch, count, tmp_path):
         assert torch.equal(store.load(0), rows.float()[..., None])
 
 
-
-
 @pytest.mark.slow
 def test_killed_with_two_processes_and_resumed_with_one(checkpoints, tmp_path):
     """Every layer is a state; killed after some, it goes on with any number of processes."""

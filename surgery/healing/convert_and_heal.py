@@ -31,7 +31,7 @@ from surgery.structures.dry_run import ConversionPlan, outline_result, plan_conv
 from surgery.structures.made_already import is_conversion_of
 from surgery.structures.registry import target_of
 from surgery.structures.request import ConversionRequest, open_request
-from surgery.training.shapes import config_of
+from surgery.training.estimate import config_of
 
 TRAINING: dict[str, Any] = {
     "length": 512,
