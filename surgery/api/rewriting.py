@@ -195,7 +195,6 @@ def _convert(
     *,
     overwrite: bool,
     progress: bool,
-    processes: int = 1,
     heal: float | None = None,
     **further: Any,
 ) -> Converted:
@@ -211,13 +210,11 @@ def _convert(
         request = ConversionRequest(source.path, place, settings, overwrite=overwrite, **further)
         bars = Progress(silent=not progress)
         if heal is None:
-            conversion = convert(**vars(request), processes=processes, progress=bars)
+            conversion = convert(**vars(request), progress=bars)
         else:
             from surgery.healing.convert_and_heal import convert_and_heal
 
-            conversion = convert_and_heal(
-                request, {"max_seconds": heal}, processes=processes, measure={}, progress=bars
-            )
+            conversion = convert_and_heal(request, {"max_seconds": heal}, measure={}, progress=bars)
         found = {"source": source.source, "_device": source.device, "_kept": kept}
         return Converted.of(conversion.path, conversion.report.to_dict(), **found)
 
