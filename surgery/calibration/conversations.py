@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.calibration.self_samples import sample_replies
+from surgery.calibration.sampled_replies import sample_replies
 from surgery.eval.sequences import tokenize
 from surgery.running.chat_templates import ChatTemplate
 

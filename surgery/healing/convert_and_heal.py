@@ -39,11 +39,15 @@ TRAINING: dict[str, Any] = {
     "gradient_accumulation": 1,
     "learning_rate": 1e-4,
     "schedule": "linear",
+    "objective": {"kl": 1.0, "hidden": 10.0},
+    "recall": 0.5,
     "held_out": 0,
     "eval_every": None,
     "max_tokens": None,
 }
-"""Settings of the training that differ from those of ``surgery heal``: in minutes, the number of steps decides."""
+"""Settings of the training that differ from those of ``surgery heal``. In minutes the number of steps decides, and text
+alone wins back the loss before the recall: the demo model as low rank at an eighth, healed for 125 s, finds 73% of planted
+keys with the defaults of both last ones, 88% with these (docs/healing.md)."""
 
 
 def convert_and_heal(

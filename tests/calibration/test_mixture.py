@@ -11,7 +11,7 @@ from surgery.calibration.conversations import HELD_OUT_PROMPTS, PROMPTS, sample_
 from surgery.calibration.installed import installed_code, installed_docstrings, installed_prose
 from surgery.calibration.mixture import DEFAULT, build_mixture, shares_of, without_chat
 from surgery.calibration.prose import builtin_prose, paragraphs
-from surgery.calibration.self_samples import sample_replies
+from surgery.calibration.sampled_replies import sample_replies
 from surgery.calibration.sequences import SequenceRequest
 from surgery.common.errors import SurgeryError
 

@@ -136,7 +136,6 @@ def test_unreadable_files(tmp_path, name, data, message):
         ("missing.txt", "looked for 'builtin' and for a file 'missing.txt'"),
         ("/no/such/place", "looked for 'builtin' and for a file"),
         ("a:b:c:d", "looked for 'builtin' and for a file"),
-        ("self", "sample_from_model"),
         ("", "no text source given"),
     ],
 )
