@@ -45,9 +45,12 @@ TRAINING: dict[str, Any] = {
     "eval_every": None,
     "max_tokens": None,
 }
-"""Settings of the training that differ from those of ``surgery heal``. In minutes the number of steps decides, and text
-alone wins back the loss before the recall: the demo model as low rank at an eighth, healed for 125 s, finds 73% of planted
-keys with the defaults of both last ones, 88% with these (docs/healing.md)."""
+"""Settings of the training that differ from those of ``surgery heal``.
+
+In minutes the number of steps decides, and text alone wins back the loss before the recall: the demo model as low rank
+at an eighth, healed for 125 s, finds 73% of planted keys with the default objective and share of recall, 88% with these
+(docs/healing.md).
+"""
 
 
 def convert_and_heal(
