@@ -366,5 +366,6 @@ def test_builtin_is_the_model_that_ships(tmp_path, monkeypatch, capsys):
         asked = ("heal", str(DEMO), *teacher, "--max-tokens", "9999", "--out", str(tmp_path / "out"))
         code, out, _ = run_main(monkeypatch, capsys, *asked, "--device", "cpu", "--dry-run", "--json")
         assert code == 0
-        plans.append(out)
+        plan = json.loads(out)
+        plans.append((plan["settings"], plan["estimate"]))
     assert plans[0] == plans[1] == plans[2]
