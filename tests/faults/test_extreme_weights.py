@@ -18,7 +18,6 @@ TENSORS = {
 HEADS = "heads.safetensors"
 SHORT = ("--calibration", HELD_OUT, "--calibration-tokens", 512, "--calibration-length", 128)
 COMMANDS = {
-    "inspect": ("inspect", "bad", *SHORT),
     "low rank": ("convert", "bad", "--to", "lowrank", "--kv-ratio", 0.5, "--out", "out", *SHORT),
     "MLA": ("convert", "bad", "--to", "mla", "--kv-ratio", 0.5, "--out", "out", "--calibration", "none"),
     "heads": (
