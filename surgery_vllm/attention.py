@@ -18,8 +18,8 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLi
 from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
 
+from surgery.model.latent_entry import LatentEntry
 from surgery_vllm.backend import PagedLatentBackend
-from surgery_vllm.structure import Latent
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -37,13 +37,20 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(
-        self, config: Any, latent: Latent, cache_config: CacheConfig | None, bias: bool, bias_o_proj: bool, prefix: str
+        self,
+        config: Any,
+        latent: LatentEntry,
+        cache_config: CacheConfig | None,
+        bias: bool,
+        bias_o_proj: bool,
+        prefix: str,
     ):
         super().__init__()
         ranks, heads = get_tensor_model_parallel_world_size(), config.num_attention_heads
         if heads % ranks:
             raise ValueError(f"{heads} query heads do not divide over {ranks} processes")
-        hidden, rank, rope = config.hidden_size, latent.rank, latent.rope_dim
+        hidden, rank, rope = config.hidden_size, latent.kv_lora_rank, latent.rope_dim
+        gains = self.key_gains = latent.key_gains(config)
         self.heads = heads // ranks
         self.head_dim = getattr(config, "head_dim", None) or hidden // heads
         self.latent = latent
@@ -55,17 +62,17 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(rank, heads * 2 * self.head_dim, bias=False, prefix=f"{prefix}.kv_b_proj")
         self.o_proj = RowParallelLinear(heads * self.head_dim, hidden, bias=bias_o_proj, prefix=f"{prefix}.o_proj")
         self.gains = None
-        if latent.gains:
+        if gains:
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_proj = ReplicatedLinear(hidden, latent.gains * self.head_dim, bias=bias, prefix=f"{prefix}.k_proj")
-            self.gains = self._own_gains(heads // latent.gains)
-        inv_freq = torch.tensor(latent.inv_freq, dtype=torch.float32)
+            self.k_proj = ReplicatedLinear(hidden, gains * self.head_dim, bias=bias, prefix=f"{prefix}.k_proj")
+            self.gains = self._own_gains(heads // gains)
+        inv_freq = torch.tensor(latent.rope_inv_freq, dtype=torch.float32)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.mla_attn = MLAAttention(
             num_heads=self.heads,
             scale=self.head_dim**-0.5,
             qk_nope_head_dim=self.head_dim,
-            qk_rope_head_dim=rope + latent.gains,  # as the cache has it
+            qk_rope_head_dim=rope + gains,  # as the cache has it
             v_head_dim=self.head_dim,
             q_lora_rank=None,
             kv_lora_rank=rank,
@@ -87,17 +94,17 @@ class LatentAttention(nn.Module):
             query = self.q_norm(query)
         turned = torch.einsum("thd,hdk->thk", query, self.query_rope)
         query = torch.cat((query, rotate_pairs(turned, cos[:, None], sin[:, None])), dim=-1)
-        latent, key = self.kv_down(hidden_states)[0].split((self.latent.rank, self.latent.rope_dim), dim=-1)
+        latent, key = self.kv_down(hidden_states)[0].split((self.latent.kv_lora_rank, self.latent.rope_dim), dim=-1)
         key = rotate_pairs(key, cos, sin)
         if self.gains is not None:
-            query = pad(query, (0, self.latent.gains))  # `MLAAttention` wants queries as wide as what is cached
+            query = pad(query, (0, self.key_gains))  # `MLAAttention` wants queries as wide as what is cached
             key = torch.cat((key, self._key_irms(hidden_states)), dim=-1)
         shape = (len(hidden_states), self.heads * self.head_dim)
         return self.o_proj(self.mla_attn(query, latent, key.unsqueeze(1), output_shape=shape))[0]
 
     def _key_irms(self, hidden_states: Tensor) -> Tensor:
         """Inverse root mean square of the source's keys before their norm: [T, D] → [T, G]."""
-        key = self.k_proj(hidden_states)[0].unflatten(-1, (self.latent.gains, self.head_dim)).float()
+        key = self.k_proj(hidden_states)[0].unflatten(-1, (self.key_gains, self.head_dim)).float()
         return torch.rsqrt(key.square().mean(dim=-1) + self.latent.key_norm_eps).to(hidden_states.dtype)
 
     def _own_gains(self, heads_of_gain: int) -> slice:
@@ -116,7 +123,7 @@ class LatentAttention(nn.Module):
         loaded, rest = set(), []
         for name, tensor in weights:
             if name == "query_up":  # [heads, d, r + ρ]
-                keys, turned = tensor[mine].split((self.latent.rank, self.latent.rope_dim), dim=-1)
+                keys, turned = tensor[mine].split((self.latent.kv_lora_rank, self.latent.rope_dim), dim=-1)
                 up[:, : self.head_dim].copy_(keys)
                 self.query_rope.data.copy_(turned)
                 loaded.add("query_rope")

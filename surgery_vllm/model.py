@@ -8,10 +8,13 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
 
+from surgery.model.hybrid_entry import HybridEntry
+from surgery.model.latent_entry import LatentEntry
+from surgery.model.low_rank_entry import LowRankEntry
 from surgery_vllm.attention import LatentAttention
 from surgery_vllm.heads import SplitAttention
 from surgery_vllm.low_rank import LowRankAttention
-from surgery_vllm.structure import Latent, LowRank, SplitHeads, attention_of_layers
+from surgery_vllm.structure import attention_of_layers
 
 _FUSED_MLP = {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
 
@@ -22,11 +25,11 @@ def _attention(
     """What :class:`LlamaDecoderLayer` builds in the place of a `LlamaAttention`."""
     layer = attention_of_layers(config)[extract_layer_index(prefix)]
     said = {"cache_config": cache_config, "bias": bias, "bias_o_proj": bias_o_proj, "prefix": prefix}
-    if isinstance(layer, Latent):
+    if isinstance(layer, LatentEntry):
         return LatentAttention(config, layer, **said)
-    if isinstance(layer, SplitHeads):
+    if isinstance(layer, HybridEntry):
         return SplitAttention(config, more["max_position_embeddings"], **said)
-    if isinstance(layer, LowRank):
+    if isinstance(layer, LowRankEntry):
         return LowRankAttention(config, more["max_position_embeddings"], **said)
     return LlamaAttention(config, num_kv_heads=layer.kv_heads, **said, **more)
 
@@ -46,7 +49,7 @@ class SurgeryModel(LlamaModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
         stacked = dict(_FUSED_MLP)
         for number, layer in enumerate(attention_of_layers(self.config)):
-            if not isinstance(layer, Latent | LowRank):
+            if not isinstance(layer, LatentEntry | LowRankEntry):
                 place = f"layers.{number}.self_attn."
                 stacked |= {f"{place}{shard}_proj": (f"{place}qkv_proj", shard) for shard in "qkv"}
         self.hf_to_vllm_mapper = WeightsMapper(orig_to_new_stacked=stacked)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from own_checkpoints import HYBRIDS, SOURCES
 from tiny_models import CONFIGS, HELD_OUT
+from written_models import IMAGES, WRITTEN
 
 from surgery.architectures.decilm import config_with_heads
 from surgery.architectures.own_class import layer_entries, own_config
@@ -23,6 +24,9 @@ from surgery.forecast.evaluation import plan_evaluation
 from surgery.inspection.checks import FAILED, verify_checkpoint
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
+from surgery.model.grouped_entry import GroupedEntry
+from surgery.model.layer_entry import StockEntry
+from surgery.model.parts import entries_of
 from surgery.planning.plan import make_plan
 from surgery.planning.settings import PlanSettings
 from surgery.running import kv_bytes
@@ -46,6 +50,10 @@ TARGETS_ASKED = {
 def dumped(config) -> dict:
     """A config as its config.json has it."""
     return with_size_names(json.loads(config.to_json_string(use_diff=False)))
+
+
+NO_ENTRIES = (IMAGES, "mla", "fewer_heads", "cross_layer_token")
+"""Models without entries, and one whose cache has nothing but what its store's rank says."""
 
 
 def settings_of(target: str):
@@ -98,7 +106,7 @@ def test_a_vision_language_model_has_the_cache_of_its_decoder(name):
 
 def test_kv_heads_by_layer_are_counted_alike_in_both_classes():
     source = {**dumped(CONFIGS["llama"]()), "intermediate_size": 256}
-    entries = [None, {"kind": "grouped", "kv_heads": 1}]
+    entries = [StockEntry(), GroupedEntry(kv_heads=1)]
     decilm = kv_bytes_of(config_with_heads(source, [2, 1]), torch.float32)
     assert decilm(9) == kv_bytes_of(own_config(source, entries), torch.float32)(9) == 9 * 3 * 2 * 8 * 4
 
@@ -110,6 +118,31 @@ def test_the_plugin_allocates_what_the_model_class_holds(name):
     found, held = Facts.of(config), kv_bytes_of(config, torch.float32)
     assert found.not_served is None
     assert held(1001) - held(1000) == 4 * found.cached_numbers
+
+
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in NO_ENTRIES])
+def test_one_more_element_of_a_kind_changes_every_answer(name, monkeypatch):
+    """The bytes of a kind are those of its entry alone, in the model class, in reports and in the plugin for vLLM."""
+    model = WRITTEN[name]()
+    config = dumped(model.config)
+
+    def answers():
+        engine = Facts.of(config)
+        return kv_bytes_of(config, torch.float32)(41), model.kv_cache_bytes(1, 41), engine.cached_numbers
+
+    right = answers()
+    for kind in {type(entry) for entry in entries_of(model.config)}:
+        shape = kind.cached_shape
+
+        def one_more(entry, config, shape=shape):
+            heads, key, value = shape(entry, config)
+            return heads, key + 1, value
+
+        monkeypatch.setattr(kind, "cached_shape", one_more)
+    kv_bytes._custom_model.cache_clear()
+    wrong = answers()
+    assert wrong[0] > right[0] and wrong[1] > right[1]
+    assert right[2] is None or wrong[2] > right[2]
 
 
 def answers(written, tmp_path) -> dict[str, object]:

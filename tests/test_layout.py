@@ -1,6 +1,7 @@
 """The house: who may import whom, and what its files of settings are."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -49,7 +50,7 @@ BESIDE = {
     "kernels": set(),
     "model": set(),
     "version": set(),
-    "engines": {"checkpoint", "common"},
+    "engines": {"checkpoint", "common", "model"},  # the entries of layers alone
     "eval": {"common", "model", "running"},
     "training": {"calibration", "checkpoint", "common", "eval", "kernels", "model", "running", "version"},
 }
@@ -206,9 +207,21 @@ def test_nothing_outside_a_structures_folder_asks_for_its_name():
             assert not asked_for(ast.parse(file.read_text(encoding="utf-8"))) & names, file
 
 
-def test_the_plugin_imports_nothing_of_the_package():
-    for file in sorted((ROOT / "surgery_vllm").rglob("*.py")):
-        assert not imported(file), file
+@pytest.mark.parametrize("folder", ["surgery_vllm", "surgery/engines"])
+def test_the_plugin_and_engines_read_entries_without_a_model(folder):
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        models = {name for name in imported(file) if package_of(name) == "model"}
+        assert all(name.endswith("_entry") or name == "surgery.model.parts" for name in models), file
+        assert folder != "surgery_vllm" or imported(file) == models, file
+
+
+def test_entries_are_read_without_torch():
+    entries = [file for name, file in FILES.items() if name.startswith("surgery.model.") and name.endswith("_entry")]
+    assert len(entries) > 5
+    for file in (*entries, FILES["surgery.model.parts"]):
+        assert not {"torch", "transformers"} & set(
+            re.findall(r"^(?:import|from) (\w+)", file.read_text(), re.MULTILINE)
+        )
 
 
 @pytest.mark.parametrize(

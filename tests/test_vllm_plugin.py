@@ -7,12 +7,15 @@ import pytest
 import torch
 from no_host_sync import NoHostSync
 
+from surgery.model.grouped_entry import GroupedEntry
+from surgery.model.latent_entry import LatentEntry
+from surgery.model.low_rank_entry import Block
 from surgery_vllm import config as plugin_config
 from surgery_vllm import paged, spans
 from surgery_vllm.block_sizes import WASTED, block_sizes
 from surgery_vllm.paged import paged_head_attention, paged_latent_attention, paged_rebuilt_attention, write_slots
 from surgery_vllm.spans import Span, alike, spans_of
-from surgery_vllm.structure import Block, Grouped, Latent, LowRank, SplitHeads, attention_of_layers
+from surgery_vllm.structure import attention_of_layers
 
 RANK, ROPE, HEADS, PAGE = 6, 4, 6, 8
 
@@ -176,34 +179,42 @@ def test_a_span_of_neighbours_and_of_bounds():
     assert spans_of([0, 0], [0, 0], torch.zeros(2, 4), lengths[:2], 4) == []
 
 
+LATENT = {"kind": "latent", "kv_lora_rank": 4, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": None}
+CROSS_LAYER = {"kind": "cross_layer", "group_size": 1, "rank": 4, "block": 1, "sinks": 0, "window": 0, "place": 0}
+
+
 def config(**changes):
-    latent = {"kind": "latent", "kv_lora_rank": 4, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": None}
-    said = {"base_model_type": "llama", "attention_layers": [latent, None], "kv_cache": None}
+    said = {"base_model_type": "llama", "attention_layers": [LATENT, None], "kv_cache": None}
+    said |= {"hidden_size": 32}
     said |= {"num_key_value_heads": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     entry = changes.pop("entry", None)
     if entry is not None:
-        said["attention_layers"] = [latent, {**latent, **entry}]
+        said["attention_layers"] = [LATENT, entry if "kind" in entry else {**LATENT, **entry}]
     return SimpleNamespace(**said | changes)
 
 
 HYBRID = {"kind": "hybrid", "kv_heads": 2, "full_heads": 1, "compensated_heads": 0, "sinks": 4, "recent": 8}
+HYBRID["head_order"] = [0, 1]
 
 LOW_RANK = {"kind": "low_rank", "blocks": [{"rank": 5, "keys": [1, 0], "values": []}], "shared_layers": 0, "window": 0}
+LOW_RANK |= {"shared_rank": 0, "sinks": 0}
 
 
 def test_structures_that_it_serves():
     (low_rank,) = attention_of_layers(config(attention_layers=[LOW_RANK]))
-    assert low_rank == LowRank((Block(5, (1, 0), ()),)) and low_rank.width == 5
-    assert attention_of_layers(config(attention_layers=[None, HYBRID])) == [
-        SplitHeads(2, 0, 0, 0),
-        SplitHeads(1, 1, 4, 8),
+    assert low_rank.blocks == (Block(5, (1, 0), ()),) and low_rank.width(config()) == 5
+    split = attention_of_layers(config(attention_layers=[None, HYBRID]))
+    assert [(each.full_heads, each.streaming_heads, each.sinks, each.recent) for each in split] == [
+        (2, 0, 0, 0),
+        (1, 1, 4, 8),
     ]
-    assert attention_of_layers(config()) == [Latent(4, (1.0, 0.1)), Grouped(2)]
-    assert attention_of_layers(config(entry={"kind": "grouped", "kv_heads": 1}))[1] == Grouped(1)
+    latent = LatentEntry(kv_lora_rank=4, rope_inv_freq=(1.0, 0.1), key_norm_eps=None)
+    assert attention_of_layers(config()) == [latent, GroupedEntry(kv_heads=2)]
+    assert attention_of_layers(config(entry={"kind": "grouped", "kv_heads": 1}))[1] == GroupedEntry(kv_heads=1)
     normed = config(base_model_type="qwen3", entry={"key_norm_eps": 1e-6})
     normed.attention_layers = normed.attention_layers[1:]
-    assert attention_of_layers(normed)[0].width == 4 + 4 + 2
-    assert attention_of_layers(config(sliding_window=64))[0].width == 4 + 4
+    assert attention_of_layers(normed)[0].width(normed) == 4 + 4 + 2
+    assert attention_of_layers(config(sliding_window=64))[0].width(config()) == 4 + 4
     assert attention_of_layers(config(sliding_window=32, use_sliding_window=False))
 
 
@@ -215,14 +226,17 @@ def test_structures_that_it_serves():
         ({"kv_cache": {"format": "int4"}}, "quantised by kv_cache"),
         ({"sliding_window": 32}, "attention windows"),
         ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}, "attention windows"),
-        ({"entry": {"kind": "cross_layer"}}, "kind 'cross_layer' .layer 1."),
+        ({"attention_layers": [None, CROSS_LAYER]}, "kind 'cross_layer' .layer 1."),
         ({"attention_layers": [LOW_RANK | {"shared_layers": 1}]}, "low rank with latents of earlier layers"),
         ({"attention_layers": [LOW_RANK | {"window": 4}]}, "low rank with a window of exact tokens"),
-        ({"attention_layers": [LOW_RANK | {"streaming": {"blocks": [0]}}]}, "low rank with streaming .layer 0."),
+        (
+            {"attention_layers": [LOW_RANK | {"streaming": {"blocks": [0], "sinks": 1, "recent": 4}}]},
+            "low rank with streaming .layer 0.",
+        ),
         ({"attention_layers": [LOW_RANK, HYBRID]}, "hybrid heads beside latents"),
         ({"base_model_type": "qwen3"}, "grouped heads with q/k-norm"),
-        ({"entry": HYBRID}, "hybrid heads beside latents"),
-        ({"attention_layers": [HYBRID | {"compensated_heads": 1}]}, "compensated heads .layer 0."),
+        ({"attention_layers": [LATENT, HYBRID]}, "hybrid heads beside latents"),
+        ({"attention_layers": [HYBRID | {"compensated_heads": 1}]}, "hybrid heads with compensation .layer 0."),
         ({"attention_layers": [HYBRID, HYBRID | {"sinks": 5}]}, "hybrid heads of several windows"),
         ({"entry": {"streaming": {"sinks": 4, "recent": 8}}}, "MLA with streaming"),
     ],

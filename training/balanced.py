@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from surgery.model.parts import entries_of
 from surgery.training.recording import decoder_of
 
 
@@ -74,7 +75,9 @@ def balance_latents(student: nn.Module, factors: Mapping[str, Tensor] | None = N
     config = getattr(student, "config", None)
     if getattr(config, "kv_cache", None) is not None:
         codes = map(config.kv_cache_of, range(config.num_hidden_layers))
-        if config.streams or any(each and each["keys"] == "token" for each in codes):
+        if any(entry.streams for entry in entries_of(config)) or any(
+            each and each["keys"] == "token" for each in codes
+        ):
             return 0
     names = {id(parameter): name for name, parameter in student.named_parameters()}
     held = {id_: factors[name] for id_, name in names.items() if name in (factors or {})}

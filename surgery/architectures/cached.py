@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,13 +14,13 @@ from surgery.common.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX, head_shape
 from surgery.families.latent_family import DOWN, NORM, UP
 from surgery.model.attention_functions import OUTPUT_GATES
-from surgery.model.configuration_surgery import caches_latents
+from surgery.model.latent_entry import LatentEntry
+from surgery.model.layer_entry import caches_latents
+from surgery.model.low_rank_entry import LowRankEntry
+from surgery.model.parts import entries_of
 from surgery.transforms.hadamard import hadamard, rotate_latent, rotate_values
 
 REASON = "no stock class keeps a quantised cache by itself"
-
-KINDS = (None, "grouped", "hybrid", "latent", "low_rank")
-"""Attention whose cache layers can be quantised ones; None is the family's own."""
 
 
 def check_quantizable(path: Path, config) -> None:
@@ -35,56 +37,42 @@ def check_quantizable(path: Path, config) -> None:
         )
     if getattr(config, "kv_cache", None):
         raise SurgeryError(f"{path}: its KV cache is quantised already; convert the checkpoint that it was made of")
-    for index, entry in enumerate(getattr(config, "attention_layers", None) or ()):
-        kind = entry and entry["kind"]
-        if kind not in KINDS:
-            raise SurgeryError(f"{path}: layer {index} has {kind} attention, whose cache cannot be quantised")
+    for index, entry in enumerate(entries_of(config)):
+        if entry.shares_cache:
+            raise SurgeryError(f"{path}: layer {index} has {entry.kind} attention, whose cache cannot be quantised")
 
 
 def rotated_tensors(reader: CheckpointReader, config, layer: int) -> dict[str, Tensor]:
     """A layer's tensors with a Hadamard rotation folded in, in their own dtype: values, or the latent."""
-    names = _sources(reader, config, layer)
-    prefix = ATTENTION_PREFIX.format(layer=layer)
+    prefix, (wanted, rotate) = ATTENTION_PREFIX.format(layer=layer), _rotation(config, layer)
+    names = [name for name in reader.names() if name.startswith(tuple(prefix + part for part in wanted))]
     found = {name.removeprefix(prefix): reader.tensor(name) for name in names}
-    entry = _entry(config, layer)
-    if entry is None and caches_latents(config):
-        rotated = _rotated_behind_norm(found, config.kv_lora_rank)
-    elif entry is None or "kv_heads" in entry:
-        rotated = _rotated_values(found, config, entry)
-    elif entry["kind"] == "latent":
-        rotated = _rotated_latent(found, entry)
-    else:
-        rotated = _rotated_blocks(found, config.attention_layers, layer)
-    return {prefix + name: tensor.to(found[name].dtype).contiguous() for name, tensor in rotated.items()}
+    return {prefix + name: tensor.to(found[name].dtype).contiguous() for name, tensor in rotate(found).items()}
 
 
-def _entry(config, layer: int) -> dict | None:
-    layers = getattr(config, "attention_layers", None)
-    return layers[layer] if layers else None
+def _rotation(config, layer: int) -> tuple[tuple[str, ...], Callable[[dict[str, Tensor]], dict[str, Tensor]]]:
+    """How names of the tensors begin that a layer's rotation changes, and the function that rotates them."""
+    entries = entries_of(config)
+    entry = entries[layer]
+    if isinstance(entry, LatentEntry):
+        return ("kv_down.", "query_up", "value_up"), partial(_rotated_latent, rank=entry.kv_lora_rank)
+    if isinstance(entry, LowRankEntry):
+        earlier = [rank for other in entries[layer - entry.shared_layers : layer] for rank in other.ranks]
+        return ("kv_down.weight", "key_up.", "value_up."), partial(_rotated_blocks, ranks=entry.ranks, earlier=earlier)
+    if entry.kind is None and caches_latents(config):
+        return (f"{DOWN}.", f"{NORM}.weight", f"{UP}.weight"), partial(_rotated_behind_norm, rank=config.kv_lora_rank)
+    heads, kv_heads, _ = head_shape(config)
+    return ("v_proj.", "o_proj.weight"), partial(
+        _rotated_values, heads=heads, kv_heads=getattr(entry, "kv_heads", kv_heads)
+    )
 
 
-def _sources(reader: CheckpointReader, config, layer: int) -> list[str]:
-    entry = _entry(config, layer)
-    if entry is None and caches_latents(config):
-        wanted = (f"{DOWN}.", f"{NORM}.weight", f"{UP}.weight")
-    elif entry is None or "kv_heads" in entry:
-        wanted = ("v_proj.", "o_proj.weight")
-    elif entry["kind"] == "latent":
-        wanted = ("kv_down.", "query_up", "value_up")
-    else:
-        wanted = ("kv_down.weight", "key_up.", "value_up.")
-    prefix = ATTENTION_PREFIX.format(layer=layer)
-    return [name for name in reader.names() if name.startswith(tuple(prefix + part for part in wanted))]
-
-
-def _rotated_values(found: dict[str, Tensor], config, entry: dict | None) -> dict[str, Tensor]:
-    heads, kv_heads, head_dim = head_shape(config)
-    kv_heads = kv_heads if entry is None else entry["kv_heads"]
+def _rotated_values(found: dict[str, Tensor], heads: int, kv_heads: int) -> dict[str, Tensor]:
     v, o, bias = found["v_proj.weight"], found["o_proj.weight"], found.get("v_proj.bias")
     v, o, bias = rotate_values(
-        v.view(kv_heads, head_dim, -1),
-        o.view(-1, heads, head_dim),
-        None if bias is None else bias.view(kv_heads, head_dim),
+        v.unflatten(0, (kv_heads, -1)),
+        o.unflatten(1, (heads, -1)),
+        None if bias is None else bias.unflatten(0, (kv_heads, -1)),
     )
     rotated = {"v_proj.weight": v.flatten(0, 1), "o_proj.weight": o.flatten(1)}
     return rotated if bias is None else {**rotated, "v_proj.bias": bias.flatten()}
@@ -106,8 +94,7 @@ def _rotated_behind_norm(found: dict[str, Tensor], rank: int) -> dict[str, Tenso
     return {**rows, f"{NORM}.weight": kept}
 
 
-def _rotated_latent(found: dict[str, Tensor], entry: dict) -> dict[str, Tensor]:
-    rank = entry["kv_lora_rank"]
+def _rotated_latent(found: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
     down, bias = found["kv_down.weight"].double(), found.get("kv_down.bias")
     query, value = found["query_up"].double(), found["value_up"]
     latent_bias = None if bias is None else bias[:rank]
@@ -122,19 +109,17 @@ def _rotated_latent(found: dict[str, Tensor], entry: dict) -> dict[str, Tensor]:
     return rotated
 
 
-def _rotated_blocks(found: dict[str, Tensor], layers: list[dict], layer: int) -> dict[str, Tensor]:
+def _rotated_blocks(found: dict[str, Tensor], ranks: Sequence[int], earlier: Sequence[int]) -> dict[str, Tensor]:
     """Low-rank latents, a rotation for each block; those of earlier layers come in with theirs."""
-    blocks = layers[layer]["blocks"]
-    earlier = [block for entry in layers[layer - layers[layer]["shared_layers"] : layer] for block in entry["blocks"]]
-    rotated = {"kv_down.weight": _rotations(blocks).T @ found["kv_down.weight"].double()}
-    for number, block in enumerate(blocks):
-        columns = _rotations([*earlier, block])
+    rotated = {"kv_down.weight": _rotations(ranks).T @ found["kv_down.weight"].double()}
+    for number, rank in enumerate(ranks):
+        columns = _rotations([*earlier, rank])
         for name in (f"key_up.{number}", f"value_up.{number}"):
             if name in found:
                 rotated[name] = found[name].double() @ columns
     return rotated
 
 
-def _rotations(blocks: list[dict]) -> Tensor:
+def _rotations(ranks: Sequence[int]) -> Tensor:
     """The rotations of blocks of latents along the diagonal, float64."""
-    return torch.block_diag(*(hadamard(block["rank"]) for block in blocks))
+    return torch.block_diag(*map(hadamard, ranks))

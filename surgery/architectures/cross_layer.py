@@ -5,9 +5,8 @@ All tensors of the source are kept, byte for byte; a shared basis stands beside 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ from surgery.architectures.own_class import own_config
 from surgery.checkpoint import TensorSpec
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
+from surgery.model.cross_layer_entry import GroupEntry
+from surgery.model.layer_entry import LayerEntry, StockEntry
 from surgery.transforms.cross_layer import SharedBasis
 
 REASON = "no stock class has layers that share a cache"
@@ -27,24 +28,24 @@ class OwnCrossLayer:
 
     Attributes:
         groups: first layer of each group, and the one after its last.
-        entries: what all layers of a group say in ``attention_layers``, but for their places.
+        entries: of the first layer of each group.
         layers: of the model; those in no group keep their own attention and cache.
         width: numbers that a layer of the source caches per token.
         dtype: of the new tensors.
     """
 
     groups: tuple[tuple[int, int], ...]
-    entries: tuple[Mapping[str, Any], ...]
+    entries: tuple[GroupEntry, ...]
     layers: int
     width: int
     dtype: torch.dtype
 
     def config(self, source: dict) -> dict:
         """The config.json of the converted model."""
-        layers: list[dict | None] = [None] * self.layers
+        layers: list[LayerEntry] = [StockEntry()] * self.layers
         for (start, stop), entry in zip(self.groups, self.entries, strict=True):
             for index in range(start, stop):
-                layers[index] = {**entry, "place": index - start}
+                layers[index] = replace(entry, place=index - start)
         return own_config(source, layers)
 
     def plan(self) -> dict[str, TensorSpec]:
@@ -52,11 +53,11 @@ class OwnCrossLayer:
         return {
             ATTENTION_PREFIX.format(layer=index) + name: TensorSpec(self.dtype, shape)
             for (start, stop), entry in zip(self.groups, self.entries, strict=True)
-            if "rank" in entry
+            if hasattr(entry, "rank")
             for index in range(start, stop)
             for name, shape in (
-                ("basis_down", (entry["rank"], self.width)),
-                ("basis_up", (self.width, entry["rank"])),
+                ("basis_down", (entry.rank, self.width)),
+                ("basis_up", (self.width, entry.rank)),
             )
         }
 

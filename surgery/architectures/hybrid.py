@@ -5,18 +5,24 @@ Tensors keep the names and shapes of the source's; heads are moved so that full 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import BoolTensor, Tensor
 
-from surgery.architectures.own_class import beside_latents, layer_entries
+from surgery.architectures.own_class import layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.families import key_gains
 from surgery.families.base import ATTENTION_PREFIX, head_shape
 from surgery.model.attention_functions import LEARNED_SINKS
+from surgery.model.hybrid_entry import HybridEntry
+from surgery.model.latent_entry import NORM_OVER_HEADS, LatentEntry
+from surgery.model.layer_entry import LayerEntry
+from surgery.model.low_rank_entry import Block, LowRankEntry, StreamingBlocks
+from surgery.model.streaming_latent_entry import Streaming, StreamingLatentEntry
 from surgery.transforms.head_order import permute_heads
 
 REASON = "no stock class keeps some heads of a layer whole and a window of the others"
@@ -73,25 +79,23 @@ class StreamableModel:
         if config.get("base_model_type", config["model_type"]) in LEARNED_SINKS:
             raise SurgeryError(f"{path}: it has learned sinks, which streaming heads do not know; convert --to gqa")
         _, kv_heads, head_dim = head_shape(loaded)
-        entries = layer_entries(config)
-        units = []
-        for layer, entry in enumerate(entries):
-            kind = None if entry is None else entry["kind"]
-            if kind == "hybrid" or (entry or {}).get("streaming"):
+        plain, units = SimpleNamespace(**config), []
+        for layer, entry in enumerate(layer_entries(config)):
+            if entry.streams:
                 raise SurgeryError(f"{path}: heads of layer {layer} stream already; convert what it was made of")
-            if kind in (None, "grouped"):
-                count = kv_heads if entry is None else entry["kv_heads"]
-                found = tuple(Unit((head,), 2 * head_dim) for head in range(count))
-            elif kind == "latent":
-                found = (Unit(tuple(range(kv_heads)), entry["kv_lora_rank"] + beside_latents(config, entry)),)
-            elif kind == "low_rank":
-                if entry["window"] or entry["shared_layers"]:
+            if entry.shares_cache:
+                raise SurgeryError(f"{path}: heads of {entry.kind} attention (layer {layer}) cannot stream")
+            if isinstance(entry, LatentEntry):
+                found = (Unit(tuple(range(kv_heads)), entry.width(plain)),)
+            elif isinstance(entry, LowRankEntry):
+                if entry.has_window or entry.joined:
                     raise SurgeryError(f"{path}: layer {layer} has an exact window or reads other layers' latents")
-                found = _units_of_blocks(entry["blocks"])
-                if len(found) > 1 and key_gains(config["base_model_type"], 2) == 1:
+                found = _units_of_blocks(entry.blocks)
+                if len(found) > 1 and config["base_model_type"] in NORM_OVER_HEADS:
                     raise SurgeryError(f"{path}: the key norm of layer {layer} is over all heads, which stay together")
             else:
-                raise SurgeryError(f"{path}: heads of {kind} attention (layer {layer}) cannot stream")
+                count = getattr(entry, "kv_heads", kv_heads)
+                found = tuple(Unit((head,), 2 * head_dim) for head in range(count))
             units.append(found)
         counts = {sum(len(unit.heads) for unit in found) for found in units}
         if len(counts) > 1:
@@ -115,29 +119,28 @@ class StreamableModel:
                 total += 0 if whole else extra * len(unit.heads)
         return total
 
-    def entries(self, plan) -> list[dict | None]:
-        """The ``attention_layers`` of a config.json, for a :class:`surgery.heads.plan.HeadPlan`."""
-        return [self._entry(layer, plan) for layer in range(self.layers)]
+    def entries(self, plan) -> list[LayerEntry]:
+        """The entries of a config.json, for a :class:`surgery.heads.plan.HeadPlan`."""
+        entries = layer_entries(self.config)
+        return [
+            entry if plan.full[layer].all() else self._entry(entry, layer, plan) for layer, entry in enumerate(entries)
+        ]
 
-    def _entry(self, layer: int, plan) -> dict | None:
-        entry = layer_entries(self.config)[layer]
-        full = plan.full[layer]
-        if full.all():
-            return entry
-        window = {"sinks": plan.sinks, "recent": plan.recent}
-        if entry is None or entry["kind"] == "grouped":
-            return {
-                "kind": "hybrid",
-                "kv_heads": self.kv_heads,
-                "full_heads": int(full.sum()),
-                "compensated_heads": int(plan.compensated[layer].sum()),
-                **window,
-                "head_order": plan.order(layer),
-            }
-        if entry["kind"] == "latent":
-            return {**entry, "streaming": window}
-        blocks = sorted(block for unit in self.units[layer] if not full[unit.heads[0]] for block in unit.blocks)
-        return {**entry, "streaming": {"blocks": blocks, **window}}
+    def _entry(self, entry: LayerEntry, layer: int, plan) -> LayerEntry:
+        full, window = plan.full[layer], {"sinks": plan.sinks, "recent": plan.recent}
+        if isinstance(entry, LatentEntry):
+            latent = {field.name: getattr(entry, field.name) for field in fields(entry)}
+            return StreamingLatentEntry(**latent, streaming=Streaming(**window))
+        if isinstance(entry, LowRankEntry):
+            blocks = sorted(block for unit in self.units[layer] if not full[unit.heads[0]] for block in unit.blocks)
+            return replace(entry, streaming=StreamingBlocks(tuple(blocks), **window))
+        return HybridEntry(
+            kv_heads=self.kv_heads,
+            full_heads=int(full.sum()),
+            compensated_heads=int(plan.compensated[layer].sum()),
+            **window,
+            head_order=tuple(plan.order(layer)),
+        )
 
 
 def moved_names(reader: CheckpointReader, layer: int) -> list[str]:
@@ -155,11 +158,11 @@ def moved_tensors(reader: CheckpointReader, layer: int, order: list[int]) -> dic
     return {prefix + name: tensor.contiguous() for name, tensor in permute_heads(found, order).items()}
 
 
-def _units_of_blocks(blocks: list[dict]) -> tuple[Unit, ...]:
+def _units_of_blocks(blocks: Sequence[Block]) -> tuple[Unit, ...]:
     """Heads that are connected by blocks of latents, and these blocks."""
     groups: list[tuple[set[int], list[int]]] = []
     for number, block in enumerate(blocks):
-        heads, numbers = {*block["keys"], *block["values"]}, [number]
+        heads, numbers = {*block.keys, *block.values}, [number]
         apart = []
         for others, theirs in groups:
             if others & heads:
@@ -168,7 +171,7 @@ def _units_of_blocks(blocks: list[dict]) -> tuple[Unit, ...]:
                 apart.append((others, theirs))
         groups = [*apart, (heads, numbers)]
     units = [
-        Unit(tuple(sorted(heads)), sum(blocks[number]["rank"] for number in numbers), tuple(sorted(numbers)))
+        Unit(tuple(sorted(heads)), sum(blocks[number].rank for number in numbers), tuple(sorted(numbers)))
         for heads, numbers in groups
     ]
     return tuple(sorted(units, key=lambda unit: unit.heads))

@@ -14,8 +14,10 @@ from surgery.architectures.own_class import own_config
 from surgery.checkpoint import TensorSpec
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
+from surgery.model.layer_entry import StockEntry
+from surgery.model.low_rank_entry import Block, LowRankEntry
 from surgery.model.quantized_cache import Spans
-from surgery.transforms.low_rank_layer import Block, LowRankLayer
+from surgery.transforms.low_rank_layer import LowRankLayer
 
 REASON = "no stock class rebuilds keys and values from latents"
 
@@ -55,19 +57,16 @@ class OwnLowRank:
     def config(self, source: dict) -> dict:
         """The config.json of the converted model."""
         entries = [
-            None
+            StockEntry()
             if layer in self.kept
-            else {
-                "kind": "low_rank",
-                "blocks": [
-                    {"rank": block.rank, "keys": list(block.keys), "values": list(block.values)} for block in blocks
-                ],
-                "shared_layers": self.shared_layers[layer],
-                "shared_rank": self.shared_rank(layer),
-                "sinks": self.sinks,
-                "window": self.window,
-                **({"codes": [list(span) for span in self.codes[layer]]} if self.codes else {}),
-            }
+            else LowRankEntry(
+                blocks=blocks,
+                shared_layers=self.shared_layers[layer],
+                shared_rank=self.shared_rank(layer),
+                sinks=self.sinks,
+                window=self.window,
+                codes=tuple(self.codes[layer]) if self.codes else None,
+            )
             for layer, blocks in enumerate(self.blocks)
         ]
         return own_config(source, entries)

@@ -16,6 +16,8 @@ from surgery.architectures.own_class import own_config
 from surgery.architectures.spec import MLASpec
 from surgery.checkpoint import TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
+from surgery.model.latent_entry import LatentEntry
+from surgery.model.layer_entry import StockEntry
 from surgery.transforms.latent_layer import LatentLayer
 
 
@@ -29,14 +31,9 @@ class OwnMLA:
         """The config.json of the converted model."""
         spec = self.spec
         layers = [
-            {
-                "kind": "latent",
-                "kv_lora_rank": rank,
-                "rope_inv_freq": inv_freq.tolist(),
-                "key_norm_eps": spec.key_norm_eps,
-            }
+            LatentEntry(kv_lora_rank=rank, rope_inv_freq=tuple(inv_freq.tolist()), key_norm_eps=spec.key_norm_eps)
             if rank
-            else None
+            else StockEntry()
             for rank, inv_freq in zip(spec.ranks, spec.inv_freq, strict=True)
         ]
         return own_config(source, layers)

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from surgery.families import key_gains
+from surgery.common.errors import SurgeryError
 from surgery.families.base import FURTHER
+from surgery.model.layer_entry import LayerEntry
+from surgery.model.parts import entry_of
 
 MODEL_TYPE = "surgery"
 
 
-def own_config(source: dict[str, Any], attention_layers: Sequence[dict | None], **more: Any) -> dict[str, Any]:
+def own_config(source: dict[str, Any], entries: Sequence[LayerEntry], **more: Any) -> dict[str, Any]:
     """config.json of the own class, from that of a family's checkpoint or of one that is of the own class already."""
     own = {"architectures": ["SurgeryForCausalLM"], "model_type": MODEL_TYPE}
     if source["model_type"] != MODEL_TYPE:
         own["base_model_type"] = source["model_type"]
     if source.get(FURTHER):
         own[FURTHER] = 0
-    return with_auto_map({**source, **own, "attention_layers": list(attention_layers), **more})
+    layers = [entry.to_entry() for entry in entries]
+    return with_auto_map({**source, **own, "attention_layers": layers, **more})
 
 
 def with_auto_map(config: dict[str, Any]) -> dict[str, Any]:
@@ -28,14 +31,13 @@ def with_auto_map(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "auto_map": auto_map(config)}
 
 
-def beside_latents(config: dict[str, Any], entry: dict[str, Any]) -> int:
-    """Count the elements per token that a layer caches next to its latents: rotary keys, gains of an exact key norm."""
-    gains = 0
-    if entry.get("key_norm_eps") is not None:
-        gains = key_gains(config["base_model_type"], config["num_key_value_heads"])
-    return 2 * len(entry.get("rope_inv_freq", ())) + gains
+def layer_entries(config: dict[str, Any]) -> list[LayerEntry]:
+    """Read what a config.json says of every layer's attention.
 
-
-def layer_entries(config: dict[str, Any]) -> list[dict | None]:
-    """What a config.json says of every layer's attention; None is the family's own."""
-    return config.get("attention_layers") or [None] * config["num_hidden_layers"]
+    Raises:
+        SurgeryError: an entry is damaged.
+    """
+    try:
+        return [entry_of(entry) for entry in config.get("attention_layers") or [None] * config["num_hidden_layers"]]
+    except ValueError as error:
+        raise SurgeryError(f"config.json: attention_layers: {error}") from None

@@ -21,6 +21,8 @@ from surgery.checkpoint.kv_widths import DECILM
 from surgery.families import FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
+from surgery.model.grouped_entry import GroupedEntry
+from surgery.model.layer_entry import StockEntry
 
 OWN_FAMILY = "a plain checkpoint of the source's own family"
 DIFFERENT_LAYERS = "no class of the family holds layers with different numbers of KV heads"
@@ -90,7 +92,7 @@ def config_with_query_heads(config: dict[str, Any], heads: int, head_dim: int) -
 def config_of_own_class(source: dict[str, Any], heads: Sequence[int]) -> dict[str, Any]:
     """config.json of the project's class; layers with as many heads as the source's have its own attention."""
     stock = source.get("num_key_value_heads") or source["num_attention_heads"]
-    entries = [None if count == stock else {"kind": "grouped", "kv_heads": count} for count in heads]
+    entries = [StockEntry() if count == stock else GroupedEntry(kv_heads=count) for count in heads]
     return own_config(source, entries)
 
 

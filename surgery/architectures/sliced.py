@@ -8,24 +8,26 @@ in a stock class whose norm is neutralised by a constant channel, the factor tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from surgery.architectures import deepseek_v3
 from surgery.architectures.neutral_norm import NeutralNorm, constant_norm, recognised_norm
-from surgery.architectures.own_class import beside_latents
+from surgery.architectures.own_class import layer_entries
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX
+from surgery.model.latent_entry import LatentEntry
+from surgery.model.layer_entry import LayerEntry
+from surgery.model.low_rank_entry import LowRankEntry
 
 Ranks = tuple[tuple[int, ...], ...]
 """How many latents each block of each layer has; all but block-wise low rank have one block a layer."""
-
-KINDS = ("low_rank", "latent")
-"""Attention of the own class whose latents can be cut."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,9 @@ class LatentModel:
             raise SurgeryError(
                 f"{path}: its KV cache is quantised; slice the checkpoint that it was made of, and quantise that"
             )
-        for index, entry in enumerate(config["attention_layers"]):
-            if entry is None or entry["kind"] not in KINDS:
-                found = "the family's own" if entry is None else entry["kind"]
+        for index, entry in enumerate(layer_entries(config)):
+            if not entry.ranks:
+                found = entry.kind or "the family's own"
                 raise SurgeryError(
                     f"{path}: layer {index} has {found} attention, without latents in an order; convert its "
                     "source again with a smaller --kv-ratio"
@@ -93,6 +95,11 @@ class LatentModel:
         """Whether it is of a class of transformers."""
         return self.norm is not None
 
+    @cached_property
+    def entries(self) -> list[LayerEntry]:
+        """Of every layer, in the own class."""
+        return layer_entries(self.config)
+
     @property
     def layers(self) -> int:
         return self.config["num_hidden_layers"]
@@ -101,24 +108,20 @@ class LatentModel:
     def ranks(self) -> Ranks:
         if self.stock:
             return ((self.config["kv_lora_rank"] - self.norm.extra,),) * self.layers
-        return tuple(
-            tuple(block["rank"] for block in entry["blocks"])
-            if entry["kind"] == "low_rank"
-            else (entry["kv_lora_rank"],)
-            for entry in self.config["attention_layers"]
-        )
+        return tuple(entry.ranks for entry in self.entries)
 
     def rope_dim(self, layer: int) -> int:
         """Rotary dimensions that a layer caches of every token beside its latents."""
         if self.stock:
             return self.config["qk_rope_head_dim"]
-        return 2 * len(self.config["attention_layers"][layer].get("rope_inv_freq", ()))
+        return getattr(self.entries[layer], "rope_dim", 0)
 
     def fixed(self, layer: int) -> int:
         """Numbers that a layer caches of every token and that no cut takes away."""
         if self.stock:
             return self.norm.extra + self.rope_dim(layer)
-        return beside_latents(self.config, self.config["attention_layers"][layer])
+        entry = self.entries[layer]
+        return entry.width(SimpleNamespace(**self.config)) - sum(entry.ranks)
 
     def sliced(self, ranks: Ranks) -> LatentModel:
         """The same model with the first so many latents of every block.
@@ -132,16 +135,16 @@ class LatentModel:
             ((rank,), *_) = ranks
             norm = constant_norm(rank) if self.norm.extra else self.norm
             return LatentModel({**self.config, "kv_lora_rank": rank + norm.extra}, norm)
-        entries = []
-        for entry, kept in zip(self.config["attention_layers"], ranks, strict=True):
-            if entry["kind"] == "latent":
-                entries.append({**entry, "kv_lora_rank": kept[0]})
+        layers = []
+        for entry, kept in zip(self.entries, ranks, strict=True):
+            if isinstance(entry, LatentEntry):
+                layers.append(replace(entry, kv_lora_rank=kept[0]))
                 continue
-            blocks = [{**block, "rank": rank} for block, rank in zip(entry["blocks"], kept, strict=True)]
-            layer, shared = len(entries), entry["shared_layers"]
-            shared_rank = sum(sum(other) for other in ranks[layer - shared : layer])
-            entries.append({**entry, "blocks": blocks, "shared_rank": shared_rank})
-        return LatentModel({**self.config, "attention_layers": entries}, None)
+            blocks = tuple(replace(block, rank=rank) for block, rank in zip(entry.blocks, kept, strict=True))
+            layer = len(layers)
+            shared_rank = sum(sum(other) for other in ranks[layer - entry.shared_layers : layer])
+            layers.append(replace(entry, blocks=blocks, shared_rank=shared_rank))
+        return LatentModel({**self.config, "attention_layers": [entry.to_entry() for entry in layers]}, None)
 
     def kept_rows(self, layer: int, ranks: Ranks) -> tuple[int, ...]:
         """The rows of a layer's down projection that a cut keeps, rotated ones included."""
@@ -156,8 +159,7 @@ class LatentModel:
         """What stays of a layer's attention tensors, by their names within it; some may not exist."""
         if self.stock:
             return self._stock_cuts(layer, ranks)
-        entry = self.config["attention_layers"][layer]
-        if entry["kind"] == "low_rank":
+        if isinstance(self.entries[layer], LowRankEntry):
             return self._low_rank_cuts(layer, ranks)
         ((rank,), (kept,)) = self.ranks[layer], ranks[layer]
         latents = tuple(range(kept))
@@ -170,8 +172,7 @@ class LatentModel:
         }
 
     def _low_rank_cuts(self, layer: int, ranks: Ranks) -> dict[str, Cut]:
-        shared_layers = self.config["attention_layers"][layer]["shared_layers"]
-        earlier = slice(layer - shared_layers, layer)
+        earlier = slice(layer - self.entries[layer].shared_layers, layer)
         before = [rank for other in self.ranks[earlier] for rank in other]
         shared = _firsts(before, [rank for other in ranks[earlier] for rank in other])
         cuts = {"kv_down.weight": Cut(0, _firsts(self.ranks[layer], ranks[layer]))}

@@ -9,7 +9,8 @@ from typing import Any
 from surgery.checkpoint.config_file import with_rope_beside
 from surgery.checkpoint.kv_widths import DECILM, kv_widths
 from surgery.common.size_names import with_size_names
-from surgery_vllm.structure import Grouped, Latent, LowRank, NotServed, SplitHeads, attention_of_layers, windowed
+from surgery.model.layer_entry import head_dim_of
+from surgery_vllm.structure import SERVED, NotServed, attention_of_layers, windowed
 
 MLA, HEADS, OWN = "deepseek_v3", "heads", "surgery"
 PICTURES = "surgery_pictures"
@@ -18,8 +19,6 @@ OWN_CLASSES = OWN, PICTURES
 
 PLAIN = ("llama", "mistral")
 """Families whose attention is queries, keys, values and RoPE, which every engine's MLA carries."""
-KINDS = {Latent: "mla", LowRank: "low rank", Grouped: "KV heads by layer"}
-"""What a checkpoint of the own class is called whose layers are of these kinds, of several in this order."""
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -158,20 +157,18 @@ def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
 def _own(config: dict[str, Any]) -> dict[str, Any]:
     """What the plugin for vLLM makes of a checkpoint of the own class."""
     heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     defaults = {"base_model_type": "llama", "kv_cache": None, "num_key_value_heads": heads}
     defaults |= {"max_position_embeddings": 0, "attention_layers": [None] * config["num_hidden_layers"]}
     try:
-        layers = attention_of_layers(SimpleNamespace(**defaults | config))
+        plain = SimpleNamespace(**defaults | config)
+        layers = attention_of_layers(plain)
     except NotServed as error:
         return {"cached_numbers": None, "not_served": error.what}
-    kinds = {type(layer) for layer in layers}
-    family = config.get("base_model_type", "llama")
-    if SplitHeads in kinds:
-        full = sum(layer.full_heads for layer in layers)
-        streamed = sum(layer.streaming_heads * (layer.sinks + layer.recent) for layer in layers)
-        numbers = {"cached_numbers": 2 * full * head_dim, "streamed_numbers": 2 * streamed * head_dim}
-        return {**numbers, "served": f"hybrid heads of {family}"}
-    widths = [2 * layer.kv_heads * head_dim if isinstance(layer, Grouped) else layer.width for layer in layers]
-    name = " + ".join(name for kind, name in KINDS.items() if kind in kinds)
-    return {"cached_numbers": sum(widths), "served": f"{name} of {family}"}
+    cached = streamed = 0
+    for entry in layers:
+        streaming = getattr(entry, "streaming_heads", 0) * 2 * head_dim_of(plain)
+        cached += entry.width(plain) - streaming
+        streamed += streaming * (entry.sinks + entry.recent) if streaming else 0
+    name = " + ".join(name for kind, name in SERVED.items() if kind in {entry.kind for entry in layers})
+    served = f"{name.replace('MLA', 'mla')} of {plain.base_model_type}"
+    return {"cached_numbers": cached, "streamed_numbers": streamed, "served": served}

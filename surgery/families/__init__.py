@@ -76,15 +76,8 @@ __all__ = [
     "family_around",
     "family_of",
     "head_shape",
-    "key_gains",
     "latent_family_of",
 ]
-
-
-def key_gains(base_model_type: str, kv_heads: int) -> int:
-    """Numbers that a token's keys were divided by, in a family of q/k-norms."""
-    family = FAMILIES.get(base_model_type)
-    return 1 if family is not None and family.norm_scope == "all" else kv_heads
 
 
 def family_of(config: dict) -> Family:

@@ -15,6 +15,7 @@ from torch import LongTensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.architectures.hybrid import StreamableModel
+from surgery.architectures.own_class import layer_entries
 from surgery.calibration.mixture import TEXTS, named_text
 from surgery.calibration.sequences import SequenceRequest, build_calibration, token_hash
 from surgery.checkpoint.disk import disk_errors
@@ -33,6 +34,7 @@ from surgery.heads.pattern import HeadPattern
 from surgery.heads.place import check_pattern, default_pattern
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.heads.settings import HeadSettings
+from surgery.model.latent_entry import LatentEntry
 from surgery.reporting.report import environment
 from surgery.running.loading import load_config
 from surgery.running.overflow import overflow
@@ -186,10 +188,10 @@ def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
     from surgery.model.cache_layer import check_full_attention
 
     config, given = checkpoint.reader.config, checkpoint.given
-    kinds = {entry["kind"] for entry in config.get("attention_layers") or () if entry}
-    if config.get("model_type") == "deepseek_v3" or "latent" in kinds:
+    entries = layer_entries(config) if config.get("attention_layers") else []
+    if config.get("model_type") == "deepseek_v3" or any(isinstance(entry, LatentEntry) for entry in entries):
         raise SurgeryError(f"{given}: all heads of MLA share one latent, none has a cache of its own; score its source")
-    if "hybrid" in kinds or any("streaming" in (entry or ()) for entry in config.get("attention_layers") or ()):
+    if any(entry.streams for entry in entries):
         raise SurgeryError(f"{given}: some of its heads stream already; score its source")
     if config.get("kv_cache"):
         raise SurgeryError(f"{given}: its KV cache is quantised; score its source")

@@ -21,6 +21,7 @@ import torch
 import yaml
 
 from surgery.architectures.entry_factors import entry_factors
+from surgery.architectures.own_class import layer_entries
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import disk_errors, read_json
 from surgery.checkpoint.file_hashes import hash_files
@@ -242,8 +243,7 @@ def training_settings(
     read = read_mapping(request.config) if request.config else {}
     settings = HealSettings.from_mapping({**read, **request.given}, str(request.config or "heal"))
     check_writable(student)
-    kinds = {entry["kind"] for entry in student.config.get("attention_layers") or () if entry}
-    if "cross_layer_prompt" in kinds:
+    if any(entry.kind == "cross_layer_prompt" for entry in layer_entries(student.config)):
         raise SurgeryError(f"{student.path}: its basis is each prompt's own, made of no weights: nothing to heal")
     factors = work / FACTORS if entry_factors(student) and not settings.entry_factors else settings.entry_factors
     return replace(

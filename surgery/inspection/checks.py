@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+from surgery.architectures.own_class import layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.file_kinds import as_text, summary
 from surgery.checkpoint.kv_widths import DECILM
@@ -22,7 +23,7 @@ from surgery.checkpoint.tensors import all_finite
 from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
-from surgery.inspection.whole_model import check_whole_model, kinds_of
+from surgery.inspection.whole_model import check_whole_model
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.unfused import open_model
 from surgery.verification.again import open_written, run_layers, verify_again
@@ -197,7 +198,7 @@ def _logits(reader: CheckpointReader, opened, report: Recorded) -> str:
 
 
 def _refuse_prompt_bases(reader: CheckpointReader) -> None:
-    if "cross_layer_prompt" in kinds_of(reader.config):
+    if any(entry.kind == "cross_layer_prompt" for entry in layer_entries(reader.config)):
         raise _NotChecked("every prompt has a basis of its own, so pieces of one are another function")
 
 

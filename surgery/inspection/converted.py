@@ -13,6 +13,9 @@ from surgery.engines.number_formats import ruinous_formats
 from surgery.families import FAMILIES, LATENT_FAMILIES, head_shape
 from surgery.families.base import keeps_state
 from surgery.inspection.architecture import model_facts
+from surgery.model.latent_entry import LatentEntry
+from surgery.model.layer_entry import LayerEntry, caches_latents
+from surgery.model.low_rank_entry import LowRankEntry
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.loading import load_config
 from surgery.running.skeleton import skeleton
@@ -39,8 +42,7 @@ def converted_facts(reader: CheckpointReader, contexts: tuple[int, ...]) -> dict
         by_layer = model.kv_layer_bytes(1, longest)
         entries = layer_entries(said)
         kinds = [
-            f"{_kind(entries[layer] or {}, model.config)}, {per_token(by_layer[layer] / longest)} a token"
-            for layer in layers
+            f"{_kind(entries[layer], model.config)}, {per_token(by_layer[layer] / longest)} a token" for layer in layers
         ]
     except KeyError as error:
         raise SurgeryError(f"config.json of {reader.config['model_type']} does not say {error}") from None
@@ -71,25 +73,20 @@ def _architecture(reader: CheckpointReader, config: Any, kinds: list[str], dtype
     }
 
 
-def _kind(entry: dict[str, Any], config: Any) -> str:
-    """A layer's structure in words, from its entry in config.json; an empty one is the source's attention."""
-    kind = entry.get("kind")
-    if kind is None and config.base_model_type in LATENT_FAMILIES:
+def _kind(entry: LayerEntry, config: Any) -> str:
+    """A layer's structure in words."""
+    if entry.kind is None and caches_latents(config):
         return f"latent of {config.kv_lora_rank} and {config.qk_rope_head_dim} rotary dimensions"
-    if kind in ("latent", "cross_layer_latent"):
-        rank = entry["rank"] if "rank" in entry else entry["kv_lora_rank"]
-        rotary = 2 * len(entry["rope_inv_freq"]) if "rope_inv_freq" in entry else config.qk_rope_head_dim
-        stream = entry.get("streaming")
-        kept = f", the last {stream['sinks'] + stream['recent']:,} tokens" if stream else ""
-        return f"latent of {rank} and {rotary} rotary dimensions{kept}"
-    if kind == "low_rank":
-        ranks = " + ".join(str(entry["shared_rank"] + block["rank"]) for block in entry["blocks"])
-        return f"keys rebuilt from latents of {ranks}"
-    if kind == "cross_layer_prompt":
-        return f"keys rebuilt from latents of {entry['key_rank']} + {entry['value_rank']}"
-    if kind is not None and "rank" in entry:
-        return f"keys rebuilt from latents of {entry['rank']}"
+    if isinstance(entry, LatentEntry):
+        rank, stream = getattr(entry, "rank", entry.kv_lora_rank), getattr(entry, "streaming", None)
+        tokens = f", the last {stream.sinks + stream.recent:,} tokens" if stream else ""
+        return f"latent of {rank} and {entry.rope_dim} rotary dimensions{tokens}"
+    ranks = [getattr(entry, name) for name in ("rank", "key_rank", "value_rank") if hasattr(entry, name)]
+    if isinstance(entry, LowRankEntry):
+        ranks = [entry.shared_rank + rank for rank in entry.ranks]
+    if ranks:
+        return f"keys rebuilt from latents of {' + '.join(map(str, ranks))}"
     _, kv_heads, head_dim = head_shape(config)
-    kv_heads = entry.get("kv_heads", kv_heads)
-    streaming = kv_heads - entry.get("full_heads", kv_heads)
-    return f"{kv_heads} keys and values of {head_dim}" + (f", {streaming} of them streaming" if streaming else "")
+    streaming = getattr(entry, "streaming_heads", 0)
+    heads = f"{getattr(entry, 'kv_heads', kv_heads)} keys and values of {head_dim}"
+    return heads + (f", {streaming} of them streaming" if streaming else "")

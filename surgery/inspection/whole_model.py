@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from surgery.architectures.own_class import layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.model.cache_argument import CACHE
@@ -36,7 +35,7 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     ids = torch.randint(opened.config.vocab_size, (1, LENGTH), generator=generator).to(model.device)
     whole = model(ids).logits
     spread, quantized = float(whole.std()), bool(reader.config.get("kv_cache"))
-    grouped = quantized or any(kind.startswith("cross_layer") for kind in kinds_of(reader.config))
+    grouped = quantized or any(entry.shares_cache for entry in layer_entries(reader.config))
 
     def compare(other: Tensor, how: str) -> None:
         difference = float((other - whole[:, -other.shape[1] :]).abs().max()) / max(spread, 1e-30)
@@ -59,8 +58,3 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     ways = [] if quantized else ["layer by layer", "in pieces"]
     ways.append("beside another row" if grouped else "left-padded beside another row")
     return f"{type(model).__name__}: the same logits {', '.join(ways)}"
-
-
-def kinds_of(config: dict[str, Any]) -> set[str]:
-    """Of attention layers that a conversion changed."""
-    return {entry["kind"] for entry in config.get("attention_layers") or [] if entry}

@@ -3,34 +3,16 @@
 By itself, or inside of a model of pictures and text. Used where no stock class can carry a conversion. Their files
 travel beside the weights, so that the checkpoint loads without this package; they import torch, transformers and each
 other, nothing else.
+
+Of a kind of attention, `<kind>_entry.py` says what config.json has, how much a token takes in the cache and what else
+follows; `<kind>_attention.py` computes it; its cache is `plain_cache`, `quantized_cache`, `exact_window_cache`,
+`hybrid_cache` or `group_cache`. The entries are here without torch; the classes load when one of them is first used.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from typing import Any
 
-from .causal_model import SurgeryForCausalLM
-from .configuration_surgery import SurgeryConfig
-from .configuration_surgery_pictures import SurgeryPicturesConfig
-from .family_decoders import DECODERS
-from .latent_attention import LatentAttention
-from .modeling_surgery_pictures import SurgeryForPicturesAndText
-from .remote_code import PICTURES_AUTO_MAP, auto_map, entry_class, remote_code_files
-
-SurgeryForCausalLM.entry_class = staticmethod(entry_class)
-
-
-def register() -> None:
-    """Make transformers' auto classes know the model classes; safe to call more than once."""
-    AutoConfig.register(SurgeryConfig.model_type, SurgeryConfig, exist_ok=True)
-    AutoConfig.register(SurgeryPicturesConfig.model_type, SurgeryPicturesConfig, exist_ok=True)
-    AutoModelForCausalLM.register(SurgeryConfig, SurgeryForCausalLM, exist_ok=True)
-    AutoModelForImageTextToText.register(SurgeryPicturesConfig, SurgeryForPicturesAndText, exist_ok=True)
-    # From here on `save_pretrained` copies a model's entry module and what it imports next to the weights, and writes
-    # the auto_map, so whatever a trainer saves loads without this package too.
-    SurgeryConfig.register_for_auto_class("AutoConfig")
-    SurgeryForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-    SurgeryPicturesConfig.register_for_auto_class("AutoConfig")
-    SurgeryForPicturesAndText.register_for_auto_class("AutoModelForImageTextToText")
-
+# Where `parts.entry_of` looks for them.
+from . import cross_layer_entry, grouped_entry, hybrid_entry, latent_entry, low_rank_entry, streaming_latent_entry  # noqa: F401  # noqa: F401
 
 __all__ = [
     "DECODERS",
@@ -44,3 +26,11 @@ __all__ = [
     "register",
     "remote_code_files",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import auto_classes
+
+    return getattr(auto_classes, name)

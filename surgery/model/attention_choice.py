@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention_functions import LEARNED_SINKS, is_flash, own_softmax
 from .cache_layer import Call
 from .configuration_surgery import SurgeryConfig
-from .parts import shares_cache
+from .parts import entries_of
 
 FLASH_WIDTH = 256
 """The widest head that FlashAttention takes."""
@@ -39,8 +39,8 @@ def check_weights(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None
         raise ValueError(
             f"output_attentions: {implementation} attention gives no weights. Call set_attn_implementation('eager')."
         )
-    for index, entry in enumerate(config.attention_layers):
-        if _streams(entry or {}):
+    for index, entry in enumerate(entries_of(config)):
+        if not entry.gives_weights(config):
             raise ValueError(
                 f"output_attentions: heads of layer {index} stream and give no weights over all tokens. Leave it out."
             )
@@ -50,11 +50,10 @@ def flash_problem(config: SurgeryConfig, family_flash: bool) -> str | None:
     """The reason why FlashAttention cannot run a model; None if it can."""
     if not family_flash or config.base_model_type in LEARNED_SINKS:
         return f"FlashAttention cannot run {config.base_model_type}"
-    for index, entry in enumerate(config.attention_layers):
-        entry = entry or {}
-        if _streams(entry) or entry.get("window") or shares_cache(entry):
+    for index, entry in enumerate(entries_of(config)):
+        if not entry.gives_weights(config) or entry.has_window or entry.shares_cache:
             return f"layer {index} has a mask of its own, and FlashAttention knows causal masks alone"
-        if (width := _head_width(config, entry)) > FLASH_WIDTH:
+        if (width := entry.key_width(config)) > FLASH_WIDTH:
             return f"keys of layer {index} have {width} elements, and FlashAttention takes {FLASH_WIDTH} at most"
     return None
 
@@ -69,21 +68,6 @@ def _problem(config: SurgeryConfig, implementation: str, family_flash: bool) -> 
     if is_flash(implementation):
         return flash_problem(config, family_flash)
     return None if implementation in ALL_ATTENTION_FUNCTIONS else "no such attention is registered with transformers"
-
-
-def _streams(entry: dict) -> bool:
-    if entry.get("kind") == "hybrid":
-        return entry["full_heads"] < entry["kv_heads"]
-    return bool(entry.get("streaming"))
-
-
-def _head_width(config: SurgeryConfig, entry: dict) -> int:
-    """Elements of a key that attention reads."""
-    if entry.get("kind") == "latent":
-        return entry["kv_lora_rank"] + 2 * len(entry["rope_inv_freq"])
-    if (rope := getattr(config, "qk_rope_head_dim", None)) is not None:
-        return config.qk_nope_head_dim + rope
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 __all__ = ["check_attention", "check_weights", "flash_problem"]

@@ -5,13 +5,14 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 from collections.abc import Callable
 from functools import cache, reduce
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .layer_entry import LayerEntry
 from .step_memo import once
 
 LEARNED_SINKS = ("gpt_oss",)
@@ -130,25 +131,10 @@ def take(tensor: torch.Tensor, places: list[int] | None, dim: int) -> torch.Tens
 
 
 class ConvertedAttention:
-    """Mixed into attention modules that stand in the place of a family's own, made of that and a layer's entry.
-
-    Attributes:
-        entry_keys: what an entry of `attention_layers` must say, next to its `kind`.
-        entry_options: what it may say besides.
-        has_gate: whether outputs are multiplied by the gate of families that have one.
-    """
-
-    entry_keys: ClassVar[set[str]]
-    entry_options: ClassVar[set[str]] = set()
-    has_gate: ClassVar[bool] = False
+    """Mixed into attention modules that stand in the place of a family's own, made of that and a layer's entry."""
 
     @classmethod
-    def entry_problem(cls, config: PreTrainedConfig, index: int, entry: dict[str, Any]) -> str | None:
-        """Return what is wrong with the entry of a layer; None if nothing is."""
-        return None
-
-    @classmethod
-    def cache_layer_of(cls, entry: dict[str, Any], whole: Any, codes: Any) -> Any:
+    def cache_layer_of(cls, entry: LayerEntry, whole: Any, codes: Any) -> Any:
         """Make an empty cache layer, given one for all tokens and the `TokenCodes` of streaming ones or None."""
         return whole
 
@@ -157,14 +143,6 @@ class ConvertedAttention:
 
     def connect(self, decoder: nn.Module, handed_on: dict[int, torch.Tensor]) -> None:
         """Take what the layers of a decoder share: its rotary embedding, and latents that are read across layers."""
-
-    @property
-    def windows(self) -> list[tuple[int, int | None, bool]] | None:
-        """Of some query heads how many, the tokens that they see at most, and whether they are compensated.
-
-        None where all see what the family's own do.
-        """
-        return None
 
 
 class Accelerated(ConvertedAttention):

@@ -19,8 +19,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .cache_argument import CACHE, takes_cache
 from .cache_layer import is_empty
+from .configuration_surgery import SurgeryConfig
 from .cross_layer_attention import GroupMember
 from .group_cache import GroupLayer
+from .parts import entries_of
 from .plain_cache import PlainLayer
 from .rotary import rotary_of
 
@@ -120,20 +122,18 @@ class BlockwiseDecoder(nn.Module):
             layers.append(module.cache_layer(store))
         return layers
 
-    def kv_cache_bytes(self, batch: int, tokens: int, prompt: int | None = None) -> int:
+    def kv_cache_bytes(self, config: SurgeryConfig, batch: int, tokens: int, prompt: int | None = None) -> int:
         """Bytes that the live cache will hold after `tokens` tokens of each of `batch` rows, in the decoder's dtype.
 
-        `prompt` is the length of the first pass, by default all; only a basis of the prompt's own depends on it.
+        `config` is the model's; `prompt` the length of the first pass, by default all: only a basis of the prompt's own
+        depends on it.
         """
         total = 0
-        for layer, block in zip(self.cache_layers(), self.layers, strict=True):
-            module = block.self_attn
-            if isinstance(layer, GroupLayer):
-                heads, key_dim, value_dim = module.cached_shape
-                size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
-                total += layer.predicted_bytes(tokens, **size, dtype=self.dtype, prompt=prompt)
-            else:
-                total += 2 * batch * tokens * self.config.num_key_value_heads * module.head_dim * self.dtype.itemsize
+        for layer, entry in zip(self.cache_layers(), entries_of(config), strict=True):
+            heads, key_dim, value_dim = entry.cached_shape(config)
+            size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": value_dim, "dtype": self.dtype}
+            first = {"prompt": prompt} if isinstance(layer, GroupLayer) else {}
+            total += layer.predicted_bytes(tokens, **size, **first)
         return total
 
     def _adopt(self, cache: Cache) -> None:

@@ -15,14 +15,15 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .attention_functions import ConvertedAttention, family_attention_class
+from .attention_functions import family_attention_class
 from .cache_argument import CACHE, returned_cache, takes_cache
 from .cache_layer import CompactLayer, check_full_attention
 from .cache_prediction import CachedLayer, footprint, peak_bytes
-from .configuration_surgery import SurgeryConfig, caches_latents
+from .configuration_surgery import SurgeryConfig
 from .converted_decoder import ConvertedModel, cache_layers, convert_decoder, family_decoder_class
+from .layer_entry import LayerEntry
 from .logit_factor import logit_cap, logit_factor
-from .parts import part, shares_cache
+from .parts import entries_of, part
 
 
 class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
@@ -59,7 +60,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         # A PreTrainedModel of its own, under its own model_type, so that transformers' conversion of per-expert
         # checkpoint tensors still applies to it.
         decoder_class = family_decoder_class(config.base_model_type, MODEL_MAPPING[type(base_config)])
-        self.is_blockwise = any(map(shares_cache, config.attention_layers))
+        self.is_blockwise = any(entry.shares_cache for entry in entries_of(config))
         if self.is_blockwise:
             check_full_attention(config, "a cache that layers share")
             decoder_class = family_attention_class(part("blockwise_decoder").BlockwiseDecoder, decoder_class)
@@ -71,12 +72,6 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def _attentions(self) -> list[nn.Module]:
-        """Of all layers that keep keys and values, or something in their place."""
-        return [
-            attention for layer in self.model.layers if (attention := getattr(layer, "self_attn", None)) is not None
-        ]
 
     @property
     def quantization_aware(self) -> bool:
@@ -113,7 +108,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         length of the first pass, by default all; only a basis of the prompt's own depends on it.
         """
         if self.is_blockwise:
-            return self.model.kv_cache_bytes(batch, tokens, prompt)
+            return self.model.kv_cache_bytes(self.config, batch, tokens, prompt)
         return sum(self.kv_layer_bytes(batch, tokens))
 
     def kv_layer_bytes(self, batch: int, tokens: int) -> list[int]:
@@ -144,7 +139,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
             raise ValueError(f"{batch} x {prompt} tokens in chunks of {chunk} and {steps} steps are no generation")
         if self.is_blockwise:
             raise ValueError("the peak of a cache that layers share cannot be predicted: measure it")
-        if len(self._attentions()) < len(self.model.layers):
+        if len(self._layers()) < len(self.model.layers):
             raise ValueError("the peak of a cache beside states cannot be predicted: measure it")
         return peak_bytes(self._cached_layers(batch), prompt, chunk, steps)
 
@@ -156,22 +151,20 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         """
         windows = []
         heads = self.config.num_attention_heads
-        for layer, attention in zip(self._layers(), self._attentions(), strict=True):
+        for layer, entry in self._layers():
             sliding = layer.sliding_window if getattr(layer, "is_sliding", False) else None
-            own = attention.windows if isinstance(attention, ConvertedAttention) else None
-            windows.append(own or [(heads, sliding, False)])
+            windows.append(entry.windows(self.config) or [(heads, sliding, False)])
         return footprint(prompt + steps, self.config.num_attention_heads, windows)
 
-    def _layers(self) -> list[CacheLayerMixin]:
-        """New, empty layers of the cache, whoever makes it, but for those that keep a state."""
+    def _layers(self) -> list[tuple[CacheLayerMixin, LayerEntry]]:
+        """New, empty layers of the cache, whoever makes it, and their entries, but for those that keep a state."""
         layers = self.cache_layers() or DynamicCache(config=self.config).layers
-        blocks = zip(layers, self.model.layers, strict=True)
-        return [layer for layer, block in blocks if getattr(block, "self_attn", None) is not None]
+        blocks = zip(layers, entries_of(self.config), self.model.layers, strict=True)
+        return [(layer, entry) for layer, entry, block in blocks if getattr(block, "self_attn", None) is not None]
 
     def _cached_layers(self, batch: int) -> list[CachedLayer]:
         return [
-            CachedLayer(layer, batch, *_cached_shape(attention), self.dtype)
-            for layer, attention in zip(self._layers(), self._attentions(), strict=True)
+            CachedLayer(layer, batch, *entry.cached_shape(self.config), self.dtype) for layer, entry in self._layers()
         ]
 
     @classmethod
@@ -226,15 +219,6 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             **{CACHE: returned_cache(outputs)},
         )
-
-
-def _cached_shape(attention: nn.Module) -> tuple[int, int, int]:
-    """Heads of one token in the cache, and the widths of what each has in the place of a key and of a value."""
-    if isinstance(attention, ConvertedAttention):
-        return attention.cached_shape
-    if caches_latents(attention.config):
-        return 1, attention.kv_lora_rank, attention.qk_rope_head_dim
-    return attention.config.num_key_value_heads, attention.head_dim, attention.head_dim
 
 
 __all__ = ["SurgeryForCausalLM"]

@@ -14,7 +14,7 @@ from .configuration_surgery import SurgeryConfig
 from .document_attention import DocumentAttention
 from .left_padding import set_padding
 from .packed_rows import new_tokens
-from .parts import attention_class, part
+from .parts import attention_class, entry_of, part
 from .plain_cache import PlainLayer
 
 
@@ -25,7 +25,7 @@ def new_layers(config: SurgeryConfig, *, training: bool, aware: bool) -> list[Co
 
 def new_layer(config: SurgeryConfig, layer: int, *, training: bool, aware: bool) -> CompactLayer:
     """Make an empty layer for the attention that the entry of a layer describes."""
-    entry = config.attention_layers[layer]
+    entry = entry_of(config.attention_layers[layer])
     whole, codes = PlainLayer(), None
     if config.kv_cache_of(layer) is not None and (aware or not training):
         # Methods of the class here: that of `config` may come from where there is no code of caches.
@@ -33,7 +33,7 @@ def new_layer(config: SurgeryConfig, layer: int, *, training: bool, aware: bool)
         if aware:
             trained = part("straight_through")
             whole, codes = trained.StraightThroughLayer(whole), trained.StraightThroughCodes(codes)
-    return attention_class(entry).cache_layer_of(entry, whole, codes) if entry else whole
+    return attention_class(entry).cache_layer_of(entry, whole, codes) if entry.kind else whole
 
 
 def prepare_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
@@ -49,10 +49,13 @@ def prepare_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
         attention.new_layer = partial(new_layer, config, index)
 
 
-def use_layers(config: SurgeryConfig, decoder: nn.Module, call: Call, *, training: bool, aware: bool) -> None:
+def use_layers(
+    config: SurgeryConfig, decoder: nn.Module, call: Call, *, training: bool, aware: bool, padded: bool
+) -> None:
     """Have a call of the decoder read and fill the layers that the configuration asks for.
 
-    Training reads exact tokens, or with `aware` what a quantised cache gives back.
+    Training reads exact tokens, or with `aware` what a quantised cache gives back. `padded`: whether layers read how
+    many tokens of padding each row starts with.
     """
     kept_as = config.attention_layers, config.kv_cache if aware or not training else None, aware
     cache = call.get(CACHE)
@@ -64,7 +67,7 @@ def use_layers(config: SurgeryConfig, decoder: nn.Module, call: Call, *, trainin
     # Gradient checkpointing takes the cache away from the layers, and runs them again in the backward pass.
     if aware:
         call["quantization_aware"] = True
-    if config.exact_window or config.streams:
+    if padded:
         padding = set_padding(cache, call.get("attention_mask"), rows=len(new_tokens(call)))
         if padding is not None and training:
             call["left_padding"] = padding

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from .attention_functions import LEARNED_SINKS, OUTPUT_GATES
+from .layer_entry import LayerEntry, caches_latents
 from .logit_factor import CAPPED
-from .parts import KINDS, Entry, attention_class, attention_part, has_window, is_streaming, loaded, part
+from .parts import KINDS, entry_of, loaded, part
 
 # What a base config may say that the classes here would silently leave out, unless its family is one of these.
 _OTHER_ATTENTION = {
@@ -46,35 +47,7 @@ class SurgeryConfig(PreTrainedConfig):
             per-head q/k-norm, RoPE over the whole head, softmax".
         attention_layers (`list[dict | None]`, *optional*):
             One entry per layer; `None` leaves that layer's stock attention as it is. A dictionary holds the `kind` of
-            the attention and the arguments of its class.
-
-            `"latent"`: `kv_lora_rank` (int, r), `rope_inv_freq` (list of ρ/2 floats, in radians per position, one for
-            each rotated pair of the shared key) and `key_norm_eps` (float or `None`; a float asks for the exact
-            q/k-norm path, which keeps `k_proj` and caches one inverse rms per KV head).
-
-            `"low_rank"`: `blocks` (list of dictionaries with the `rank` of a latent and the KV heads whose `keys` and
-            `values` are rebuilt from it), `shared_layers` (int, how many layers before this one hand their latents on
-            to it) and `shared_rank` (the ranks of those added up), `window` (int, tokens that a query reads exactly,
-            its own included; 0 for none) and `sinks` (int, first tokens that are read exactly too).
-
-            `"grouped"`: `kv_heads` (int), of the family's own attention in place of `num_key_value_heads`.
-
-            `"hybrid"`: `kv_heads` (int), of which the first `full_heads` (int) attend to all tokens and the others to
-            the first `sinks` (int) and the last `recent` (int, a query's own included), the last `compensated_heads`
-            (int) of those with a token in the place of what they dropped (see `hybrid_cache`); `head_order` (list of
-            int) is a record: the source's KV head that stands at each place.
-
-            `"latent"` and `"low_rank"` may have `streaming` (dictionary): `sinks` and `recent` (int) of a latent that
-            is kept for those tokens only, in a low-rank layer of the `blocks` (list of int) that are named.
-
-            They may have `codes` (list of format and number of latents), in which `kv_cache` has the first latents, the
-            next ones and so on, in place of its own format.
-
-            `"cross_layer"`, `"cross_layer_mla"` (of a base model that is MLA), `"cross_layer_prompt"`,
-            `"cross_layer_pairs"`: `group_size` (int, adjacent layers that share a cache), `place` (int, of the layer
-            among them), and `block`, `sinks` and `window` (int, see `group_cache`); `rank` (int, of the shared basis),
-            or `key_rank` and `value_rank` (int, of one that each prompt gets), or for merged pairs `kept` (int, tokens
-            of a block left unmerged) and `interpolation` (float, the later layer's share of the direction).
+            the attention and the fields of its dataclass in `parts.KINDS`, which says what they are.
         kv_cache (`dict | list[dict | None]`, *optional*):
             Has every layer keep its cache quantised: `format` (int8, int4, int3, int2 or fp8), `group` and `window`
             (int) as in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
@@ -119,16 +92,6 @@ class SurgeryConfig(PreTrainedConfig):
             setattr(self, name, inherited[name])
         check_config(self)
 
-    @property
-    def exact_window(self) -> bool:
-        """Whether the cache keeps exact tokens beside latents."""
-        return any(map(has_window, self.attention_layers or []))
-
-    @property
-    def streams(self) -> bool:
-        """Whether the cache keeps some heads or latents for sinks and a window only."""
-        return any(map(is_streaming, self.attention_layers or []))
-
     def kv_cache_of(self, layer: int) -> dict[str, Any] | None:
         """What `kv_cache` says of a layer; None where its cache is exact."""
         return self.kv_cache[layer] if isinstance(self.kv_cache, list) else self.kv_cache
@@ -148,15 +111,15 @@ class SurgeryConfig(PreTrainedConfig):
         Raises:
             ValueError: `kv_cache` says what is impossible.
         """
-        said, entry = self.kv_cache_of(layer), (self.attention_layers and self.attention_layers[layer]) or {}
+        said = self.kv_cache_of(layer)
         if said is None:
             return None
-        latent = entry.get("kind") == "latent" or (not entry and caches_latents(self))
+        entry = entry_of(self.attention_layers and self.attention_layers[layer])
+        latent = entry.has_rope_part or (entry.kind is None and caches_latents(self))
         rope_format = said.get("rope_format") if latent else None
-        spans = entry.get("codes") or ()
         whole = (said[name] for name in ("format", "group", "window", "keys"))
         quantized = part("quantized_cache").QuantizedKVLayer
-        return quantized(*whole, said.get("sinks", 0), rope_format, spans, said.get("clip", False))
+        return quantized(*whole, said.get("sinks", 0), rope_format, entry.codes or (), said.get("clip", False))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -208,28 +171,27 @@ def _check_attention_layers(config: PreTrainedConfig) -> None:
     layers = config.attention_layers
     if len(layers) != config.num_hidden_layers:
         raise ValueError(f"attention_layers has {len(layers)} entries for {config.num_hidden_layers} layers")
-    entries = [(index, entry) for index, entry in enumerate(layers) if entry is not None]
-    for index, entry in entries:
-        if (kind := entry.get("kind")) not in KINDS:
-            raise ValueError(f"attention_layers[{index}]: kind {kind!r} is none of {list(KINDS)}")
-    described = [(*each, attention_class(each[1])) for each in entries if loaded(attention_part(each[1]))]
-    for index, entry, attention in described:
-        if entry.keys() - attention.entry_options != (required := {"kind", *attention.entry_keys}):
-            raise ValueError(f"attention_layers[{index}] has keys {sorted(entry)}, not {sorted(required)}")
-    for index, entry, attention in described:
-        problem = _family_problem(config, entry, attention.has_gate) or attention.entry_problem(config, index, entry)
-        if problem:
+    if not all(entry is None or loaded(KINDS.get(entry.get("kind"), ("parts",))[0]) for entry in layers):
+        return
+    entries: list[LayerEntry] = []
+    for index, entry in enumerate(layers):
+        try:
+            entries.append(entry_of(entry))
+        except ValueError as error:
+            raise ValueError(f"attention_layers[{index}]: {error}") from None
+    for index, entry in enumerate(entries):
+        if entry.kind and (problem := _family_problem(config, entry) or entry.problem(config, index, entries)):
             raise ValueError(f"attention_layers[{index}]: {problem}")
 
 
-def _family_problem(config: PreTrainedConfig, entry: Entry, has_gate: bool) -> str | None:
+def _family_problem(config: PreTrainedConfig, entry: LayerEntry) -> str | None:
     """Return the reason why a family cannot have the attention of an entry."""
-    if caches_latents(config) != (entry["kind"] == "cross_layer_mla"):
-        return f"{entry['kind']}, and the base model's own is {'MLA' if caches_latents(config) else 'none'}"
-    if config.base_model_type in LEARNED_SINKS and is_streaming(entry):
+    if caches_latents(config) != (entry.kind == "cross_layer_mla"):
+        return f"{entry.kind}, and the base model's own is {'MLA' if caches_latents(config) else 'none'}"
+    if config.base_model_type in LEARNED_SINKS and entry.streams:
         return "heads with learned sinks do not stream"
-    if config.base_model_type in OUTPUT_GATES and not has_gate:
-        return f"{entry['kind']} has no gate on its output"
+    if config.base_model_type in OUTPUT_GATES and not entry.has_gate:
+        return f"{entry.kind} has no gate on its output"
     return None
 
 
@@ -255,22 +217,6 @@ def without_attention(config: dict[str, Any]) -> dict[str, Any]:
     """
     kept = {name: value for name, value in config.items() if name not in _ATTENTION_FIELDS}
     return {name: without_attention(value) if isinstance(value, dict) else value for name, value in kept.items()}
-
-
-def caches_latents(config: PreTrainedConfig) -> bool:
-    """Whether a family's own attention is MLA, which caches a latent in the place of a key and a rotated key in that of
-    a value."""
-    return getattr(config, "kv_lora_rank", None) is not None
-
-
-def codes_problem(entry: Entry, rank: int) -> str | None:
-    """Return what is wrong with the `codes` of a layer that caches latents, `rank` in all."""
-    codes = entry.get("codes")
-    if codes and entry.get("streaming"):
-        return "codes are of latents that are kept for all tokens, and some of these stream"
-    if codes and (sum(channels for _, channels in codes) != rank or any(channels < 1 for _, channels in codes)):
-        return f"codes {codes} are not those of {rank} latents"
-    return None
 
 
 __all__ = ["SurgeryConfig"]

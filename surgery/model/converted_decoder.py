@@ -15,7 +15,7 @@ from .cache_argument import CACHE_NAMES
 from .cache_layer import Call, CompactLayer, hook_calls
 from .configuration_surgery import SurgeryConfig, check_config
 from .packed_rows import new_tokens, take_documents
-from .parts import DECODERS, attention_class, part, parts_of, shares_cache
+from .parts import DECODERS, attention_class, entries_of, has_compact_layers, part, parts_of
 
 
 class ConvertedModel:
@@ -94,15 +94,16 @@ def convert_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
     Raises:
         ValueError: the family's layers cannot keep such a cache.
     """
-    for layer, entry in zip(decoder.layers, config.attention_layers, strict=True):
-        if entry is not None:
+    compact = has_compact_layers(config)
+    for layer, entry in zip(decoder.layers, entries_of(config), strict=True):
+        if entry.kind is not None:
             converted = family_attention_class(attention_class(entry), type(layer.self_attn))
             layer.self_attn = converted(layer.self_attn, entry)
     _connect(decoder)
-    if _has_compact_cache(config):
+    if compact or config.kv_cache is not None:
         part("compact_caches").prepare_decoder(decoder, config)
     # On the decoder, because whoever calls it without the head must read the same cache.
-    hook_calls(decoder, partial(_prepare_call, config))
+    hook_calls(decoder, partial(_prepare_call, config, compact))
     decoder.quantization_aware = False
     # The family's tensor-parallel plan splits heads, which a shared latent cannot follow.
     split = {name: plan for name, plan in decoder._tp_plan.items() if ".self_attn." not in name}
@@ -128,35 +129,37 @@ def _forget(handed_on: dict[int, torch.Tensor], decoder: nn.Module, args: tuple,
 
 def cache_layers(config: SurgeryConfig, *, training: bool = False, aware: bool = False) -> list[CompactLayer] | None:
     """New, empty layers of the cache that a model keeps; None where those of a plain `DynamicCache` do."""
-    if not _has_compact_cache(config, training=training, aware=aware):
+    if not (has_compact_layers(config) or _quantizes(config, training=training, aware=aware)):
         return None
     return part("compact_caches").new_layers(config, training=training, aware=aware)
 
 
-def _has_compact_cache(config: SurgeryConfig, *, training: bool = False, aware: bool = False) -> bool:
-    quantizes = config.kv_cache is not None and (aware or not training)
-    return quantizes or config.exact_window or config.streams
+def _quantizes(config: SurgeryConfig, *, training: bool, aware: bool) -> bool:
+    return config.kv_cache is not None and (aware or not training)
 
 
-def _prepare_call(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None:
-    """Refuse what a call of the decoder asks for in vain, and see to its documents and its cache."""
+def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call: Call) -> None:
+    """Refuse what a call of the decoder asks for in vain, and see to its documents and its cache.
+
+    `compact`: whether layers keep something else than keys and values of all tokens, quantised or not.
+    """
     implementation = decoder.config._attn_implementation
     check_attention(config, implementation, family_flash=decoder._supports_flash_attn)
     check_weights(config, decoder, call)
     documents = take_documents(decoder, call)
     training, aware = decoder.training, decoder.training and decoder.quantization_aware
-    compact = _has_compact_cache(config, training=training, aware=aware)
+    has_own_cache = compact or _quantizes(config, training=training, aware=aware)
     if documents is None:
-        if compact:
-            part("compact_caches").use_layers(config, decoder, call, training=training, aware=aware)
+        if has_own_cache:
+            part("compact_caches").use_layers(config, decoder, call, training=training, aware=aware, padded=compact)
         return
-    if any(map(shares_cache, config.attention_layers)):
+    if any(entry.shares_cache for entry in entries_of(config)):
         raise ValueError("layers that share a cache cannot keep several documents of a row apart: pass one a row")
     if not all(hasattr(layer, "self_attn") for layer in decoder.layers):
         raise ValueError("layers that keep a state cannot keep several documents of a row apart: pass one a row")
     if is_flash(implementation) and len(new_tokens(call)) > 1:
         raise ValueError("FlashAttention reads documents off the positions of one row alone: pass a batch of one row")
-    if compact:
+    if has_own_cache:
         call |= {"documents": documents, "quantization_aware": aware}
 
 

@@ -13,8 +13,6 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
 from torch import nn
 from transformers import Cache
@@ -22,9 +20,8 @@ from transformers import initialization as init
 
 from .attention_functions import Accelerated, attend, begin_as, normalise_heads
 from .cache_argument import takes_cache
-from .configuration_surgery import SurgeryConfig
+from .cross_layer_entry import GroupEntry
 from .group_cache import GroupLayer, Reading
-from .group_entries import CROSS_LAYER_KEYS, check_sharing
 from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
 from .rotary import connect_rotary, rotation_of
 from .step_memo import once
@@ -35,15 +32,9 @@ class GroupMember(Accelerated, nn.Module):
 
     block: int | None
 
-    @classmethod
-    def entry_problem(cls, config: SurgeryConfig, index: int, entry: dict[str, Any]) -> str | None:
-        """Return nothing: what is wrong with groups is said of all of them at once."""
-        check_sharing(config, index)
-
-    def _join_group(self, entry: dict[str, Any]) -> None:
-        self.entry = dict(entry)
-        self.place, self.group_size = entry["place"], entry["group_size"]
-        self.block, self.exact_sinks, self.window = entry.get("block"), entry.get("sinks", 0), entry.get("window", 0)
+    def _join_group(self, entry: GroupEntry) -> None:
+        self.entry, self.place, self.group_size = entry, entry.place, entry.group_size
+        self.block, self.exact_sinks, self.window = entry.block, entry.sinks, entry.window
 
     def cache_layer(self, store: GroupStore) -> GroupLayer:
         """An empty cache layer of this module's that shares `store` with the others of its group."""
@@ -51,7 +42,7 @@ class GroupMember(Accelerated, nn.Module):
 
     def new_store(self) -> GroupStore:
         """An empty store for the group."""
-        return SharedCodes(self.group_size, self.entry["rank"])
+        return SharedCodes(self.group_size, self.entry.rank)
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
         """What the layer writes to the store of a block of its tokens [B, 1, C, n]."""
@@ -110,8 +101,8 @@ class SharedBasis(GroupMember):
     """
 
     def _add_basis(self, width: int) -> None:
-        self.basis_down = nn.Parameter(torch.empty(self.entry["rank"], width))
-        self.basis_up = nn.Parameter(torch.empty(width, self.entry["rank"]))
+        self.basis_down = nn.Parameter(torch.empty(self.entry.rank, width))
+        self.basis_up = nn.Parameter(torch.empty(width, self.entry.rank))
 
     def initialize_weights(self) -> None:
         """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
@@ -130,9 +121,7 @@ class SharedBasis(GroupMember):
 class CrossLayerAttention(SharedBasis):
     """Attention over keys and values of one basis that W layers share."""
 
-    entry_keys: ClassVar[set[str]] = CROSS_LAYER_KEYS["cross_layer"]
-
-    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
+    def __init__(self, stock: nn.Module, entry: GroupEntry):
         begin_as(self, stock)
         self._join_group(entry)
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
@@ -152,11 +141,6 @@ class CrossLayerAttention(SharedBasis):
     def width(self) -> int:
         """Elements of a token."""
         return 2 * self.num_kv_heads * self.head_dim
-
-    @property
-    def cached_shape(self) -> tuple[int, int, int]:
-        """Heads, and what each caches in the places of key and value: one token of `width`, nothing beside."""
-        return 1, self.width, 0
 
     @takes_cache
     def forward(
@@ -218,8 +202,6 @@ class PromptBasisAttention(CrossLayerAttention):
     The first forward pass reads its tokens exactly and is compressed after it; tokens that come later stay exact.
     """
 
-    entry_keys: ClassVar[set[str]] = CROSS_LAYER_KEYS["cross_layer_prompt"]
-
     def _add_basis(self, width: int) -> None:
         pass
 
@@ -228,15 +210,13 @@ class PromptBasisAttention(CrossLayerAttention):
 
     def new_store(self) -> GroupStore:
         """An empty store that finds its own basis."""
-        return PromptBasis(self.group_size, self.width // 2, self.entry["key_rank"], self.entry["value_rank"])
+        return PromptBasis(self.group_size, self.width // 2, self.entry.key_rank, self.entry.value_rank)
 
     encode, decode = GroupMember.encode, GroupMember.decode
 
 
 class MergedPairAttention(CrossLayerAttention):
     """Two layers merged token by token: MiniCache (arXiv:2405.14366)."""
-
-    entry_keys: ClassVar[set[str]] = CROSS_LAYER_KEYS["cross_layer_pairs"]
 
     def _add_basis(self, width: int) -> None:
         pass
@@ -247,7 +227,7 @@ class MergedPairAttention(CrossLayerAttention):
     def new_store(self) -> GroupStore:
         """An empty store of merged pairs."""
         entry = self.entry
-        return MergedPairs(self.num_kv_heads, self.width // 2, entry["block"], entry["kept"], entry["interpolation"])
+        return MergedPairs(self.num_kv_heads, self.width // 2, entry.block, entry.kept, entry.interpolation)
 
     encode, decode = GroupMember.encode, GroupMember.decode
 

@@ -8,7 +8,7 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,15 +17,15 @@ from transformers import Cache
 from .attention_functions import attend, project_queries, rotate_pairs
 from .cache_argument import CACHE, takes_cache
 from .cross_layer_attention import SharedBasis
+from .cross_layer_entry import GroupEntry
 from .group_cache import Reading
-from .group_entries import CROSS_LAYER_KEYS
 from .latent_attention import LatentAttention
 
 
 class LatentMember(SharedBasis):
     """One of W layers that share a basis of their latents, which are its tokens."""
 
-    def _join_group(self, entry: dict[str, Any]) -> None:
+    def _join_group(self, entry: GroupEntry) -> None:
         super()._join_group(entry)
         self._add_basis(self.kv_lora_rank)
 
@@ -33,11 +33,7 @@ class LatentMember(SharedBasis):
 class CrossLayerLatentAttention(LatentMember, LatentAttention):
     """`LatentAttention` over one basis that W layers share."""
 
-    entry_keys: ClassVar[set[str]] = CROSS_LAYER_KEYS["cross_layer_latent"]
-    entry_options: ClassVar[set[str]] = set()
-    has_gate = False
-
-    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
+    def __init__(self, stock: nn.Module, entry: GroupEntry):
         LatentAttention.__init__(self, stock, entry)
         self._join_group(entry)
 
@@ -85,17 +81,10 @@ class CrossLayerFamilyLatents(LatentMember):
     cache is what the group has of the tokens.
     """
 
-    entry_keys: ClassVar[set[str]] = CROSS_LAYER_KEYS["cross_layer_mla"]
-
-    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
+    def __init__(self, stock: nn.Module, entry: GroupEntry):
         # The class built by `family_attention_class` has the family's attention next in line.
         super().__init__(stock.config, stock.layer_idx)
         self._join_group(entry)
-
-    @property
-    def cached_shape(self) -> tuple[int, int, int]:
-        """Heads of a token in the cache, 1, the width of its latent and of its rotated key."""
-        return 1, self.kv_lora_rank, self.qk_rope_head_dim
 
     @takes_cache
     def forward(

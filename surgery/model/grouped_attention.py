@@ -4,12 +4,11 @@ This file travels beside the weights as remote code: it may import torch, transf
 """
 
 import copy
-from typing import Any, ClassVar
 
 from torch import nn
 
 from .attention_functions import ConvertedAttention
-from .configuration_surgery import SurgeryConfig
+from .grouped_entry import GroupedEntry
 
 
 class GroupedAttention(ConvertedAttention, nn.Module):
@@ -19,27 +18,11 @@ class GroupedAttention(ConvertedAttention, nn.Module):
     cached as plain tensors [B, kv_heads, T, d] each.
     """
 
-    entry_keys: ClassVar[set[str]] = {"kv_heads"}
-    has_gate = True
-
-    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
+    def __init__(self, stock: nn.Module, entry: GroupedEntry):
         config = copy.copy(stock.config)
-        config.num_key_value_heads = entry["kv_heads"]
+        config.num_key_value_heads = entry.kv_heads
         # The class built by `family_attention_class` has the family's attention next in line.
         super().__init__(config, stock.layer_idx)
         # From here on only the attention implementation is read of it, which users change on the model's.
         self.config = stock.config
-        self.num_kv_heads = entry["kv_heads"]
-
-    @classmethod
-    def entry_problem(cls, config: SurgeryConfig, index: int, entry: dict[str, Any]) -> str | None:
-        """Return what is wrong with the number of KV heads."""
-        heads = entry["kv_heads"]
-        if heads < 1 or config.num_attention_heads % heads:
-            return f"{config.num_attention_heads} query heads do not divide over {heads} KV heads"
-        return None
-
-    @property
-    def cached_shape(self) -> tuple[int, int, int]:
-        """Heads of a token in the cache, and the widths of a key and of a value."""
-        return self.num_kv_heads, self.head_dim, self.head_dim
+        self.num_kv_heads = entry.kv_heads

@@ -7,7 +7,7 @@ Shapes: B batch, T new tokens, S tokens in the cache, H query heads, G KV heads,
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import Cache
@@ -20,13 +20,12 @@ from .attention_functions import (
 )
 from .cache_argument import takes_cache
 from .cache_layer import CompactLayer
-from .configuration_surgery import SurgeryConfig
 from .grouped_attention import GroupedAttention
 from .hybrid_cache import Dropped, HybridLayer, StreamingLayer, layer_of
+from .hybrid_entry import HybridEntry
 from .left_padding import LeftPadding
 from .plain_cache import PlainLayer
 from .rotary import project_heads, rotation_of
-from .sink_window_cache import window_problem
 
 
 class HybridAttention(Accelerated, GroupedAttention):
@@ -39,52 +38,20 @@ class HybridAttention(Accelerated, GroupedAttention):
         softmax([scaling · q kᵀ ; scaling · q k̄ᵀ + log N]) [v ; v̄].
     """
 
-    entry_keys: ClassVar[set[str]] = {
-        "kv_heads",
-        "full_heads",
-        "compensated_heads",
-        "sinks",
-        "recent",
-        "head_order",
-    }
-    has_gate = False
-
-    def __init__(self, stock: torch.nn.Module, entry: dict[str, Any]):
+    def __init__(self, stock: torch.nn.Module, entry: HybridEntry):
         super().__init__(stock, entry)
         self.num_heads = stock.config.num_attention_heads
         self.rotate = rotation_of(stock)
-        self.full_heads, self.compensated_heads = entry["full_heads"], entry["compensated_heads"]
-        self.sinks, self.recent = entry["sinks"], entry["recent"]
+        self.full_heads, self.compensated_heads = entry.full_heads, entry.compensated_heads
+        self.sinks, self.recent = entry.sinks, entry.recent
 
     @classmethod
-    def entry_problem(cls, config: SurgeryConfig, index: int, entry: dict[str, Any]) -> str | None:
-        """Return what is wrong with the numbers of heads, their order or the window."""
-        if problem := super().entry_problem(config, index, entry):
-            return problem
-        heads, full, compensated = entry["kv_heads"], entry["full_heads"], entry["compensated_heads"]
-        if full < 0 or compensated < 0 or full + compensated > heads:
-            return f"{full} full and {compensated} compensated heads are not to be had of {heads} KV heads"
-        if sorted(entry["head_order"]) != list(range(heads)):
-            return f"head_order is not the {heads} KV heads, each once"
-        return window_problem(entry)
-
-    @classmethod
-    def cache_layer_of(cls, entry: dict[str, Any], whole: CompactLayer, codes: Any) -> HybridLayer:
+    def cache_layer_of(cls, entry: HybridEntry, whole: CompactLayer, codes: Any) -> HybridLayer:
         """Make an empty layer of full and streaming heads."""
-        full, heads = entry["full_heads"], entry["kv_heads"]
-        streaming = StreamingLayer(entry["sinks"], entry["recent"], entry["compensated_heads"], codes)
-        return HybridLayer(whole if full else None, streaming if full < heads else None, heads=full)
-
-    @property
-    def windows(self) -> list[tuple[int, int | None, bool]]:
-        """Of some query heads how many, the tokens that they see at most, and whether they are compensated."""
-        size, seen = self.num_key_value_groups, self.sinks + self.recent
-        streaming = self.num_kv_heads - self.full_heads - self.compensated_heads
-        return [
-            (self.full_heads * size, None, False),
-            (streaming * size, seen, False),
-            (self.compensated_heads * size, seen, True),
-        ]
+        streaming = StreamingLayer(entry.sinks, entry.recent, entry.compensated_heads, codes)
+        return HybridLayer(
+            whole if entry.full_heads else None, streaming if entry.streaming_heads else None, heads=entry.full_heads
+        )
 
     @takes_cache
     def forward(

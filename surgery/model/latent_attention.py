@@ -10,7 +10,8 @@ size, r kv_lora_rank, ρ width of the shared RoPE key.
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,6 @@ from .attention_functions import (
     attend,
     begin_as,
     gated,
-    norm_width,
     places_in_cache,
     project_queries,
     rotate_pairs,
@@ -30,7 +30,7 @@ from .attention_functions import (
     take,
 )
 from .cache_argument import takes_cache
-from .configuration_surgery import SurgeryConfig, codes_problem
+from .latent_entry import LatentEntry
 
 
 class LatentRotaryEmbedding(nn.Module):
@@ -42,7 +42,7 @@ class LatentRotaryEmbedding(nn.Module):
 
     axes: list[int] | None = None
 
-    def __init__(self, frequencies: list[float]):
+    def __init__(self, frequencies: Sequence[float]):
         super().__init__()
         self.frequencies = tuple(frequencies)
         self.register_buffer("inv_freq", self._as_tensor(), persistent=False)
@@ -86,26 +86,13 @@ class LatentAttention(Accelerated, nn.Module):
     weight acts before the rotation: the converter has folded it into the key rows of `kv_down`.
     """
 
-    entry_keys: ClassVar[set[str]] = {"kv_lora_rank", "rope_inv_freq", "key_norm_eps"}
-    entry_options: ClassVar[set[str]] = {"streaming", "codes"}
-    has_gate = True
-
-    @classmethod
-    def entry_problem(cls, config: SurgeryConfig, index: int, entry: dict[str, Any]) -> str | None:
-        """Return what is wrong with the rank or the codes."""
-        # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.
-        if entry["kv_lora_rank"] < 1:
-            return "kv_lora_rank must be at least 1"
-        return codes_problem(entry, entry["kv_lora_rank"])
-
-    def __init__(self, stock: nn.Module, latent: dict[str, Any]):
+    def __init__(self, stock: nn.Module, entry: LatentEntry):
         begin_as(self, stock)
         config = stock.config
-        self.kv_lora_rank = latent["kv_lora_rank"]
-        self.rope_dim = 2 * len(latent["rope_inv_freq"])
-        self.key_norm_eps = latent["key_norm_eps"]
+        self.kv_lora_rank, self.rope_dim = entry.kv_lora_rank, entry.rope_dim
+        self.key_norm_eps = entry.key_norm_eps
         self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None))
-        self.streaming = latent.get("streaming")
+        self.ranks = entry.ranks
 
         self.q_proj = stock.q_proj
         self.o_proj = stock.o_proj
@@ -116,10 +103,7 @@ class LatentAttention(Accelerated, nn.Module):
             if not hasattr(stock, "k_norm"):
                 raise ValueError(f"layer {self.layer_idx}: key_norm_eps is set, but {config.model_type} has no k_norm")
             self.k_proj = stock.k_proj
-        # Numbers that keys are divided by: none, one for each KV head, or one where the norm is over all heads.
-        self.key_gains = 0 if self.key_norm_eps is None else self.num_kv_heads
-        if self.key_gains and norm_width(stock.k_norm) != self.head_dim:
-            self.key_gains = 1
+        self.key_gains = entry.key_gains(config)
         # One latent for all heads, or one scaled copy of it for each group of heads that shares a norm.
         self.num_key_value_groups = self.num_heads // max(1, self.key_gains)
 
@@ -128,7 +112,7 @@ class LatentAttention(Accelerated, nn.Module):
         self.kv_down = nn.Linear(config.hidden_size, latent_width, bias=bias)
         self.query_up = nn.Parameter(torch.empty(self.num_heads, self.head_dim, latent_width))
         self.value_up = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.kv_lora_rank))
-        self.rotary = LatentRotaryEmbedding(latent["rope_inv_freq"])
+        self.rotary = LatentRotaryEmbedding(entry.rope_inv_freq)
 
     def initialize_weights(self) -> None:
         """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
@@ -142,18 +126,9 @@ class LatentAttention(Accelerated, nn.Module):
             self.rotary.axes = decoder.axes_of(self.rotary.frequencies)
 
     @property
-    def cached_shape(self) -> tuple[int, int, int]:
-        """Heads of a token in the cache, 1, the width of its latent and of its positional part: r, ρ (+ G)."""
-        return 1, self.kv_lora_rank, self.rope_dim + self.key_gains
-
-    @property
     def latent_slices(self) -> list[slice]:
-        """Which outputs of `kv_down` are latents that may be cut behind any of them, see `LowRankAttention`.
-
-        None in a subclass that caches something else in their place: fewer of them would not make its cache smaller.
-        """
-        caches_them = self.cached_shape == LatentAttention.cached_shape.fget(self)
-        return [slice(0, self.kv_lora_rank)] if caches_them else []
+        """Which outputs of `kv_down` are latents that may be cut behind any of them, see `LowRankAttention`."""
+        return [slice(0, rank) for rank in self.ranks]
 
     def latent_readers(self) -> list[list[torch.Tensor]]:
         """For each of `latent_slices`, views [·, r] of all weights that read its latents."""

@@ -11,7 +11,7 @@ This file travels beside the weights as remote code: it may import torch, transf
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,11 +31,10 @@ from .attention_functions import (
 )
 from .cache_argument import takes_cache
 from .cache_layer import CompactLayer
-from .configuration_surgery import SurgeryConfig
 from .exact_window_cache import ExactWindowLayer
 from .hybrid_cache import HybridLayer, StreamingLayer, layer_of
 from .left_padding import LeftPadding
-from .low_rank_entries import OPTIONS, REQUIRED, entry_problem
+from .low_rank_entry import LowRankEntry
 from .plain_cache import PlainLayer
 from .rotary import connect_rotary, rotation_of, unrotated
 from .step_memo import once
@@ -82,28 +81,18 @@ class LowRankAttention(Accelerated, nn.Module):
     heads that are rebuilt from them see those alone (see `hybrid_cache`).
     """
 
-    entry_keys: ClassVar[set[str]] = REQUIRED
-    entry_options: ClassVar[set[str]] = OPTIONS
-    has_gate = True
-
     @classmethod
-    def entry_problem(cls, config: SurgeryConfig, index: int, entry: dict[str, Any]) -> str | None:
-        """Return what is wrong with the blocks, the window, what is shared or what streams."""
-        return entry_problem(config, index, entry)
-
-    @classmethod
-    def cache_layer_of(cls, entry: dict[str, Any], whole: CompactLayer, codes: Any) -> CompactLayer:
+    def cache_layer_of(cls, entry: LowRankEntry, whole: CompactLayer, codes: Any) -> CompactLayer:
         """Make an empty layer of latents, of which some may stream, or with an exact window."""
-        if entry["window"]:
-            return ExactWindowLayer(entry["sinks"], entry["window"], whole)
-        if not (settings := entry.get("streaming")):
+        if entry.window:
+            return ExactWindowLayer(entry.sinks, entry.window, whole)
+        if not (settings := entry.streaming):
             return whole
-        ranks = [block["rank"] for block in entry["blocks"]]
-        width = sum(rank for number, rank in enumerate(ranks) if number not in settings["blocks"])
-        streaming = StreamingLayer(settings["sinks"], settings["recent"], codes=codes)
+        width = sum(rank for number, rank in enumerate(entry.ranks) if number not in settings.blocks)
+        streaming = StreamingLayer(settings.sinks, settings.recent, codes=codes)
         return HybridLayer(whole if width else None, streaming, width=width)
 
-    def __init__(self, stock: nn.Module, entry: dict[str, Any]):
+    def __init__(self, stock: nn.Module, entry: LowRankEntry):
         begin_as(self, stock)
         config = stock.config
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
@@ -113,10 +102,8 @@ class LowRankAttention(Accelerated, nn.Module):
         self.rope_of = kind if kind in (getattr(config, "rope_parameters", None) or ()) else None
         self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None))
 
-        blocks = entry["blocks"]
-        self.ranks = [block["rank"] for block in blocks]
-        self.shared_layers, shared_rank = entry["shared_layers"], entry["shared_rank"]
-        self.exact_sinks, self.window = entry["sinks"], entry["window"]
+        self.ranks, self.shared_layers = list(entry.ranks), entry.shared_layers
+        self.exact_sinks, self.window = entry.sinks, entry.window
 
         self.q_proj = stock.q_proj
         self.o_proj = stock.o_proj
@@ -130,21 +117,21 @@ class LowRankAttention(Accelerated, nn.Module):
         self.key_up, self.value_up = (
             UpProjections(
                 {
-                    number: (len(block[kind]) * self.head_dim, shared_rank + block["rank"])
-                    for number, block in enumerate(blocks)
-                    if block[kind]
+                    number: (len(heads) * self.head_dim, entry.shared_rank + entry.ranks[number])
+                    for number, heads in enumerate(served)
+                    if heads
                 }
             )
-            for kind in ("keys", "values")
+            for served in ([block.keys for block in entry.blocks], [block.values for block in entry.blocks])
         )
         # The source's biases: the same for every token, they cost no latents.
         biased = stock.k_proj.bias is not None, stock.v_proj.bias is not None
         width = self.num_kv_heads * self.head_dim
         self.key_bias, self.value_bias = (nn.Parameter(torch.empty(width)) if bias else None for bias in biased)
-        self.streaming = entry.get("streaming")
-        streaming = set(self.streaming["blocks"]) if self.streaming else set()
-        self._full = self._part(blocks, [number for number in range(len(blocks)) if number not in streaming])
-        self._streaming = self._part(blocks, sorted(streaming))
+        self.streaming = entry.streaming
+        streaming = sorted(self.streaming.blocks) if self.streaming else []
+        self._full = self._part(entry, [number for number in range(len(self.ranks)) if number not in streaming])
+        self._streaming = self._part(entry, streaming)
 
         # Set by `connect`, with the latents that layers of one forward pass hand on to later ones.
         self.rotary: tuple[nn.Module, ...] = ()
@@ -167,11 +154,6 @@ class LowRankAttention(Accelerated, nn.Module):
             decoder.layers[index].self_attn.hands_on = True
 
     @property
-    def cached_shape(self) -> tuple[int, int, int]:
-        """Heads of a token in the cache, 1, the width of its latents and of its exact keys and values."""
-        return 1, sum(self.ranks), 2 * self.num_kv_heads * self.head_dim if self.window else 0
-
-    @property
     def latent_slices(self) -> list[slice]:
         """Which outputs of `kv_down` are the latents of each block, in the order in which they may be cut behind.
 
@@ -187,17 +169,6 @@ class LowRankAttention(Accelerated, nn.Module):
             return []
         ups = self.key_up.matrices(), self.value_up.matrices()
         return [[up[number][:, -rank:] for up in ups if number in up] for number, rank in enumerate(self.ranks)]
-
-    @property
-    def windows(self) -> list[tuple[int, int | None, bool]] | None:
-        """Query heads that see all tokens, and those that see the first tokens and a window only."""
-        if not self.streaming:
-            return None
-        streaming = len(self._streaming.queries)
-        return [
-            (self.num_heads - streaming, None, False),
-            (streaming, self.streaming["sinks"] + self.streaming["recent"], False),
-        ]
 
     @takes_cache
     def forward(
@@ -229,7 +200,7 @@ class LowRankAttention(Accelerated, nn.Module):
         query = self._rotated(query.transpose(1, 2), slots, axis_positions)
         query = scaled_by_position(self, query, slots[None] if positions is None else positions)
         if self.streaming:
-            new = HybridLayer(PlainLayer(), StreamingLayer(self.streaming["sinks"], self.streaming["recent"]))
+            new = HybridLayer(PlainLayer(), StreamingLayer(self.streaming.sinks, self.streaming.recent))
             layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
             out = self._in_two_parts(query, latent, attention_mask, layer, axis_positions, **kwargs)
             return self.o_proj(gated(out, gate).reshape(batch, num_tokens, -1)), None
@@ -300,9 +271,10 @@ class LowRankAttention(Accelerated, nn.Module):
         order = [*self._full.queries, *part.queries]
         return take(torch.cat((full, out), dim=2), sorted(range(len(order)), key=order.__getitem__), 2)
 
-    def _part(self, blocks: list[dict[str, Any]], numbers: list[int]) -> _Part:
+    def _part(self, entry: LowRankEntry, numbers: list[int]) -> _Part:
         """Of the entry's blocks, those of `numbers`."""
-        keys, values = ([head for number in numbers for head in blocks[number][kind]] for kind in ("keys", "values"))
+        keys = [head for number in numbers for head in entry.blocks[number].keys]
+        values = [head for number in numbers for head in entry.blocks[number].values]
         heads, size = sorted(keys), self.num_key_value_groups
         queries = [head * size + place for head in heads for place in range(size)]
         return _Part(numbers, heads, queries, _places(keys), _places(values))

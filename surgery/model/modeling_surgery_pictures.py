@@ -9,7 +9,7 @@ from .attention_functions import family_attention_class
 from .configuration_surgery_pictures import SurgeryPicturesConfig
 from .converted_decoder import ConvertedModel, convert_decoder, family_decoder_class
 from .modeling_surgery import SurgeryForCausalLM
-from .parts import shares_cache
+from .parts import entries_of
 
 
 class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin):
@@ -31,7 +31,7 @@ class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin
         text = config.text_config
         if text.attention_layers is None:
             raise ValueError("text_config has no attention_layers: it describes no converted model")
-        if any(map(shares_cache, text.attention_layers)):
+        if any(entry.shares_cache for entry in entries_of(text)):
             raise ValueError("text_config: layers that share a cache are not for models of pictures and text")
         self._take_attention(text, MODEL_MAPPING[type(text.base_config())])
         base = config.base_config()

@@ -12,21 +12,23 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-KINDS: dict[str, tuple[str, str]] = {
-    "latent": ("latent_attention", "LatentAttention"),
-    "low_rank": ("low_rank_attention", "LowRankAttention"),
-    "grouped": ("grouped_attention", "GroupedAttention"),
-    "hybrid": ("hybrid_attention", "HybridAttention"),
-    "cross_layer": ("cross_layer_attention", "CrossLayerAttention"),
-    "cross_layer_latent": ("cross_layer_latent_attention", "CrossLayerLatentAttention"),
-    "cross_layer_mla": ("cross_layer_latent_attention", "CrossLayerFamilyLatents"),
-    "cross_layer_prompt": ("cross_layer_attention", "PromptBasisAttention"),
-    "cross_layer_pairs": ("cross_layer_attention", "MergedPairAttention"),
-}
-"""The part and the class of an attention, by the `kind` of a layer's entry in `attention_layers`."""
+from .layer_entry import LayerEntry, StockEntry
 
-STREAMING_KINDS = {"latent": ("streaming_latent_attention", "StreamingLatentAttention")}
-"""The same where the entry says `streaming`, of kinds that have a class of their own for it."""
+KINDS: dict[str, tuple[str, str]] = {
+    "latent": ("latent_entry", "LatentEntry"),
+    "low_rank": ("low_rank_entry", "LowRankEntry"),
+    "grouped": ("grouped_entry", "GroupedEntry"),
+    "hybrid": ("hybrid_entry", "HybridEntry"),
+    "cross_layer": ("cross_layer_entry", "CrossLayerEntry"),
+    "cross_layer_latent": ("cross_layer_entry", "SharedLatentEntry"),
+    "cross_layer_mla": ("cross_layer_entry", "SharedMLAEntry"),
+    "cross_layer_prompt": ("cross_layer_entry", "PromptBasisEntry"),
+    "cross_layer_pairs": ("cross_layer_entry", "MergedPairEntry"),
+}
+"""The module and the dataclass of a layer's entry, by the `kind` in `attention_layers`."""
+
+STREAMING_KINDS = {"latent": ("streaming_latent_entry", "StreamingLatentEntry")}
+"""The same where the entry says `streaming`, of kinds that have one of their own for it."""
 
 DECODERS: dict[str, str] = {
     **dict.fromkeys(("gpt_neox", "gpt2", "granitemoehybrid"), "family_decoders"),
@@ -37,9 +39,6 @@ DECODERS: dict[str, str] = {
 """The part that has a decoder for a family, by the `model_type` of its language model."""
 
 QUANTIZED = ("compact_caches", "quantized_cache", "token_codes", "straight_through")
-
-Entry = dict[str, Any]
-"""The description of one layer's attention in `attention_layers`."""
 
 
 def part(name: str) -> ModuleType:
@@ -61,30 +60,35 @@ def loaded(name: str) -> ModuleType | None:
     return sys.modules.get(f"{__package__}.{name}")
 
 
-def attention_part(entry: Entry) -> str:
-    """Return the name of the part that has an entry's attention."""
-    return _names(entry)[0]
+def entry_of(entry: Mapping[str, Any] | None) -> LayerEntry:
+    """Return what an entry of `attention_layers` says.
+
+    Raises:
+        ValueError: the kind is unknown, or keys are missing or unknown.
+    """
+    if entry is None:
+        return StockEntry()
+    if (kind := entry.get("kind")) not in KINDS:
+        raise ValueError(f"kind {kind!r} is none of {list(KINDS)}")
+    module, name = (entry.get("streaming") and STREAMING_KINDS.get(kind)) or KINDS[kind]
+    return getattr(part(module), name).from_entry(entry)
 
 
-def attention_class(entry: Entry) -> type:
+def entries_of(config: Any) -> list[LayerEntry]:
+    """Return every layer's entry of a `SurgeryConfig`, or of the config of a family."""
+    layers = getattr(config, "attention_layers", None)
+    return [entry_of(entry) for entry in layers or [None] * config.num_hidden_layers]
+
+
+def has_compact_layers(config: Any) -> bool:
+    """Whether some layer keeps heads or latents of some tokens only, or full-precision tokens next to latents."""
+    return any(entry.streams or entry.has_window for entry in entries_of(config))
+
+
+def attention_class(entry: LayerEntry) -> type:
     """Return the class of an entry's attention, a `ConvertedAttention`."""
-    module, name = _names(entry)
+    module, name = entry.attention
     return getattr(part(module), name)
-
-
-def shares_cache(entry: Entry | None) -> bool:
-    """Whether a layer shares its cache with others."""
-    return bool(entry) and entry["kind"].startswith("cross_layer")
-
-
-def has_window(entry: Entry | None) -> bool:
-    """Whether the cache of a layer keeps full-precision tokens next to latents."""
-    return bool(entry) and entry["kind"] == "low_rank" and bool(entry["window"])
-
-
-def is_streaming(entry: Entry | None) -> bool:
-    """Whether the cache of a layer keeps some heads or latents for sinks and a window only."""
-    return bool(entry) and (entry["kind"] == "hybrid" or bool(entry.get("streaming")))
 
 
 def parts_of(config: Mapping[str, Any]) -> set[str]:
@@ -93,20 +97,14 @@ def parts_of(config: Mapping[str, Any]) -> set[str]:
     Args:
         config: the attributes of a `SurgeryConfig`, or its config.json.
     """
-    entries = [entry for entry in config["attention_layers"] if entry]
-    parts = {attention_part(entry) for entry in entries}
-    if any(map(shares_cache, entries)):
+    entries = [entry_of(entry) for entry in config["attention_layers"] if entry is not None]
+    parts = {entry.attention[0] for entry in entries}
+    if any(entry.shares_cache for entry in entries):
         parts.add("blockwise_decoder")
-    if any(has_window(entry) or is_streaming(entry) for entry in entries):
+    if any(entry.has_window or entry.streams for entry in entries):
         parts.add("compact_caches")
-    cache = config.get("kv_cache")
-    if cache is not None:
+    if config.get("kv_cache") is not None:
         parts.update(QUANTIZED)
     if (family := config["base_model_type"]) in DECODERS:
         parts.add(DECODERS[family])
     return parts
-
-
-def _names(entry: Entry) -> tuple[str, str]:
-    kind = entry["kind"]
-    return (entry.get("streaming") and STREAMING_KINDS.get(kind)) or KINDS[kind]

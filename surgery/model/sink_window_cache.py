@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from .cache_layer import CompactLayer
 from .growing import refill
+from .layer_entry import window_problem
 from .left_padding import LeftPadding
 from .step_memo import once
 
@@ -51,10 +52,8 @@ class SinkWindowLayer(CompactLayer):
     def __init__(self, sinks: int, recent: int) -> None:
         """Raises ValueError unless `sinks` ≥ 0 and `recent` ≥ 1."""
         super().__init__()
-        if sinks < 0 or recent < 1:
-            raise ValueError(
-                f"a window of {recent} tokens with {sinks} sinks: at least 1 recent token and 0 sinks are needed"
-            )
+        if problem := window_problem(sinks, recent):
+            raise ValueError(problem)
         self.sinks, self.recent = sinks, recent
         self.padding: LeftPadding | None = None
         self.seen = 0
@@ -181,12 +180,3 @@ class SinkWindowLayer(CompactLayer):
             self.keys, self.values = change(self.keys), change(self.values)
             self.sink_keys, self.sink_values = change(self.sink_keys), change(self.sink_values)
             self.padding = self.padding.changed(change)
-
-
-def window_problem(settings: dict[str, int]) -> str | None:
-    """Return what is wrong with `sinks` and `recent`; None if nothing is."""
-    try:
-        SinkWindowLayer(settings["sinks"], settings["recent"])
-    except ValueError as error:
-        return str(error)
-    return None

@@ -10,32 +10,23 @@ from transformers import Cache
 
 from .attention_functions import attend, visible_mask
 from .cache_layer import CompactLayer
-from .configuration_surgery import SurgeryConfig
 from .hybrid_cache import StreamingLayer, layer_of
 from .latent_attention import LatentAttention
 from .left_padding import LeftPadding
-from .sink_window_cache import window_problem
+from .streaming_latent_entry import StreamingLatentEntry
 
 
 class StreamingLatentAttention(LatentAttention):
     """`LatentAttention` whose latent, which all heads share, is kept for sinks and a window (see `hybrid_cache`)."""
 
-    @classmethod
-    def entry_problem(cls, config: SurgeryConfig, index: int, entry: dict[str, Any]) -> str | None:
-        """Return what is wrong with the entry of a layer that streams."""
-        if entry["streaming"].keys() != {"sinks", "recent"}:
-            return f"streaming has keys {sorted(entry['streaming'])}, not ['recent', 'sinks']"
-        return window_problem(entry["streaming"]) or super().entry_problem(config, index, entry)
+    def __init__(self, stock: torch.nn.Module, entry: StreamingLatentEntry):
+        super().__init__(stock, entry)
+        self.streaming = entry.streaming
 
     @classmethod
-    def cache_layer_of(cls, entry: dict[str, Any], whole: CompactLayer, codes: Any) -> StreamingLayer:
+    def cache_layer_of(cls, entry: StreamingLatentEntry, whole: CompactLayer, codes: Any) -> StreamingLayer:
         """Make an empty layer of sinks and a window."""
-        return StreamingLayer(entry["streaming"]["sinks"], entry["streaming"]["recent"], codes=codes)
-
-    @property
-    def windows(self) -> list[tuple[int, int | None, bool]]:
-        """All query heads, and the tokens that they see at most."""
-        return [(self.num_heads, self.streaming["sinks"] + self.streaming["recent"], False)]
+        return StreamingLayer(entry.streaming.sinks, entry.streaming.recent, codes=codes)
 
     def _attend(
         self,
@@ -48,7 +39,7 @@ class StreamingLatentAttention(LatentAttention):
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
         """Outputs [B, T, H, r] of heads that see sinks and a window; there are no weights over all tokens."""
-        new = StreamingLayer(self.streaming["sinks"], self.streaming["recent"])
+        new = StreamingLayer(self.streaming.sinks, self.streaming.recent)
         layer = layer_of(cache, self.layer_idx, new, len(query), left_padding)
         out = []
         for piece in layer.pieces(latent, positional):

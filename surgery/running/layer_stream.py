@@ -23,6 +23,7 @@ from surgery.families.rope import unchanged_length
 from surgery.model.attention_functions import own_softmax
 from surgery.model.cache_argument import CACHE
 from surgery.model.logit_factor import logit_cap, logit_factor
+from surgery.model.parts import entries_of
 from surgery.running.activations import give_back, give_back_freed
 from surgery.running.equal_widths import use_equal_widths
 from surgery.running.loading import causal_class, loading, with_standard_names
@@ -418,7 +419,5 @@ def blocks_of(config) -> list[tuple[int, int]]:
 
     Single layers, but for those of the own class that share latents or a cache.
     """
-    entries = [entry or {} for entry in getattr(config, "attention_layers", ())]
-    entries = entries or [{}] * config.num_hidden_layers
-    starts = [i for i, entry in enumerate(entries) if not entry.get("shared_layers") and not entry.get("place")]
+    starts = [layer for layer, entry in enumerate(entries_of(config)) if not entry.joined]
     return list(zip(starts, [*starts[1:], config.num_hidden_layers], strict=True))

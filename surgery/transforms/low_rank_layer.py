@@ -24,22 +24,9 @@ from torch import Tensor, nn
 from surgery.families.anatomy import AttentionAnatomy, moved
 from surgery.families.attention import output
 from surgery.families.rope import phases, rotate
+from surgery.model.low_rank_entry import Block
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.transforms.quantized_reading import as_quantized, attend_quantized
-
-
-@dataclass(frozen=True)
-class Block:
-    """Latents that serve some heads.
-
-    Attributes:
-        rank: how many.
-        keys, values: the KV heads whose keys, and whose values, are rebuilt from them.
-    """
-
-    rank: int
-    keys: tuple[int, ...]
-    values: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def test_blocks_between_sinks_and_window_are_freed(answers, folders):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("compensated", "compensated heads"),
+        ("compensated", "hybrid heads with compensation"),
         ("windows", "hybrid heads of several windows"),
         ("fp8", "--kv-cache-dtype fp8"),
         ("one_manager", "--disable-hybrid-kv-cache-manager"),

@@ -142,7 +142,7 @@ def test_a_basis_of_the_prompt_reads_the_prompt_exactly_and_compresses_it_afterw
         found = [model(piece, past_key_values=cache).logits for piece in text().split((15, 3, 5), dim=1)]
         error = (torch.cat(found, dim=1) - source(text()).logits).abs().max() / source(text()).logits.abs().max()
         assert (error < 2e-5) == exact
-        assert cache_bytes(cache) == model.model.kv_cache_bytes(2, 23, prompt=15)
+        assert cache_bytes(cache) == model.kv_cache_bytes(2, 23, prompt=15)
 
 
 def test_padding_does_not_weigh_in_a_basis_of_the_prompt():
@@ -206,7 +206,7 @@ def test_other_caches_and_prepared_masks_are_refused(model):
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ([{**STATIC, "place": 0}, None], "not the first of a group"),
+        ([{**STATIC, "place": 0}, None], "not one of a group of 2"),
         ([{**STATIC, "place": 0}, {**STATIC, "place": 1, "rank": 5}], "equal entries"),
         ([{**STATIC, "place": i, "rank": 0} for i in (0, 1)], "ranks and block"),
         ([{**STATIC, "place": i, "window": -1} for i in (0, 1)], "cannot be negative"),

@@ -262,7 +262,7 @@ def test_impossible_entries_are_refused(change, message):
         ({"streaming": {"blocks": [0, 1], "sinks": 1, "recent": 4}}, "not of the same"),
         ({"streaming": {"blocks": [0, 3, 4], "sinks": 1, "recent": 4}}, "are not some of"),
         ({"streaming": {"blocks": [], "sinks": 1, "recent": 4}}, "are not some of"),
-        ({"streaming": {"sinks": 1, "recent": 4}}, "streaming has keys"),
+        ({"streaming": {"sinks": 1, "recent": 4}}, "missing 1 required .*'blocks'"),
         ({"streaming": {"blocks": [0, 3], "sinks": 1, "recent": 0}}, "at least 1 recent"),
         ({"window": 2}, "no exact window"),
     ],

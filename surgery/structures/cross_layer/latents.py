@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.architectures.cross_layer import REASON
-from surgery.architectures.own_class import MODEL_TYPE, beside_latents
+from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.cross_layer_statistics import moment_of
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
@@ -23,6 +23,8 @@ from surgery.common.progress import Progress
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.families.softmax import Softmax
 from surgery.model.attention_functions import normalise_heads, rotate_pairs
+from surgery.model.cross_layer_entry import SharedLatentEntry
+from surgery.model.parts import entries_of
 from surgery.reporting.report import SourceShape
 from surgery.running.activations import give_back
 from surgery.running.kv_bytes import kv_bytes_of
@@ -48,7 +50,7 @@ class LatentSource(OwnSource):
         if settings.method != "xkv":
             raise SurgeryError(f"{reader.path}: latents are shared by method xkv, not {settings.method}")
         opened = super().open(reader, settings)
-        kinds = {None if entry is None else entry["kind"] for entry in opened.config.attention_layers}
+        kinds = {entry.kind for entry in entries_of(opened.config)}
         if kinds != {"latent"}:
             found = ", ".join(sorted(str(kind or "the family's own") for kind in kinds))
             raise SurgeryError(f"{reader.path}: layers with attention of kind {found}; those of MLA can share latents")
@@ -59,11 +61,11 @@ class LatentSource(OwnSource):
 
     def rank(self, layer: int) -> int:
         """Width of a layer's latent."""
-        return self.config.attention_layers[layer]["kv_lora_rank"]
+        return entries_of(self.config)[layer].kv_lora_rank
 
     def positional(self, layer: int) -> int:
         """Numbers that a layer caches beside its latent."""
-        return beside_latents(self.reader.config, self.reader.config["attention_layers"][layer])
+        return entries_of(self.config)[layer].width(self.config) - self.rank(layer)
 
     def down(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """Weight [r, D] and bias [r] that give the latent."""
@@ -154,9 +156,19 @@ def _planned(
     layers = []
     for (start, stop), rank in zip(groups, ranks, strict=True):
         for index in range(start, stop):
-            group = {"kind": "cross_layer_latent", "group_size": stop - start, "place": index - start, "rank": rank}
-            recent = {"block": settings.block, "sinks": settings.sinks, "window": settings.window}
-            layers.append({**opened.config.attention_layers[index], **group, **recent})
+            latent = entries_of(opened.config)[index]
+            entry = SharedLatentEntry(
+                kv_lora_rank=latent.kv_lora_rank,
+                rope_inv_freq=latent.rope_inv_freq,
+                key_norm_eps=latent.key_norm_eps,
+                group_size=stop - start,
+                place=index - start,
+                rank=rank,
+                block=settings.block,
+                sinks=settings.sinks,
+                window=settings.window,
+            )
+            layers.append(entry.to_entry())
             prefix, width = ATTENTION_PREFIX.format(layer=index), opened.rank(index)
             tensors[prefix + "basis_down"] = TensorSpec(dtype, (rank, width))
             tensors[prefix + "basis_up"] = TensorSpec(dtype, (width, rank))

@@ -21,6 +21,7 @@ from surgery.families import LATENT_FAMILIES, any_family_of
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.latent_family import NORM
+from surgery.model.cross_layer_entry import CrossLayerEntry, GroupEntry, MergedPairEntry, SharedMLAEntry
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import LayerStream, StreamedBlock
 from surgery.running.source import Source
@@ -85,7 +86,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
     def pass_group(self, work: Work, group: range, hidden: torch.Tensor) -> torch.Tensor:
         """Reads old tokens as the group's basis, method xkv's, makes them again."""
         entry = self._entries[self._groups.index((group.start, group.stop))]
-        basis = self._basis(work, group.start, group.stop, entry["rank"])
+        basis = self._basis(work, group.start, group.stop, entry.rank)
         with self.opened.stream.block(group.start, group.stop) as layers:
             simulated = self._simulated(group.start, group.stop, basis.to(*self._where).rebuild, self.settings.block)
             _run(self.opened.stream, layers, simulated, hidden, self.settings.batch_size)
@@ -151,15 +152,15 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return self._writes.latent_tensors(group, basis, [opened.reader.tensor(name).double() for name in names])
 
     def _convert(
-        self, start: int, stop: int, entry: Mapping[str, Any] | None, work: Work, runs: StageRuns
+        self, start: int, stop: int, entry: GroupEntry | None, work: Work, runs: StageRuns
     ) -> tuple[SharedBasis | None, GroupReport | None]:
         """Converts one group; None for ``entry`` is a layer outside all groups."""
         basis, rebuild = None, None
-        if entry is not None and "rank" in entry:
-            basis = self._basis(work, start, stop, entry["rank"])
+        if isinstance(entry, CrossLayerEntry):
+            basis = self._basis(work, start, stop, entry.rank)
             rebuild = basis.to(*self._where).rebuild
         elif entry is not None:
-            rebuild = merged_pair(self.opened.first.kv_heads, entry["kept"], entry["interpolation"])
+            rebuild = merged_pair(self.opened.first.kv_heads, entry.kept, entry.interpolation)
         measured, lost = self._carry(start, stop, rebuild, runs)
         if entry is None:
             return None, None
@@ -182,11 +183,11 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         sources = [self.opened.anatomy(index).to(*self._where) for index in range(start, stop)]
         return SimulatedGroup.of(sources, rebuild, block, sinks=self.settings.sinks, window=self.settings.window)
 
-    def _numbers(self, entry: Mapping[str, Any]) -> int:
-        if entry["kind"] == "cross_layer_pairs":
+    def _numbers(self, entry: GroupEntry) -> int:
+        if isinstance(entry, MergedPairEntry):
             anatomy = self.opened.first
             return anatomy.kv_width + 4 * anatomy.kv_heads
-        return entry["rank"]
+        return entry.rank
 
     @torch.no_grad()
     def _carry(
@@ -212,8 +213,8 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
 
 def plan_groups(
     opened: Source, settings: CrossLayerSettings
-) -> tuple[tuple[tuple[int, int], ...], tuple[dict[str, Any], ...]]:
-    """The groups of a conversion, and what their layers' entries in ``attention_layers`` say but for the place.
+) -> tuple[tuple[tuple[int, int], ...], tuple[GroupEntry, ...]]:
+    """The groups of a conversion, and the entries of their first layers.
 
     The last group is smaller where ``group_size`` does not divide the layers. MiniCache merges pairs from the middle
     of the model on.
@@ -250,9 +251,9 @@ def plan_groups(
         groups = tuple((first, first + 2) for first in range(start, opened.layers - 1, 2))
         if not groups:
             raise SurgeryError("method minicache needs a model of two layers or more")
-        entry = {"kind": "cross_layer_pairs", "group_size": 2, **recent}
         kept = round(RETENTION * settings.block)
-        return groups, ({**entry, "kept": kept, "interpolation": INTERPOLATION},) * len(groups)
+        entry = MergedPairEntry(group_size=2, **recent, kept=kept, interpolation=INTERPOLATION, place=0)
+        return groups, (entry,) * len(groups)
     size, layers = settings.group_size, opened.layers
     groups = tuple((first, min(first + size, layers)) for first in range(0, layers, size))
     entries = []
@@ -262,8 +263,8 @@ def plan_groups(
     for start, stop in groups:
         count = stop - start
         rank = shared_rank((first.kv_width - beside) * count, count, settings, beside * count)
-        kind = "cross_layer_mla" if latent else "cross_layer"
-        entries.append({"kind": kind, "group_size": count, "rank": rank, **recent})
+        kind = SharedMLAEntry if latent else CrossLayerEntry
+        entries.append(kind(group_size=count, rank=rank, **recent, place=0))
     return groups, tuple(entries)
 
 

@@ -19,6 +19,7 @@ from surgery.architectures.sliding_layers import CARRIERS
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.heads.pattern import HeadPattern
 from surgery.heads.plan import HeadPlan
+from surgery.model.hybrid_entry import HybridEntry
 from surgery.reporting.report import SourceShape
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.skeleton import skeleton
@@ -103,7 +104,7 @@ class Hybrid(Streaming):
 
     def _moved(self, layer: int) -> dict[str, Tensor]:
         """Tensors of a layer whose heads change places."""
-        if self._entries[layer] is None or self._entries[layer]["kind"] != "hybrid":
+        if not isinstance(self._entries[layer], HybridEntry):
             return {}
         return moved_tensors(self.opened.reader, layer, self._plan.order(layer))
 

@@ -10,6 +10,7 @@ from surgery.architectures.neutral_norm import neutral_norm
 from surgery.architectures.spec import MLASpec
 from surgery.families import head_shape
 from surgery.model import SurgeryConfig
+from surgery.model.latent_entry import LatentEntry
 
 
 def stock_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
@@ -38,13 +39,9 @@ def stock_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedC
 
 def own_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
     """The same in the project's own class."""
-    entry = {
-        "kind": "latent",
-        "kv_lora_rank": rank,
-        "rope_inv_freq": _frequencies(rope_dim).tolist(),
-        "key_norm_eps": None,
-    }
-    return SurgeryConfig.from_base(config, [dict(entry) for _ in range(config.num_hidden_layers)])
+    frequencies = tuple(_frequencies(rope_dim).tolist())
+    entry = LatentEntry(kv_lora_rank=rank, rope_inv_freq=frequencies, key_norm_eps=None)
+    return SurgeryConfig.from_base(config, [entry.to_entry() for _ in range(config.num_hidden_layers)])
 
 
 def _frequencies(rope_dim: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from surgery.calibration.held_out import HeldOut, Score, logit_difference
 from surgery.checkpoint import CheckpointWriter
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
+from surgery.model.parts import has_compact_layers
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import LayerStream, blocks_of, single_layer_config
@@ -93,7 +94,7 @@ def measure_quantized(
     stream, reader = exact.stream, open_model(written)
     config = load_config(reader.path)
     new_layers = [config.quantized_layer(layer) for layer in range(exact.layers)]
-    by_hand = not (config.exact_window or config.streams)
+    by_hand = not has_compact_layers(config)
     read_stream = stream
     if not by_hand:
         read_stream = LayerStream(reader, config, single_layer_config, device=stream.device, dtype=stream.dtype)

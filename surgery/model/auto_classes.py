@@ -1,0 +1,44 @@
+"""The classes of the package with all of their parts, and transformers' auto classes that know them.
+
+Not for the checkpoints: their `auto_map` names an entry module of `remote_code`.
+"""
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from .causal_model import SurgeryForCausalLM
+from .configuration_surgery import SurgeryConfig
+from .configuration_surgery_pictures import SurgeryPicturesConfig
+from .family_decoders import DECODERS
+from .latent_attention import LatentAttention
+from .modeling_surgery_pictures import SurgeryForPicturesAndText
+from .remote_code import PICTURES_AUTO_MAP, auto_map, entry_class, remote_code_files
+
+SurgeryForCausalLM.entry_class = staticmethod(entry_class)
+
+
+def register() -> None:
+    """Make transformers' auto classes know the model classes; safe to call more than once."""
+    AutoConfig.register(SurgeryConfig.model_type, SurgeryConfig, exist_ok=True)
+    AutoConfig.register(SurgeryPicturesConfig.model_type, SurgeryPicturesConfig, exist_ok=True)
+    AutoModelForCausalLM.register(SurgeryConfig, SurgeryForCausalLM, exist_ok=True)
+    AutoModelForImageTextToText.register(SurgeryPicturesConfig, SurgeryForPicturesAndText, exist_ok=True)
+    # From here on `save_pretrained` copies a model's entry module and what it imports next to the weights, and writes
+    # the auto_map, so whatever a trainer saves loads without this package too.
+    SurgeryConfig.register_for_auto_class("AutoConfig")
+    SurgeryForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    SurgeryPicturesConfig.register_for_auto_class("AutoConfig")
+    SurgeryForPicturesAndText.register_for_auto_class("AutoModelForImageTextToText")
+
+
+__all__ = [
+    "DECODERS",
+    "PICTURES_AUTO_MAP",
+    "LatentAttention",
+    "SurgeryConfig",
+    "SurgeryForCausalLM",
+    "SurgeryForPicturesAndText",
+    "SurgeryPicturesConfig",
+    "auto_map",
+    "register",
+    "remote_code_files",
+]

@@ -1,0 +1,128 @@
+"""The entries of `attention_layers` in config.json: what they have in common, and that of a family's own attention.
+
+Every kind has a dataclass in `<kind>_entry.py`, see `parts.KINDS`. No torch here: engines and the plugin for vLLM read
+entries without a model.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+Windows = list[tuple[int, int | None, bool]]
+"""Of some query heads how many, the tokens that they see at most (None: all), and whether they are compensated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerEntry:
+    """Abstract base class of a layer's entry. A `config` is anything with the attributes of a `SurgeryConfig`.
+
+    Attributes:
+        kind: value of `kind`; None for the family's own attention, whose entry is `null`.
+        attention: the part and the class of the attention module that is made of it.
+        nested: the dataclasses of fields that are dictionaries.
+        has_gate: whether outputs are multiplied by the gate of families that have one.
+        has_rope_part: whether rotated keys are cached apart, so that `kv_cache` may give them a format of their own.
+        shares_cache: whether the layer shares its cache with others.
+        streams: whether some heads or latents are kept for sinks and a window only.
+        has_window: whether full-precision tokens are kept next to latents.
+        joined: whether the layer reads what the layer before it has cached.
+        ranks: latents of each block, of which the first so many are a smaller layer.
+    """
+
+    kind: ClassVar[str | None] = None
+    attention: ClassVar[tuple[str, str]]
+    nested: ClassVar[Mapping[str, type]] = {}
+    has_gate = has_rope_part = shares_cache = streams = has_window = joined = False
+    ranks = ()
+    codes = None
+
+    @classmethod
+    def from_entry(cls, entry: Mapping[str, Any]) -> "LayerEntry":
+        """Read an entry of config.json; ValueError for missing or unknown keys."""
+        values = {name: value for name, value in entry.items() if name != "kind"}
+        try:
+            return cls(**{name: _frozen(value, cls.nested.get(name)) for name, value in values.items()})
+        except TypeError as error:
+            raise ValueError(f"has keys {sorted(entry)}: {error}") from None
+
+    def to_entry(self) -> dict[str, Any] | None:
+        """Return the entry of config.json; options that are not there are left out."""
+        options = {field.name for field in fields(self) if field.default is None}
+        values = {name: value for name, value in asdict(self).items() if value is not None or name not in options}
+        return json.loads(json.dumps({"kind": self.kind, **values}))  # tuples as lists
+
+    def problem(self, config: Any, index: int, entries: Sequence["LayerEntry"]) -> str | None:
+        """Return what is wrong with the entry of layer `index` of all `entries`; None if nothing is."""
+
+    def cached_shape(self, config: Any) -> tuple[int, int, int]:
+        """Heads of a token in the cache, and the widths of what each has in the place of a key and of a value."""
+        return kv_heads_of(config), head_dim_of(config), head_dim_of(config)
+
+    def width(self, config: Any) -> int:
+        """Count the elements that the layer caches of a token."""
+        heads, key, value = self.cached_shape(config)
+        return heads * (key + value)
+
+    def key_width(self, config: Any) -> int:
+        """Elements of a key as attention reads it."""
+        rope = getattr(config, "qk_rope_head_dim", None)
+        return head_dim_of(config) if rope is None else config.qk_nope_head_dim + rope
+
+    def windows(self, config: Any) -> Windows | None:
+        """Tokens that query heads see; None where all see what the family's own do."""
+
+    def gives_weights(self, config: Any) -> bool:
+        """Whether there are attention weights over all tokens."""
+        return all(not heads or most is None for heads, most, _ in self.windows(config) or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockEntry(LayerEntry):
+    """The family's own attention."""
+
+    def to_entry(self) -> None:
+        """Return what stands for it in `attention_layers`."""
+
+    def cached_shape(self, config: Any) -> tuple[int, int, int]:
+        """Keys and values; of MLA the latent in place of a key and the rotated key in that of a value."""
+        latent = caches_latents(config)
+        return (1, config.kv_lora_rank, config.qk_rope_head_dim) if latent else super().cached_shape(config)
+
+
+def window_problem(sinks: int, recent: int) -> str | None:
+    """Return what is wrong with a window of the first and the last tokens; None if nothing is."""
+    message = f"a window of {recent} tokens with {sinks} sinks: at least 1 recent token and 0 sinks are needed"
+    return message if sinks < 0 or recent < 1 else None
+
+
+def codes_problem(entry: LayerEntry) -> str | None:
+    """Return what is wrong with the `codes` of a layer that caches latents."""
+    if entry.codes and entry.streams:
+        return "codes are of latents that are kept for all tokens, and some of these stream"
+    counts, rank = [channels for _, channels in entry.codes or ()], sum(entry.ranks)
+    wrong = counts and (sum(counts) != rank or min(counts) < 1)
+    return f"codes {entry.codes} are not those of {rank} latents" if wrong else None
+
+
+def caches_latents(config: Any) -> bool:
+    """Whether a family's own attention is MLA."""
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
+def kv_heads_of(config: Any) -> int:
+    """KV heads of a family's own attention."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def head_dim_of(config: Any) -> int:
+    """Elements of a head of a family's own attention."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _frozen(value: Any, part: type | None) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(each, part) for each in value)
+    return part(**{name: _frozen(each, None) for name, each in value.items()}) if part and value else value

@@ -1,0 +1,128 @@
+"""The entry of a layer that rebuilds keys and values from latents, kind "low_rank".
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .layer_entry import LayerEntry, Windows, codes_problem, head_dim_of, kv_heads_of, window_problem
+
+
+@dataclass(frozen=True)
+class Block:
+    """Latents that serve some heads.
+
+    Attributes:
+        rank: how many.
+        keys, values: the KV heads whose keys, and whose values, are rebuilt from them.
+    """
+
+    rank: int
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StreamingBlocks:
+    """Blocks, by their numbers, whose latents are kept for the first and the last tokens only."""
+
+    blocks: tuple[int, ...]
+    sinks: int
+    recent: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankEntry(LayerEntry):
+    """Low-rank attention.
+
+    Attributes:
+        blocks: every key head and every value head is in one of them.
+        shared_layers: how many layers before this one hand their latents on to it.
+        shared_rank: latents of those.
+        sinks, window: first and latest tokens that a query reads exactly, its own included; 0 for none.
+        codes: formats of `kv_cache` and how many latents have each, in place of its own format.
+        streaming: blocks that are not kept for all tokens.
+    """
+
+    kind = "low_rank"
+    attention = "low_rank_attention", "LowRankAttention"
+    nested = {"blocks": Block, "streaming": StreamingBlocks}  # noqa: RUF012
+    has_gate = True
+
+    blocks: tuple[Block, ...]
+    shared_layers: int = 0
+    shared_rank: int = 0
+    sinks: int = 0
+    window: int = 0
+    codes: tuple[tuple[str, int], ...] | None = None
+    streaming: StreamingBlocks | None = None
+
+    streams = property(lambda self: self.streaming is not None)
+    has_window = property(lambda self: self.window > 0)
+    joined = property(lambda self: self.shared_layers > 0)
+    ranks = property(lambda self: tuple(block.rank for block in self.blocks))
+
+    def cached_shape(self, config: Any) -> tuple[int, int, int]:
+        """All latents, and the exact keys and values of a window."""
+        return 1, sum(self.ranks), 2 * kv_heads_of(config) * head_dim_of(config) if self.window else 0
+
+    def width(self, config: Any) -> int:
+        """Count the latents: exact keys and values are those of a window, not of every token."""
+        return sum(self.ranks)
+
+    def windows(self, config: Any) -> Windows | None:
+        """Query heads that see all tokens, and those that see the first tokens and a window only."""
+        if not self.streaming:
+            return None
+        heads = sum(len(self.blocks[number].keys) for number in self.streaming.blocks)
+        heads *= config.num_attention_heads // kv_heads_of(config)
+        most = self.streaming.sinks + self.streaming.recent
+        return [(config.num_attention_heads - heads, None, False), (heads, most, False)]
+
+    def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
+        """Return what is wrong with the blocks, the window, what is shared or what streams."""
+        problem = (self.streaming and self._streaming_problem()) or codes_problem(self) or self._blocks_problem(config)
+        return problem or self._sharing_problem(config, index, entries)
+
+    def _blocks_problem(self, config: Any) -> str | None:
+        heads = list(range(kv_heads_of(config)))
+        if min(self.ranks, default=0) < 1:
+            return "a block's rank must be at least 1"
+        for name in ("keys", "values"):
+            if sorted(head for block in self.blocks for head in getattr(block, name)) != heads:
+                return f"the blocks' {name} are not the {len(heads)} KV heads, each once"
+        if self.sinks and not self.window:
+            return "sinks need a window of at least 1"
+        return None
+
+    def _sharing_problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
+        """Return what is wrong with the layers whose latents this one reads."""
+        first = index - self.shared_layers
+        if first < 0 or (self.shared_layers and len(self.blocks) > 1):
+            return "shared_layers needs that many layers before it, and one block"
+        earlier = entries[first:index]
+        if any(other.kind != self.kind for other in earlier):
+            return "shared_layers counts low_rank layers only"
+        if any(other.streams for other in earlier):
+            return "shared_layers counts layers that keep the latents of all tokens only"
+        types = getattr(config, "layer_types", None)
+        if types is not None and len(set(types[first : index + 1])) > 1:
+            return "latents are shared between layers of one window only"
+        shared = sum(sum(other.ranks) for other in earlier)
+        if shared != self.shared_rank:
+            return f"shared_rank is {self.shared_rank}, the layers before have {shared}"
+        return None
+
+    def _streaming_problem(self) -> str | None:
+        numbers, blocks = self.streaming.blocks, self.blocks
+        if not numbers or len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(len(blocks))):
+            return f"streaming blocks {list(numbers)} are not some of the {len(blocks)} blocks, each once"
+        keys = sorted(head for number in numbers for head in blocks[number].keys)
+        values = sorted(head for number in numbers for head in blocks[number].values)
+        if keys != values:
+            return f"streaming blocks hold the keys of heads {keys} and the values of heads {values}, not of the same"
+        if self.window or self.shared_layers:
+            return "latents that stream have no exact window and no shared_layers"
+        return window_problem(self.streaming.sinks, self.streaming.recent)

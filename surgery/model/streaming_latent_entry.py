@@ -1,0 +1,39 @@
+"""The entry of a layer of MLA that forgets, kind "latent" with `streaming`.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .latent_entry import LatentEntry
+from .layer_entry import LayerEntry, Windows, window_problem
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """First and last tokens, a query's own among them, for which alone latents are kept."""
+
+    sinks: int
+    recent: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingLatentEntry(LatentEntry):
+    """MLA whose heads all see the first tokens and a window only."""
+
+    attention = "streaming_latent_attention", "StreamingLatentAttention"
+    nested = {"streaming": Streaming}  # noqa: RUF012
+    streams = True
+
+    streaming: Streaming
+
+    def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
+        """Return what is wrong with the window, the rank or the codes."""
+        window = window_problem(self.streaming.sinks, self.streaming.recent)
+        return window or super().problem(config, index, entries)
+
+    def windows(self, config: Any) -> Windows:
+        """All query heads see as much."""
+        return [(config.num_attention_heads, self.streaming.sinks + self.streaming.recent, False)]
