@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 from config_files import edit_config
+from conversions import convert_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT
 
 from surgery.common.errors import SurgeryError
-from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {
@@ -107,7 +107,7 @@ def test_one_clear_line_and_a_clean_disk(case, checkpoints, tmp_path):
     edit(source)
     before = sorted(path.name for path in source.iterdir())
     with pytest.raises(SurgeryError, match=message) as caught:
-        converter.convert(source, tmp_path / "out", ConvertSettings(**{**QUICK, **changes}))
+        convert_checkpoint(source, tmp_path / "out", ConvertSettings(**{**QUICK, **changes}))
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["src"]
     assert sorted(path.name for path in source.iterdir()) == before
@@ -116,7 +116,7 @@ def test_one_clear_line_and_a_clean_disk(case, checkpoints, tmp_path):
 def test_pickle_is_read_when_allowed(checkpoints, tmp_path):
     source = shutil.copytree(checkpoints("llama"), tmp_path / "src")
     pickle_only(source)
-    converter.convert(source, tmp_path / "out", ConvertSettings(**QUICK), allow_pickle=True)
+    convert_checkpoint(source, tmp_path / "out", ConvertSettings(**QUICK), allow_pickle=True)
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert not (tmp_path / "out" / "pytorch_model.bin").exists()
 
@@ -124,6 +124,6 @@ def test_pickle_is_read_when_allowed(checkpoints, tmp_path):
 def test_a_result_is_replaced_only_when_asked(checkpoints, tmp_path):
     settings = ConvertSettings(calibration="none", kv_ratio=0.5)
     for overwrite in (False, True):
-        converter.convert(checkpoints("llama"), tmp_path / "out", settings, overwrite=overwrite)
+        convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings, overwrite=overwrite)
     with pytest.raises(SurgeryError, match="exists"):
-        converter.convert(checkpoints("llama"), tmp_path / "out", settings)
+        convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from safetensors.torch import load_file
 from tiny_models import HELD_OUT, tokens
 from transformers import AutoModelForCausalLM
@@ -11,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.model import remote_code_files
-from surgery.structures import converter
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.quantized.settings import QuantizedSettings
 from surgery.structures.registry import find_target
@@ -27,7 +27,7 @@ STRUCTURES = {
 
 def convert(to, source, out, **settings):
     target = find_target(to)
-    return converter.convert(source, out, target.settings(settings))
+    return convert_checkpoint(source, out, target.settings(settings))
 
 
 # A rotation mixes latents, or values of heads.
@@ -50,7 +50,7 @@ def test_one_conversion_is_the_two_steps(checkpoints, tmp_path, to, bits, hadama
     result = convert(to, source, tmp_path / "out", **asked, **codes)
     carrier = {"carrier": "own"} if to == "mla" else {}
     structure = convert(to, source, tmp_path / "structure", calibration="none", **asked, **carrier)
-    steps = converter.convert(structure.path, tmp_path / "steps", QuantizedSettings(**codes))
+    steps = convert_checkpoint(structure.path, tmp_path / "steps", QuantizedSettings(**codes))
     one, two = (load_file(path / "model.safetensors") for path in (result.path, steps.path))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     configs = [json.loads((path / "config.json").read_text()) for path in (result.path, steps.path)]

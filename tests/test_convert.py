@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from loading import run_elsewhere
 from tiny_models import CONFIGS, FAMILIES, HELD_OUT, SHAPE, STOCK, make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -13,7 +14,6 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED
 from surgery.model import remote_code_files
-from surgery.structures import converter
 from surgery.structures.converter import Conversion
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.stages import StageRuns
@@ -47,7 +47,7 @@ def converted(checkpoints, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StageRuns, "__init__", remember)
             out = tmp_path_factory.mktemp("out") / f"{name}-mla"
-            result = converter.convert(checkpoints(name, dtype), out, ConvertSettings(**{**QUICK, **settings}))
+            result = convert_checkpoint(checkpoints(name, dtype), out, ConvertSettings(**{**QUICK, **settings}))
         return result, runs[0]
 
     return get
@@ -168,7 +168,7 @@ def test_only_attention_changes_and_sidecars_come_along(checkpoints, tmp_path):
     source = make_checkpoint(tmp_path / "src", "llama")
     (source / "README.md").write_text("the source's card")
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    result = converter.convert(source, None, ConvertSettings(calibration="none", kv_ratio=0.5, max_shard_size="100KB"))
+    result = convert_checkpoint(source, None, ConvertSettings(calibration="none", kv_ratio=0.5, max_shard_size="100KB"))
     assert result.path == (tmp_path / "src-mla").resolve()
     before, after = CheckpointReader.open(source), CheckpointReader.open(result.path)
     assert (result.path / "model.safetensors.index.json").is_file()
@@ -190,7 +190,7 @@ def test_only_attention_changes_and_sidecars_come_along(checkpoints, tmp_path):
 def test_same_seed_same_bytes_and_the_source_is_left_alone(converted, checkpoints, tmp_path):
     folder = checkpoints("llama")
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    again = converter.convert(folder, tmp_path / "again", ConvertSettings(**QUICK))
+    again = convert_checkpoint(folder, tmp_path / "again", ConvertSettings(**QUICK))
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     outs = [converted("llama")[0].path, again.path]
     first, second = (CheckpointReader.open(out) for out in outs)
@@ -225,14 +225,14 @@ def test_a_stock_class_has_one_rank():
 
 def test_calibration_on_the_models_own_samples(checkpoints, tmp_path):
     settings = ConvertSettings(**{**QUICK, "calibration": "self", "calibration_tokens": 256, "calibration_length": 64})
-    result = converter.convert(checkpoints("llama"), tmp_path / "out", settings)
+    result = convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings)
     assert result.report.ladder[-1]["loss"] is not None
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama_bias", "mistral_window", "qwen3"])
 def test_weights_alone(checkpoints, tmp_path, name):
     settings = ConvertSettings(calibration="none", kv_ratio=0.5)
-    result = converter.convert(checkpoints(name), tmp_path / "out", settings)
+    result = convert_checkpoint(checkpoints(name), tmp_path / "out", settings)
     assert result.report.kv["measured_bytes_per_token"] <= 0.5 * result.report.kv["source_bytes_per_token"]
     assert result.report.ladder[-1]["loss"] is None
     card = (result.path / "README.md").read_text()
@@ -264,20 +264,20 @@ def test_a_wrong_tensor_is_caught_before_the_output_gets_its_name(checkpoints, t
     """Verification by running: a writer that permutes rotary rows wrongly passes every check of files."""
     monkeypatch.setattr("surgery.architectures.deepseek_v3.interleaving", lambda rope: torch.arange(rope))
     with pytest.raises(SurgeryError, match="differ from the simulation"):
-        converter.convert(checkpoints("llama"), tmp_path / "out", ConvertSettings(calibration="none", kv_ratio=0.5))
+        convert_checkpoint(checkpoints("llama"), tmp_path / "out", ConvertSettings(calibration="none", kv_ratio=0.5))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_stock_is_refused_by_name_where_it_cannot_be(checkpoints, tmp_path):
     with pytest.raises(SurgeryError, match="q/k-norm"):
-        converter.convert(checkpoints("qwen3"), tmp_path / "out", ConvertSettings(**QUICK, carrier="stock"))
+        convert_checkpoint(checkpoints("qwen3"), tmp_path / "out", ConvertSettings(**QUICK, carrier="stock"))
 
 
 def test_biases_of_feed_forward_layers_take_the_own_class(tmp_path, monkeypatch):
     biased = LlamaConfig(**SHAPE, rms_norm_eps=1e-5, head_dim=16, mlp_bias=True)
     monkeypatch.setitem(CONFIGS, "mlp_bias", lambda: biased)
     source, settings = make_checkpoint(tmp_path / "source", "mlp_bias"), {"calibration": "none", "kv_ratio": 0.5}
-    target = converter.convert(source, tmp_path / "out", ConvertSettings(**settings)).report.target
+    target = convert_checkpoint(source, tmp_path / "out", ConvertSettings(**settings)).report.target
     assert target["model_type"] == "surgery" and "biases" in " ".join(target["reasons"])
 
 
@@ -286,5 +286,5 @@ def test_layers_that_run_in_bfloat16_are_measured_in_float32(checkpoints, tmp_pa
     """Biases and key norms; moments of 16-bit products have no inverse."""
     text = {"calibration": str(HELD_OUT), "calibration_tokens": 512, "calibration_length": 64}
     settings = ConvertSettings(**{**QUICK, **text}, dtype="bfloat16")
-    report = converter.convert(checkpoints(name), tmp_path / "out", settings).report
+    report = convert_checkpoint(checkpoints(name), tmp_path / "out", settings).report
     assert all(torch.isfinite(torch.tensor(row["loss"])) for row in report.ladder if row.get("loss") is not None)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from own_models import low_rank_entry
 from safetensors.torch import load_file
 from tiny_models import CONFIGS, DEMO, HELD_OUT, tokens
@@ -16,7 +17,6 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.structures import converter
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.quantized import stage
@@ -33,7 +33,7 @@ def mla(checkpoints, tmp_path):
 
     def make(name):
         settings = ConvertSettings(calibration="none", carrier="own", kv_lora_rank=12, rope_dim=4)
-        return converter.convert(checkpoints(name), tmp_path / f"{name}-mla", settings).path
+        return convert_checkpoint(checkpoints(name), tmp_path / f"{name}-mla", settings).path
 
     return make
 
@@ -41,7 +41,7 @@ def mla(checkpoints, tmp_path):
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])  # biases; norms and experts
 def test_every_family_keeps_its_weights_and_quantises_its_cache(checkpoints, tmp_path, name):
     source = checkpoints(name, torch.bfloat16)
-    result = converter.convert(source, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
+    result = convert_checkpoint(source, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
     before, after = load_file(source / "model.safetensors"), load_file(result.path / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key].view(torch.uint8), after[key].view(torch.uint8)) for key in before)
@@ -68,7 +68,7 @@ def test_every_family_keeps_its_weights_and_quantises_its_cache(checkpoints, tmp
 @pytest.mark.parametrize("bits", ["fp8", 2])
 def test_losses_are_read_through_the_cache(checkpoints, tmp_path, bits):
     settings = QuantizedSettings(bits=bits, group=16, window=4, **QUICK)
-    report = converter.convert(checkpoints("llama"), tmp_path / "out", settings).report
+    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings).report
     losses = {row["stage"]: row["loss"] for row in report.ladder}
     assert list(losses) == ["source", "quantized", "reloaded"]
     assert losses["quantized"] == pytest.approx(losses["reloaded"], abs=1e-6)
@@ -85,7 +85,7 @@ def test_losses_are_read_through_the_cache(checkpoints, tmp_path, bits):
 @pytest.mark.parametrize("name", ["llama_bias", "qwen3"])
 def test_a_rotation_changes_the_cache_and_nothing_else(checkpoints, tmp_path, name):
     settings = QuantizedSettings(bits=8, hadamard=True, **WEIGHTS_ONLY)
-    result = converter.convert(checkpoints(name), tmp_path / "out", settings)
+    result = convert_checkpoint(checkpoints(name), tmp_path / "out", settings)
     before = load_file(checkpoints(name) / "model.safetensors")
     after = load_file(result.path / "model.safetensors")
     changed = {key.rpartition("self_attn.")[2] for key in before if not torch.equal(before[key], after[key])}
@@ -108,7 +108,7 @@ def test_a_rotation_changes_the_cache_and_nothing_else(checkpoints, tmp_path, na
 )
 def test_an_mla_checkpoint(mla, tmp_path, name, hadamard):
     source = mla(name)
-    result = converter.convert(source, tmp_path / "out", QuantizedSettings(hadamard=hadamard, **WEIGHTS_ONLY))
+    result = convert_checkpoint(source, tmp_path / "out", QuantizedSettings(hadamard=hadamard, **WEIGHTS_ONLY))
     report = result.report
     assert report.previous["target"]["to"] == "mla" and report.source["model_type"] == "surgery"
     assert report.kv["source_bytes_per_token"] == report.previous["kv"]["measured_bytes_per_token"]
@@ -155,26 +155,26 @@ def test_layers_that_read_earlier_latents_run_together(tmp_path, hadamard):
     torch.manual_seed(0)
     SurgeryForCausalLM(SurgeryConfig.from_base(config, entries)).save_pretrained(tmp_path / "source")
     settings = QuantizedSettings(hadamard=hadamard, **WEIGHTS_ONLY)
-    report = converter.convert(tmp_path / "source", tmp_path / "out", settings).report
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", settings).report
     assert [layer.layer for layer in report.layers] == [0, 2]
     assert report.kv["source_bytes_per_token"] == 4 * sum(ranks)
 
 
 def test_what_cannot_be_quantised_is_refused(checkpoints, tmp_path):
-    quantized = converter.convert(checkpoints("llama"), tmp_path / "once", QuantizedSettings(**WEIGHTS_ONLY)).path
+    quantized = convert_checkpoint(checkpoints("llama"), tmp_path / "once", QuantizedSettings(**WEIGHTS_ONLY)).path
     refused = ((quantized, "quantised already"), (checkpoints("mistral_window"), "sliding_attention"))
     for source, message in refused:
         with pytest.raises(SurgeryError, match=message):
-            converter.convert(source, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
+            convert_checkpoint(source, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
     with pytest.raises(SurgeryError, match="--overwrite"):
-        converter.convert(checkpoints("llama"), quantized, QuantizedSettings(**WEIGHTS_ONLY))
+        convert_checkpoint(checkpoints("llama"), quantized, QuantizedSettings(**WEIGHTS_ONLY))
     assert not (tmp_path / "out").exists()
 
 
 def test_other_bytes_than_predicted_leave_nothing(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(QuantizedKVLayer, "predicted_bytes", lambda self, tokens, **size: 1)
     with pytest.raises(SurgeryError, match="where 2 were predicted"):
-        converter.convert(checkpoints("llama"), tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
+        convert_checkpoint(checkpoints("llama"), tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
     assert not (tmp_path / "out").exists()
 
 
@@ -185,7 +185,7 @@ def test_a_rotation_that_is_not_undone_is_caught(checkpoints, tmp_path, monkeypa
 
     monkeypatch.setattr(stage, "rotated_tensors", half)
     with pytest.raises(SurgeryError, match="logits as written differ from the simulation"):
-        converter.convert(checkpoints("llama"), tmp_path / "out", QuantizedSettings(hadamard=True, **WEIGHTS_ONLY))
+        convert_checkpoint(checkpoints("llama"), tmp_path / "out", QuantizedSettings(hadamard=True, **WEIGHTS_ONLY))
 
 
 def test_settings():
@@ -213,8 +213,8 @@ LOW_RANK = {
 )
 def test_a_low_rank_checkpoint(checkpoints, tmp_path, low_rank, hadamard):
     settings = LowRankSettings(calibration="none", **low_rank)
-    source = converter.convert(checkpoints("llama_bias"), tmp_path / "low-rank", settings).path
-    result = converter.convert(source, tmp_path / "out", QuantizedSettings(hadamard=hadamard, **WEIGHTS_ONLY))
+    source = convert_checkpoint(checkpoints("llama_bias"), tmp_path / "low-rank", settings).path
+    result = convert_checkpoint(source, tmp_path / "out", QuantizedSettings(hadamard=hadamard, **WEIGHTS_ONLY))
     assert result.report.previous["target"]["to"] == "lowrank"
     plain = AutoModelForCausalLM.from_pretrained(source).eval()
     config = AutoConfig.from_pretrained(result.path)

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -22,7 +23,6 @@ from surgery.eval.report.plots import layer_errors
 from surgery.evaluation.models import Checkpoint
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
-from surgery.structures import converter
 from surgery.structures.cross_layer.latents import LatentSource, _metrics
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.cross_layer.structure import plan_groups
@@ -55,7 +55,7 @@ def converted(checkpoints, tmp_path_factory):
     @cache
     def get(name, **settings):
         out = tmp_path_factory.mktemp("out") / f"{name}-crosslayer"
-        return converter.convert(checkpoints(name), out, CrossLayerSettings(**{**QUICK, **settings}))
+        return convert_checkpoint(checkpoints(name), out, CrossLayerSettings(**{**QUICK, **settings}))
 
     return get
 
@@ -127,7 +127,7 @@ def test_minicache_merges_pairs_of_the_deeper_half(checkpoints, tmp_path):
     settings = CrossLayerSettings(method="minicache", block=32)
     groups, entries = plan_groups(Source.open(DEMO, settings), settings)
     assert groups == ((3, 5),) and entries[0]["kept"] == 2 and entries[0]["interpolation"] == 0.6
-    result = converter.convert(
+    result = convert_checkpoint(
         DEMO, tmp_path / "out", CrossLayerSettings(**{**QUICK, "method": "minicache", "held_out": 1})
     )
     losses = {row["stage"]: row["loss"] for row in result.report.ladder}
@@ -137,7 +137,7 @@ def test_minicache_merges_pairs_of_the_deeper_half(checkpoints, tmp_path):
 
 def test_half_precision_stays_half_precision(checkpoints, tmp_path):
     source = checkpoints("llama", torch.bfloat16)
-    result = converter.convert(source, tmp_path / "out", CrossLayerSettings(**QUICK))
+    result = convert_checkpoint(source, tmp_path / "out", CrossLayerSettings(**QUICK))
     written = load_file(result.path / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     assert result.report.kv["measured_bytes_per_token"] == 2 * 16  # 64 tokens are four blocks, none is exact
@@ -173,7 +173,7 @@ def test_the_metric_of_a_latent_is_the_moment_of_its_gradient(checkpoints, tmp_p
     """Against a backward pass through the whole model, of the sum of its final hidden states."""
     quick = {key: value for key, value in QUICK.items() if key not in ("method", "block", "group_size")}
     settings = ConvertSettings(**quick, kv_ratio=0.5, carrier="own")
-    path = converter.convert(checkpoints("llama"), tmp_path / "mla", settings).path
+    path = convert_checkpoint(checkpoints("llama"), tmp_path / "mla", settings).path
     settings = CrossLayerSettings(**QUICK)
     opened = LatentSource.open(CheckpointReader.open(path), settings)
     monkeypatch.setattr(LayerStream, "sampled_loss_gradient", lambda self, hidden, generator: torch.ones_like(hidden))
@@ -194,8 +194,8 @@ def test_the_metric_of_a_latent_is_the_moment_of_its_gradient(checkpoints, tmp_p
 def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name):
     quick = {key: value for key, value in QUICK.items() if key not in ("method", "block", "group_size")}
     settings = ConvertSettings(**quick, kv_ratio=0.5, carrier="own")
-    latent = converter.convert(checkpoints(name), tmp_path / "mla", settings)
-    result = converter.convert(latent.path, tmp_path / "out", CrossLayerSettings(**QUICK, kv_ratio=0.6))
+    latent = convert_checkpoint(checkpoints(name), tmp_path / "mla", settings)
+    result = convert_checkpoint(latent.path, tmp_path / "out", CrossLayerSettings(**QUICK, kv_ratio=0.6))
     losses = {row["stage"]: row["loss"] for row in result.report.ladder}
     assert losses["source"] == pytest.approx(latent.report.ladder[-1]["loss"], abs=1e-4)
     assert losses["reloaded"] == pytest.approx(losses["shared"], abs=1e-4)
@@ -206,11 +206,11 @@ def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name)
     source, written = (load_file(folder.path / "model.safetensors") for folder in (latent, result))
     assert all(torch.equal(written[key], tensor) for key, tensor in source.items())
     with pytest.raises(SurgeryError, match="by method xkv, not minicache"):
-        converter.convert(latent.path, tmp_path / "no", CrossLayerSettings(method="minicache"))
+        convert_checkpoint(latent.path, tmp_path / "no", CrossLayerSettings(method="minicache"))
     with pytest.raises(SurgeryError, match="kind cross_layer_latent"):
-        converter.convert(result.path, tmp_path / "no", CrossLayerSettings(**QUICK))
+        convert_checkpoint(result.path, tmp_path / "no", CrossLayerSettings(**QUICK))
     with pytest.raises(SurgeryError, match="which stay"):
-        converter.convert(latent.path, tmp_path / "no", CrossLayerSettings(**QUICK, kv_ratio=0.1))
+        convert_checkpoint(latent.path, tmp_path / "no", CrossLayerSettings(**QUICK, kv_ratio=0.1))
 
 
 @pytest.mark.parametrize(
@@ -225,5 +225,5 @@ def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name)
 )
 def test_impossible_requests_leave_nothing_behind(checkpoints, tmp_path, name, settings, said):
     with pytest.raises(SurgeryError, match=said):
-        converter.convert(checkpoints(name), tmp_path / "out", CrossLayerSettings(**{**QUICK, **settings}))
+        convert_checkpoint(checkpoints(name), tmp_path / "out", CrossLayerSettings(**{**QUICK, **settings}))
     assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, SHAPE, make_checkpoint
@@ -17,7 +18,6 @@ from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.model import SurgeryConfig, register
-from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.kv_heads.structure import wanted_heads
 from surgery.structures.registry import find_target
@@ -59,7 +59,7 @@ def converted(checkpoints, tmp_path_factory):
     @functools.cache
     def get(name, **settings):
         out = tmp_path_factory.mktemp("out") / f"{name}-gqa"
-        return converter.convert(checkpoints(name), out, KVHeadsSettings(**{**QUICK, **settings}))
+        return convert_checkpoint(checkpoints(name), out, KVHeadsSettings(**{**QUICK, **settings}))
 
     return get
 
@@ -106,7 +106,7 @@ def test_heads_that_are_equal_merge_without_loss(checkpoints, tmp_path):
             weights[name] = tensor[:8].repeat(2, 1)
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     settings = KVHeadsSettings(**QUICK)
-    result = converter.convert(source, tmp_path / "out", settings)
+    result = convert_checkpoint(source, tmp_path / "out", settings)
     tokens = torch.arange(40)[None] * 7
     with torch.no_grad():
         expected, found = load(source)(tokens).logits, load(result.path)(tokens).logits
@@ -116,7 +116,7 @@ def test_heads_that_are_equal_merge_without_loss(checkpoints, tmp_path):
 
 def test_half_precision_stays_half_precision(checkpoints, tmp_path):
     source = checkpoints("llama", torch.bfloat16)
-    result = converter.convert(source, tmp_path / "out", KVHeadsSettings(**QUICK))
+    result = convert_checkpoint(source, tmp_path / "out", KVHeadsSettings(**QUICK))
     written = load_file(result.path / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     assert result.report.kv["measured_bytes_per_token"] == 2 * 2 * 8 * 2
@@ -158,7 +158,7 @@ def test_report_and_card_say_what_it_is(converted):
 )
 def test_what_cannot_be_done_is_refused(checkpoints, tmp_path, name, settings, told):
     with pytest.raises(SurgeryError, match=told):
-        converter.convert(checkpoints(name), tmp_path / "out", KVHeadsSettings(**{**QUICK, **settings}))
+        convert_checkpoint(checkpoints(name), tmp_path / "out", KVHeadsSettings(**{**QUICK, **settings}))
     assert not list(tmp_path.iterdir())
 
 
@@ -235,8 +235,8 @@ def test_one_number_for_all_layers_stays_in_the_family(converted):
 
 def test_decilm(wide, tmp_path):
     settings = {**QUICK, "allocate": "spectrum", "kv_heads": 3}
-    own = converter.convert(wide, tmp_path / "own", KVHeadsSettings(**settings))
-    result = converter.convert(wide, tmp_path / "decilm", KVHeadsSettings(**settings, carrier="decilm"))
+    own = convert_checkpoint(wide, tmp_path / "own", KVHeadsSettings(**settings))
+    result = convert_checkpoint(wide, tmp_path / "decilm", KVHeadsSettings(**settings, carrier="decilm"))
     heads = result.report.target["kv_heads"]
     assert sorted(heads) == [2, 4] and heads == own.report.target["kv_heads"]  # three on average
     plain = json.loads((result.path / "config.json").read_text())
@@ -273,7 +273,7 @@ def test_decilm_refuses_what_engines_would_read_otherwise(wide, change, told):
 
 
 def test_key_norm_deals_query_heads(wide, tmp_path):
-    result = converter.convert(wide, tmp_path / "out", KVHeadsSettings(**QUICK, method="key-norm", kv_heads=2))
+    result = convert_checkpoint(wide, tmp_path / "out", KVHeadsSettings(**QUICK, method="key-norm", kv_heads=2))
     config = AutoConfig.from_pretrained(result.path)
     # Six query heads for the larger keys; groups of eight, as all heads have to divide the hidden size of 32.
     assert [layer.queries for layer in result.report.layers] == [(6, 2), (6, 2)]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from loading import run_elsewhere
 from safetensors.torch import load_file
 from scoring import streaming_heads
@@ -15,7 +16,6 @@ from surgery.eval.kv_cache import measure_kv
 from surgery.eval.kv_flow import measure_footprint, measure_peak
 from surgery.heads.pattern import HeadPattern
 from surgery.model import SurgeryForCausalLM
-from surgery.structures import converter
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.low_rank.settings import LowRankSettings
@@ -52,7 +52,7 @@ def settings_of(heads, **given):
 )
 def test_every_family_streams_the_lowest_heads(checkpoints, pattern, tmp_path, name):
     source = checkpoints(name)
-    result = converter.convert(source, tmp_path / "out", settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5))
+    result = convert_checkpoint(source, tmp_path / "out", settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5))
     plain = AutoModelForCausalLM.from_pretrained(source).eval()
     with torch.no_grad(), streaming_heads(plain, torch.tensor([[True, True], [False, False]]), SINKS, RECENT):
         expected = plain(tokens()).logits
@@ -67,7 +67,7 @@ def test_every_family_streams_the_lowest_heads(checkpoints, pattern, tmp_path, n
 
 def test_heads_are_moved_and_can_be_moved_back(checkpoints, pattern, tmp_path):
     source = checkpoints("llama_bias", torch.bfloat16)
-    result = converter.convert(source, tmp_path / "out", settings_of(pattern([[0, 1], [3, 2]]), streaming=0.25))
+    result = convert_checkpoint(source, tmp_path / "out", settings_of(pattern([[0, 1], [3, 2]]), streaming=0.25))
     entry = json.loads((result.path / "config.json").read_text())["attention_layers"][0]
     assert entry["head_order"] == [1, 0] and entry["full_heads"] == 1
     before, after = load_file(source / "model.safetensors"), load_file(result.path / "model.safetensors")
@@ -83,7 +83,7 @@ def test_heads_are_moved_and_can_be_moved_back(checkpoints, pattern, tmp_path):
 @pytest.mark.parametrize(("ratio", "full"), [(0.99, 3), (0.8, 3), (0.6, 2), (0.4, 1), (0.2, 0)])
 def test_a_ratio_is_counted_in_bytes_at_a_context(checkpoints, pattern, tmp_path, ratio, full):
     given = settings_of(pattern([[0.1, 0.4], [0.3, 0.2]]), kv_ratio=ratio, context=100)
-    report = converter.convert(checkpoints("llama"), tmp_path / "out", given).report
+    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", given).report
     kept = (SINKS + RECENT - 1) / 100
     assert report.target["full_heads"] == full
     assert report.target["kv_ratio_at_context"] == pytest.approx((full + (4 - full) * kept) / 4)
@@ -99,7 +99,7 @@ def ratio_bytes(report, source):
 
 def test_decode_peak_and_footprint_are_reported_as_measured(checkpoints, pattern, tmp_path):
     given = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.75)
-    report = converter.convert(checkpoints("llama"), tmp_path / "out", given).report
+    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", given).report
     at = report.kv["measured_at_tokens"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     source = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
@@ -110,7 +110,7 @@ def test_decode_peak_and_footprint_are_reported_as_measured(checkpoints, pattern
 
 def test_all_heads_stream_without_a_pattern(checkpoints, tmp_path):
     given = HybridSettings(streaming=1, sinks=SINKS, recent=RECENT, **WEIGHTS_ONLY)
-    report = converter.convert(checkpoints("llama"), tmp_path / "out", given).report
+    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", given).report
     assert report.target["full_heads"] == 0 and report.target["method"] == "streaming-llm"
     assert all(layer.scores is None and layer.streaming_heads == (0, 1) for layer in report.layers)
 
@@ -118,7 +118,7 @@ def test_all_heads_stream_without_a_pattern(checkpoints, tmp_path):
 @pytest.mark.parametrize(("family", "carrier"), [("llama", "ministral"), ("qwen2", "qwen2"), ("qwen3", "qwen3")])
 def test_whole_layers_stream_in_a_stock_class(checkpoints, pattern, tmp_path, family, carrier):
     given = settings_of(pattern([[0.1, 0.4], [0.3, 0.2]]), granularity="layer", kv_ratio=0.6, context=100)
-    report = converter.convert(checkpoints(family), tmp_path / "out", given).report
+    report = convert_checkpoint(checkpoints(family), tmp_path / "out", given).report
     model, source = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "out", checkpoints(family)))
     assert model.config.model_type == carrier and report.target["full_heads"] == 2
     # The layer whose best head scores best stays whole.
@@ -139,7 +139,7 @@ def test_whole_layers_stream_in_a_stock_class(checkpoints, pattern, tmp_path, fa
 def test_losses_say_what_streaming_costs(checkpoints, pattern, tmp_path):
     text = {"calibration": str(HELD_OUT), "calibration_length": 64, "calibration_tokens": 256, "held_out": 2}
     given = HybridSettings(heads=pattern([[0, 1], [3, 2]]), streaming=0.75, **text)
-    report = converter.convert(checkpoints("llama"), tmp_path / "out", given).report
+    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", given).report
     losses = {row["stage"]: row["loss"] for row in report.ladder}
     assert list(losses) == ["source", "streaming", "reloaded"]
     assert losses["streaming"] == pytest.approx(losses["reloaded"], abs=1e-5)
@@ -152,7 +152,7 @@ def test_losses_say_what_streaming_costs(checkpoints, pattern, tmp_path):
 
 def test_compensated_heads_and_quotas(checkpoints, pattern, tmp_path):
     given = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5, compensated=0.5, heads_multiple=2)
-    result = converter.convert(checkpoints("llama"), tmp_path / "out", given)
+    result = convert_checkpoint(checkpoints("llama"), tmp_path / "out", given)
     (first, second) = result.report.layers
     assert second.full_heads == (0, 1) and first.compensated_heads == (1,) and first.streaming_heads == (0,)
     plain = AutoModelForCausalLM.from_pretrained(result.path).eval()
@@ -173,17 +173,17 @@ def made(checkpoints, tmp_path):
         source, out = checkpoints("llama"), tmp_path / kind
         if kind == "gqa":
             wide = checkpoints("llama")
-            return converter.convert(wide, out, KVHeadsSettings(kv_heads=1, **WEIGHTS_ONLY, method="mean-pool")).path
+            return convert_checkpoint(wide, out, KVHeadsSettings(kv_heads=1, **WEIGHTS_ONLY, method="mean-pool")).path
         if kind == "mla":
-            return converter.convert(
+            return convert_checkpoint(
                 source, out, ConvertSettings(carrier="own", kv_lora_rank=12, rope_dim=4, **WEIGHTS_ONLY)
             ).path
         if kind == "stock mla":
-            return converter.convert(
+            return convert_checkpoint(
                 source, out, ConvertSettings(carrier="stock", kv_lora_rank=12, rope_dim=4, **WEIGHTS_ONLY)
             ).path
         method = "palu" if kind == "blocks" else "fisher"
-        return converter.convert(source, out, LowRankSettings(rank=12, method=method, **WEIGHTS_ONLY)).path
+        return convert_checkpoint(source, out, LowRankSettings(rank=12, method=method, **WEIGHTS_ONLY)).path
 
     return make
 
@@ -193,7 +193,7 @@ def made(checkpoints, tmp_path):
 )
 def test_what_was_converted_before(made, pattern, tmp_path, kind, scores):
     source = made(kind)
-    result = converter.convert(source, tmp_path / "out", settings_of(pattern(scores), kv_ratio=0.7, context=100))
+    result = convert_checkpoint(source, tmp_path / "out", settings_of(pattern(scores), kv_ratio=0.7, context=100))
     assert [bool(layer.full_heads) for layer in result.report.layers] == [True, False]
     kept = (SINKS + RECENT - 1) / 100
     assert result.report.target["kv_ratio_at_context"] == pytest.approx((1 + kept) / 2)
@@ -204,19 +204,19 @@ def test_what_was_converted_before(made, pattern, tmp_path, kind, scores):
 def test_latents_of_one_layer_stream_together_or_not_at_all(made, pattern, tmp_path):
     # Every layer has a head that is worth keeping, so that a budget of less than one layer keeps none.
     given = settings_of(pattern([[1, 0], [0, 1]]), kv_ratio=0.4, context=100)
-    report = converter.convert(made("mla"), tmp_path / "out", given).report
+    report = convert_checkpoint(made("mla"), tmp_path / "out", given).report
     assert report.target["full_heads"] == 0
 
 
 @pytest.mark.parametrize("bits", [4, "fp8"])
 def test_streaming_heads_take_fewer_bits(checkpoints, pattern, tmp_path, bits):
-    hybrid = converter.convert(
+    hybrid = convert_checkpoint(
         checkpoints("llama"), tmp_path / "hybrid", settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5)
     )
     given = QuantizedSettings(bits=8, streaming_bits=bits, group=8, **WEIGHTS_ONLY)
-    report = converter.convert(hybrid.path, tmp_path / "out", given).report
+    report = convert_checkpoint(hybrid.path, tmp_path / "out", given).report
     same = QuantizedSettings(bits=8, group=8, **WEIGHTS_ONLY)
-    other = converter.convert(hybrid.path, tmp_path / "same", same).report
+    other = convert_checkpoint(hybrid.path, tmp_path / "same", same).report
     fewer = report.kv["measured_bytes_per_token"]
     assert fewer == report.kv["predicted_bytes_per_token"]
     assert fewer < other.kv["measured_bytes_per_token"] < hybrid.report.kv["measured_bytes_per_token"]
@@ -248,12 +248,12 @@ def test_what_is_impossible_is_refused_and_leaves_nothing(made, checkpoints, pat
     settings = settings_of(files[given.get("heads", "good")], **{k: v for k, v in given.items() if k != "heads"})
     path = made(source) if "mla" in source else checkpoints(source)
     with pytest.raises(SurgeryError, match=reason):
-        converter.convert(path, tmp_path / "out", settings)
+        convert_checkpoint(path, tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_hybrid_is_not_made_hybrid_again(checkpoints, pattern, tmp_path):
     given = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5)
-    path = converter.convert(checkpoints("llama"), tmp_path / "one", given).path
+    path = convert_checkpoint(checkpoints("llama"), tmp_path / "one", given).path
     with pytest.raises(SurgeryError, match="stream already"):
-        converter.convert(path, tmp_path / "two", given)
+        convert_checkpoint(path, tmp_path / "two", given)

@@ -5,12 +5,12 @@ from functools import cache
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from loading import run_elsewhere
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
-from surgery.structures import converter
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.low_rank.structure import EXACT_WINDOW, LOW_RANK
@@ -43,7 +43,7 @@ def converted(checkpoints, tmp_path_factory):
     @cache
     def get(name, kind="alone", **settings):
         out = tmp_path_factory.mktemp("out") / f"{name}-{kind}"
-        return converter.convert(checkpoints(name), out, KINDS[kind](**{**QUICK, **settings}))
+        return convert_checkpoint(checkpoints(name), out, KINDS[kind](**{**QUICK, **settings}))
 
     return get
 
@@ -131,7 +131,7 @@ REFUSED = {
 def test_what_is_impossible_is_refused(checkpoints, message, tmp_path):
     name, settings = REFUSED[message]
     with pytest.raises(SurgeryError, match=message):
-        converter.convert(checkpoints(name), tmp_path / "out", LowRankSettings(**{**QUICK, **settings}))
+        convert_checkpoint(checkpoints(name), tmp_path / "out", LowRankSettings(**{**QUICK, **settings}))
     assert not (tmp_path / "out").exists()
 
 

@@ -8,6 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 from command_line import run_main
+from conversions import convert_checkpoint
 from tiny_models import CONFIGS, random_model
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,7 +18,6 @@ from surgery.engines.verdict import OPEN
 from surgery.families.attention import CapturedAttention
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
-from surgery.structures import converter
 from surgery.structures.base import LONG
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.estimates import Demand, Workload
@@ -49,13 +49,13 @@ def test_the_class_and_the_bytes_are_those_of_the_conversion(case, checkpoints, 
     target, source = TARGETS.get(case.split()[0], SLICE), checkpoints(family)
     if target is SLICE:
         whole = TARGETS["lowrank"].settings({"kv_ratio": 0.5, **WEIGHTS})
-        source = converter.convert(source, tmp_path / "whole", whole).path
+        source = convert_checkpoint(source, tmp_path / "whole", whole).path
     settings = target.settings(asked)
     plan = plan_conversion(source, tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()
     assert plan.memory["host_bytes"] > 0 and plan.work["estimated_seconds"] > 0
 
-    report = converter.convert(source, tmp_path / "out", settings).report
+    report = convert_checkpoint(source, tmp_path / "out", settings).report
     assert plan.target["model_type"] == report.target["model_type"]
     assert plan.target["reasons"] == report.target["reasons"]
     statuses = {name: row["status"] for name, row in report.target["engines"].items()}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from command_line import run_main
 from config_files import edit_config
+from conversions import convert_checkpoint
 from tiny_models import CONFIGS, LLAMA3_ROPE, SHAPE, make_checkpoint
 from transformers import AutoConfig, LlamaConfig
 
@@ -16,7 +17,6 @@ from surgery.engines.limits import mla_limits
 from surgery.engines.table import engine_table, refuse_unless_loadable
 from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED
 from surgery.export import export_checkpoint
-from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
 
@@ -159,7 +159,7 @@ def test_zeros_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setitem(CONFIGS, "wide", lambda: llama3)
     source = make_checkpoint(tmp_path / "source", "wide")
     settings = ConvertSettings(engine="vllm", kv_ratio=0.75, calibration="none")
-    report = converter.convert(source, tmp_path / "out", settings).report
+    report = convert_checkpoint(source, tmp_path / "out", settings).report
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert Facts.of(config).head_sizes == (64, 64, 128) and config["kv_lora_rank"] == 96 - 64
     assert config["rope_parameters"]["rope_type"] == "default" and 0 < report.target["rope_dim"] < 16
@@ -175,7 +175,7 @@ def test_an_engine_without_tied_embeddings_gets_them_twice(checkpoints, tmp_path
         source = make_checkpoint(tmp_path / f"source{number}", "llama")
         edit_config(source, rms_norm_eps=eps)
         settings = ConvertSettings(engine="mlx", kv_ratio=0.5, calibration="none", latent_norm="tiny")
-        result = converter.convert(source, tmp_path / f"out{number}", settings)
+        result = convert_checkpoint(source, tmp_path / f"out{number}", settings)
         assert result.report.verification["logit_difference_to_simulation"] < 1e-4
         made, before = CheckpointReader.open(result.path), CheckpointReader.open(source)
         assert before.config["tie_word_embeddings"] and not made.config["tie_word_embeddings"]
@@ -190,7 +190,7 @@ def test_an_engine_without_tied_embeddings_gets_them_twice(checkpoints, tmp_path
 def test_fewer_heads_say_how_they_rotate_where_mlx_looks(checkpoints, tmp_path):
     source = checkpoints("llama3")
     assert "lacks beside rope_parameters" in said(json.loads((source / "config.json").read_text()), "mlx-lm")["reason"]
-    path = converter.convert(source, tmp_path / "out", KVHeadsSettings(kv_heads=1, calibration="none")).path
+    path = convert_checkpoint(source, tmp_path / "out", KVHeadsSettings(kv_heads=1, calibration="none")).path
     config = json.loads((path / "config.json").read_text())
     assert config["rope_theta"] == 500_000.0 and config["rope_scaling"]["rope_type"] == "llama3"
     assert said(config, "mlx-lm")["status"] == LOADS_WITH

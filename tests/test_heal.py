@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import run_main
+from conversions import convert_checkpoint
 from healing import forked
 from own_models import KINDS, tiny_source
 from safetensors.torch import load_file
@@ -36,7 +37,6 @@ from surgery.healing.launchers import (
     run_to_its_end,
 )
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts
-from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.workflow.recipe import run_recipe
@@ -60,9 +60,9 @@ def made(checkpoints, tmp_path):
         source = checkpoints("llama_bias" if kind == "constant" else "llama")
         if kind == "gqa":
             settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none")
-            return source, converter.convert(source, tmp_path / kind, settings).path
+            return source, convert_checkpoint(source, tmp_path / kind, settings).path
         settings = ConvertSettings(kv_lora_rank=12, rope_dim=4, calibration="none", latent_norm=kind, carrier="stock")
-        return source, converter.convert(source, tmp_path / kind, settings).path
+        return source, convert_checkpoint(source, tmp_path / kind, settings).path
 
     return make
 

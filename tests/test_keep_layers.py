@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,7 +15,6 @@ from surgery.console.conversion import show_conversion
 from surgery.engines.facts import Facts
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.model import SurgeryConfig
-from surgery.structures import converter
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.registry import TARGETS
@@ -32,7 +32,7 @@ def config_of(folder):
 
 def converted(source, out, to, **asked):
     """Report, tensors and config; shown as the verb does it, in a table of layers that were measured and kept ones."""
-    made = converter.convert(source, out, TARGETS[to].settings({**QUICK, **asked}))
+    made = convert_checkpoint(source, out, TARGETS[to].settings({**QUICK, **asked}))
     show_conversion(made)
     return made.report.to_dict(), load_file(out / "model.safetensors"), config_of(out)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import picture_models
 import pytest
 import torch
+from conversions import convert_checkpoint
 from own_checkpoints import HYBRIDS, SOURCES
 from tiny_models import CONFIGS, HELD_OUT
 from written_models import IMAGES, WRITTEN
@@ -31,7 +32,6 @@ from surgery.planning.plan import make_plan
 from surgery.planning.settings import PlanSettings
 from surgery.running import kv_bytes
 from surgery.running.kv_bytes import kv_bytes_of
-from surgery.structures.converter import convert
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.registry import SLICE, TARGETS
 
@@ -65,7 +65,7 @@ def written(checkpoints, tmp_path_factory):
     """A source, stock MLA and the custom class; all with a report."""
     folder = tmp_path_factory.mktemp("written")
     for target in ("mla", "lowrank"):
-        convert(checkpoints("llama"), folder / target, settings_of(target))
+        convert_checkpoint(checkpoints("llama"), folder / target, settings_of(target))
     return {"source": checkpoints("llama"), **{name: folder / name for name in ("mla", "lowrank")}}
 
 
@@ -197,5 +197,5 @@ def test_no_conversion_is_written_by_a_wrong_prediction(target, written, one_mor
     sliced = target.startswith("slice ")
     settings = SLICE.settings({"kv_ratio": 0.25, **WEIGHTS}) if sliced else settings_of(target)
     with pytest.raises(SurgeryError, match="the live cache takes"):
-        convert(written[target.split()[-1] if sliced else "source"], tmp_path / "out", settings)
+        convert_checkpoint(written[target.split()[-1] if sliced else "source"], tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import run_main
+from conversions import convert_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, make_checkpoint
 from transformers import AutoModelForCausalLM
@@ -26,7 +27,6 @@ from surgery.common.errors import SurgeryError
 from surgery.common.setting import names_of
 from surgery.engines.number_formats import FP8_CACHE, ruinous_formats
 from surgery.export.gguf_model import GGUFModel
-from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import TARGETS
@@ -54,7 +54,7 @@ def results(checkpoints, tmp_path_factory):
     for kind, (name, settings) in KINDS.items():
         out = tmp_path_factory.mktemp("results") / kind.replace(" ", "-")
         source = checkpoints(name, torch.bfloat16)
-        made[kind] = converter.convert(source, out, ConvertSettings(**SMALL, **settings)).path
+        made[kind] = convert_checkpoint(source, out, ConvertSettings(**SMALL, **settings)).path
     return made
 
 
@@ -237,7 +237,7 @@ def test_a_float16_source_becomes_what_engines_serve(checkpoints, tmp_path):
     asked = {"engine": "llama.cpp", "kv_ratio": 0.5, "calibration": "none"}
     source = checkpoints("mistral", torch.float16)
     for name, dtype in (("plain", None), ("cast", "bfloat16")):
-        result = converter.convert(source, tmp_path / name, ConvertSettings(**asked, weights_dtype=dtype))
+        result = convert_checkpoint(source, tmp_path / name, ConvertSettings(**asked, weights_dtype=dtype))
         config = json.loads((result.path / "config.json").read_text())
         assert config["attention_bias"] is False and result.report.target["latent_norm"] == "tiny"
         assert config["dtype"] == (dtype or "float16")
@@ -250,7 +250,7 @@ def test_a_float16_source_becomes_what_engines_serve(checkpoints, tmp_path):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_weights_have_the_dtype_asked_for(checkpoints, tmp_path, dtype):
     settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none", weights_dtype=dtype)
-    result = converter.convert(checkpoints("qwen2", torch.bfloat16), tmp_path / "out", settings)
+    result = convert_checkpoint(checkpoints("qwen2", torch.bfloat16), tmp_path / "out", settings)
     reader = CheckpointReader.open(result.path)
     assert {reader.info(name).dtype for name in reader.names()} == {getattr(torch, dtype)}
     assert reader.config["dtype"] == dtype and "torch_dtype" not in reader.config

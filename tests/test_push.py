@@ -8,6 +8,7 @@ import shutil
 import pytest
 import yaml
 from command_line import run_main
+from conversions import convert_checkpoint
 from hostile import cases
 from huggingface_hub import ModelCard
 from hypothesis import given
@@ -22,7 +23,6 @@ from surgery.common.lineage import lineage
 from surgery.reporting.publish import Publication
 from surgery.reporting.report import previous_report
 from surgery.reporting.upload import prepare_upload
-from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 
 QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
@@ -39,7 +39,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def converted(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("converted") / "small"
-    return converter.convert(source, out, KVHeadsSettings(kv_heads=1, calibration="none", device="cpu")).path
+    return convert_checkpoint(source, out, KVHeadsSettings(kv_heads=1, calibration="none", device="cpu")).path
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_the_card_is_what_the_hub_reads(converted, hub, source, tmp_path, monkey
 
 def test_a_source_that_is_no_hub_id_is_not_named(tmp_path):
     made = make_checkpoint(tmp_path / "my model: [x]", "llama")
-    out = converter.convert(made, tmp_path / "out", KVHeadsSettings(kv_heads=1, calibration="none", device="cpu")).path
+    out = convert_checkpoint(made, tmp_path / "out", KVHeadsSettings(kv_heads=1, calibration="none", device="cpu")).path
     head = yaml.safe_load((out / "README.md").read_text().split("---\n")[1])
     assert "base_model" not in head and head["model-index"][0]["name"] == "out"
 

@@ -7,13 +7,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 from command_line import ROOT
+from conversions import convert_checkpoint
 from healing import forked
 from tiny_models import CONFIGS, DEMO, HELD_OUT, random_model
 from transformers import AutoTokenizer
 
 import surgery
 from surgery.common.pictures import Page
-from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 
 FUNCTIONS = ("convert", "evaluate", "heal", "inspect", "score_heads", "slice")
@@ -50,7 +50,7 @@ def test_a_conversion_is_the_command_line_s(checkpoints, here):
     source = checkpoints("llama")
     result = surgery.convert(source, to="gqa", out=here / "out", **MERGED)
     settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none", device="cpu")
-    same = converter.convert(source, here / "same", settings)
+    same = convert_checkpoint(source, here / "same", settings)
     assert (here / "out" / "model.safetensors").read_bytes() == (same.path / "model.safetensors").read_bytes()
     assert result.path == here / "out" and result.report["settings"] == same.report.settings
     assert (result.kv_bytes_before, result.kv_bytes_after, result.kv_ratio) == (256, 128, 0.5)

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from conversions import convert_checkpoint
 from tiny_models import make_checkpoint
 
 from surgery.checkpoint import CheckpointReader
@@ -10,7 +11,6 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.healing.heal import HealRequest, with_teacher
 from surgery.healing.recorded_source import find_source
-from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.quantized.settings import QuantizedSettings
 
@@ -21,8 +21,8 @@ def converted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted")
     source = make_checkpoint(folder / "model", "llama")
     settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none", device="cpu")
-    merged = converter.convert(source, None, settings).path
-    quantized = converter.convert(merged, None, QuantizedSettings(group=4, calibration="none", device="cpu")).path
+    merged = convert_checkpoint(source, None, settings).path
+    quantized = convert_checkpoint(merged, None, QuantizedSettings(group=4, calibration="none", device="cpu")).path
     return source, merged, quantized
 
 

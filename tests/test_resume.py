@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from processes import AT_ONCE, Fork
 
 from surgery.checkpoint import CheckpointReader, snapshots
@@ -76,17 +77,17 @@ def stops(monkeypatch):
 def test_stopped_after_every_state(kind, checkpoints, tmp_path, stops):
     source, settings = checkpoints("llama"), settings_of(kind)
     states = stops(None)
-    converter.convert(source, tmp_path / "whole" / "small", settings)
+    convert_checkpoint(source, tmp_path / "whole" / "small", settings)
     whole, total, seen = results(tmp_path / "whole" / "small"), len(states), set(states)
     assert seen == {"forward", "backward", "statistics"} | ({"layers"} if kind != "crosslayer xkv" else set())
     partial = tmp_path / "again" / "small.partial"
     for run in range(total + 1):
         stops(1)
         if run == total:
-            converter.convert(source, tmp_path / "again" / "small", settings)
+            convert_checkpoint(source, tmp_path / "again" / "small", settings)
             break
         with pytest.raises(Stopped):
-            converter.convert(source, tmp_path / "again" / "small", settings)
+            convert_checkpoint(source, tmp_path / "again" / "small", settings)
         assert set(os.listdir(partial)) == {UNFINISHED, MARKER} and os.listdir(partial.parent) == [partial.name]
     assert results(tmp_path / "again" / "small") == whole
     assert os.listdir(tmp_path / "again") == ["small"]
@@ -97,17 +98,17 @@ def test_other_work_keeps_what_is_there_until_restart(checkpoints, tmp_path, sto
     source, out = checkpoints("llama"), tmp_path / "small"
     stops(3)
     with pytest.raises(Stopped):
-        converter.convert(source, out, settings_of("gqa"))
+        convert_checkpoint(source, out, settings_of("gqa"))
     before = content_of(tmp_path)
     with pytest.raises(SurgeryError, match=r"unfinished work of another text, seed 0, not 1;.*--restart"):
-        converter.convert(source, out, settings_of("gqa", seed=1))
+        convert_checkpoint(source, out, settings_of("gqa", seed=1))
     assert content_of(tmp_path) == before
     states = stops(1)
     with pytest.raises(Stopped):
-        converter.convert(source, out, settings_of("gqa", seed=1), restart=True)
+        convert_checkpoint(source, out, settings_of("gqa", seed=1), restart=True)
     assert states == ["forward"]
     stops(None)
-    converter.convert(source, out, settings_of("gqa", seed=1), progress=Progress())
+    convert_checkpoint(source, out, settings_of("gqa", seed=1), progress=Progress())
     assert "goes on with what" in capsys.readouterr().err
 
 
@@ -138,7 +139,7 @@ def read(monkeypatch):
 def whole(checkpoints, tmp_path_factory):
     """Of a conversion that nobody stopped."""
     out = tmp_path_factory.mktemp("whole") / "small"
-    converter.convert(checkpoints("llama"), out, settings_of("gqa"))
+    convert_checkpoint(checkpoints("llama"), out, settings_of("gqa"))
     return results(out)
 
 
@@ -147,7 +148,7 @@ def test_a_source_is_known_by_its_content(how, own_source, whole, tmp_path, stop
     source, out, settings = own_source, tmp_path / "small", settings_of("gqa")
     stops(3)
     with pytest.raises(Stopped):
-        converter.convert(source, out, settings)
+        convert_checkpoint(source, out, settings)
     assert len(read) == 1
     if how == "touched":
         os.utime(source / "model.safetensors")
@@ -161,9 +162,9 @@ def test_a_source_is_known_by_its_content(how, own_source, whole, tmp_path, stop
     states, same = stops(None), "changed" not in how
     if not same:
         with pytest.raises(SurgeryError, match="unfinished work of another source"):
-            converter.convert(source, out, settings)
+            convert_checkpoint(source, out, settings)
         assert len(read) == 1 and states == []
-    converter.convert(source, out, settings, restart=not same, progress=Progress())
+    convert_checkpoint(source, out, settings, restart=not same, progress=Progress())
     assert ("goes on with what" in capsys.readouterr().err) == same
     assert states[0] == ("statistics" if same else "forward")
     assert len(read) == (0 if how == "as it was" else 1 if same else 2)
@@ -181,10 +182,10 @@ def test_a_source_that_changes_meanwhile(kind, own_source, tmp_path, monkeypatch
 
     monkeypatch.setattr(converter, "_finish", meanwhile)
     if kind == "touched":
-        converter.convert(own_source, tmp_path / "small", settings_of("gqa"))
+        convert_checkpoint(own_source, tmp_path / "small", settings_of("gqa"))
         return
     with pytest.raises(SurgeryError, match="was changed while it was read"):
-        converter.convert(own_source, tmp_path / "small", settings_of("gqa"))
+        convert_checkpoint(own_source, tmp_path / "small", settings_of("gqa"))
     assert os.listdir(tmp_path) == ["source"]
 
 
@@ -202,7 +203,7 @@ def test_what_was_kept_and_is_damaged_begins_anew(file, how, loops, first, whole
     source, out = checkpoints("llama"), tmp_path / "small"
     stops(4)
     with pytest.raises(Stopped):
-        converter.convert(source, out, settings_of("gqa"))
+        convert_checkpoint(source, out, settings_of("gqa"))
     path = tmp_path / "small.partial" / UNFINISHED / file
     if how == "a flipped bit":
         change(path)
@@ -211,7 +212,7 @@ def test_what_was_kept_and_is_damaged_begins_anew(file, how, loops, first, whole
     else:
         path.unlink()
     states = stops(None)
-    converter.convert(source, out, settings_of("gqa"), progress=Progress())
+    convert_checkpoint(source, out, settings_of("gqa"), progress=Progress())
     assert f"damaged, and begun anew: {loops}\n" in capsys.readouterr().err.replace("\n ", " ")
     assert states[0] == first and results(out) == whole
 
@@ -220,11 +221,11 @@ def test_another_number_of_threads_is_said(checkpoints, tmp_path, stops, capsys,
     source, out, threads = checkpoints("llama"), tmp_path / "small", torch.get_num_threads()
     stops(1)
     with pytest.raises(Stopped):
-        converter.convert(source, out, settings_of("gqa"))
+        convert_checkpoint(source, out, settings_of("gqa"))
     capsys.readouterr()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     stops(None)
-    converter.convert(source, out, settings_of("gqa"), progress=Progress())
+    convert_checkpoint(source, out, settings_of("gqa"), progress=Progress())
     said = f"was begun with {threads} threads and goes on with {threads + 1}: last digits may differ"
     assert said in capsys.readouterr().err.replace("\n", " ")
 
@@ -234,13 +235,13 @@ def test_another_number_of_threads_is_said(checkpoints, tmp_path, stops, capsys,
 def test_goes_on_with_another_limit_of_activations(states, checkpoints, tmp_path, stops):
     source, settings = checkpoints("llama"), settings_of("lowrank")
     stops(None)
-    converter.convert(source, tmp_path / "whole" / "small", settings)
+    convert_checkpoint(source, tmp_path / "whole" / "small", settings)
     out = tmp_path / "again" / "small"
     stops(states)
     with pytest.raises(Stopped):
-        converter.convert(source, out, settings_of("lowrank", activation_memory=None if states % 2 else "1KB"))
+        convert_checkpoint(source, out, settings_of("lowrank", activation_memory=None if states % 2 else "1KB"))
     taken = stops(None)
-    converter.convert(source, out, settings_of("lowrank", activation_memory="1KB" if states % 2 else None))
+    convert_checkpoint(source, out, settings_of("lowrank", activation_memory="1KB" if states % 2 else None))
     assert len(taken) == 6 - states and results(out) == results(tmp_path / "whole" / "small")
 
 
@@ -249,15 +250,15 @@ def test_a_resumed_run_that_fails_keeps_what_is_there(checkpoints, tmp_path, sto
     source, out, usage = checkpoints("llama"), tmp_path / "small", shutil.disk_usage
     stops(3)
     with pytest.raises(Stopped):
-        converter.convert(source, out, settings_of("gqa"))
+        convert_checkpoint(source, out, settings_of("gqa"))
     states = stops(None)
     kept = {path: content for path, content in content_of(tmp_path).items() if path.suffix in (".state", ".pt")}
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=10**6))
         with pytest.raises(SurgeryError, match=r"the disk has 1\.0 MB free"):
-            converter.convert(source, out, settings_of("gqa"))
+            convert_checkpoint(source, out, settings_of("gqa"))
     assert kept and kept.items() <= content_of(tmp_path).items() and states == []
-    converter.convert(source, out, settings_of("gqa"))
+    convert_checkpoint(source, out, settings_of("gqa"))
     assert "forward" not in states and os.listdir(tmp_path) == ["small"]
 
 
@@ -282,17 +283,17 @@ staging.remove_owned = remove
 def test_what_was_kept_is_no_longer_there_once_a_part_of_it_is_removed(restart, checkpoints, tmp_path, stops):
     """Killed at the end, where what was kept goes before the output gets its name, or where it has to begin anew."""
     source, out = checkpoints("llama"), tmp_path / "again" / "small"
-    converter.convert(source, tmp_path / "whole" / "small", settings_of("lowrank"))
+    convert_checkpoint(source, tmp_path / "whole" / "small", settings_of("lowrank"))
     if restart:
         stops(3)
         with pytest.raises(Stopped):
-            converter.convert(source, out, settings_of("lowrank"))
+            convert_checkpoint(source, out, settings_of("lowrank"))
     verb = ["convert", source, "--to", "lowrank", "--out", out, "--kv-ratio", 0.5, "--window", 8]
     verb += ["--calibration-tokens", 256, "--calibration-length", 64, "--held-out", 2]
     killed = Fork(*verb, *(["--restart"] if restart else []), code=KILLED)
     assert killed.wait() == -signal.SIGKILL, killed.stderr
     assert os.listdir(out.parent) == ["small.partial"]
     stops(None)
-    converter.convert(source, out, settings_of("lowrank"))
+    convert_checkpoint(source, out, settings_of("lowrank"))
     assert results(out) == results(tmp_path / "whole" / "small")
     assert os.listdir(out.parent) == ["small"] and not [path for path in os.listdir(out) if path.startswith(".")]

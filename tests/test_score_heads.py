@@ -10,6 +10,7 @@ import pytest
 import torch
 from command_line import imports_of, listing, run_main, two_processes
 from config_files import edit_config
+from conversions import convert_checkpoint
 from processes import Fork
 from safetensors import safe_open
 from tiny_models import DEMO, HELD_OUT, make_checkpoint
@@ -21,7 +22,6 @@ from surgery.heads import gate_training, prulong
 from surgery.heads.pattern import HeadPattern
 from surgery.heads.scoring import default_pattern, score_heads, sequence_length
 from surgery.heads.settings import HeadSettings
-from surgery.structures import converter
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.low_rank.settings import LowRankSettings
@@ -308,9 +308,9 @@ def test_the_demo_model_copies_its_needles(tmp_path):
 @pytest.mark.parametrize("target", ["gqa", "lowrank"])
 def test_converted_models_are_scored(source, tmp_path, target):
     if target == "gqa":
-        converter.convert(source, tmp_path / "ckpt", KVHeadsSettings(kv_heads=1, calibration="none"))
+        convert_checkpoint(source, tmp_path / "ckpt", KVHeadsSettings(kv_heads=1, calibration="none"))
     else:
-        converter.convert(source, tmp_path / "ckpt", LowRankSettings(kv_ratio=0.5, calibration="none"))
+        convert_checkpoint(source, tmp_path / "ckpt", LowRankSettings(kv_ratio=0.5, calibration="none"))
     for method in ("prulong", "induction"):
         pattern = scored(tmp_path / "ckpt", tmp_path / f"{method}.safetensors", method=method)
         assert pattern.scores.shape == (2, 1 if target == "gqa" else 2)
@@ -319,14 +319,14 @@ def test_converted_models_are_scored(source, tmp_path, target):
 
 NONE = {"calibration": "none"}
 OTHERS = {
-    "stock MLA": (partial(converter.convert, settings=ConvertSettings(**NONE)), "heads of MLA share one latent"),
-    "own MLA": (partial(converter.convert, settings=ConvertSettings(carrier="own", **NONE)), "score its source"),
+    "stock MLA": (partial(convert_checkpoint, settings=ConvertSettings(**NONE)), "heads of MLA share one latent"),
+    "own MLA": (partial(convert_checkpoint, settings=ConvertSettings(carrier="own", **NONE)), "score its source"),
     "hybrid": (
-        partial(converter.convert, settings=HybridSettings(streaming=1.0, sinks=4, recent=16, **NONE)),
+        partial(convert_checkpoint, settings=HybridSettings(streaming=1.0, sinks=4, recent=16, **NONE)),
         "some of its heads stream already; score its source",
     ),
     "quantised": (
-        partial(converter.convert, settings=QuantizedSettings(group=16, **NONE)),
+        partial(convert_checkpoint, settings=QuantizedSettings(group=16, **NONE)),
         "KV cache is quantised; score its source",
     ),
 }

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from config_files import edit_config
+from conversions import convert_checkpoint
 from tiny_models import HELD_OUT, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -19,7 +20,6 @@ from surgery.common.progress import Progress
 from surgery.console.conversion import show_conversion
 from surgery.eval.kv_cache import cache_bytes
 from surgery.running.layer_stream import LayerStream, single_layer_config
-from surgery.structures import converter
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
@@ -37,11 +37,11 @@ TEXT = {
 
 
 def low_rank(**settings):
-    return converter.convert, LowRankSettings(**{"kv_ratio": 0.5, **TEXT, **settings})
+    return convert_checkpoint, LowRankSettings(**{"kv_ratio": 0.5, **TEXT, **settings})
 
 
 def mla(**settings):
-    return converter.convert, ConvertSettings(**{"kv_lora_rank": 16, "rope_dim": 6, **TEXT, **settings})
+    return convert_checkpoint, ConvertSettings(**{"kv_lora_rank": 16, "rope_dim": 6, **TEXT, **settings})
 
 
 KINDS = {
@@ -49,7 +49,7 @@ KINDS = {
     "multiple": ("qwen3", *low_rank(rank_multiple=4)),
     "separate": ("llama", *low_rank(method="separate")),
     "palu": ("llama", *low_rank(method="palu")),
-    "cascade": ("llama", converter.convert, CrossLayerSettings(method="cascade", kv_ratio=0.5, group_size=2, **TEXT)),
+    "cascade": ("llama", convert_checkpoint, CrossLayerSettings(method="cascade", kv_ratio=0.5, group_size=2, **TEXT)),
     "window": ("llama", *low_rank(window=5, sinks=2)),
     "mla own": ("llama_bias", *mla(carrier="own", kv_lora_rank=None, rope_dim=None, kv_ratio=0.7)),
     "mla key norm": ("qwen3", *mla(kv_lora_rank=26)),
@@ -83,7 +83,7 @@ def sliced(converted, tmp_path_factory):
         if kind == "cascade":  # another allocation might leave the earlier layer whole
             settings.setdefault("allocate", "uniform")
         out = tmp_path_factory.mktemp("slice") / "out"
-        return converter.convert(converted(kind).path, out, slice_settings(ratio, **settings))
+        return convert_checkpoint(converted(kind).path, out, slice_settings(ratio, **settings))
 
     return get
 
@@ -192,7 +192,7 @@ def test_the_exact_window_stays(converted, sliced):
 def test_a_slice_of_a_slice_is_a_slice(converted, sliced, kind, tmp_path):
     how = {"allocate": "uniform" if kind in ("palu", "mla constant") else "spectrum", "calibration": "none"}
     once, half = sliced(kind, 0.3, **how), sliced(kind, **how)
-    twice = converter.convert(half.path, tmp_path / "twice", slice_settings(0.3, **how))
+    twice = convert_checkpoint(half.path, tmp_path / "twice", slice_settings(0.3, **how))
     first, second = CheckpointReader.open(once.path), CheckpointReader.open(twice.path)
     assert first.names() == second.names()
     for name in first.names():
@@ -323,19 +323,19 @@ def test_what_is_told_of_a_slice(sliced, kind, capsys):
 
 def test_weights_alone(checkpoints, tmp_path):
     settings = ConvertSettings(calibration="none", carrier="own", kv_lora_rank=16, rope_dim=6)
-    whole = converter.convert(checkpoints("llama"), tmp_path / "whole", settings)
-    result = converter.convert(whole.path, None, SliceSettings(kv_ratio=0.4, calibration="none"))
+    whole = convert_checkpoint(checkpoints("llama"), tmp_path / "whole", settings)
+    result = convert_checkpoint(whole.path, None, SliceSettings(kv_ratio=0.4, calibration="none"))
     assert result.path == (tmp_path / "whole-sliced").resolve()
     assert result.report.target["kv_lora_ranks"] == [7, 6]
     with pytest.raises(SurgeryError, match="did not measure latents by that"):
-        converter.convert(whole.path, tmp_path / "out", SliceSettings(kv_ratio=0.4, allocate="spectrum"))
+        convert_checkpoint(whole.path, tmp_path / "out", SliceSettings(kv_ratio=0.4, allocate="spectrum"))
 
 
 def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     quantized = QuantizedSettings(calibration="none", group=16)
     joint, constant = converted("joint").path, converted("mla constant").path
-    in_bits = converter.convert(joint, tmp_path / "in_bits", quantized).path
-    plain = converter.convert(checkpoints("llama"), tmp_path / "plain", quantized).path
+    in_bits = convert_checkpoint(joint, tmp_path / "in_bits", quantized).path
+    plain = convert_checkpoint(checkpoints("llama"), tmp_path / "plain", quantized).path
     edit_config(plain, "kv_cache")
     lost, old, real = (tmp_path / name for name in ("lost", "old", "real"))
     shutil.copytree(joint, lost)
@@ -360,12 +360,12 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
         (constant, 0.2, "too small"),
     ):
         with pytest.raises(SurgeryError, match=message):
-            converter.convert(source, tmp_path / "out", slice_settings(ratio))
+            convert_checkpoint(source, tmp_path / "out", slice_settings(ratio))
         assert not (tmp_path / "out").exists()
     with pytest.raises(SurgeryError, match="one rank for all layers"):
-        converter.convert(constant, tmp_path / "out", slice_settings(allocate="spectrum"))
+        convert_checkpoint(constant, tmp_path / "out", slice_settings(allocate="spectrum"))
     with pytest.raises(SurgeryError, match="--overwrite"):
-        converter.convert(joint, lost, slice_settings())
+        convert_checkpoint(joint, lost, slice_settings())
     with pytest.raises(SurgeryError, match="--kv-ratio"):
         SliceSettings()
     with pytest.raises(SurgeryError, match="choose auto, uniform, spectrum"):
@@ -375,10 +375,10 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
 def test_a_rotated_latent_has_no_order(converted, tmp_path):
     """Even where the quantised cache itself has been taken out of the config."""
     settings = QuantizedSettings(calibration="none", group=16, hadamard=True)
-    path = converter.convert(converted("joint").path, tmp_path / "rotated", settings).path
+    path = convert_checkpoint(converted("joint").path, tmp_path / "rotated", settings).path
     edit_config(path, "kv_cache")
     with pytest.raises(SurgeryError, match="Hadamard rotation mixed its latents"):
-        converter.convert(path, tmp_path / "out", slice_settings())
+        convert_checkpoint(path, tmp_path / "out", slice_settings())
 
 
 def test_a_wrong_cut_is_caught_before_the_output_gets_its_name(converted, tmp_path, monkeypatch):
@@ -388,7 +388,7 @@ def test_a_wrong_cut_is_caught_before_the_output_gets_its_name(converted, tmp_pa
     right = sliced.Cut.of
     monkeypatch.setattr(sliced.Cut, "of", lambda cut, tensor: right(cut, tensor.flip(1) if cut.dim == 1 else tensor))
     with pytest.raises(SurgeryError, match="differ from the simulation"):
-        converter.convert(converted("cascade").path, tmp_path / "out", slice_settings())
+        convert_checkpoint(converted("cascade").path, tmp_path / "out", slice_settings())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from command_line import run_main
 from config_files import config_of, edit_config
+from conversions import convert_checkpoint
 from hostile import cases, taken_or_refused
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,6 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.evaluation.models import Checkpoint
 from surgery.running.source_check import open_source
-from surgery.structures import converter
 from surgery.structures.registry import TARGETS
 
 WEIGHTS = {"calibration": "none", "device": "cpu"}
@@ -56,7 +56,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def convert(folder, out, target, **changes):
     """Convert by the weights alone, where the target can."""
     settings = TARGETS[target].settings({**WEIGHTS, **CONVERSIONS[target], **changes})
-    return converter.convert(folder, out, settings).path
+    return convert_checkpoint(folder, out, settings).path
 
 
 def edit_weights(folder, change):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from conversions import convert_checkpoint
 from safetensors.torch import save_file
 from tiny_models import DEMO, HELD_OUT
 
@@ -13,7 +14,6 @@ from surgery.eval.sequences import random_windows, tokenize
 from surgery.heads.scoring import score_heads
 from surgery.heads.settings import HeadSettings
 from surgery.running.loading import load_tokenizer
-from surgery.structures import converter
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.kv_heads.settings import KVHeadsSettings
@@ -74,7 +74,7 @@ def measure(tmp_path_factory):
     [(0.5, 0.013, 0.83), (0.25, 0.11, 0.40), (0.125, 0.8, 0.0)],
 )
 def test_default_settings(measure, tmp_path, ratio, increase, recall):
-    out = converter.convert(DEMO, tmp_path / "out", ConvertSettings(kv_ratio=ratio)).path
+    out = convert_checkpoint(DEMO, tmp_path / "out", ConvertSettings(kv_ratio=ratio)).path
     loaded_as, found, found_recall = measure(out)
     assert loaded_as == "DeepseekV3ForCausalLM"
     assert found <= increase
@@ -97,7 +97,7 @@ def test_transmla_comes_out_where_its_public_code_does(measure, tmp_path, ratio,
         recall=0.0,
         held_out=1,
     )
-    _, found, _ = measure(converter.convert(DEMO, tmp_path / "out", settings).path)
+    _, found, _ = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
     assert found == pytest.approx(published, rel=0.1)
 
 
@@ -113,7 +113,7 @@ def test_transmla_comes_out_where_its_public_code_does(measure, tmp_path, ratio,
     ],
 )
 def test_fewer_heads_and_low_rank(measure, tmp_path, settings, loads_as, increase, recall):
-    loaded_as, found, found_recall = measure(converter.convert(DEMO, tmp_path / "out", settings).path)
+    loaded_as, found, found_recall = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
     assert loaded_as == loads_as and found <= increase and found_recall >= recall
 
 
@@ -121,7 +121,7 @@ def test_fewer_heads_and_low_rank(measure, tmp_path, settings, loads_as, increas
 @pytest.mark.parametrize(("group_size", "increase"), [(2, 0.05), (3, 0.03)])
 def test_shared_bases_beat_low_rank_at_an_eighth(measure, tmp_path, group_size, increase):
     settings = CrossLayerSettings(kv_ratio=0.125, group_size=group_size, block=32)
-    _, found, recall = measure(converter.convert(DEMO, tmp_path / "out", settings).path)
+    _, found, recall = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
     assert found <= increase  # low rank has +0.06 there
     assert recall >= 0.75
 
@@ -132,7 +132,7 @@ def test_three_quarters_of_the_heads_can_stream(measure, tmp_path, method):
     given = HeadSettings(method=method, sinks=16, recent=112, length=1024)
     heads = score_heads(DEMO, tmp_path / "heads.safetensors", given).path
     settings = HybridSettings(heads=str(heads), streaming=0.75)
-    result = converter.convert(DEMO, tmp_path / "out", settings)
+    result = convert_checkpoint(DEMO, tmp_path / "out", settings)
     loaded_as, increase, recall = measure(result.path)
     assert loaded_as == "SurgeryForCausalLM"
     assert result.report.kv["ratio"] < 0.35

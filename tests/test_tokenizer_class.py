@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from conversions import convert_checkpoint
 from tiny_models import HELD_OUT
 from transformers import AutoTokenizer
 
 from surgery.checkpoint import CheckpointWriter
-from surgery.structures import converter
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 
@@ -19,9 +19,9 @@ QUICK = {"calibration": "none", "held_out": 1, "kv_ratio": 0.5}
 def test_text_is_cut_alike(checkpoints, tmp_path, name, target):
     source, out = checkpoints(name), tmp_path / "out"
     if target == "stock":
-        converter.convert(source, out, ConvertSettings(**QUICK))
+        convert_checkpoint(source, out, ConvertSettings(**QUICK))
     else:
-        converter.convert(source, out, LowRankSettings(**QUICK))
+        convert_checkpoint(source, out, LowRankSettings(**QUICK))
     text = HELD_OUT.read_text(encoding="utf-8")[:20_000]
     before, after = (AutoTokenizer.from_pretrained(folder)(text).input_ids for folder in (source, out))
     assert before == after
@@ -32,14 +32,14 @@ def test_text_is_cut_alike_where_the_named_class_is_overruled(checkpoints, tmp_p
     write = CheckpointWriter.write_json
     others = lambda self, name, value: None if name == "tokenizer_config.json" else write(self, name, value)  # noqa: E731
     monkeypatch.setattr(CheckpointWriter, "write_json", others)
-    converter.convert(checkpoints("qwen2"), tmp_path / "out", ConvertSettings(**QUICK))
+    convert_checkpoint(checkpoints("qwen2"), tmp_path / "out", ConvertSettings(**QUICK))
     text = HELD_OUT.read_text(encoding="utf-8")[:20_000]
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (checkpoints("qwen2"), tmp_path / "out"))
     assert type(before) is not type(after) and before(text).input_ids == after(text).input_ids
 
 
 def test_a_config_is_not_touched_without_need(checkpoints, tmp_path):
-    converter.convert(checkpoints("llama"), tmp_path / "out", ConvertSettings(**QUICK))
+    convert_checkpoint(checkpoints("llama"), tmp_path / "out", ConvertSettings(**QUICK))
     before, after = (
         json.loads((folder / "tokenizer_config.json").read_text())
         for folder in (checkpoints("llama"), tmp_path / "out")

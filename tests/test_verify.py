@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import run_main
 from config_files import edit_config
+from conversions import convert_checkpoint
 from hostile import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,6 @@ import surgery
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.inspection import checks
 from surgery.inspection.checks import FAILED, NOT_CHECKED, PASSED, verify_checkpoint
-from surgery.structures import converter
 from surgery.structures.registry import find_target
 from surgery.verification.files import compare_files
 from surgery.verification.record import Recorded
@@ -40,7 +40,7 @@ def made(checkpoints, tmp_path_factory):
         if kind not in found:
             out = tmp_path_factory.mktemp("made") / kind
             settings = find_target(kind).settings({**TEXT, **KINDS[kind]})
-            found[kind] = converter.convert(checkpoints("llama"), out, settings).path
+            found[kind] = convert_checkpoint(checkpoints("llama"), out, settings).path
         return found[kind]
 
     return get

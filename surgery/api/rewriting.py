@@ -210,7 +210,7 @@ def _convert(
         request = ConversionRequest(source.path, place, settings, overwrite=overwrite, **further)
         bars = Progress(silent=not progress)
         if heal is None:
-            conversion = convert(**vars(request), progress=bars)
+            conversion = convert(request, progress=bars)
         else:
             from surgery.healing.convert_and_heal import convert_and_heal
 

@@ -157,7 +157,7 @@ def convert(
     if seconds is None:
         from surgery.structures import converter
 
-        conversion = converter.convert(**vars(request), shared=True, progress=Progress())
+        conversion = converter.convert(request, shared=True, progress=Progress())
     else:
         from surgery.healing.convert_and_heal import convert_and_heal
 

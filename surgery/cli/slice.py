@@ -52,8 +52,9 @@ def slice_(
         show_plan(plan_conversion(source, out, settings, overwrite=overwrite), checkpoint, as_json=as_json)
         return
     from surgery.structures import converter
+    from surgery.structures.request import ConversionRequest
 
-    conversion = converter.convert(
+    request = ConversionRequest(
         source,
         out,
         settings,
@@ -61,6 +62,5 @@ def slice_(
         keep_code=keep_code,
         command=command_line(),
         restart=restart,
-        progress=Progress(),
     )
-    show_conversion(conversion, as_json=as_json)
+    show_conversion(converter.convert(request, progress=Progress()), as_json=as_json)

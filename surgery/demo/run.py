@@ -46,7 +46,7 @@ DEMO_MODELS = {
     BUILTIN: DemoModel(
         kv_ratio=0.25,
         settings={"held_out": 4},
-        steps=200,
+        steps=150,
     ),
     # 25 times larger: the conversion alone, from a twelfth of the text.
     SMOLLM2: DemoModel(
@@ -135,7 +135,7 @@ def run_demo(
     if shown.steps:
         conversion = convert_and_heal(request, {"max_steps": shown.steps}, progress=progress)
     else:
-        conversion = convert(**vars(request), progress=progress)
+        conversion = convert(request, progress=progress)
     progress.note("loading both models with stock transformers in a process of their own")
     prompt, (source, converted) = measure_with_stock_transformers([reader.model_folder(), conversion.path], shown)
     demo = Demo(conversion.path, model, named, prompt, source, converted, time.perf_counter() - start)

@@ -172,5 +172,4 @@ def _convert_unless_there(request: ConversionRequest, converted: Path, progress:
             )
         progress.note(f"{converted}: is converted already")
         return
-    further = {**vars(request), "out": converted, "overwrite": False, "restart": False}
-    convert(**further, progress=progress)
+    convert(replace(request, out=converted, overwrite=False, restart=False), progress=progress)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from surgery.architectures.beside_pictures import whole_config, whole_names
 from surgery.architectures.own_class import with_auto_map
@@ -58,22 +57,13 @@ class Conversion:
     source: str
 
 
-def convert(
-    source: str | Path,
-    out: str | Path | None,
-    settings: ConversionSettings,
-    *,
-    shared: bool = False,
-    progress: Progress | None = None,
-    **further: Any,
-) -> Conversion | None:
-    """Converts a checkpoint as its settings say and writes the result as a Hugging Face checkpoint.
+def convert(request: ConversionRequest, *, shared: bool = False, progress: Progress | None = None) -> Conversion | None:
+    """Convert a checkpoint and write the result as a Hugging Face checkpoint.
 
-    The same conversion, killed or interrupted, goes on from what lies in ``<out>.partial``, to the same bits. Several
+    The same conversion, killed or interrupted, resumes from what lies in ``<out>.partial``, to the same bits. Several
     processes share the calibration; one of them does the rest.
 
     Args:
-        source, out, settings, further: of a :class:`surgery.structures.request.ConversionRequest`.
         shared: whether all processes that a launcher started share the work.
         progress: bars; silent if None.
 
@@ -84,11 +74,11 @@ def convert(
         SurgeryError: bad input or an impossible request; nothing is left behind.
         ProcessLost: another process has ended; what was finished is kept.
     """
-    request = ConversionRequest(source, out, settings, **further)
     together = Processes(cpu=True, alone=not shared)  # what they hand each other lies on the host
     progress = progress if progress and together.is_main else Progress(silent=True)
     if not together.is_main:
-        own = replace(settings, device=str(process_device(settings.device, together)))
+        device = process_device(request.settings.device, together)
+        own = replace(request.settings, device=str(device))
         request = replace(request, settings=own)
     return _convert(request, together, progress)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from surgery.planning.settings import PlanSettings
     from surgery.running.processes import Processes
     from surgery.structures.registry import Target
+    from surgery.structures.request import ConversionRequest
 
 
 def convert(step: Step, where: str) -> Action:
@@ -82,9 +83,11 @@ def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
         finished.checkpoints[step.name] = out
 
         def make() -> None:
+            from surgery.structures.request import ConversionRequest
+
             settings, predicted = asked(finished)
-            further = {"command": f"surgery run {where}", "predicted": predicted, "restart": finished.restart}
-            _convert_unless_there(checkpoint, out, settings, progress, **further)
+            facts = {"command": f"surgery run {where}", "predicted": predicted, "restart": finished.restart}
+            _convert_unless_there(ConversionRequest(checkpoint, out, settings, **facts), progress)
 
         # A conversion is not shared: the other processes wait for it.
         processes.from_main(make)
@@ -132,25 +135,19 @@ def plan(step: Step, where: str) -> Action:
     return Action(do)
 
 
-def _convert_unless_there(
-    source: str,
-    out: Path,
-    settings: ConversionSettings,
-    progress: Progress,
-    **asked: Any,
-) -> None:
+def _convert_unless_there(request: ConversionRequest, progress: Progress) -> None:
     from surgery.structures import converter
     from surgery.structures.made_already import is_conversion_of
 
-    if out.exists():
-        if not is_conversion_of(out, source, settings):
+    if (out := request.out).exists():
+        if not is_conversion_of(out, request.source, request.settings):
             raise SurgeryError(
                 f"{out}: is of another source or other settings; remove it, or choose another --work folder"
             )
         progress.note(f"{out}: is there already")
         return
 
-    converter.convert(source, out, settings, progress=progress, **asked)
+    converter.convert(request, progress=progress)
 
 
 def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress: Progress, *, restart: bool) -> None:

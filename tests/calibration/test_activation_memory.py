@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 
 from surgery.calibration.parts import Parts
 from surgery.calibration.statistics import MomentAccumulator
@@ -12,7 +13,6 @@ from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_swe
 from surgery.common.errors import SurgeryError
 from surgery.running.activations import ActivationMemory, give_back, in_file
 from surgery.running.source import Source
-from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import find_target
 
@@ -44,7 +44,7 @@ def test_the_same_bits(checkpoints, tmp_path, monkeypatch, case):
     )
     for folder, memory in (("all", None), ("limited", limit)):
         settings = find_target(to).settings({**TEXT, **asked, "activation_memory": memory})
-        converter.convert(checkpoints(source), tmp_path / folder / "small", settings)
+        convert_checkpoint(checkpoints(source), tmp_path / folder / "small", settings)
         assert bool(spilled) == (memory is not None)
     assert results(tmp_path / "limited" / "small") == results(tmp_path / "all" / "small")
     assert {place for place, _ in spilled} == ({"used", "spilled"} if limit is SOME else {"spilled"})

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from safetensors.torch import load_file
 
 from surgery.calibration import layer_statistics
 from surgery.common.progress import Progress
-from surgery.structures import converter
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 
@@ -27,7 +27,7 @@ class Told(Progress):
 
 @pytest.mark.parametrize(
     ("convert", "settings"),
-    [(converter.convert, LowRankSettings(**QUICK)), (converter.convert, ConvertSettings(**QUICK))],
+    [(convert_checkpoint, LowRankSettings(**QUICK)), (convert_checkpoint, ConvertSettings(**QUICK))],
 )
 def test_the_same_bits_from_statistics_that_were_kept(checkpoints, tmp_path, monkeypatch, convert, settings):
     source = checkpoints("llama")
@@ -49,7 +49,7 @@ def test_other_facts_are_other_statistics(checkpoints, tmp_path):
     changes = ({}, {"seed": 1}, {"batch_size": 2}, {"calibration_tokens": 48}, {"dtype": "float64"})
     for number, change in enumerate(changes):
         told = Told()
-        converter.convert(checkpoints("llama"), tmp_path / str(number), replace(settings, **change), progress=told)
+        convert_checkpoint(checkpoints("llama"), tmp_path / str(number), replace(settings, **change), progress=told)
         assert not any("those kept in" in note for note in told.notes), change
         assert len(list((tmp_path / "kept").iterdir())) == number + 1, change
 
@@ -58,11 +58,11 @@ def test_statistics_with_lags_serve_where_none_are_asked_for(checkpoints, tmp_pa
     """As an MLA conversion or a plan keeps them, for low rank: the same moments."""
     source, kept = checkpoints("llama"), str(tmp_path / "kept")
     quick = QUICK
-    plain = converter.convert(source, tmp_path / "plain", LowRankSettings(**quick))
-    converter.convert(source, tmp_path / "mla", ConvertSettings(**quick, keep_statistics=kept))
+    plain = convert_checkpoint(source, tmp_path / "plain", LowRankSettings(**quick))
+    convert_checkpoint(source, tmp_path / "mla", ConvertSettings(**quick, keep_statistics=kept))
     told = Told()
     settings = LowRankSettings(**quick, keep_statistics=kept)
-    second = converter.convert(source, tmp_path / "second", settings, progress=told)
+    second = convert_checkpoint(source, tmp_path / "second", settings, progress=told)
     assert any("those kept in" in note for note in told.notes)
     one, two = (load_file(made.path / "model.safetensors") for made in (plain, second))
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from quantised_checkpoints import BLOCK, make_quantised
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 
 
@@ -46,7 +46,7 @@ def test_the_numbers_are_those_of_transformers_and_of_each_block(checkpoint):
 
 
 def test_a_conversion_dequantises_and_says_so(checkpoint, tmp_path):
-    report = converter.convert(checkpoint, tmp_path / "out", ConvertSettings(calibration="none")).report.to_dict()
+    report = convert_checkpoint(checkpoint, tmp_path / "out", ConvertSettings(calibration="none")).report.to_dict()
     assert report["source"]["dequantised_from"] == "FP8"
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     written, reader = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(checkpoint)
@@ -60,11 +60,11 @@ def test_scales_that_do_not_fit_are_refused(checkpoint, tmp_path):
     with pytest.raises(
         SurgeryError, match=r"o_proj.weight: float8_e4m3fn .* does not fit its scales, float32 \[1, 1\]"
     ):
-        converter.convert(checkpoint, tmp_path / "out", ConvertSettings(calibration="none"))
+        convert_checkpoint(checkpoint, tmp_path / "out", ConvertSettings(calibration="none"))
     del tensors[name + "_scale_inv"]
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
     with pytest.raises(SurgeryError, match=r"o_proj.weight: float8_e4m3fn .* without scales"):
-        converter.convert(checkpoint, tmp_path / "out", ConvertSettings(calibration="none"))
+        convert_checkpoint(checkpoint, tmp_path / "out", ConvertSettings(calibration="none"))
     assert not (tmp_path / "out").exists()
 
 
@@ -72,4 +72,4 @@ def test_other_quantised_weights_of_mla_models_are_refused(checkpoint, tmp_path)
     path = checkpoint / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "bitnet"}}))
     with pytest.raises(SurgeryError, match=r"the weights are quantised \(bitnet\)"):
-        converter.convert(checkpoint, tmp_path / "out", ConvertSettings(calibration="none"))
+        convert_checkpoint(checkpoint, tmp_path / "out", ConvertSettings(calibration="none"))

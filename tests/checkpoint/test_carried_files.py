@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from command_line import run_main
+from conversions import convert_checkpoint
 from hostile import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,7 +75,7 @@ def test_kinds_of_names():
 
 def test_a_result_carries_no_code_and_no_leftovers(copy, tmp_path):
     """Code beside the weights runs with `trust_remote_code`; files of trainings are of no use to it."""
-    conversion = converter.convert(copy, tmp_path / "out", NONE)
+    conversion = convert_checkpoint(copy, tmp_path / "out", NONE)
     there = {*list_files(tmp_path / "out", hidden=True)}
     expected = {*CARRIED, "README.md", "README.source.md", "config.json", "model.safetensors", "surgery_report.json"}
     assert there <= expected and {*CARRIED} - there == {
@@ -113,7 +114,7 @@ def test_what_changes_after_the_beginning_is_not_carried(copy, tmp_path, monkeyp
         return copy_tensors(*arguments)
 
     monkeypatch.setattr(converter, "copy_tensors", changed)
-    out = converter.convert(copy, tmp_path / "out", NONE).path
+    out = convert_checkpoint(copy, tmp_path / "out", NONE).path
     for name in ("tokenizer.json", "chat_template.jinja", "LICENSE", "chat_template.json"):
         assert (out / name).read_bytes() == before[name]
     assert (out / "README.source.md").read_bytes() == before["README.md"]

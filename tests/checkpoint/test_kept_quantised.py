@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from config_files import edit_config
+from conversions import convert_checkpoint
 from quantised_checkpoints import FORMATS, KNOWN, make_known, make_quantised
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint
@@ -16,7 +17,6 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.engines.diagnosis import diagnose
 from surgery.running.loading import load_config
-from surgery.structures import converter
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.registry import find_target
 from surgery.structures.slices.settings import SliceSettings
@@ -79,7 +79,7 @@ CASES = [
 def test_compressed_tensors_beside_converted_attention(tmp_path, family, kind, to, more):
     pytest.importorskip("compressed_tensors")
     source = make_quantised(tmp_path / "source", family, kind)
-    converter.convert(source, tmp_path / "out", settings(to, **more))
+    convert_checkpoint(source, tmp_path / "out", settings(to, **more))
     stays_as_stored(source, tmp_path / "out")
     loads(tmp_path / "out", torch.float32)
 
@@ -91,7 +91,7 @@ def test_fp8_beside_converted_attention(tmp_path, family, monkeypatch):
     monkeypatch.setattr("quantised_checkpoints.BLOCK", 8)
     monkeypatch.setitem(FORMATS["FP8"][0], "weight_block_size", [8, 8])
     source, out = make_quantised(tmp_path / "source", family, "FP8"), tmp_path / "out"
-    converter.convert(source, out, settings("mla"))
+    convert_checkpoint(source, out, settings("mla"))
     stays_as_stored(source, out)
     loads(out, torch.bfloat16)  # which transformers makes of them without a GPU
     # With one, it has modules of its own for what is stored in fp8.
@@ -118,7 +118,7 @@ def test_bitsandbytes_beside_converted_attention(tmp_path, codes):
     asked = {"quantization_config": BitsAndBytesConfig(**codes), "dtype": torch.bfloat16, "device_map": "cpu"}
     source, out = tmp_path / "source", tmp_path / "out"
     AutoModelForCausalLM.from_pretrained(tmp_path / "exact", **asked).save_pretrained(source)
-    converter.convert(source, out, settings("lowrank", kv_ratio=0.5))
+    convert_checkpoint(source, out, settings("lowrank", kv_ratio=0.5))
     stays_as_stored(source, out, "SCB" if "load_in_8bit" in codes else "absmax")
     want = logits(CheckpointReader.open(out).model_folder(), torch.bfloat16)
     assert (logits(out, torch.bfloat16) - want).abs().max() < 0.02 * want.abs().max()  # it computes in steps of its own
@@ -126,14 +126,14 @@ def test_bitsandbytes_beside_converted_attention(tmp_path, codes):
 
 def test_a_result_is_a_source_again(tmp_path):
     source, made = make_quantised(tmp_path / "source", "llama", "int4"), tmp_path / "made"
-    converter.convert(source, made, settings("lowrank", kv_ratio=0.5))
+    convert_checkpoint(source, made, settings("lowrank", kv_ratio=0.5))
     assert "Matrices outside of attention are stored in int4" in (made / "README.md").read_text()
     assert not surgery.verify(made, device="cpu", progress=False).failed
-    converter.convert(made, tmp_path / "slice", SliceSettings(kv_ratio=0.25, **QUICK))
+    convert_checkpoint(made, tmp_path / "slice", SliceSettings(kv_ratio=0.25, **QUICK))
     written, stored = load_file(tmp_path / "slice" / "model.safetensors"), load_file(made / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight_packed"
     assert torch.equal(written[name], stored[name])
-    converter.convert(made, tmp_path / "exact", SliceSettings(kv_ratio=0.25, calibration="none"))
+    convert_checkpoint(made, tmp_path / "exact", SliceSettings(kv_ratio=0.25, calibration="none"))
     assert "quantization_config" not in json.loads((tmp_path / "exact" / "config.json").read_text())
 
 
@@ -152,7 +152,7 @@ def test_a_dry_run_counts_what_is_stored(tmp_path):
 
 def refused(source, message):
     with pytest.raises(SurgeryError, match=message):
-        converter.convert(source, source.parent / "out", settings("gqa"))
+        convert_checkpoint(source, source.parent / "out", settings("gqa"))
     assert not (source.parent / "out").exists()
 
 

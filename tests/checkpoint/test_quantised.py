@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from config_files import edit_config
+from conversions import convert_checkpoint
 from quantised_checkpoints import FORMATS, KNOWN, make_known, make_quantised, words
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
@@ -15,7 +16,6 @@ from surgery.checkpoint.quantised.packed_columns import unpacked
 from surgery.common.errors import SurgeryError
 from surgery.engines.diagnosis import diagnose
 from surgery.engines.verdict import NOT_TRIED
-from surgery.structures import converter
 from surgery.structures.registry import find_target
 
 KINDS = [kind for kind in FORMATS if kind != "FP8"]
@@ -98,7 +98,7 @@ def test_numbers_are_those_of_bitsandbytes(tmp_path, nested):
 def test_a_conversion_dequantises_everything(tmp_path, capsys):
     folder = make_quantised(tmp_path / "small", "llama", "int4")
     settings = find_target("lowrank").settings({"calibration": "none", "kv_ratio": 0.5})
-    report = converter.convert(folder, tmp_path / "out", settings).report.to_dict()
+    report = convert_checkpoint(folder, tmp_path / "out", settings).report.to_dict()
     assert report["source"]["dequantised_from"] == "int4"
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     written, reader = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(folder)
@@ -202,5 +202,5 @@ def test_other_formats_are_refused_by_name(tmp_path, said, message):
     folder = make_quantised(tmp_path / "small", "llama", "int4")
     edit_config(folder, quantization_config=said)
     with pytest.raises(SurgeryError, match=message):
-        converter.convert(folder, tmp_path / "out", find_target("gqa").settings({"calibration": "none"}))
+        convert_checkpoint(folder, tmp_path / "out", find_target("gqa").settings({"calibration": "none"}))
     assert not (tmp_path / "out").exists()

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from environments import NotInstallable, interpreter, plugin_path
 from tiny_models import CONFIGS, DEMO, HELD_OUT, LLAMA3_ROPE, SHAPE, make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
-from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
 
@@ -76,8 +76,8 @@ class Case:
 
     def _convert(self, source: Path, out: Path, settings: dict) -> Path:
         if "engine" in settings and "kv_heads" not in settings:
-            return converter.convert(source, out, ConvertSettings(**{**FAST, **settings})).path
-        return converter.convert(source, out, KVHeadsSettings(**{**FAST, **settings})).path
+            return convert_checkpoint(source, out, ConvertSettings(**{**FAST, **settings})).path
+        return convert_checkpoint(source, out, KVHeadsSettings(**{**FAST, **settings})).path
 
 
 def greedy(

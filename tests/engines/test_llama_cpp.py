@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from engine_cases import NEW_TOKENS, PROMPTS, TEXT, Case, assert_same, demo, greedy, run
 from tiny_models import HELD_OUT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.engines.trials import LLAMA_CPP
 from surgery.export import export_checkpoint
-from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
 
@@ -63,7 +63,7 @@ def test_perplexity_is_transformers(to, tmp_path):
         "mla": ConvertSettings(engine="llama.cpp", calibration="none", kv_ratio=0.5),
         "gqa": KVHeadsSettings(kv_heads=2, calibration="none"),
     }
-    path = converter.convert(demo(tmp_path), tmp_path / "small", kinds[to]).path
+    path = convert_checkpoint(demo(tmp_path), tmp_path / "small", kinds[to]).path
     exported = export_checkpoint(path, "llama.cpp", weights="bf16")
     tokenizer = AutoTokenizer.from_pretrained(path)
     text = tokenizer(HELD_OUT.read_text(encoding="utf-8")[:4000])["input_ids"][:256]
@@ -80,7 +80,7 @@ def test_perplexity_is_transformers(to, tmp_path):
 def test_the_demo_model_converted(weights, tmp_path):
     """Its bf16 weights to the bit, and in q8_0 near them; text goes through llama.cpp's own tokenizer."""
     settings = ConvertSettings(engine="llama.cpp", calibration="none", kv_ratio=0.5)
-    path = converter.convert(demo(tmp_path), tmp_path / "mla", settings).path
+    path = convert_checkpoint(demo(tmp_path), tmp_path / "mla", settings).path
     exported = export_checkpoint(path, "llama.cpp", weights=weights)
     got = generate(exported.path, tmp_path, TEXTS)
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from conversions import convert_checkpoint
 from engine_cases import NEW_TOKENS, PROMPTS, assert_as_transformers, demo, environment, greedy, plugged, run
 from own_checkpoints import HYBRIDS, SOURCES, cached_numbers, changed, make
 from transformers import AutoTokenizer
@@ -21,7 +22,6 @@ from transformers import AutoTokenizer
 from surgery.engines.facts import Facts
 from surgery.engines.trials import VLLM_PLUGIN
 from surgery.model import SurgeryConfig
-from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 
 pytestmark = [
@@ -147,7 +147,7 @@ def test_every_kind_that_is_said_to_load_has_a_case(folders):
 def test_a_request_over_http(tmp_path):
     """The demo model, converted, behind vLLM's OpenAI server, compiled as by default."""
     settings = ConvertSettings(carrier="own", calibration="none", kv_ratio=0.5)
-    path = converter.convert(demo(tmp_path), tmp_path / "mla", settings).path
+    path = convert_checkpoint(demo(tmp_path), tmp_path / "mla", settings).path
     prompt = "def main():\n    return"
     with serving(path, tmp_path) as url:
         body = {"model": str(path), "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}

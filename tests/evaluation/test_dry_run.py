@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from command_line import listing, run_main
+from conversions import convert_checkpoint
 from tiny_models import make_checkpoint
 
 from surgery.common.progress import Progress
@@ -12,7 +13,6 @@ from surgery.evaluation.models import Checkpoint
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.forecast.evaluation import plan_evaluation
-from surgery.structures.converter import convert
 from surgery.structures.registry import TARGETS
 
 SMALL = {"windows": 3, "length": 96, "decoded": 8, "recall_prompts": 3, "batch_size": 2, "device": "cpu"}
@@ -30,8 +30,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     source = make_checkpoint(folder / "source", "llama", torch.bfloat16, 0)
     asked = {"calibration": "none", "device": "cpu", "kv_ratio": 0.5}
-    convert(source, folder / "codes", TARGETS["lowrank"].settings({**asked, "bits": 4, "group": 8}))
-    convert(source, folder / "mla", TARGETS["mla"].settings({**asked, "rope_dim": 4}))
+    convert_checkpoint(source, folder / "codes", TARGETS["lowrank"].settings({**asked, "bits": 4, "group": 8}))
+    convert_checkpoint(source, folder / "mla", TARGETS["mla"].settings({**asked, "rope_dim": 4}))
     return folder
 
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from processes import Fork
 from tiny_models import DEMO, make_checkpoint
 
@@ -20,7 +21,6 @@ from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore
 from surgery.forecast.evaluation import plan_evaluation
-from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 
 SMALL = {"windows": 4, "length": 64, "decoded": 8, "recall_prompts": 2, "batch_size": 2, "device": "cpu"}
@@ -194,7 +194,7 @@ def test_another_number_of_threads_is_said(tmp_path):
 def test_losses_of_mla_are_those_of_its_own_attention(models, tmp_path, monkeypatch):
     """The quality tasks run it by a fused kernel on CPUs, which its own attention is not."""
     out = tmp_path / "mla"
-    converter.convert(models[0], out, ConvertSettings(calibration="none", kv_ratio=0.5, carrier="stock"))
+    convert_checkpoint(models[0], out, ConvertSettings(calibration="none", kv_ratio=0.5, carrier="stock"))
     [fused] = run([out], None, tmp_path / "fused", tasks="loss", decoded=4)["rows"]
     monkeypatch.setattr(runs, "use_equal_widths", lambda model: False)
     [own] = run([out], None, tmp_path / "own", tasks="loss", decoded=4)["rows"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from config_files import edit_config
+from conversions import convert_checkpoint
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, LATENT_CONFIGS, make_checkpoint
@@ -27,7 +28,6 @@ from surgery.model.quantized_cache import ExactTokens, QuantizedKVLayer
 from surgery.planning.plan import make_plan
 from surgery.planning.settings import PlanSettings
 from surgery.running.source import Source
-from surgery.structures import converter
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.mla.settings import ConvertSettings
@@ -127,7 +127,7 @@ def test_the_metric_counts_what_a_wrong_norm_costs(checkpoints):
 @torch.no_grad()
 def test_fewer_latents(checkpoints, tmp_path, name):
     source = checkpoints(name)
-    result = converter.convert(source, tmp_path / "out", ConvertSettings(**TEXT, kv_lora_rank=10))
+    result = convert_checkpoint(source, tmp_path / "out", ConvertSettings(**TEXT, kv_lora_rank=10))
     report, stages = result.report, {row["stage"]: row for row in result.report.ladder}
     kv = report.kv
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == 3 * (10 + 8) * 4
@@ -178,7 +178,7 @@ def test_latents_in_codes(checkpoints, tmp_path, name, form):
     settings, rank = QUANTIZED[form]
     source = checkpoints(name)
     foreseen = plan_conversion(source, tmp_path / "foreseen", settings)
-    report = converter.convert(source, tmp_path / "out", settings).report
+    report = convert_checkpoint(source, tmp_path / "out", settings).report
     kv, said = report.kv, json.loads((tmp_path / "out" / "config.json").read_text())
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] < kv["source_bytes_per_token"]
     assert (report.target["model_type"], said["base_model_type"], said["kv_lora_rank"]) == (
@@ -216,11 +216,11 @@ def test_latents_in_codes(checkpoints, tmp_path, name, form):
 @pytest.mark.slow
 def test_codes_of_what_was_converted_to_stock(checkpoints, tmp_path):
     first = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4)
-    stock = converter.convert(checkpoints("llama"), tmp_path / "stock", first)
+    stock = convert_checkpoint(checkpoints("llama"), tmp_path / "stock", first)
     asked = QuantizedSettings(**{**TEXT, "bits": 8, "group": 32, "rope_bits": 16})
-    quantized = converter.convert(stock.path, tmp_path / "quantized", asked)
+    quantized = convert_checkpoint(stock.path, tmp_path / "quantized", asked)
     assert stock.report.target["model_type"] == "deepseek_v3" and quantized.report.target["model_type"] == "surgery"
-    turned = converter.convert(stock.path, tmp_path / "turned", replace(asked, hadamard=True))
+    turned = convert_checkpoint(stock.path, tmp_path / "turned", replace(asked, hadamard=True))
     held = [entry_factors(CheckpointReader.open(folder)) for folder in (stock.path, quantized.path, turned.path)]
     assert held[0] == held[1] == held[2] != {}  # what healing must not move
     losses = {row["stage"]: row["loss"] for row in quantized.report.ladder}
@@ -237,7 +237,7 @@ SHARED = CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=8, batch_s
 def test_layers_share_their_latents(checkpoints, tmp_path, name):
     source = checkpoints(name)
     foreseen = plan_conversion(source, tmp_path / "foreseen", SHARED)
-    report = converter.convert(source, tmp_path / "out", SHARED).report
+    report = convert_checkpoint(source, tmp_path / "out", SHARED).report
     kv = report.kv
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == foreseen.kv["bytes_per_token"]
     assert kv["measured_bytes_per_token"] == 4 * (17 + 8 + 3 * 8) <= 0.7 * kv["source_bytes_per_token"]
@@ -280,8 +280,8 @@ def test_a_shared_basis_of_full_rank_is_the_source(checkpoints, name):
 @pytest.mark.slow
 def test_what_was_converted_to_stock_shares_its_latents(checkpoints, tmp_path):
     first = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4)
-    stock = converter.convert(checkpoints("llama"), tmp_path / "stock", first)
-    report = converter.convert(stock.path, tmp_path / "out", SHARED).report
+    stock = convert_checkpoint(checkpoints("llama"), tmp_path / "stock", first)
+    report = convert_checkpoint(stock.path, tmp_path / "out", SHARED).report
     assert report.source["model_type"] == "deepseek_v3" and report.target["model_type"] == "surgery"
     assert report.kv["measured_bytes_per_token"] <= 0.7 * stock.report.kv["measured_bytes_per_token"]
     assert report.verification["logit_difference_to_simulation"] < 1e-5
@@ -336,7 +336,7 @@ def test_more_latents_are_nearer_to_the_source(checkpoints, tmp_path):
     want, divergence = log_probabilities(source), []
     for rank in (4, 10, 14):
         settings = ConvertSettings(**TEXT, kv_lora_rank=rank)
-        found = log_probabilities(converter.convert(source, tmp_path / str(rank), settings).path)
+        found = log_probabilities(convert_checkpoint(source, tmp_path / str(rank), settings).path)
         divergence.append(float((want.exp() * (want - found)).sum(-1).mean()))
     assert divergence == sorted(divergence, reverse=True) and divergence[0] > 5 * divergence[-1]
 
@@ -344,7 +344,7 @@ def test_more_latents_are_nearer_to_the_source(checkpoints, tmp_path):
 def test_without_text_the_weights_choose(checkpoints, tmp_path):
     settings = ConvertSettings(calibration="none", kv_ratio=0.8)
     plan = plan_conversion(checkpoints("deepseek_v3"), tmp_path / "out", settings)
-    report = converter.convert(checkpoints("deepseek_v3"), tmp_path / "out", settings).report
+    report = convert_checkpoint(checkpoints("deepseek_v3"), tmp_path / "out", settings).report
     assert report.target["kv_lora_rank"] == 10  # the largest even number within 0.8 of 24
     assert plan.kv["bytes_per_token"] == report.kv["measured_bytes_per_token"] == 3 * 18 * 4
     assert plan.target["reasons"] == report.target["reasons"]
@@ -356,9 +356,9 @@ def test_what_was_converted_before_becomes_smaller_again(checkpoints, tmp_path, 
     settings = {"llama_bias": {"latent_norm": "constant"}, "llama": {"latent_norm": "tiny"}}
     name = "llama" if norm == "tiny" else "llama_bias"
     asked = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4, **settings[name])
-    first = converter.convert(checkpoints(name), tmp_path / "first", asked)
+    first = convert_checkpoint(checkpoints(name), tmp_path / "first", asked)
     extra = int(norm == "constant")
-    again = converter.convert(first.path, tmp_path / "again", ConvertSettings(**TEXT, kv_lora_rank=12))
+    again = convert_checkpoint(first.path, tmp_path / "again", ConvertSettings(**TEXT, kv_lora_rank=12))
     layers = again.report.to_dict()["layers"]
     assert max(layer["norm_error"] for layer in layers) < (1e-3 if extra else 1e-5)
     assert again.report.kv["measured_bytes_per_token"] == 2 * (12 + 4) * 4
@@ -371,11 +371,11 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     tensors["model.layers.3.eh_proj.weight"] = torch.zeros(4, 8)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     edit_config(folder, num_nextn_predict_layers=1)
-    result = converter.convert(folder, tmp_path / "out", ConvertSettings(calibration="none"))
+    result = convert_checkpoint(folder, tmp_path / "out", ConvertSettings(calibration="none"))
     assert "layers that predict further tokens are left out (1)" in result.report.target["reasons"]
     assert json.loads((result.path / "config.json").read_text())["num_nextn_predict_layers"] == 0
     assert load_file(result.path / "model.safetensors").keys() == tensors.keys() - {"model.layers.3.eh_proj.weight"}
-    quantized = converter.convert(
+    quantized = convert_checkpoint(
         folder, tmp_path / "quantized", QuantizedSettings(calibration="none", bits=8, group=8)
     )
     assert load_file(quantized.path / "model.safetensors").keys() == tensors.keys() - {"model.layers.3.eh_proj.weight"}
@@ -402,7 +402,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
 )
 def test_what_cannot_be_asked_of_an_mla_model(checkpoints, tmp_path, asked, message):
     with pytest.raises(SurgeryError, match=message) as refused:
-        converter.convert(checkpoints("deepseek_v2"), tmp_path / "out", ConvertSettings(**asked))
+        convert_checkpoint(checkpoints("deepseek_v2"), tmp_path / "out", ConvertSettings(**asked))
     assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
 
 
@@ -419,7 +419,7 @@ def test_what_cannot_be_asked_of_an_mla_model(checkpoints, tmp_path, asked, mess
 def test_other_structures_refuse_an_mla_model(checkpoints, tmp_path, name, to, asked):
     settings = TARGETS[to].settings({"calibration": "none", **asked})
     with pytest.raises(SurgeryError, match=r"caches latents already|by method xkv|heads of stock MLA"):
-        converter.convert(checkpoints(name), tmp_path / "out", settings)
+        convert_checkpoint(checkpoints(name), tmp_path / "out", settings)
     assert not list(tmp_path.iterdir())
 
 
@@ -428,11 +428,11 @@ def test_attention_of_another_kind_is_refused(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"model.layers.1.self_attn.indexer.wk.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
     with pytest.raises(SurgeryError, match=r"indexer\.wk\.weight is a tensor that DeepseekV2ForCausalLM"):
-        converter.convert(folder, tmp_path / "out", ConvertSettings(calibration="none"))
+        convert_checkpoint(folder, tmp_path / "out", ConvertSettings(calibration="none"))
     shutil.rmtree(folder)
     folder = make_checkpoint(tmp_path / "source", "deepseek_v2")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.self_attn.kv_b_proj.weight"][0, 0] = torch.nan
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(SurgeryError, match="NaN or infinity in kv_b_proj of layer 1"):
-        converter.convert(folder, tmp_path / "out", ConvertSettings(calibration="none"))
+        convert_checkpoint(folder, tmp_path / "out", ConvertSettings(calibration="none"))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from own_models import low_rank_entry
 from tiny_models import CONFIGS, LLAMA4, LLAMA4_VISION, random_model
 from transformers import (
@@ -15,7 +16,6 @@ from transformers import (
 
 from surgery.common.errors import SurgeryError
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
-from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 
@@ -86,7 +86,7 @@ def test_other_layers_than_llama_4_has_are_refused(tmp_path, change, message):
     config = type(CONFIGS["llama4_window"]())(**{name: value for name, value in settings.items() if value is not None})
     random_model(config).save_pretrained(tmp_path / "source")
     with pytest.raises(SurgeryError, match=message):
-        converter.convert(tmp_path / "source", tmp_path / "out", LowRankSettings(calibration="none"))
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", LowRankSettings(calibration="none"))
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_the_text_part_of_a_whole_model_converts(tmp_path):
     whole = Llama4Config(text_config=text, vision_config=Llama4VisionConfig(**LLAMA4_VISION))
     Llama4ForConditionalGeneration(whole).save_pretrained(tmp_path / "whole")
     with pytest.raises(SurgeryError, match="behind a q/k-norm"):
-        converter.convert(tmp_path / "whole", tmp_path / "out", KVHeadsSettings(calibration="none"))
+        convert_checkpoint(tmp_path / "whole", tmp_path / "out", KVHeadsSettings(calibration="none"))
     Llama4ForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "text")
-    result = converter.convert(tmp_path / "text", tmp_path / "out", LowRankSettings(calibration="none"))
+    result = convert_checkpoint(tmp_path / "text", tmp_path / "out", LowRankSettings(calibration="none"))
     assert result.report.source["model_type"] == "llama4_text"

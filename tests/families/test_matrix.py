@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from config_files import edit_config
+from conversions import convert_checkpoint
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
 from tiny_models import ALL, FAMILIES, HELD_OUT
@@ -135,7 +136,7 @@ def test_every_family_says_what_it_is_tested_in():
 @pytest.mark.parametrize(("name", "to"), CASES)
 @torch.no_grad()
 def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
-    result = converter.convert(checkpoints(name), tmp_path / "out", STRUCTURES[to]())
+    result = convert_checkpoint(checkpoints(name), tmp_path / "out", STRUCTURES[to]())
     kv, stages = result.report.kv, {row["stage"]: row for row in result.report.ladder}
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"]
     assert to != "mla" or result.report.target["model_type"] == ("deepseek_v3" if name in STOCK else "surgery")
@@ -175,7 +176,7 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
 def test_codes_beside_windows_are_refused_before_any_work(checkpoints, monkeypatch, tmp_path, name):
     monkeypatch.setattr(converter, "load_texts", None)
     with pytest.raises(SurgeryError, match="quantised KV cache needs full attention"):
-        converter.convert(checkpoints(name), tmp_path / "out", ConvertSettings(**TEXT, kv_ratio=0.5, bits=8))
+        convert_checkpoint(checkpoints(name), tmp_path / "out", ConvertSettings(**TEXT, kv_ratio=0.5, bits=8))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,7 +187,7 @@ def test_codes_beside_windows_are_refused_before_any_work(checkpoints, monkeypat
 )
 def test_what_a_structure_cannot_do_for_a_family_is_refused(checkpoints, tmp_path, name, to, reason):
     with pytest.raises(SurgeryError, match=reason):
-        converter.convert(checkpoints(name), tmp_path / "out", STRUCTURES[to]())
+        convert_checkpoint(checkpoints(name), tmp_path / "out", STRUCTURES[to]())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -197,7 +198,7 @@ def test_what_a_structure_cannot_do_for_a_family_is_refused(checkpoints, tmp_pat
 def test_texts_over_what_is_simulated_are_refused(checkpoints, tmp_path, name, reason):
     settings = LowRankSettings(**{**TEXT, "calibration_tokens": 512, "calibration_length": 256}, kv_ratio=0.5)
     with pytest.raises(SurgeryError, match=f"texts of 256 tokens: .*{reason}"):
-        converter.convert(checkpoints(name), tmp_path / "out", settings)
+        convert_checkpoint(checkpoints(name), tmp_path / "out", settings)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -206,7 +207,7 @@ def test_a_model_that_sees_later_tokens_is_refused(checkpoints, tmp_path, name):
     source = shutil.copytree(checkpoints(name), tmp_path / "source")
     edit_config(source, use_bidirectional_attention=True)
     with pytest.raises(SurgeryError, match="sees later tokens"):
-        converter.convert(source, tmp_path / "out", STRUCTURES["hybrid"]())
+        convert_checkpoint(source, tmp_path / "out", STRUCTURES["hybrid"]())
 
 
 def test_layers_that_predict_further_tokens_are_left_out(checkpoints, tmp_path):
@@ -215,7 +216,7 @@ def test_layers_that_predict_further_tokens_are_left_out(checkpoints, tmp_path):
     further = {f"model.layers.2.{name}": torch.zeros(4, 4) for name in names}
     save_file(load_file(source / "model.safetensors") | further, source / "model.safetensors")
     edit_config(source, num_nextn_predict_layers=1)
-    result = converter.convert(source, tmp_path / "out", STRUCTURES["hybrid"]())
+    result = convert_checkpoint(source, tmp_path / "out", STRUCTURES["hybrid"]())
     written = CheckpointReader.open(result.path)
     assert written.config["num_nextn_predict_layers"] == 0 and not further.keys() & set(written.names())
     assert {name for name in CheckpointReader.open(source).names() if ".self_attn." not in name} - further.keys() == {

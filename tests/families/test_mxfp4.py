@@ -5,12 +5,12 @@ import shutil
 import pytest
 import torch
 from config_files import edit_config
+from conversions import convert_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, DEMO, random_model
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from surgery.common.errors import SurgeryError
-from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 
 BLOCK = 32
@@ -42,7 +42,7 @@ def test_experts_in_mxfp4_become_bfloat16(tmp_path):
     packed, plain = tmp_path / "mxfp4", tmp_path / "bf16"
     mxfp4_checkpoint(packed)
     with pytest.raises(SurgeryError, match=r"Mxfp4Config\(dequantize=True\).*save_original_format=False"):
-        converter.convert(packed, tmp_path / "out", SETTINGS)
+        convert_checkpoint(packed, tmp_path / "out", SETTINGS)
     model = AutoModelForCausalLM.from_pretrained(
         packed, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
     )
@@ -52,4 +52,4 @@ def test_experts_in_mxfp4_become_bfloat16(tmp_path):
     tokens = torch.randint(3, 4096, (1, 30), generator=torch.Generator().manual_seed(0))
     again = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
     assert torch.equal(again(tokens).logits, model(tokens).logits)
-    converter.convert(plain, tmp_path / "out", SETTINGS)
+    convert_checkpoint(plain, tmp_path / "out", SETTINGS)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from picture_models import GRIDS, as_early_qwen, check_caches, loaded, prompt
 from processes import Fork
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,6 @@ from surgery.engines.verdict import LOADS_WITH
 from surgery.healing.heal import HealRequest, heal_checkpoint
 from surgery.inspection.checks import PASSED, verify_checkpoint
 from surgery.model import SurgeryForPicturesAndText
-from surgery.structures import converter
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.registry import SLICE, TARGETS
 
@@ -58,7 +58,7 @@ save_file({"logits": logits, "made": made}, folder + "/made.safetensors")
 
 
 def convert(source, out, to, **asked):
-    return converter.convert(source, out, TARGETS[to].settings(asked or STRUCTURES[to]))
+    return convert_checkpoint(source, out, TARGETS[to].settings(asked or STRUCTURES[to]))
 
 
 @pytest.mark.parametrize(("name", "to"), CASES)
@@ -184,7 +184,7 @@ def test_what_was_converted_is_converted_on(picture_models, tmp_path):
     """Sliced, streamed and quantised, in the same class."""
     convert(picture_models("qwen3_vl"), tmp_path / "low", "lowrank")
     made = [
-        converter.convert(tmp_path / "low", tmp_path / "sliced", SLICE.settings({**TEXT, "kv_ratio": 0.25})),
+        convert_checkpoint(tmp_path / "low", tmp_path / "sliced", SLICE.settings({**TEXT, "kv_ratio": 0.25})),
         convert(tmp_path / "low", tmp_path / "streaming", "hybrid"),
         convert(tmp_path / "low", tmp_path / "codes", "quantized"),
     ]

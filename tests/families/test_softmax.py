@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from tiny_models import OWN_SOFTMAX, tokens
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +14,6 @@ from surgery.heads.streaming import mixed_output
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.running.attention_tap import AttentionCall, tapped
 from surgery.running.loading import attention_of
-from surgery.structures import converter
 from surgery.structures.hybrid.settings import HybridSettings
 
 
@@ -75,4 +75,4 @@ def test_what_has_to_be_told_is_said():
 def test_compensation_tokens_are_capped(checkpoints, tmp_path):
     """The simulation and the class are written apart, and the conversion compares them."""
     settings = HybridSettings(calibration="none", streaming=1.0, sinks=1, recent=4, compensated=0.5)
-    converter.convert(checkpoints("gemma2"), tmp_path / "out", settings)
+    convert_checkpoint(checkpoints("gemma2"), tmp_path / "out", settings)

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
+from conversions import convert_checkpoint
 from healing import forked
 from picture_models import IMAGE, as_early_qwen, check_caches, loaded, prompt
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,6 @@ from surgery.healing.dry_run import plan_healing
 from surgery.healing.heal import HealRequest, heal_checkpoint
 from surgery.inspection.checks import PASSED, verify_checkpoint
 from surgery.inspection.inspect import inspect_checkpoint
-from surgery.structures import converter
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
@@ -51,7 +51,7 @@ def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name
     source = picture_models(name)
     before = weights(source)
     foreseen = plan_conversion(source, tmp_path / "foreseen", HALF)
-    result = converter.convert(source, tmp_path / "out", HALF)
+    result = convert_checkpoint(source, tmp_path / "out", HALF)
     assert result.report.target["model_type"] == foreseen.target["model_type"] == name.split()[0]
     assert result.report.target["engines"] == {
         engine: {**said, "command": said["command"] and said["command"].replace("CKPT", "out")}
@@ -87,7 +87,7 @@ def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name
 @torch.no_grad()
 def test_latents_become_fewer_and_pictures_still_work(picture_models, tmp_path):
     source, asked = picture_models(MLA_INSIDE), ConvertSettings(**TEXT, kv_lora_rank=12)
-    foreseen, result = plan_conversion(source, tmp_path / "foreseen", asked), converter.convert(source, None, asked)
+    foreseen, result = plan_conversion(source, tmp_path / "foreseen", asked), convert_checkpoint(source, None, asked)
     report, stages = result.report, {row["stage"]: row for row in result.report.ladder}
     assert report.target["model_type"] == foreseen.target["model_type"] == "mistral3"
     assert report.kv["measured_bytes_per_token"] == foreseen.kv["bytes_per_token"] == 3 * (12 + 8) * 4
@@ -107,7 +107,7 @@ def test_latents_become_fewer_and_pictures_still_work(picture_models, tmp_path):
 
     loaded(source).model.language_model.save_pretrained(tmp_path / "alone")
     with pytest.raises(SurgeryError, match="convert the whole mistral3 checkpoint"):
-        converter.convert(tmp_path / "alone", tmp_path / "out", asked)
+        convert_checkpoint(tmp_path / "alone", tmp_path / "out", asked)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
@@ -133,7 +133,7 @@ def test_heads_that_say_the_same_merge_exactly_beside_pictures(picture_models, t
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     if name == "qwen2_5_vl":
         as_early_qwen(source)
-    result = converter.convert(source, tmp_path / "out", KVHeadsSettings(**TEXT, batch_size=2))
+    result = convert_checkpoint(source, tmp_path / "out", KVHeadsSettings(**TEXT, batch_size=2))
     given = prompt(name)
     before, after = (loaded(folder)(**given).logits for folder in (source, result.path))
     torch.testing.assert_close(after, before, rtol=0, atol=1e-4 * float(before.abs().max()))
@@ -153,7 +153,7 @@ def test_evaluation_runs_what_reads_the_text(picture_models, name):
 def test_healing_writes_the_language_model_in_its_place(picture_models, tmp_path, monkeypatch):
     monkeypatch.setattr("surgery.healing.heal.run_to_its_end", forked)
     name = "qwen2_5_vl"
-    converter.convert(picture_models(name), tmp_path / "converted", HALF)
+    convert_checkpoint(picture_models(name), tmp_path / "converted", HALF)
     given = {"teacher": str(picture_models(name)), "data": [str(HELD_OUT)], "max_steps": 2, "length": 64}
     given |= {"train": "lora", "warmup": 0, "held_out": 1, "lora_modules": ["q_proj", "v_proj"]}
     asked = HealRequest(str(tmp_path / "converted"), tmp_path / "healed", given=given, measure=None)
@@ -174,7 +174,7 @@ def test_healing_writes_the_language_model_in_its_place(picture_models, tmp_path
 def test_what_holds_a_language_model_alone_is_refused(picture_models, tmp_path, to):
     settings = TARGETS[to].settings({"streaming": 1.0} if to == "hybrid" else {})
     with pytest.raises(SurgeryError, match=r"llama4 is a model of pictures and text.*--to gqa"):
-        converter.convert(picture_models("llama4"), tmp_path / "out", settings)
+        convert_checkpoint(picture_models("llama4"), tmp_path / "out", settings)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,5 +185,5 @@ def test_what_holds_a_language_model_alone_is_refused(picture_models, tmp_path, 
 )
 def test_what_would_be_of_another_class_is_refused(picture_models, tmp_path, asked):
     with pytest.raises(SurgeryError, match="stays in its class"):
-        converter.convert(picture_models("qwen2_5_vl"), tmp_path / "out", KVHeadsSettings(**TEXT, **asked))
+        convert_checkpoint(picture_models("qwen2_5_vl"), tmp_path / "out", KVHeadsSettings(**TEXT, **asked))
     assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from conversions import convert_checkpoint
 from hostile import cases, damaged, mutated, taken_or_refused
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,6 @@ from surgery.common.errors import SurgeryError
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
-from surgery.structures import converter
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 
@@ -41,7 +41,7 @@ def converted(tmp_path_factory):
         "pictures": (pictures, LowRankSettings(**quick)),
     }
     for name, (checkpoint, settings) in asked.items():
-        folder = converter.convert(checkpoint, place / name, settings).path
+        folder = convert_checkpoint(checkpoint, place / name, settings).path
         made[name] = folder, json.loads((folder / "config.json").read_text())
     model = WRITTEN["mixed"]()  # as earlier versions wrote it
     model.save_pretrained(place / "mixed")

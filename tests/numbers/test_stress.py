@@ -10,11 +10,11 @@ import math
 import pytest
 import torch
 from config_files import config_of, edit_config
+from conversions import convert_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, make_checkpoint
 
 from surgery.common.errors import SurgeryError
-from surgery.structures import converter
 from surgery.structures.registry import TARGETS
 
 QUICK = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 1, "batch_size": 2}
@@ -117,7 +117,7 @@ def converges_or_refuses(folder, case, to):
     source, asked = made(folder, case)
     try:
         settings = TARGETS[to].settings({**asked, **REQUESTS[to]})
-        report = converter.convert(source, folder / "out", settings).report.to_dict()
+        report = convert_checkpoint(source, folder / "out", settings).report.to_dict()
     except SurgeryError as error:
         assert "\n" not in str(error)
         assert not (folder / "out").exists()

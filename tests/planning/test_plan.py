@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from command_line import run_main
+from conversions import convert_checkpoint
 from decoded_losses import decoded
 from tiny_models import HELD_OUT
 from transformers import AutoModelForCausalLM
@@ -29,7 +30,6 @@ from surgery.planning.rows import alike, choose, contenders, far_behind
 from surgery.planning.settings import PlanSettings
 from surgery.planning.sizes import around_best, look_for_loss
 from surgery.running.source import Source
-from surgery.structures import converter
 from surgery.structures.registry import find_target
 
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 4, "recall": 0.0}
@@ -86,7 +86,7 @@ def test_candidates_lose_what_the_written_model_loses_as_it_decodes(checkpoints,
         sized = candidates.sized(target, asked, None)
         assert sized is not None, candidates.refused
         (scored,) = measure([sized], work, texts.held_out).scored
-    written = converter.convert(source, tmp_path / "out", target.settings({**settings.common(), **asked}))
+    written = convert_checkpoint(source, tmp_path / "out", target.settings({**settings.common(), **asked}))
     model = AutoModelForCausalLM.from_pretrained(written.path).eval()
     tokens = texts.held_out.tokens[: texts.held_out.texts]
     losses, cache = decoded(model, tokens)

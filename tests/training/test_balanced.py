@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from conversions import convert_checkpoint
 from own_models import KINDS, tiny_source, tokens
 from transformers import AutoModelForCausalLM
 
 from surgery.architectures.entry_factors import entry_factors
 from surgery.architectures.neutral_norm import CONSTANT
 from surgery.checkpoint import CheckpointReader
-from surgery.structures import converter
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.training.balanced import balance_latents
 from surgery.training.entry_factors import factors_of
@@ -74,7 +74,7 @@ def test_stock_latents_and_rotary_pairs(kind, checkpoints, tmp_path):
     """The constant channel and what reads it stay; all that trains has entries of one size on both sides."""
     source = checkpoints("llama_bias" if kind == "constant" else "llama")
     asked = {"kv_lora_rank": 12, "rope_dim": 4, "latent_norm": kind, "carrier": "stock", "calibration": "none"}
-    path = converter.convert(source, tmp_path / "stock", ConvertSettings(**asked)).path
+    path = convert_checkpoint(source, tmp_path / "stock", ConvertSettings(**asked)).path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     factors = factors_of(entry_factors(CheckpointReader.open(str(path))), model, "test")
     with torch.no_grad():
