@@ -70,7 +70,7 @@ class LowRankEntry(LayerEntry):
 
     def width(self, config: Any) -> int:
         """Count the latents: exact keys and values are those of a window, not of every token."""
-        return sum(self.ranks)
+        return self.cached_shape(config)[1]
 
     def windows(self, config: Any) -> Windows | None:
         """Query heads that see all tokens, and those that see the first tokens and a window only."""
