@@ -75,17 +75,16 @@ def test_the_report_is_whole(name, file):
     assert not read_report(ROOT / "docs" / name)["settings"]["limit"]
 
 
-def test_recall_by_heads_that_stream_is_the_comparisons():
-    report = (ROOT / "docs" / "testbed" / "heads" / "comparison.md").read_text(encoding="utf-8")
-    scored, recall = rows_of(report, "# The testbed"), rows_of(report, "Recall:")
+def test_recall_by_heads_that_stream_is_the_reports():
+    rows = {row["name"]: row for row in read_report(ROOT / "docs" / "testbed")["rows"]}
     page = rows_of((ROOT / "docs" / "heads.md").read_text(encoding="utf-8"), "## On the testbed")
-    left_out = recall[""].index("62.5%")
-    for name, (seconds, *found) in page.items():
-        whole = recall["random (4)" if name == "four random plans" else name]
-        assert found == [cell for place, cell in enumerate(whole) if place != left_out], name
-        if seconds and name:
-            each = float(scored[name][1].removesuffix(" s")) / int(scored[name][2])
-            assert seconds == f"{each:.{0 if each > 100 else 1}f} s"
+    shown = {
+        "duo": ("hybrid-12", "hybrid-6", "hybrid-3"),
+        "a window in all heads": ("window 575", "window 351", "window 239"),
+    }
+    assert page["KV bytes"] == [f"{rows[name]['kv']['ratio']:.1%}" for name in shown["duo"]]
+    for name, measured in shown.items():
+        assert page[name] == [f"{rows[each]['results']['recall']['accuracy']:.2f}" for each in measured]
 
 
 def test_table_and_picture_of_the_readme_are_current():

@@ -44,6 +44,7 @@ LINES = {
     "configs copy": ["configs", "--copy", "mla"],
     "inspect calibration": ["inspect", "builtin", "--calibration", "builtin"],
     "inspect plot": ["inspect", "builtin", "--plot", "x.png"],
+    "quick": ["bench", "kernels", "--quick"],
     "processes": ["eval", "builtin", "--processes", "2"],
     "to mixed": ["convert", "builtin", "--to", "mixed"],
 }
