@@ -4,7 +4,7 @@ python tools/planning_accuracy.py builtin work/                 # minutes; SmolL
 python tools/planning_accuracy.py --facts docs/planning-accuracy.csv
 
 Every candidate of plans at a half to a sixteenth of the KV bytes, and low rank with the same bits for all latents, is
-carried through the model as plans do it, without a fit: on the texts of a plan's first two rounds, and on texts that no
+carried through the model as plans do it: on the texts of a plan's first two rounds, and on texts that no
 plan saw. A line a conversion goes to <work>/<model>.csv; the figures of docs/planning.md are printed.
 """
 

@@ -1,5 +1,7 @@
 """The one exception that users are meant to see."""
 
+from pathlib import Path
+
 from surgery.common.visible import visible
 
 _LONGEST = 1500
@@ -12,12 +14,18 @@ class SurgeryError(Exception):
     traceback and exits with 1. What it repeats of a file cannot break that line, command a terminal or fill it.
 
     Attributes:
+        setting: name of the setting that is wrong, without dashes; None if it is none.
+        path: the file or folder that is wrong.
+        hint: what to write instead, as far as it is known.
         shared: whether several processes raise it at once, of which the main one tells it.
     """
 
     shared = False
 
-    def __init__(self, message: str):
+    def __init__(
+        self, message: str, *, setting: str | None = None, path: str | Path | None = None, hint: str | None = None
+    ):
+        self.setting, self.path, self.hint = setting, None if path is None else Path(path), hint
         line = visible(message).replace("\n", "\\n").replace("\t", "\\t")
         super().__init__(line if len(line) <= _LONGEST else f"{line[:1000]} … {line[-400:]}")
 

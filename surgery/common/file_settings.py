@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.removed import removal
-from surgery.common.setting import did_you_mean, names_of, settings_of, shown
+from surgery.common.setting import did_you_mean, names_of, nearest, settings_of, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,8 +43,9 @@ class FileSettings:
         for name in values:
             if name not in names:
                 if gone := removal(str(name)):
-                    raise SurgeryError(f"{where}: {name} {gone}")
-                raise SurgeryError(f"{where}: unknown setting {name!r}{did_you_mean(str(name), list(names))}")
+                    raise SurgeryError(f"{where}: {name} {gone}", setting=str(name), hint=gone)
+                message = f"{where}: unknown setting {name!r}{did_you_mean(str(name), list(names))}"
+                raise SurgeryError(message, setting=str(name), hint=nearest(str(name), list(names)))
         return cls(**typed(cls, {names[name]: value for name, value in values.items()}, where))
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     """
     read = read_yaml(path) or {}
     if not isinstance(read, dict):
-        raise SurgeryError(f"{path}: holds {shown(read)}; write name: value lines")
+        raise SurgeryError(f"{path}: holds {shown(read)}; write name: value lines", path=path)
     return read
 
 
@@ -91,13 +92,14 @@ def read_yaml(path: str | Path) -> Any:
         if node is None:
             return None
         if _values(node, {}) > MOST_VALUES:
-            raise SurgeryError(f"{path}: its aliases stand for more than {MOST_VALUES:,} values; write them out")
+            message = f"{path}: its aliases stand for more than {MOST_VALUES:,} values; write them out"
+            raise SurgeryError(message, path=path)
         return loader.construct_document(node)
     except (OSError, yaml.YAMLError) as error:
-        raise SurgeryError(f"{path}: {' '.join(str(error).split())}") from None
+        raise SurgeryError(f"{path}: {' '.join(str(error).split())}", path=path) from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         # Dates and numbers that are none, and nesting without end, which PyYAML does not call errors of its own.
-        raise SurgeryError(f"{path}: no readable YAML ({' '.join(str(error).split())})") from None
+        raise SurgeryError(f"{path}: no readable YAML ({' '.join(str(error).split())})", path=path) from None
 
 
 def _values(node: Any, known: dict[int, int]) -> int:

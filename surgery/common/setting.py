@@ -128,7 +128,8 @@ class Setting:
             words = self.said.kind or " or ".join(dict.fromkeys(KINDS[kind] for kind in self.kinds))
             words += f" or {self.said.none}" if self.said.none else ""
             given = ", ".join(map(str, value)) if self.many and isinstance(value, list | tuple) else shown(value)
-            raise SurgeryError(f"{called} must be {_plural(words) if self.many else words}, not {given}") from None
+            wanted = _plural(words) if self.many else words
+            raise SurgeryError(f"{called} must be {wanted}, not {given}", setting=self.name, hint=wanted) from None
 
     def _converted(self, value: Any) -> Any:
         if self.said.none is not None and value == self.said.none:
@@ -157,19 +158,21 @@ class Setting:
         if self.choices:
             if value not in self.choices:
                 if gone := removal(f"{name} {value}"):
-                    raise SurgeryError(f"{name} {value} {gone}")
+                    raise SurgeryError(f"{name} {value} {gone}", setting=name, hint=gone)
                 known = [str(choice) for choice in self.choices]
                 listed = (" or " if len(known) == 2 else ", ").join(known)
-                raise SurgeryError(f"{name} {value!r} is unknown: choose {listed}{did_you_mean(str(value), known)}")
+                message = f"{name} {value!r} is unknown: choose {listed}{did_you_mean(str(value), known)}"
+                raise SurgeryError(message, setting=name, hint=nearest(str(value), known))
             return
         if (said.least, said.most) == (0, 1) and not 0 <= value <= 1:
-            raise SurgeryError(f"{name} is a share: it must be from 0 to 1, not {value}")
+            raise SurgeryError(f"{name} is a share: it must be from 0 to 1, not {value}", setting=name)
         if said.below is not None and not said.above < value < said.below:
-            raise SurgeryError(f"{name} {value} must lie between {said.above} and {said.below}, such as 0.25")
+            message = f"{name} {value} must lie between {said.above} and {said.below}, such as 0.25"
+            raise SurgeryError(message, setting=name)
         if said.least is not None and value < said.least:
-            raise SurgeryError(f"{name} must be at least {said.least}, not {value}")
+            raise SurgeryError(f"{name} must be at least {said.least}, not {value}", setting=name)
         if said.above is not None and not value > said.above:
-            raise SurgeryError(f"{name} must be above {said.above}, not {value}")
+            raise SurgeryError(f"{name} must be above {said.above}, not {value}", setting=name)
 
 
 @cache
@@ -248,7 +251,11 @@ def whole_number(value: Any) -> int:
     return int(value) if isinstance(value, int) else int(number)
 
 
+def nearest(name: str, known: list[str]) -> str | None:
+    """Return the known name that is nearly this one; None if none is."""
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+
+
 def did_you_mean(name: str, known: list[str]) -> str:
     """A hint at the nearest known name, or nothing."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {close}?" if (close := nearest(name, known)) else ""

@@ -1,0 +1,53 @@
+"""Errors say in fields what is wrong, so that nobody has to read their prose."""
+
+import pickle
+
+import pytest
+
+from surgery.common.errors import SurgeryError
+from surgery.common.file_settings import read_mapping
+from surgery.common.setting import settings_of
+from surgery.evaluation.settings import EvalSettings
+from surgery.heads.settings import HeadSettings
+from surgery.planning.settings import PlanSettings
+from surgery.structures.registry import SLICE, TARGETS
+from surgery.training.settings import HealSettings
+
+CLASSES = [EvalSettings, HeadSettings, PlanSettings, HealSettings, SLICE.settings_class]
+CLASSES += [target.settings_class for target in TARGETS.values() if not target.fixed]
+
+
+@pytest.mark.parametrize("settings_class", CLASSES)
+def test_every_setting_names_itself(settings_class):
+    tried = 0
+    for name, setting in settings_of(settings_class).items():
+        wrong = {"choices": "no such choice", "least": (setting.said.least or 0) - 1, "above": setting.said.above}
+        for limit, value in wrong.items():
+            known = setting.choices if limit == "choices" else getattr(setting.said, limit)
+            if known in (None, ()) or (limit != "choices" and setting.choices):
+                continue
+            with pytest.raises(SurgeryError) as caught:
+                setting.taken(value, "settings.yaml")
+            assert caught.value.setting == name, (name, limit)
+            tried += 1
+    assert tried
+
+
+def test_an_unknown_name_has_the_nearest_as_its_hint():
+    with pytest.raises(SurgeryError) as caught:
+        HealSettings.from_mapping({"learning_rat": 1}, "heal.yaml")
+    assert (caught.value.setting, caught.value.hint) == ("learning_rat", "learning_rate")
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "a: !!python/object:x {}", "2024-99-99"])
+def test_a_file_that_cannot_be_read_is_named(text, tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(SurgeryError) as caught:
+        read_mapping(path)
+    assert caught.value.path == path
+
+
+def test_fields_reach_other_processes():
+    error = pickle.loads(pickle.dumps(SurgeryError("a: b", setting="a", path="x", hint="c")))
+    assert (str(error), error.setting, error.path.name, error.hint) == ("a: b", "a", "x", "c")
