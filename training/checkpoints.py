@@ -72,8 +72,8 @@ class Checkpoints:
             try:
                 accelerator.save_state(str(partial), safe_serialization=True)
             except RuntimeError as error:  # what torch makes of a full disk
-                raise SurgeryError(
-                    f"{path}: the checkpoint cannot be written: {' '.join(str(error).split())}"
+                raise SurgeryError.at(
+                    path, f"the checkpoint cannot be written: {' '.join(str(error).split())}"
                 ) from error
         accelerator.wait_for_everyone()
         self._on_main(lambda: self._finish(partial, path, state), path)
@@ -93,12 +93,12 @@ class Checkpoints:
         """
         state = read_state(path)
         if state is None:
-            raise SurgeryError(f"{path}: not a checkpoint of a healing, or damaged; remove it")
+            raise SurgeryError.at(path, "not a checkpoint of a healing, or damaged; remove it")
         try:
             # Written by this loop, but optimizer states are pickles: nothing but tensors and numbers is unpickled.
             self._accelerator.load_state(str(path))
         except (RuntimeError, ValueError, OSError, KeyError) as error:
-            raise SurgeryError(f"{path}: cannot be resumed from: {' '.join(str(error).split())[:300]}") from error
+            raise SurgeryError.at(path, f"cannot be resumed from: {' '.join(str(error).split())[:300]}") from error
         if path.name.startswith(PREFIX):
             self.last_good = path
         return state

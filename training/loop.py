@@ -104,9 +104,10 @@ class Loop:
         for name in sorted(self._t.identity.keys() | state["identity"].keys()):
             value, kept = self._t.identity.get(name), state["identity"].get(name)
             if kept != value:
-                raise SurgeryError(
-                    f"{path}: was made with {name} {kept!r}, not {value!r}; set it back, or discard it by --restart"
-                    " (resume false), or use another out"
+                raise SurgeryError.at(
+                    path,
+                    f"was made with {name} {kept!r}, not {value!r}; set it back, or discard it by --restart"
+                    " (resume false), or use another out",
                 )
         # Earlier versions kept a place in streamed data, which this one does not have.
         self.at = Position(**{name: value for name, value in state["position"].items() if name != "data"})

@@ -81,7 +81,7 @@ class TeacherLogits:
             # One look: another process may write the header meanwhile.
             names = [name for name in os.listdir(self.folder) if not name.endswith(".partial")]
             if names and HEADER not in names:
-                raise SurgeryError(f"{self.folder}: holds other files than teacher logits; choose another folder")
+                raise SurgeryError.at(self.folder, "holds other files than teacher logits; choose another folder")
         rows = max(1, min(SHARD_BYTES // identity.sequence_bytes, identity.sequences))
         header = {"format": _FORMAT, **asdict(identity), "sequences_per_shard": rows}
         if not (self.folder / HEADER).exists():
@@ -103,19 +103,20 @@ class TeacherLogits:
         """
         identity = self.identity
         if not 0 <= number < identity.sequences:
-            raise SurgeryError(
-                f"{self.folder}: has teacher logits of {identity.sequences} sequences, number {number} is asked"
-                " for; write more of them or train on fewer"
+            raise SurgeryError.at(
+                self.folder,
+                f"has teacher logits of {identity.sequences} sequences, number {number} is asked"
+                " for; write more of them or train on fewer",
             )
         shard, row = divmod(number, self._rows)
         path = self._path(shard)
         if not path.is_file():
-            raise SurgeryError(f"{path}: is not written yet; let the teacher finish its logits first")
+            raise SurgeryError.at(path, "is not written yet; let the teacher finish its logits first")
         try:
             with disk_errors(path), safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_slice(name)[row] for name in ("values", "ids", "rest")}
         except (SafetensorError, IndexError) as error:
-            raise SurgeryError(f"{path}: damaged ({error}); remove it and have the teacher write it again") from None
+            raise SurgeryError.at(path, f"damaged ({error}); remove it and have the teacher write it again") from None
         return TopK(**tensors, vocabulary=identity.vocabulary)
 
     def batch(self, numbers: list[int]) -> TopK:
@@ -144,9 +145,10 @@ class TeacherLogits:
         missing = self.missing()
         needed = sum(map(len, missing)) * self.identity.sequence_bytes
         if needed > (free := free_bytes(self.folder)):
-            raise SurgeryError(
-                f"{self.folder}: the missing teacher logits take {format_size(needed)}, the disk has"
-                f" {format_size(free)} free; lower k ({self.identity.k}) or keep fewer sequences"
+            raise SurgeryError.at(
+                self.folder,
+                f"the missing teacher logits take {format_size(needed)}, the disk has"
+                f" {format_size(free)} free; lower k ({self.identity.k}) or keep fewer sequences",
             )
         rank, count = (processes.rank, processes.count) if processes else (0, 1)
         for numbers in missing[rank::count]:
@@ -190,7 +192,7 @@ def _checked(path: Path, wanted: dict[str, Any]) -> int:
     """
     found = read_json(path)
     if found.get("format") != _FORMAT:
-        raise SurgeryError(f"{path}: no header of teacher logits, or of another version; choose another folder")
+        raise SurgeryError.at(path, "no header of teacher logits, or of another version; choose another folder")
     # How sequences are grouped is the cache's own affair.
     differing = [name for name in wanted if name != "sequences_per_shard" and found.get(name) != wanted[name]]
     if differing:
@@ -198,7 +200,7 @@ def _checked(path: Path, wanted: dict[str, Any]) -> int:
         raise SurgeryError(f"{path.parent}: holds teacher logits of something else ({facts}); choose another folder")
     rows = found.get("sequences_per_shard")
     if not isinstance(rows, int) or rows < 1:
-        raise SurgeryError(f"{path}: damaged, sequences_per_shard is {rows!r}; choose another folder")
+        raise SurgeryError.at(path, f"damaged, sequences_per_shard is {rows!r}; choose another folder")
     return rows
 
 

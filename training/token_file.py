@@ -165,7 +165,7 @@ def _mapped(path: Path, kind: str, count: int) -> np.ndarray:
     with disk_errors(path):
         size = path.stat().st_size
     if size != count * np.dtype(kind).itemsize:
-        raise SurgeryError(f"{path}: {size} bytes where {count} values were written; remove the folder {path.parent}")
+        raise SurgeryError.at(path, f"{size} bytes where {count} values were written; remove the folder {path.parent}")
     return np.memmap(path, dtype=kind, mode="r")
 
 

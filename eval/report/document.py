@@ -98,13 +98,13 @@ def read_report(path: str | Path) -> Report:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SurgeryError(f"{path}: {error.strerror or error}; give the report.json of surgery eval") from None
+        raise SurgeryError.at(path, f"{error.strerror or error}; give the report.json of surgery eval") from None
     except (ValueError, RecursionError) as error:
-        raise SurgeryError(f"{path}: not JSON ({error})") from None
+        raise SurgeryError.at(path, f"not JSON ({error})") from None
     if not isinstance(report, dict) or not {"schema", "rows", "tasks", "settings", "baseline"} <= report.keys():
-        raise SurgeryError(f"{path}: not a report of surgery eval")
+        raise SurgeryError.at(path, "not a report of surgery eval")
     if report["schema"] != SCHEMA:
-        raise SurgeryError(f"{path}: report of schema {report['schema']}, this version reads {SCHEMA}; evaluate again")
+        raise SurgeryError.at(path, f"report of schema {report['schema']}, this version reads {SCHEMA}; evaluate again")
     return report
 
 

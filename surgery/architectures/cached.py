@@ -30,16 +30,16 @@ def check_quantizable(path: Path, config) -> None:
     try:
         check_full_attention(config, "a quantised KV cache")
     except ValueError as error:
-        raise SurgeryError(f"{path}: {error}") from None
+        raise SurgeryError.at(path, f"{error}") from None
     if getattr(config, "base_model_type", config.model_type) in OUTPUT_GATES:
-        raise SurgeryError(
-            f"{path}: values behind a gate cannot be rotated, which a quantised cache asks for: leave --bits out"
+        raise SurgeryError.at(
+            path, "values behind a gate cannot be rotated, which a quantised cache asks for: leave --bits out"
         )
     if getattr(config, "kv_cache", None):
-        raise SurgeryError(f"{path}: its KV cache is quantised already; convert the checkpoint that it was made of")
+        raise SurgeryError.at(path, "its KV cache is quantised already; convert the checkpoint that it was made of")
     for index, entry in enumerate(entries_of(config)):
         if entry.shares_cache:
-            raise SurgeryError(f"{path}: layer {index} has {entry.kind} attention, whose cache cannot be quantised")
+            raise SurgeryError.at(path, f"layer {index} has {entry.kind} attention, whose cache cannot be quantised")
 
 
 def rotated_tensors(reader: CheckpointReader, config, layer: int) -> dict[str, Tensor]:

@@ -67,39 +67,40 @@ class StreamableModel:
             SurgeryError: nothing can; says what it is and what to do.
         """
         if config["model_type"] == "deepseek_v3":
-            raise SurgeryError(
-                f"{path}: all heads of stock MLA share one latent, and a latent that one head needs stays: streaming "
+            raise SurgeryError.at(
+                path,
+                "all heads of stock MLA share one latent, and a latent that one head needs stays: streaming "
                 "heads would save compute and no cache. Convert the source --to hybrid instead, or its source --to mla "
-                "--carrier own, whose layers can stream as a whole"
+                "--carrier own, whose layers can stream as a whole",
             )
         if config.get("kv_cache"):
-            raise SurgeryError(
-                f"{path}: its KV cache is quantised; make the checkpoint that it was made of hybrid first"
+            raise SurgeryError.at(
+                path, "its KV cache is quantised; make the checkpoint that it was made of hybrid first"
             )
         if config.get("base_model_type", config["model_type"]) in LEARNED_SINKS:
-            raise SurgeryError(f"{path}: it has learned sinks, which streaming heads do not know; convert --to gqa")
+            raise SurgeryError.at(path, "it has learned sinks, which streaming heads do not know; convert --to gqa")
         _, kv_heads, head_dim = head_shape(loaded)
         plain, units = SimpleNamespace(**config), []
         for layer, entry in enumerate(layer_entries(config)):
             if entry.streams:
-                raise SurgeryError(f"{path}: heads of layer {layer} stream already; convert what it was made of")
+                raise SurgeryError.at(path, f"heads of layer {layer} stream already; convert what it was made of")
             if entry.shares_cache:
-                raise SurgeryError(f"{path}: heads of {entry.kind} attention (layer {layer}) cannot stream")
+                raise SurgeryError.at(path, f"heads of {entry.kind} attention (layer {layer}) cannot stream")
             if isinstance(entry, LatentEntry):
                 found = (Unit(tuple(range(kv_heads)), entry.width(plain)),)
             elif isinstance(entry, LowRankEntry):
                 if entry.has_window or entry.joined:
-                    raise SurgeryError(f"{path}: layer {layer} has an exact window or reads other layers' latents")
+                    raise SurgeryError.at(path, f"layer {layer} has an exact window or reads other layers' latents")
                 found = _units_of_blocks(entry.blocks)
                 if len(found) > 1 and config["base_model_type"] in NORM_OVER_HEADS:
-                    raise SurgeryError(f"{path}: the key norm of layer {layer} is over all heads, which stay together")
+                    raise SurgeryError.at(path, f"the key norm of layer {layer} is over all heads, which stay together")
             else:
                 count = getattr(entry, "kv_heads", kv_heads)
                 found = tuple(Unit((head,), 2 * head_dim) for head in range(count))
             units.append(found)
         counts = {sum(len(unit.heads) for unit in found) for found in units}
         if len(counts) > 1:
-            raise SurgeryError(f"{path}: layers have {sorted(counts)} KV heads; a pattern has one number for all")
+            raise SurgeryError.at(path, f"layers have {sorted(counts)} KV heads; a pattern has one number for all")
         return cls(config, counts.pop(), head_dim, tuple(units))
 
     @property

@@ -74,19 +74,20 @@ class LatentModel:
         if kind == deepseek_v3.MODEL_TYPE:
             return cls(config, _stock_norm(path, reader))
         if kind != "surgery":
-            raise SurgeryError(
-                f"{path}: a {kind} checkpoint caches no latents to slice; convert it with --to lowrank or --to mla"
+            raise SurgeryError.at(
+                path, f"a {kind} checkpoint caches no latents to slice; convert it with --to lowrank or --to mla"
             )
         if config.get("kv_cache"):
-            raise SurgeryError(
-                f"{path}: its KV cache is quantised; slice the checkpoint that it was made of, and quantise that"
+            raise SurgeryError.at(
+                path, "its KV cache is quantised; slice the checkpoint that it was made of, and quantise that"
             )
         for index, entry in enumerate(layer_entries(config)):
             if not entry.ranks:
                 found = entry.kind or "the family's own"
-                raise SurgeryError(
-                    f"{path}: layer {index} has {found} attention, without latents in an order; convert its "
-                    "source again with a smaller --kv-ratio"
+                raise SurgeryError.at(
+                    path,
+                    f"layer {index} has {found} attention, without latents in an order; convert its "
+                    "source again with a smaller --kv-ratio",
                 )
         return cls(config, None)
 
@@ -235,8 +236,9 @@ def _stock_norm(path: Path, reader: CheckpointReader) -> NeutralNorm:
         weight = reader.tensor(prefix + "kv_a_layernorm.weight")
         norms.add(recognised_norm(weight, reader.tensor(bias)[:width] if bias in reader else None))
     if len(norms) != 1 or None in norms:
-        raise SurgeryError(
-            f"{path}: its latents pass a norm over all of them, so that none can be left out; only deepseek_v3 "
-            "checkpoints made by surgery convert --to mla can be sliced"
+        raise SurgeryError.at(
+            path,
+            "its latents pass a norm over all of them, so that none can be left out; only deepseek_v3 "
+            "checkpoints made by surgery convert --to mla can be sliced",
         )
     return norms.pop()

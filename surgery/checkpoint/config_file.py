@@ -50,10 +50,10 @@ def read_config(path: Path) -> dict[str, Any]:
     config = read_json(path)
     for name, effect in REDIRECTIONS.items():
         if config.get(name) is not None:
-            raise SurgeryError(f"{path}: {name} {effect}; remove it, or give a checkpoint that needs no such key")
+            raise SurgeryError.at(path, f"{name} {effect}; remove it, or give a checkpoint that needs no such key")
     check_sizes(config, str(path))
     if not isinstance(config.get("model_type"), str | None):
-        raise SurgeryError(f"{path}: model_type is not a name; repair it or download it again")
+        raise SurgeryError.at(path, "model_type is not a name; repair it or download it again")
     return config
 
 

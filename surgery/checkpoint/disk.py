@@ -61,7 +61,7 @@ def check_encoding(path: Path) -> None:
     try:
         str(path).encode("utf-8")
     except UnicodeEncodeError:
-        raise SurgeryError(f"{path}: its name is not UTF-8, which safetensors needs; rename it") from None
+        raise SurgeryError.at(path, "its name is not UTF-8, which safetensors needs; rename it") from None
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         # numpy writes what it can and has no number for the rest: "360448 requested and 197216 written".
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or " requested and " in str(error):
             other = "set TMPDIR to a folder of another" if is_temporary(path) else "choose another --out"
-            raise SurgeryError(f"{path}: no space left on the disk; free some or {other}") from error
+            raise SurgeryError.at(path, f"no space left on the disk; free some or {other}") from error
         raise SurgeryError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
@@ -88,10 +88,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise SurgeryError(f"{path}: not valid JSON ({error}); repair it or download it again") from error
+        raise SurgeryError.at(path, f"not valid JSON ({error}); repair it or download it again") from error
     if not isinstance(value, dict):
-        raise SurgeryError(
-            f"{path}: holds a JSON {type(value).__name__}, not an object; repair it or download it again"
+        raise SurgeryError.at(
+            path, f"holds a JSON {type(value).__name__}, not an object; repair it or download it again"
         )
     return value
 

@@ -72,15 +72,16 @@ def read_gguf_header(path: Path) -> GgufHeader:
     require_gguf()
     with disk_errors(path), open(path, "rb") as file:
         if file.read(4) != _MAGIC:
-            raise SurgeryError(f"{path}: not a GGUF file (no GGUF at its start); download it again")
+            raise SurgeryError.at(path, "not a GGUF file (no GGUF at its start); download it again")
         size = path.stat().st_size
         reader = _Reader(file, size)
         try:
             version = reader.scalar("I")
             if version not in _VERSIONS:
-                raise SurgeryError(
-                    f"{path}: GGUF of version {version} or of big-endian machines; little-endian ones of versions "
-                    f"{' and '.join(map(str, _VERSIONS))} are read"
+                raise SurgeryError.at(
+                    path,
+                    f"GGUF of version {version} or of big-endian machines; little-endian ones of versions "
+                    f"{' and '.join(map(str, _VERSIONS))} are read",
                 )
             tensor_count, metadata_count = reader.scalar("Q"), reader.scalar("Q")
             metadata = dict(reader.pair() for _ in range(metadata_count))
@@ -91,14 +92,14 @@ def read_gguf_header(path: Path) -> GgufHeader:
             start = math.ceil(file.tell() / alignment) * alignment
             tensors = {name: _placed(start, *entry) for name, *entry in entries}
         except EOFError:
-            raise SurgeryError(f"{path}: truncated at {size} bytes, inside its header; download it again") from None
+            raise SurgeryError.at(path, f"truncated at {size} bytes, inside its header; download it again") from None
         except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError, struct.error) as error:
-            raise SurgeryError(f"{path}: damaged GGUF header ({error}); download it again") from None
+            raise SurgeryError.at(path, f"damaged GGUF header ({error}); download it again") from None
     if len(tensors) != len(entries):
-        raise SurgeryError(f"{path}: damaged GGUF header (a tensor is in it twice); download it again")
+        raise SurgeryError.at(path, "damaged GGUF header (a tensor is in it twice); download it again")
     end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
     if size < end:
-        raise SurgeryError(f"{path}: truncated: {size} bytes where its header says {end}; download it again")
+        raise SurgeryError.at(path, f"truncated: {size} bytes where its header says {end}; download it again")
     return GgufHeader(metadata, tensors)
 
 

@@ -94,7 +94,7 @@ def describe_model(path: Path, header: GgufHeader) -> GgufModel:
     values = _Values(path, header.metadata)
     name = values.text("general.architecture")
     if name not in ARCHS:
-        raise SurgeryError(f"{path}: GGUF architecture {name!r} is not supported (supported: {', '.join(ARCHS)})")
+        raise SurgeryError.at(path, f"GGUF architecture {name!r} is not supported (supported: {', '.join(ARCHS)})")
     _refuse_parts(values, name)
     numbers = Counter()
     for tensor in header.tensors.values():
@@ -117,35 +117,35 @@ class _Values:
     def text(self, key: str) -> str:
         value = self.get(key)
         if not isinstance(value, str):
-            raise SurgeryError(f"{self.path}: {key} is {value!r} in its metadata; give the file of a whole model")
+            raise SurgeryError.at(self.path, f"{key} is {value!r} in its metadata; give the file of a whole model")
         return value
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
         if type(value) is not int or value < 1:
-            raise SurgeryError(f"{self.path}: {key} is {value!r} in its metadata, not one positive number")
+            raise SurgeryError.at(self.path, f"{key} is {value!r} in its metadata, not one positive number")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A float32, as short as it was written: 1e-05, not 9.999999747378752e-06."""
         value = self.get(key, default)
         if type(value) not in (int, float) or not 0 < value < 1e38:
-            raise SurgeryError(f"{self.path}: {key} is {value!r} in its metadata, not a positive number")
+            raise SurgeryError.at(self.path, f"{key} is {value!r} in its metadata, not a positive number")
         return float(str(np.float32(value)))
 
 
 def _refuse_parts(values: _Values, arch: str) -> None:
     """Refuses what the mapping would drop silently."""
     if (count := values.get("split.count", 1)) not in (0, 1):
-        raise SurgeryError(f"{values.path}: one of {count} parts of a model; join them (llama-gguf-split --merge)")
+        raise SurgeryError.at(values.path, f"one of {count} parts of a model; join them (llama-gguf-split --merge)")
     if values.get(f"{arch}.expert_count", 0):
-        raise SurgeryError(f"{values.path}: a mixture of experts as GGUF is not supported; give its Hugging Face files")
+        raise SurgeryError.at(values.path, "a mixture of experts as GGUF is not supported; give its Hugging Face files")
     if values.get(f"{arch}.attention.sliding_window"):
-        raise SurgeryError(f"{values.path}: sliding windows in GGUF are not supported; give its Hugging Face files")
+        raise SurgeryError.at(values.path, "sliding windows in GGUF are not supported; give its Hugging Face files")
     scaling = values.get(f"{arch}.rope.scaling.type", "none")
     if scaling != "none":
-        raise SurgeryError(
-            f"{values.path}: RoPE scaling {scaling!r} in GGUF is not supported; give its Hugging Face files"
+        raise SurgeryError.at(
+            values.path, f"RoPE scaling {scaling!r} in GGUF is not supported; give its Hugging Face files"
         )
 
 
@@ -156,15 +156,15 @@ def _config(path: Path, values: _Values, header: GgufHeader, name: str, dtype: t
     hidden, heads = whole("embedding_length"), whole("attention.head_count")
     head_dim = whole("attention.key_length", hidden // heads)
     if whole("attention.value_length", head_dim) != head_dim:
-        raise SurgeryError(f"{path}: keys and values of different widths are not supported")
+        raise SurgeryError.at(path, "keys and values of different widths are not supported")
     if whole("rope.dimension_count", head_dim) != head_dim:
-        raise SurgeryError(f"{path}: RoPE over a part of a head is not supported")
+        raise SurgeryError.at(path, "RoPE over a part of a head is not supported")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
-        raise SurgeryError(f"{path}: has no token_embd.weight; give the file of a whole model")
+        raise SurgeryError.at(path, "has no token_embd.weight; give the file of a whole model")
     check_sizes({"head_dim": head_dim, "num_attention_heads": heads, "hidden_size": hidden}, str(path))
     if head_dim % 2:
-        raise SurgeryError(f"{path}: heads of {head_dim} numbers, which RoPE cannot pair")
+        raise SurgeryError.at(path, f"heads of {head_dim} numbers, which RoPE cannot pair")
     rope = {"rope_type": "default", "rope_theta": values.number(f"{name}.rope.freq_base", 10_000.0)}
     config = {
         "architectures": [ARCHS[name].model_class],
@@ -202,15 +202,15 @@ def _scaled(path: Path, rope: dict[str, Any], factors: GgufTensor | None, head_d
     if factors is None:
         return rope
     if factors.shape != (head_dim // 2,):
-        raise SurgeryError(f"{path}: {_ROPE_FACTORS} {list(factors.shape)} does not fit heads of {head_dim} numbers")
+        raise SurgeryError.at(path, f"{_ROPE_FACTORS} {list(factors.shape)} does not fit heads of {head_dim} numbers")
     with disk_errors(path), open(path, "rb") as file:
         file.seek(factors.offset)
         found = np.frombuffer(file.read(factors.nbytes), dtype="<f4")
     scaling = {**rope, "rope_type": "llama3", "factor": float(found.max(initial=1.0)), **_LLAMA3}
     expected = llama3_factors(scaling, head_dim).numpy()
     if factors.type != "F32" or found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-3):
-        raise SurgeryError(
-            f"{path}: its RoPE factors ({_ROPE_FACTORS}) are not those of llama3's scaling; give its Hugging Face files"
+        raise SurgeryError.at(
+            path, f"its RoPE factors ({_ROPE_FACTORS}) are not those of llama3's scaling; give its Hugging Face files"
         )
     return scaling
 
@@ -240,11 +240,11 @@ def _tensors(path: Path, header: GgufHeader, config: dict[str, Any], arch: Arch)
             if module in permuted:
                 heads, head_dim = config[permuted[module]], config["head_dim"]
                 if stored.shape[0] != heads * head_dim:
-                    raise SurgeryError(f"{path}: {name} has {stored.shape[0]} rows, not {heads} heads of {head_dim}")
+                    raise SurgeryError.at(path, f"{name} has {stored.shape[0]} rows, not {heads} heads of {head_dim}")
                 order = _halves(heads, head_dim)
             mapped[f"model.layers.{match[1]}.{module}.{match[3]}"] = Mapped(stored, order)
         else:
-            raise SurgeryError(f"{path}: holds a tensor {name}, which is not part of a {config['model_type']} model")
+            raise SurgeryError.at(path, f"holds a tensor {name}, which is not part of a {config['model_type']} model")
     return mapped
 
 

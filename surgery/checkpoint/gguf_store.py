@@ -73,7 +73,7 @@ class GgufStore:
         raw = np.empty((after - first, stored.row_bytes), dtype=np.uint8)
         file.seek(stored.offset + first * stored.row_bytes)
         if not read_exactly(file, memoryview(raw).cast("B")):
-            raise SurgeryError(f"{self._path}: became shorter while it was read; start again")
+            raise SurgeryError.at(self._path, "became shorter while it was read; start again")
         values = torch.from_numpy(dequantize(raw, GGMLQuantizationType[stored.type]))
         if picked is not None:
             values = values[picked - first]
@@ -88,4 +88,4 @@ def _check_type(path: Path, kind: str) -> None:
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[number][1]), dtype=np.uint8), number)
     except NotImplementedError:
-        raise SurgeryError(f"{path}: holds tensors of type {kind}, which the gguf package cannot dequantise") from None
+        raise SurgeryError.at(path, f"holds tensors of type {kind}, which the gguf package cannot dequantise") from None

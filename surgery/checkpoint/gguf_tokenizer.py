@@ -40,14 +40,14 @@ def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
         except SurgeryError:
             raise
         except Exception as error:  # whatever a damaged vocabulary raises, plain exceptions of Rust among them
-            raise SurgeryError(f"{path}: damaged tokenizer ({error}); convert the model to GGUF again") from None
+            raise SurgeryError.at(path, f"damaged tokenizer ({error}); convert the model to GGUF again") from None
     elif kind == "llama":
         _write_sentencepiece(path, folder)
     else:
-        raise SurgeryError(f"{path}: tokenizer of kind {kind!r} is not supported; give the model's Hugging Face files")
+        raise SurgeryError.at(path, f"tokenizer of kind {kind!r} is not supported; give the model's Hugging Face files")
     if template := metadata.get(_TEMPLATE):
         if not isinstance(template, str):
-            raise SurgeryError(f"{path}: its chat template is {template!r}, not text; convert the model to GGUF again")
+            raise SurgeryError.at(path, f"its chat template is {template!r}, not text; convert the model to GGUF again")
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
@@ -57,7 +57,7 @@ def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path) -> None:
     cut = metadata.get(_CUT)
     tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
     if not tokens or merges is None:
-        raise SurgeryError(f"{path}: its tokenizer has no tokens or no merges; convert the model to GGUF again")
+        raise SurgeryError.at(path, "its tokenizer has no tokens or no merges; convert the model to GGUF again")
     kinds = metadata.get("tokenizer.ggml.token_type", [])
     vocabulary = {token: index for index, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
@@ -72,7 +72,7 @@ def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path) -> None:
             tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
     # The ids that the vocabulary gives are the model's; a token that is twice in it would move others.
     if tokenizer.get_vocab_size() != len(tokens):
-        raise SurgeryError(f"{path}: its tokenizer has {len(tokens)} tokens, some of them twice; convert it again")
+        raise SurgeryError.at(path, f"its tokenizer has {len(tokens)} tokens, some of them twice; convert it again")
     named = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         index = metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -108,7 +108,7 @@ def _pre_tokenizer(path: Path, cut: str | None):
         split = pre_tokenizers.Split(Regex(SPLITS[cut]), "isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     known = ", ".join((_GPT2, _SMOLLM, *SPLITS))
-    raise SurgeryError(f"{path}: how its tokenizer cuts text ({_CUT} {cut!r}) is not known here (known: {known})")
+    raise SurgeryError.at(path, f"how its tokenizer cuts text ({_CUT} {cut!r}) is not known here (known: {known})")
 
 
 def _context(metadata: dict[str, Any]) -> int:
@@ -124,7 +124,7 @@ def _write_sentencepiece(path: Path, folder: Path) -> None:
         )
     except Exception as error:  # whatever a damaged vocabulary raises
         reason = " ".join(str(error).split())[:200]
-        raise SurgeryError(f"{path}: transformers cannot convert its tokenizer ({reason})") from None
+        raise SurgeryError.at(path, f"transformers cannot convert its tokenizer ({reason})") from None
     tokenizer.save_pretrained(folder)
     config = folder / "tokenizer_config.json"
     kept = json.loads(config.read_text(encoding="utf-8"))

@@ -49,20 +49,22 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
     _check_rivals(folder)
     weights = _find(folder, WEIGHTS, WEIGHTS_INDEX, pickled=False) or _find(folder, PICKLE, PICKLE_INDEX, pickled=True)
     if weights is None:
-        raise SurgeryError(
-            f"{folder}: no weights ({WEIGHTS}, or {WEIGHTS_INDEX} with its shards); give a whole checkpoint, and"
-            f" --allow-pickle where it has only {PICKLE}"
+        raise SurgeryError.at(
+            folder,
+            f"no weights ({WEIGHTS}, or {WEIGHTS_INDEX} with its shards); give a whole checkpoint, and"
+            f" --allow-pickle where it has only {PICKLE}",
         )
     if weights.pickled and not allow_pickle:
-        raise SurgeryError(f"{folder}: its weights are pickled ({PICKLE}); pass --allow-pickle if you trust them")
+        raise SurgeryError.at(folder, f"its weights are pickled ({PICKLE}); pass --allow-pickle if you trust them")
     try:
         missing = [file for file in weights.files if not (folder / file).is_file()]
     except (OSError, ValueError) as error:  # too long for a name, or text that cannot be one
-        raise SurgeryError(f"{folder}: its index names impossible files ({error})") from None
+        raise SurgeryError.at(folder, f"its index names impossible files ({error})") from None
     if missing:
-        raise SurgeryError(
-            f"{folder}: {len(missing)} of {len(weights.files)} weight files missing, first {missing[0]};"
-            " download the checkpoint again"
+        raise SurgeryError.at(
+            folder,
+            f"{len(missing)} of {len(weights.files)} weight files missing, first {missing[0]};"
+            " download the checkpoint again",
         )
     check_links(folder, [folder / file for file in weights.files])
     return weights
@@ -71,16 +73,18 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
 def _check_rivals(folder: Path) -> None:
     """Refuse a folder with an adapter, or with weights that transformers would load before the others."""
     if os.path.lexists(folder / ADAPTER):
-        raise SurgeryError(
-            f"{folder}: holds an adapter ({ADAPTER}), which would be left out; merge it (peft: merge_and_unload, then"
-            " save_pretrained) and give that folder, or remove the adapter's files"
+        raise SurgeryError.at(
+            folder,
+            f"holds an adapter ({ADAPTER}), which would be left out; merge it (peft: merge_and_unload, then"
+            " save_pretrained) and give that folder, or remove the adapter's files",
         )
     with disk_errors(folder):
         shards = sorted(name for name in os.listdir(folder) if _RANK_SHARD.fullmatch(name))
     if shards:
-        raise SurgeryError(
-            f"{folder}: {shards[0]} is a shard of a distributed checkpoint, which transformers would load before"
-            " other weights; consolidate it (load and save_pretrained), or remove it"
+        raise SurgeryError.at(
+            folder,
+            f"{shards[0]} is a shard of a distributed checkpoint, which transformers would load before"
+            " other weights; consolidate it (load and save_pretrained), or remove it",
         )
 
 
@@ -101,9 +105,10 @@ def check_links(folder: Path, files: Iterable[Path]) -> None:
     for path in files:
         real = Path(os.path.realpath(path))
         if not any(home in real.parents for home in homes) and not is_hub_blob(real):
-            raise SurgeryError(
-                f"{path}: a link that leads out of its folder, to {real}; pass --follow-links if you trust it, or copy"
-                " the file in its place"
+            raise SurgeryError.at(
+                path,
+                f"a link that leads out of its folder, to {real}; pass --follow-links if you trust it, or copy"
+                " the file in its place",
             )
 
 
@@ -128,10 +133,10 @@ def check_index(folder: Path, weights: Weights, infos: Mapping[str, TensorInfo])
     """
     for name, file in (weights.index or {}).items():
         if name not in infos:
-            raise SurgeryError(f"{folder}: the index names {name}, which is in no shard; download the checkpoint again")
+            raise SurgeryError.at(folder, f"the index names {name}, which is in no shard; download it again")
         if infos[name].file != file:
-            raise SurgeryError(
-                f"{folder}: {name} is in {infos[name].file}, the index says {file}; download the checkpoint again"
+            raise SurgeryError.at(
+                folder, f"{name} is in {infos[name].file}, the index says {file}; download the checkpoint again"
             )
 
 
@@ -172,7 +177,7 @@ def find_sidecars(folder: Path, weights: Iterable[str] = ()) -> FolderFiles:
     for name in sidecars:
         if not (folder / name).is_file():
             path = folder / name
-            raise SurgeryError(f"{path}: a broken link or no regular file; remove it or download the checkpoint again")
+            raise SurgeryError.at(path, "a broken link or no regular file; remove it or download the checkpoint again")
     return FolderFiles(folder, sidecars, tuple(name for name in names if name not in set(sidecars)))
 
 
@@ -210,7 +215,7 @@ def _find(folder: Path, single: str, index_name: str, *, pickled: bool) -> Weigh
         check_links(folder, [folder / index_name])
         files = sorted(set(index.values()))
         if has_single and files != [single]:
-            raise SurgeryError(f"{folder}: has both {single} and {index_name} of other files; remove the stale one")
+            raise SurgeryError.at(folder, f"has both {single} and {index_name} of other files; remove the stale one")
         return Weights(files, index, pickled)
     return Weights([single], None, pickled) if has_single else None
 
@@ -219,11 +224,11 @@ def _read_index(path: Path) -> dict[str, str]:
     """The weight map of an index file; each value is a plain file name."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise SurgeryError(f"{path}: has no weight_map; download it again")
+        raise SurgeryError.at(path, "has no weight_map; download it again")
     for name, file in weight_map.items():
         # A shard may itself be a link, as in the hub's cache; the index alone must not reach outside.
         if not isinstance(file, str) or file in ("", ".", "..") or any(mark in file for mark in "/\\:\0"):
-            raise SurgeryError(
-                f"{path}: {name} lies in {file!r}, which is not a plain file name; do not trust this index"
+            raise SurgeryError.at(
+                path, f"{name} lies in {file!r}, which is not a plain file name; do not trust this index"
             )
     return weight_map

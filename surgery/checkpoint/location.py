@@ -35,7 +35,7 @@ def find_local(source: str | Path) -> Path | None:
         return path
     if path.suffix == GGUF:
         return path
-    raise SurgeryError(f"{path}: is a file; give the folder of the checkpoint, or a {GGUF} file")
+    raise SurgeryError.at(path, f"is a file; give the folder of the checkpoint, or a {GGUF} file")
 
 
 def existing(name: str | Path) -> Path | None:
@@ -52,8 +52,8 @@ def check_folder(path: Path) -> None:
     if (path / CONFIG).is_file() or find_gguf(path):
         return
     if (path / ADAPTER).is_file():
-        raise SurgeryError(f"{path}: holds an adapter, not a model; merge it into its model and give that")
-    raise SurgeryError(f"{path}: no {CONFIG}; give the folder of a Hugging Face checkpoint")
+        raise SurgeryError.at(path, "holds an adapter, not a model; merge it into its model and give that")
+    raise SurgeryError.at(path, f"no {CONFIG}; give the folder of a Hugging Face checkpoint")
 
 
 def locate(source: str | Path, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
@@ -69,5 +69,5 @@ def locate(source: str | Path, *, revision: str | None = None, allow_pickle: boo
         path = download(str(source), revision=revision, allow_pickle=allow_pickle)
         check_folder(path)
     elif revision is not None and path.is_dir():
-        raise SurgeryError(f"{path}: is a local folder, which has no revision {revision!r}; drop --revision")
+        raise SurgeryError.at(path, f"is a local folder, which has no revision {revision!r}; drop --revision")
     return path

@@ -22,7 +22,7 @@ def asset(name: str) -> Path:
     """
     path = Path(__file__).parent.parent / "assets" / name
     if not path.exists():
-        raise SurgeryError(f"{path}: missing from this installation; install model-surgery from a wheel or a checkout")
+        raise SurgeryError.at(path, "missing from this installation; install model-surgery from a wheel or a checkout")
     return path
 
 

@@ -39,7 +39,7 @@ def refuse_inside(source: Path, out: Path) -> None:
     """
     source, place = source.resolve(), Path(out).resolve()
     if source in (place, *place.parents):
-        raise SurgeryError(f"{out}: lies inside the checkpoint {source}; choose another --out")
+        raise SurgeryError.at(out, f"lies inside the checkpoint {source}; choose another --out")
 
 
 def settle_output(
@@ -60,7 +60,7 @@ def settle_output(
     try:
         check_out(out.expanduser(), overwrite=overwrite)
     except OSError as error:
-        raise SurgeryError(f"{out}: {error.strerror or error}; choose another --out") from None
+        raise SurgeryError.at(out, f"{error.strerror or error}; choose another --out") from None
     return out
 
 

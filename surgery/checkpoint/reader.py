@@ -115,7 +115,7 @@ class CheckpointReader:
             store = PickleStore(path, weights.files) if weights.pickled else SafetensorsStore(path, weights.files)
             check_index(path, weights, store.infos)
             if not store.infos:
-                raise SurgeryError(f"{path}: its weight files hold no tensors; give a whole checkpoint")
+                raise SurgeryError.at(path, "its weight files hold no tensors; give a whole checkpoint")
             files = find_sidecars(path, weights.files)
             check_links(path, files.paths)
             return cls(path, config, store, files, stamp=stamp)._cleaned()._dequantised()
@@ -123,7 +123,7 @@ class CheckpointReader:
     @classmethod
     def _of_gguf(cls, path: Path, files: list[Path]) -> CheckpointReader:
         if len(files) > 1:
-            raise SurgeryError(f"{path}: holds {len(files)} GGUF files ({files[0].name}, ...); give one of them")
+            raise SurgeryError.at(path, f"holds {len(files)} GGUF files ({files[0].name}, ...); give one of them")
         if files != [path]:
             check_links(path, files)
         stamp = stamp_of(files[0])
@@ -271,7 +271,7 @@ class CheckpointReader:
         try:
             return self._store.infos[name]
         except KeyError:
-            raise SurgeryError(f"{self.path}: no tensor {name}; check the model family and the weights") from None
+            raise SurgeryError.at(self.path, f"no tensor {name}; check the model family and the weights") from None
 
     def tensor(self, name: str) -> Tensor:
         """Loads one tensor onto the CPU in its stored dtype; the caller owns it.
@@ -308,12 +308,12 @@ class CheckpointReader:
         """
         info = self.info(name)
         if len(info.shape) != 2:
-            raise SurgeryError(f"{self.path}: {name} is {describe(info)}, not a matrix with rows")
+            raise SurgeryError.at(self.path, f"{name} is {describe(info)}, not a matrix with rows")
         wanted, inverse = torch.unique(index.cpu(), return_inverse=True)
         if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < info.shape[0]:
             bad = int(wanted[0] if wanted[0] < 0 else wanted[-1])
-            raise SurgeryError(
-                f"{self.path}: row {bad} of {name}, which has {info.shape[0]} rows; does the tokenizer match the model?"
+            raise SurgeryError.at(
+                self.path, f"row {bad} of {name}, which has {info.shape[0]} rows; does the tokenizer match the model?"
             )
         row_bytes = info.shape[1] * info.dtype.itemsize
         ranges = [(start * row_bytes, stop * row_bytes) for start, stop in _runs(wanted)]

@@ -32,12 +32,12 @@ def read_header(folder: Path, file: str) -> dict[str, tuple[TensorInfo, int]]:
         size = path.stat().st_size
         length_bytes = handle.read(8)
         if length_bytes == b"version ":
-            raise SurgeryError(f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` in that folder")
+            raise SurgeryError.at(path, "a git-lfs pointer, not the weights; run `git lfs pull` in that folder")
         length = int.from_bytes(length_bytes, "little")
         if length > MAX_HEADER_BYTES:
-            raise SurgeryError(f"{path}: not a safetensors file (no header at its start); download it again")
+            raise SurgeryError.at(path, "not a safetensors file (no header at its start); download it again")
         if size < 8 + length:
-            raise SurgeryError(f"{path}: truncated at {size} bytes, inside its header; download it again")
+            raise SurgeryError.at(path, f"truncated at {size} bytes, inside its header; download it again")
         header_bytes = handle.read(length)
 
     try:
@@ -45,12 +45,12 @@ def read_header(folder: Path, file: str) -> dict[str, tuple[TensorInfo, int]]:
         tensors = {name: _entry(name, entry, file) for name, entry in header.items() if name != _METADATA}
         end = _end_of_data([(start, info.nbytes) for info, start in tensors.values()])
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise SurgeryError(f"{path}: damaged safetensors header ({error}); download it again") from error
+        raise SurgeryError.at(path, f"damaged safetensors header ({error}); download it again") from error
 
     data_start = 8 + length
     if size != data_start + end:
         fault = "truncated" if size < data_start + end else "too long"
-        raise SurgeryError(f"{path}: {fault}: {size} bytes where its header says {data_start + end}; download it again")
+        raise SurgeryError.at(path, f"{fault}: {size} bytes, its header says {data_start + end}; download it again")
     return {name: (info, data_start + start) for name, (info, start) in tensors.items()}
 
 

@@ -58,11 +58,11 @@ def check_output(source: Path, out: Path) -> None:
     check_encoding(out)
     for folder in (out, _partial_of(out)):
         if folder == source:
-            raise SurgeryError(f"{out}: the output would replace its own source; choose another --out")
+            raise SurgeryError.at(out, "the output would replace its own source; choose another --out")
         if source in folder.parents:
-            raise SurgeryError(f"{out}: the output lies inside its source {source}; choose another --out")
+            raise SurgeryError.at(out, f"the output lies inside its source {source}; choose another --out")
         if folder in source.parents:
-            raise SurgeryError(f"{out}: the output contains its source {source}; choose another --out")
+            raise SurgeryError.at(out, f"the output contains its source {source}; choose another --out")
 
 
 class NoSpace(SurgeryError):
@@ -82,7 +82,7 @@ class Staging:
         # Resolved, so that a link to a folder has its target replaced, on the target's disk.
         self.out = Path(out).expanduser().resolve()
         if not self.out.name:
-            raise SurgeryError(f"{out}: cannot be an output folder; choose another --out")
+            raise SurgeryError.at(out, "cannot be an output folder; choose another --out")
         self.partial = _partial_of(self.out)
         self._overwrite = overwrite
         self._ledger = Ledger(self.partial / MARKER)
@@ -192,12 +192,12 @@ class Staging:
         if not os.path.lexists(self.partial):
             return
         if self.partial.is_symlink() or not self.partial.is_dir():
-            raise SurgeryError(f"{self.partial}: is in the way and not ours; remove it or choose another --out")
+            raise SurgeryError.at(self.partial, "is in the way and not ours; remove it or choose another --out")
         marker = self.partial / MARKER
         if marker.is_symlink() or not marker.is_file():
             # A run killed between making the folder and its marker leaves an empty one.
             if any(self.partial.iterdir()):
-                raise SurgeryError(f"{self.partial}: is in the way and not ours; remove it or choose another --out")
+                raise SurgeryError.at(self.partial, "is in the way and not ours; remove it or choose another --out")
             return
         hold(marker, self.partial).close()
         self._refuse_foreign()
@@ -205,9 +205,10 @@ class Staging:
     def _refuse_foreign(self) -> None:
         foreign = first_foreign(self.partial, self._owned(MARKER))
         if foreign is not None:
-            raise SurgeryError(
-                f"{self.partial}: {foreign} is not in the list of what an unfinished run has written; move it away, or"
-                " choose another --out"
+            raise SurgeryError.at(
+                self.partial,
+                f"{foreign} is not in the list of what an unfinished run has written; move it away, or"
+                " choose another --out",
             )
 
     def _owned(self, *more: str, besides: str = "") -> IsOwned:
@@ -282,10 +283,10 @@ def check_out(out: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     if not out.is_dir():
-        raise SurgeryError(f"{out}: is a file; choose another --out")
+        raise SurgeryError.at(out, "is a file; choose another --out")
     if any(out.iterdir()):
         if not overwrite:
-            raise SurgeryError(f"{out}: exists; choose another --out or pass --overwrite")
+            raise SurgeryError.at(out, "exists; choose another --out or pass --overwrite")
         check_replaceable(out)
 
 

@@ -71,7 +71,7 @@ class SafetensorsStore:
             for start, stop in ranges:
                 file.seek(self._offsets[name] + start)
                 if not read_exactly(file, view[: stop - start]):
-                    raise SurgeryError(f"{path}: became shorter while it was read ({name}); start again")
+                    raise SurgeryError.at(path, f"became shorter while it was read ({name}); start again")
                 view = view[stop - start :]
 
     def places(self, name: str) -> list[Place]:
@@ -124,21 +124,21 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         # What torch says before it names the code in there is how to have it run.
         reason = next((line for line in lines if "GLOBAL" in line), lines[0]).rpartition("error: ")[2].strip()
-        raise SurgeryError(f"{path}: torch.load(weights_only=True) refuses it: {reason}") from error
+        raise SurgeryError.at(path, f"torch.load(weights_only=True) refuses it: {reason}") from error
     if not isinstance(state, dict):
-        raise SurgeryError(
-            f"{path}: holds a {type(state).__name__}, not a dict of tensors; save its state_dict instead"
+        raise SurgeryError.at(
+            path, f"holds a {type(state).__name__}, not a dict of tensors; save its state_dict instead"
         )
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise SurgeryError(
-                f"{path}: {name!r} is a {type(tensor).__name__}, not a tensor; save the state_dict alone"
+            raise SurgeryError.at(
+                path, f"{name!r} is a {type(tensor).__name__}, not a tensor; save the state_dict alone"
             )
         if tensor.dtype not in NAME_OF_DTYPE or tensor.layout != torch.strided or tensor.is_meta:
-            raise SurgeryError(f"{path}: {name} ({describe(tensor)}, {tensor.layout}) cannot be stored as safetensors")
+            raise SurgeryError.at(path, f"{name} ({describe(tensor)}, {tensor.layout}) cannot be stored as safetensors")
         if tensor.numel() * tensor.dtype.itemsize > tensor.untyped_storage().nbytes():
-            raise SurgeryError(
-                f"{path}: {name} ({describe(tensor)}) has more numbers than are stored; save a whole copy"
+            raise SurgeryError.at(
+                path, f"{name} ({describe(tensor)}) has more numbers than are stored; save a whole copy"
             )
     return {name: tensor.detach() for name, tensor in state.items()}
 
@@ -149,10 +149,10 @@ def _check_archive(path: Path) -> None:
         entries = archive.infolist()
     plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
     if not plain or sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise SurgeryError(f"{path}: a compressed archive, which torch.save does not write; save it again")
+        raise SurgeryError.at(path, "a compressed archive, which torch.save does not write; save it again")
 
 
 def _add(infos: dict[str, TensorInfo], name: str, info: TensorInfo, folder: Path) -> None:
     if name in infos:
-        raise SurgeryError(f"{folder}: {name} is in both {infos[name].file} and {info.file}; remove the stale file")
+        raise SurgeryError.at(folder, f"{name} is in both {infos[name].file} and {info.file}; remove the stale file")
     infos[name] = info

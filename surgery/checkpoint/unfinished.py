@@ -108,9 +108,10 @@ class Unfinished:
                 self._source.identity(advance)
         others = ["no readable list of settings"] if begun is None else self._others(begun, facts)
         if others and not self._restart and Snapshots(self.folder).taken():
-            raise SurgeryError(
-                f"{self.staging.partial}: holds unfinished work of {', '.join(others)}; ask for the same to resume it,"
-                " pass --restart to discard it, or choose another --out"
+            raise SurgeryError.at(
+                self.staging.partial,
+                f"holds unfinished work of {', '.join(others)}; ask for the same to resume it,"
+                " pass --restart to discard it, or choose another --out",
             )
         if others:
             return False

@@ -36,4 +36,4 @@ def verify_files(path: str | Path, plan: Mapping[str, Described]) -> None:
             faults.append(f"{name} holds NaN or infinity")
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise SurgeryError(f"{path}: differs from its plan: {'; '.join(faults[:_SHOWN])}{more}")
+        raise SurgeryError.at(path, f"differs from its plan: {'; '.join(faults[:_SHOWN])}{more}")

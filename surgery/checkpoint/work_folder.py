@@ -39,7 +39,7 @@ class WorkFolder:
         marker = self.path / MARKER
         with disk_errors(self.path):
             if os.path.lexists(self.path) and not self._is_ours(marker):
-                raise SurgeryError(f"{self.path}: is in the way and not ours; move it away or choose another --out")
+                raise SurgeryError.at(self.path, "is in the way and not ours; move it away or choose another --out")
             self.path.mkdir(parents=True, exist_ok=True)
         if not marker.is_file():
             write_whole(marker, json.dumps(owner()) + "\n")
@@ -52,7 +52,7 @@ class WorkFolder:
         """
         with disk_errors(self.path):
             if (foreign := first_foreign(self.path, self._all())) is not None:
-                raise SurgeryError(f"{self.path}: {foreign} was not written by surgery; move it away to start again")
+                raise SurgeryError.at(self.path, f"{foreign} was not written by surgery; move it away to start again")
             remove_owned(self.path, self._owned())
 
     def remove(self) -> str | None:

@@ -61,7 +61,7 @@ class CheckpointWriter:
     ):
         self.plan = {name: _checked_spec(name, tensor) for name, tensor in plan.items()}
         if not self.plan:
-            raise SurgeryError(f"{out}: no tensors are planned for it")
+            raise SurgeryError.at(out, "no tensors are planned for it")
         self._parts = dict(parts or {})
         files = {name: _checked_spec(name, tensor) for name, tensor in in_parts(self.plan, self._parts).items()}
         self._shards = _lay_out(files, parse_size(max_shard_size))
@@ -105,7 +105,7 @@ class CheckpointWriter:
         """
         self._admit(name, tensor)
         if name in self._parts:
-            raise SurgeryError(f"{self.out}: {name} has to change, and is to stay as stored; drop --keep-quantised")
+            raise SurgeryError.at(self.out, f"{name} has to change, and is to stay as stored; drop --keep-quantised")
         tensor = tensor.detach().cpu().contiguous()
         self._put(name, tensor, offset=0)
         self._written.add(name)
@@ -117,7 +117,7 @@ class CheckpointWriter:
             SurgeryError: as `write`, or it was not written yet.
         """
         if name not in self._written:
-            raise SurgeryError(f"{self.out}: {name} is to be replaced and was not written")
+            raise SurgeryError.at(self.out, f"{name} is to be replaced and was not written")
         self._written.discard(name)
         self.write(name, tensor)
 
@@ -168,7 +168,7 @@ class CheckpointWriter:
         """
         self._require_open()
         if missing := self.missing():
-            raise SurgeryError(f"{self.out}: {len(missing)} planned tensors were not written, first {missing[0]}")
+            raise SurgeryError.at(self.out, f"{len(missing)} planned tensors were not written, first {missing[0]}")
         self._staging.sync()
 
     def commit(self) -> None:
@@ -212,16 +212,16 @@ class CheckpointWriter:
         self._require_open()
         spec = self.plan.get(name)
         if spec is None:
-            raise SurgeryError(f"{self.out}: {name} is not in the plan")
+            raise SurgeryError.at(self.out, f"{name} is not in the plan")
         if name in self._written:
-            raise SurgeryError(f"{self.out}: {name} is written a second time")
+            raise SurgeryError.at(self.out, f"{name} is written a second time")
         if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
-            raise SurgeryError(f"{self.out}: {name} is planned as {describe(spec)} and given as {describe(tensor)}")
+            raise SurgeryError.at(self.out, f"{name} is planned as {describe(spec)} and given as {describe(tensor)}")
 
     def _put(self, name: str, piece: Tensor, offset: int) -> None:
         """Writes a contiguous piece of a tensor, ``offset`` bytes into it."""
         if not all_finite(piece):
-            raise SurgeryError(f"{self.out}: {name} holds NaN or infinity; nothing is kept of this output")
+            raise SurgeryError.at(self.out, f"{name} holds NaN or infinity; nothing is kept of this output")
         path, start = self._places[name]
         with disk_errors(path):
             write_at(path, start + offset, memoryview(as_bytes(piece).numpy()))
@@ -232,13 +232,13 @@ class CheckpointWriter:
         path = PurePosixPath(relative)
         ours = {MARKER, WEIGHTS_INDEX, *(place.name for place, _ in self._places.values())}
         if path.is_absolute() or ".." in path.parts or str(path) in {".", *ours}:
-            raise SurgeryError(f"{self.out}: cannot write a file {str(relative)!r} into it; choose another name")
+            raise SurgeryError.at(self.out, f"cannot write a file {str(relative)!r} into it; choose another name")
         self._staging.claim(path.as_posix())
         return self.partial / path
 
     def _require_open(self) -> None:
         if not self._open:
-            raise SurgeryError(f"{self.out}: its writer is not open; use it in a with block, before commit")
+            raise SurgeryError.at(self.out, "its writer is not open; use it in a with block, before commit")
 
 
 def in_parts(plan: Mapping[str, Described], parts: Mapping[str, Mapping[str, Described]]) -> dict[str, Described]:

@@ -63,7 +63,7 @@ def plan_(
         check_picture(plot)
     for file in (out, plot):
         if file is not None and not os.access(file.parent, os.W_OK):
-            raise SurgeryError(f"{file}: cannot be written there; is the folder missing, or read-only?")
+            raise SurgeryError.at(file, "cannot be written there; is the folder missing, or read-only?")
 
     from surgery.common.progress import Progress
     from surgery.console.planning import show_plan_of_budget

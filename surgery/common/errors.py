@@ -1,8 +1,14 @@
 """The one exception that users are meant to see."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from surgery.common.visible import visible
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _LONGEST = 1500
 
@@ -28,6 +34,11 @@ class SurgeryError(Exception):
         self.setting, self.path, self.hint = setting, None if path is None else Path(path), hint
         line = visible(message).replace("\n", "\\n").replace("\t", "\\t")
         super().__init__(line if len(line) <= _LONGEST else f"{line[:1000]} … {line[-400:]}")
+
+    @classmethod
+    def at(cls, path: str | Path, message: str, **fields: Any) -> Self:
+        """Build the error of a file or folder, whose message begins with it."""
+        return cls(f"{path}: {message}", path=path, **fields)
 
 
 class ProcessLost(SurgeryError):

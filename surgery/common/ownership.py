@@ -108,9 +108,10 @@ def check_replaceable(folder: Path) -> None:
     """
     _, foreign = owned_result(folder)
     if foreign is not None:
-        raise SurgeryError(
-            f"{folder}: holds other files than a checkpoint that surgery wrote, first {foreign}; move it away or"
-            " choose another --out"
+        raise SurgeryError.at(
+            folder,
+            f"holds other files than a checkpoint that surgery wrote, first {foreign}; move it away or"
+            " choose another --out",
         )
 
 
@@ -143,11 +144,11 @@ def check_file(path: Path, *, overwrite: bool, option: str = "--out") -> None:
     if not os.path.lexists(path):
         return
     if path.is_dir() and not path.is_symlink():
-        raise SurgeryError(f"{path}: is a folder; name a file by {option}")
+        raise SurgeryError.at(path, f"is a folder; name a file by {option}")
     if not overwrite:
-        raise SurgeryError(f"{path}: exists; choose another {option} or pass --overwrite")
+        raise SurgeryError.at(path, f"exists; choose another {option} or pass --overwrite")
     if not is_own_file(path):
-        raise SurgeryError(f"{path}: was not written by surgery; move it away or choose another {option}")
+        raise SurgeryError.at(path, f"was not written by surgery; move it away or choose another {option}")
 
 
 def is_own_file(path: Path) -> bool:

@@ -48,7 +48,7 @@ class _Text(str):
         try:
             path.write_text(f"{self}\n<!-- {MARK} -->\n", encoding="utf-8")
         except OSError as error:
-            raise SurgeryError(f"{path}: {error.strerror or error}") from None
+            raise SurgeryError.at(path, f"{error.strerror or error}") from None
         return path
 
 

@@ -128,7 +128,7 @@ class Checkpoint:
                 "healing": report.get("healing"),
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SurgeryError(f"{path}: not a conversion report ({error!r}); repair or remove it") from None
+            raise SurgeryError.at(path, f"not a conversion report ({error!r}); repair or remove it") from None
 
 
 def _check_layer(layer: Any) -> None:

@@ -87,8 +87,8 @@ class Prepared:
             return
         old = read_report(out)
         if changed := _changed_settings(old, self.settings, tasks):
-            raise SurgeryError(
-                f"{out}: its report has another {', '.join(changed)}; choose another --out or say --overwrite"
+            raise SurgeryError.at(
+                out, f"its report has another {', '.join(changed)}; choose another --out or say --overwrite"
             )
         lost = [name for name in old["tasks"] if name not in {task.name for task in tasks.all}]
         lost += [
@@ -97,9 +97,10 @@ class Prepared:
             if row["role"] != "variant" and row["sha256"] not in {r.checkpoint.sha256 for r in rows}
         ]
         if lost:
-            raise SurgeryError(
-                f"{out}: its report has {', '.join(lost)}, which the new one would not; choose another --out or say "
-                "--overwrite"
+            raise SurgeryError.at(
+                out,
+                f"its report has {', '.join(lost)}, which the new one would not; choose another --out or say "
+                "--overwrite",
             )
 
 

@@ -61,7 +61,7 @@ class ResultStore:
         """Raises SurgeryError: what is there is a file, cannot be read, or holds something that is no evaluation."""
         try:
             if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
-                raise SurgeryError(f"{folder}: holds other things than an evaluation; choose another --out")
+                raise SurgeryError.at(folder, "holds other things than an evaluation; choose another --out")
         except OSError as error:
             raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
 
@@ -112,7 +112,7 @@ class ResultStore:
             path = self.folder / name
             known = unfinished or is_unchanged(path, recorded[name]) if name in recorded else is_report
             if os.path.lexists(path) and not known:
-                raise SurgeryError(f"{path}: was not written by surgery, or edited since; move it away")
+                raise SurgeryError.at(path, "was not written by surgery, or edited since; move it away")
 
     def record_files(self, paths: Iterable[Path]) -> None:
         """Notes what was written as files of a report, if this is the folder of an evaluation."""

@@ -83,7 +83,7 @@ def export_checkpoint(
     reader = open_source(checkpoint)
     found = obstacle(Facts.of(reader.config))
     if found:
-        raise SurgeryError(f"{reader.path}: llama.cpp cannot compute it, {found}")
+        raise SurgeryError.at(reader.path, f"llama.cpp cannot compute it, {found}")
     model = GGUFModel.of(reader)
     out = _output(checkpoint, out, overwrite=overwrite)
     vocabulary = reader.config["vocab_size"]

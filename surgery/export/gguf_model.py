@@ -67,11 +67,11 @@ class GGUFModel:
         kind = config.get("model_type")
         if kind not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise SurgeryError(f"{reader.path}: a {kind} checkpoint is not exported (those are: {known})")
+            raise SurgeryError.at(reader.path, f"a {kind} checkpoint is not exported (those are: {known})")
         if model.rope.get("rope_type", "default") not in ("default", "llama3"):
-            raise SurgeryError(f"{reader.path}: RoPE type {model.rope['rope_type']!r} is not exported")
+            raise SurgeryError.at(reader.path, f"RoPE type {model.rope['rope_type']!r} is not exported")
         if config.get("mlp_bias"):
-            raise SurgeryError(f"{reader.path}: feed-forward layers with biases are not exported")
+            raise SurgeryError.at(reader.path, "feed-forward layers with biases are not exported")
         list(model.tensors())
         return model
 
@@ -171,7 +171,7 @@ class GGUFModel:
         if found is None:
             stem, _, kind = name.rpartition(".")
             if stem not in NAMES:
-                raise SurgeryError(f"{self.reader.path}: {name} has no place in llama.cpp's {self.architecture}")
+                raise SurgeryError.at(self.reader.path, f"{name} has no place in llama.cpp's {self.architecture}")
             yield GGUFTensor(f"{NAMES[stem]}.{kind}", tuple(info.shape), info.dtype, read)
             return
         layer, part, kind = int(found[1]), found[2], found[3]
@@ -179,7 +179,7 @@ class GGUFModel:
             yield from self._split_up(layer, info.dtype, read)
             return
         if part not in LAYER_NAMES:
-            raise SurgeryError(f"{self.reader.path}: {name} has no place in llama.cpp's {self.architecture}")
+            raise SurgeryError.at(self.reader.path, f"{name} has no place in llama.cpp's {self.architecture}")
         if self.architecture != "deepseek2" and part in ("self_attn.q_proj", "self_attn.k_proj"):
             read = partial(self._neighbouring, read)
         new = f"blk.{layer}.{LAYER_NAMES[part]}.{kind}"

@@ -44,12 +44,12 @@ def copied_tokenizer(path: Path, vocabulary: int) -> Tokenizer:
     try:
         fields = gguf.GGUFReader(path).fields
     except (OSError, ValueError) as error:
-        raise SurgeryError(f"{path}: cannot be read as GGUF: {error}") from None
+        raise SurgeryError.at(path, f"cannot be read as GGUF: {error}") from None
     found = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}
     tokens = found.get("tokenizer.ggml.tokens")
     if tokens is None or len(tokens.data) != vocabulary:
         has = "none" if tokens is None else f"{len(tokens.data):,}"
-        raise SurgeryError(f"{path}: has {has} tokens, the checkpoint {vocabulary:,}; name a GGUF of its source model")
+        raise SurgeryError.at(path, f"has {has} tokens, the checkpoint {vocabulary:,}; name a GGUF of its source model")
     keys = {
         name: (field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
         for name, field in found.items()
@@ -66,7 +66,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     kinds = import_module("gguf").GGUFValueType
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise SurgeryError(f"{folder}: has no tokenizer.json; {OTHERWISE}")
+        raise SurgeryError.at(folder, f"has no tokenizer.json; {OTHERWISE}")
     said = json.loads(path.read_text(encoding="utf-8"))
     settings = _json(folder / "tokenizer_config.json")
     pre, model = _pre_tokenizer(path, said), said["model"]
@@ -100,7 +100,7 @@ def _pre_tokenizer(path: Path, said: dict[str, Any]) -> str:
     """llama.cpp's name of how text is split."""
     model, pre = said["model"], said.get("pre_tokenizer") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise SurgeryError(f"{path}: is no byte-level BPE; {OTHERWISE}")
+        raise SurgeryError.at(path, f"is no byte-level BPE; {OTHERWISE}")
     steps = pre.get("pretokenizers", [pre])
     normalizer = (said.get("normalizer") or {}).get("type")
     shape = tuple(step.get("type") for step in steps)
@@ -116,7 +116,7 @@ def _pre_tokenizer(path: Path, said: dict[str, Any]) -> str:
             pattern = steps[0].get("pattern", {}).get("Regex")
             name = next((name for name, split in SPLITS.items() if split == pattern), None)
     if name is None or normalizer not in ((None, "NFC") if name == "qwen2" else (None,)):
-        raise SurgeryError(f"{path}: splits text in a way that is not known to be one of llama.cpp's; {OTHERWISE}")
+        raise SurgeryError.at(path, f"splits text in a way that is not known to be one of llama.cpp's; {OTHERWISE}")
     return name
 
 
@@ -125,7 +125,7 @@ def _tokens(path: Path, said: dict[str, Any], vocabulary: int) -> tuple[list[str
     known = {number: token for token, number in said["model"]["vocab"].items()}
     known |= {number: token["content"] for number, token in added.items()}
     if max(known) >= vocabulary:
-        raise SurgeryError(f"{path}: has a token {max(known)}, the model {vocabulary:,} of them")
+        raise SurgeryError.at(path, f"has a token {max(known)}, the model {vocabulary:,} of them")
     types = [UNUSED if number not in known else NORMAL for number in range(vocabulary)]
     for number, token in added.items():
         types[number] = CONTROL if token.get("special") else USER_DEFINED

@@ -71,9 +71,10 @@ class Journal:
             self._on_main(self._delete)
             return
         if found["identity"] != self._identity:
-            raise SurgeryError(
-                f"{path}: holds unfinished work of another model, data or settings; ask for the same to resume it, pass"
-                " --restart to discard it, or choose another --out"
+            raise SurgeryError.at(
+                path,
+                "holds unfinished work of another model, data or settings; ask for the same to resume it, pass"
+                " --restart to discard it, or choose another --out",
             )
         if not found["whole"]:
             note(f"{path}: damaged; starting anew")
@@ -131,8 +132,8 @@ class Journal:
                 return {**kept, "threads": header.get("threads"), "whole": whole}
             except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
                 # Written whole or not at all, so this is not what a stopped run leaves: it may be somebody's file.
-                raise SurgeryError(
-                    f"{self._path}: not a journal of a scoring of heads, or damaged ({error}); remove it"
+                raise SurgeryError.at(
+                    self._path, f"not a journal of a scoring of heads, or damaged ({error}); remove it"
                 ) from None
 
     def _write(self) -> None:

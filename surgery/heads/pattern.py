@@ -144,27 +144,27 @@ class HeadPattern:
         """
         path = Path(path).expanduser()
         if not path.is_file():
-            raise SurgeryError(f"{path}: no such file; name a pattern that `surgery heads` wrote")
+            raise SurgeryError.at(path, "no such file; name a pattern that `surgery heads` wrote")
         try:
             with disk_errors(path), safe_open(path, framework="pt") as file:
                 header = json.loads((file.metadata() or {}).get(KEY, "null"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a mapping
         except (SafetensorError, ValueError, RecursionError) as error:
-            raise SurgeryError(f"{path}: not a readable pattern ({' '.join(str(error).split())[:200]})") from None
+            raise SurgeryError.at(path, f"not a readable pattern ({' '.join(str(error).split())[:200]})") from None
         if not isinstance(header, dict) or "scores" not in tensors:
-            raise SurgeryError(
-                f"{path}: a safetensors file, but no pattern of heads; name one that `surgery heads` wrote"
+            raise SurgeryError.at(
+                path, "a safetensors file, but no pattern of heads; name one that `surgery heads` wrote"
             )
         if header.pop("format", None) != FORMAT:
-            raise SurgeryError(f"{path}: a pattern of another form than {FORMAT}; update surgery to read it")
+            raise SurgeryError.at(path, f"a pattern of another form than {FORMAT}; update surgery to read it")
         parts = {name.removeprefix(PART): tensor for name, tensor in tensors.items() if name.startswith(PART)}
         try:
             header["seeds"] = tuple(header.get("seeds", ()))
             return cls(scores=tensors["scores"], spread=tensors.get("spread"), parts=parts, **header)
         except TypeError as error:
-            raise SurgeryError(f"{path}: damaged header of a pattern ({error}); score the model again") from None
+            raise SurgeryError.at(path, f"damaged header of a pattern ({error}); score the model again") from None
         except SurgeryError as error:
-            raise SurgeryError(f"{path}: {error}") from None
+            raise SurgeryError.at(path, f"{error}") from None
 
     def _header(self) -> str:
         header: dict[str, Any] = {"format": FORMAT, "method": self.method, "sinks": self.sinks, "recent": self.recent}

@@ -244,7 +244,7 @@ def training_settings(
     settings = HealSettings.from_mapping({**read, **request.given}, str(request.config or "heal"))
     check_writable(student)
     if any(entry.kind == "cross_layer_prompt" for entry in layer_entries(student.config)):
-        raise SurgeryError(f"{student.path}: its basis is each prompt's own, made of no weights: nothing to heal")
+        raise SurgeryError.at(student.path, "its basis is each prompt's own, made of no weights: nothing to heal")
     factors = work / FACTORS if entry_factors(student) and not settings.entry_factors else settings.entry_factors
     return replace(
         settings,
@@ -287,7 +287,7 @@ def healed_already(request: HealRequest) -> bool:
     except (OSError, ValueError, KeyError):
         same = False
     if not same:
-        raise SurgeryError(f"{out}: is of another student or other settings; remove it, or choose another folder")
+        raise SurgeryError.at(out, "is of another student or other settings; remove it, or choose another folder")
     return True
 
 

@@ -25,14 +25,14 @@ def find_source(converted: CheckpointReader) -> Path:
     """
     sources = [report["source"] for report in _reports(converted.path)]
     if not sources:
-        raise SurgeryError(f"{converted.path}: no report says what it was made from; name a teacher")
+        raise SurgeryError.at(converted.path, "no report says what it was made from; name a teacher")
     for source in reversed(sources):
         for place in _places(converted.source, source):
             if CheckpointReader.open(place).fingerprint() == source["sha256"]:
                 return place
     named = " or ".join(f"{source['path']} (sha256 {source['sha256'][:12]}...)" for source in reversed(sources))
-    raise SurgeryError(
-        f"{converted.path}: was made from {named}, which is neither beside it nor in the working folder; name a teacher"
+    raise SurgeryError.at(
+        converted.path, f"was made from {named}, which is neither beside it nor in the working folder; name a teacher"
     )
 
 

@@ -74,9 +74,9 @@ def read_plan(path: Path) -> PlannedConversion:
     if set(said) != {"to", "settings", "predicted"} or not all(
         isinstance(said[name], Mapping) for name in ("settings", "predicted")
     ):
-        raise SurgeryError(f"{path}: no plan, which has to, settings and predicted: make one with surgery plan")
+        raise SurgeryError.at(path, "no plan, which has to, settings and predicted: make one with surgery plan")
     for name in ("loss_increase", *said["predicted"]):
         value = said["predicted"].get(name)
         if type(value) not in (int, float) and not (value is None and name != "loss_increase"):
-            raise SurgeryError(f"{path}: predicted {name} is {value!r}, no number: make it anew with surgery plan")
+            raise SurgeryError.at(path, f"predicted {name} is {value!r}, no number: make it anew with surgery plan")
     return PlannedConversion(find_target(str(said["to"])), said["settings"], said["predicted"])

@@ -117,7 +117,7 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"[:300]
-        raise SurgeryError(f"{path}: damaged ({reason}); download it again, or convert its source again") from error
+        raise SurgeryError.at(path, f"damaged ({reason}); download it again, or convert its source again") from error
 
 
 def read_report(folder: Path) -> dict | None:

@@ -60,14 +60,14 @@ def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Up
     """
     report = read_report(folder)
     if report is None:
-        raise SurgeryError(f"{folder}: has no {REPORT}; of other checkpoints use `hf upload`")
+        raise SurgeryError.at(folder, f"has no {REPORT}; of other checkpoints use `hf upload`")
     listed = report.get("files")
     if not isinstance(listed, dict) or not listed:
-        raise SurgeryError(f"{folder}: its {REPORT} lists no files; convert again, or use `hf upload`")
+        raise SurgeryError.at(folder, f"its {REPORT} lists no files; convert again, or use `hf upload`")
     with disk_errors(folder):
         there = list_files(folder, hidden=True)
     if missing := [name for name in listed if name not in there and is_downloaded(name)]:
-        raise SurgeryError(f"{folder}: {missing[0]} is missing; `surgery verify` checks all files")
+        raise SurgeryError.at(folder, f"{missing[0]} is missing; `surgery verify` checks all files")
     files: dict[str, bytes | Path] = {}
     published, fields = {}, {}
     for name in (name for name in listed if name in there):
@@ -103,7 +103,7 @@ def _as_written(path: Path, sha256: str, *, in_memory: bool) -> bytes | Path:
         content = path if large else path.read_bytes()
         digest = hash_file(path) if large else hashlib.sha256(content).hexdigest()
     if digest != sha256:
-        raise SurgeryError(f"{path}: is not the file that was written; `surgery verify` checks all files")
+        raise SurgeryError.at(path, "is not the file that was written; `surgery verify` checks all files")
     return content
 
 
@@ -114,7 +114,7 @@ def _no_link(path: Path) -> Path:
         SurgeryError: it is a link to anything but a file in the hub's cache.
     """
     if path.is_symlink() and not is_hub_blob(Path(os.path.realpath(path))):
-        raise SurgeryError(f"{path}: is a link, which is not uploaded; copy the file in its place")
+        raise SurgeryError.at(path, "is a link, which is not uploaded; copy the file in its place")
     return path
 
 

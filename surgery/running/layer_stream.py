@@ -150,7 +150,7 @@ class LayerStream:
             prefix, place = LAYER_PREFIX.format(layer=index), LAYER_PREFIX.format(layer=index - start)
             tensors = self.reader.tensors(prefix)
             if not tensors:
-                raise SurgeryError(f"{self.reader.path}: no tensors of layer {index}")
+                raise SurgeryError.at(self.reader.path, f"no tensors of layer {index}")
             state |= {place + name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         hidden = self.config.hidden_size
         state["model.embed_tokens.weight"] = torch.zeros(1, hidden)

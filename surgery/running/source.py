@@ -82,11 +82,11 @@ class Source(Opened):
         check_layers(config)
         for layer in range(config.num_hidden_layers):
             if not family.attention_names(reader, layer) and not keeps_state(config, layer):
-                raise SurgeryError(f"{reader.path}: layer {layer} has linear attention, config.json says otherwise")
+                raise SurgeryError.at(reader.path, f"layer {layer} has linear attention, config.json says otherwise")
         if all(family.stays(config, layer) for layer in range(config.num_hidden_layers)):
-            raise SurgeryError(f"{reader.path}: all layers rotate and attend in chunks, there is none to convert")
+            raise SurgeryError.at(reader.path, "all layers rotate and attend in chunks, there is none to convert")
         if all(keeps_state(config, layer) for layer in range(config.num_hidden_layers)):
-            raise SurgeryError(f"{reader.path}: all layers keep a state, there are no keys and values to convert")
+            raise SurgeryError.at(reader.path, "all layers keep a state, there are no keys and values to convert")
         stream = LayerStream(
             reader,
             config,
@@ -104,7 +104,7 @@ class Source(Opened):
         """
         anatomy = self.family.anatomy(self.reader, self.config, layer)
         if name := anatomy.damaged():
-            raise SurgeryError(f"{self.reader.path}: NaN or infinity in {name} of layer {layer}")
+            raise SurgeryError.at(self.reader.path, f"NaN or infinity in {name} of layer {layer}")
         return anatomy
 
     @property

@@ -68,13 +68,12 @@ class FlowWatch:
 def check_flow(path, measured: Flow, predicted: Flow) -> None:
     """Raises SurgeryError where what was measured is not what was predicted."""
     if measured.peak_bytes != predicted.peak_bytes:
-        raise SurgeryError(
-            f"{path}: keys and values took up to {measured.peak_bytes} bytes, {predicted.peak_bytes} were predicted"
+        raise SurgeryError.at(
+            path, f"keys and values took up to {measured.peak_bytes} bytes, {predicted.peak_bytes} were predicted"
         )
     if not abs(measured.footprint - predicted.footprint) <= 1e-9:
-        raise SurgeryError(
-            f"{path}: attention looked at {measured.footprint:.6f} of all pairs, predicted were "
-            f"{predicted.footprint:.6f}"
+        raise SurgeryError.at(
+            path, f"attention looked at {measured.footprint:.6f} of all pairs, predicted were {predicted.footprint:.6f}"
         )
 
 

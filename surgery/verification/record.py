@@ -57,7 +57,7 @@ class Recorded:
                 kv = kv["measured_at_tokens"], float(kv["measured_bytes_per_token"])
                 _whole(kv[0], 1, LONGEST)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise SurgeryError(f"{path}: damaged ({type(error).__name__}: {error}); download it again") from None
+            raise SurgeryError.at(path, f"damaged ({type(error).__name__}: {error}); download it again") from None
         return cls(True, files or None, source_files, probe, kv)
 
 

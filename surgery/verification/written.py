@@ -115,9 +115,9 @@ def verify_by_running(
     allowed = QUANTIZED_TOLERANCE if quantized else CACHE_TOLERANCE[stream.dtype]
     for worst in differences:
         if not worst <= allowed:  # nor is NaN
-            raise SurgeryError(f"{path}: decoding through the cache differs from one forward pass by {worst:.1e}")
+            raise SurgeryError.at(path, f"decoding through the cache differs from one forward pass by {worst:.1e}")
     if not difference <= TOLERANCE[weight_dtype] + CACHE_TOLERANCE[stream.dtype]:
-        raise SurgeryError(f"{path}: logits of the written checkpoint differ from the simulation by {difference:.1e}")
+        raise SurgeryError.at(path, f"logits of the written checkpoint differ from the simulation by {difference:.1e}")
     predicted = kv_bytes_of(reader.config, weight_dtype)(tokens, prompt=prompt_of(tokens))
     if measured != predicted:
         raise SurgeryError(

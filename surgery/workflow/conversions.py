@@ -141,8 +141,8 @@ def _convert_unless_there(request: ConversionRequest, progress: Progress) -> Non
 
     if (out := request.out).exists():
         if not is_conversion_of(out, request.source, request.settings):
-            raise SurgeryError(
-                f"{out}: is of another source or other settings; remove it, or choose another --work folder"
+            raise SurgeryError.at(
+                out, "is of another source or other settings; remove it, or choose another --work folder"
             )
         progress.note(f"{out}: is there already")
         return
@@ -166,8 +166,8 @@ def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress
         wanted = {"sha256": CheckpointReader.open(source).fingerprint(), "settings": settings.to_dict()}
         wanted = json.loads(json.dumps(wanted))
         if not beside.exists() or {name: read_json(beside).get(name) for name in wanted} != wanted:
-            raise SurgeryError(
-                f"{path}: is of another source or other settings; remove it, or choose another --work folder"
+            raise SurgeryError.at(
+                path, "is of another source or other settings; remove it, or choose another --work folder"
             )
         progress.note(f"{path}: is there already")
         return

@@ -60,15 +60,15 @@ class Recipe:
         content = read_mapping(path)
         for key in content:
             if key not in ("name", "steps"):
-                raise SurgeryError(f"{path}: unknown entry {key!r}{did_you_mean(str(key), ['name', 'steps'])}")
+                raise SurgeryError.at(path, f"unknown entry {key!r}{did_you_mean(str(key), ['name', 'steps'])}")
         listed = content.get("steps")
         if not isinstance(listed, list) or not listed:
-            raise SurgeryError(f"{path}: no steps; see recipes/testbed-report.yaml")
+            raise SurgeryError.at(path, "no steps; see recipes/testbed-report.yaml")
         steps = tuple(_step(path, number, entry) for number, entry in enumerate(listed, 1))
         names = [step.name for step in steps]
         for name in names:
             if names.count(name) > 1:
-                raise SurgeryError(f"{path}: two steps are called {name}")
+                raise SurgeryError.at(path, f"two steps are called {name}")
         name = str(content.get("name", path.stem))
         _check_plain(name, str(path))
         return cls(path, name, steps)
@@ -339,5 +339,5 @@ def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:
     pattern, reader = HeadPattern.load(path), CheckpointReader.open(source)
     wanted = {**settings.to_dict(), "length": sequence_length(settings, reader.config)}
     if dict(pattern.settings) != wanted or pattern.model.get("sha256") != reader.fingerprint():
-        raise SurgeryError(f"{path}: is of another model or other settings; remove it, or choose another --work folder")
+        raise SurgeryError.at(path, "is of another model or other settings; remove it, or choose another --work folder")
     return True

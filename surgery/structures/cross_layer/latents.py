@@ -48,12 +48,12 @@ class LatentSource(OwnSource):
     def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> LatentSource:
         """Raises SurgeryError where it cannot be taken."""
         if settings.method != "xkv":
-            raise SurgeryError(f"{reader.path}: latents are shared by method xkv, not {settings.method}")
+            raise SurgeryError.at(reader.path, f"latents are shared by method xkv, not {settings.method}")
         opened = super().open(reader, settings)
         kinds = {entry.kind for entry in entries_of(opened.config)}
         if kinds != {"latent"}:
             found = ", ".join(sorted(str(kind or "the family's own") for kind in kinds))
-            raise SurgeryError(f"{reader.path}: layers with attention of kind {found}; those of MLA can share latents")
+            raise SurgeryError.at(reader.path, f"layers with attention of kind {found}; those of MLA can share latents")
         for layer, window in enumerate(opened.windows):
             if window is not None:
                 raise SurgeryError(f"layer {layer} has a sliding window and forgets: its latents cannot be shared")

@@ -71,7 +71,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
     def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> Source:
         """A checkpoint of a family; of MLA for method xkv."""
         if settings.method != "xkv" and reader.config["model_type"] in LATENT_FAMILIES:
-            raise SurgeryError(f"{reader.path}: latents are shared by method xkv, not {settings.method}")
+            raise SurgeryError.at(reader.path, f"latents are shared by method xkv, not {settings.method}")
         return Source.of(reader, settings, any_family_of(reader.config))
 
     @classmethod

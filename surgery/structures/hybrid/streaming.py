@@ -78,7 +78,7 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
         try:
             check_full_attention(opened.config, "a hybrid of full and streaming heads")
         except ValueError as error:
-            raise SurgeryError(f"{reader.path}: {error}") from None
+            raise SurgeryError.at(reader.path, f"{error}") from None
         model = self._made_of(StreamableModel.of(reader.path, reader.config, opened.config))
         self._pattern = None if settings.heads is None else read_pattern(settings.heads)
         self._context = settings.context or opened.config.max_position_embeddings

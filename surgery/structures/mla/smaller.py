@@ -110,9 +110,10 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
                 raise SurgeryError(f"{name} {asked}: {reader.path} is MLA already ({kind}), and {why}")
         family = latent_family_of(reader.config)
         if family.inside is not None and not reader.stored_names:
-            raise SurgeryError(
-                f"{reader.path}: {kind} alone is loaded by no AutoModelForCausalLM of transformers: convert the whole "
-                f"{family.inside} checkpoint that it is published in"
+            raise SurgeryError.at(
+                reader.path,
+                f"{kind} alone is loaded by no AutoModelForCausalLM of transformers: convert the whole "
+                f"{family.inside} checkpoint that it is published in",
             )
         return Source.of(reader, settings, family)
 

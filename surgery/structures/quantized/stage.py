@@ -154,7 +154,7 @@ def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> 
     measured = measure_quantized(exact, writer.partial, held_out, settings, progress)
     difference = logit_difference(opened.stream, outcome.simulated, exact.stream, measured.hidden[EXACT])
     if not difference <= TOLERANCE[dtype] + CACHE_TOLERANCE[exact.stream.dtype]:
-        raise SurgeryError(f"{writer.out}: logits as written differ from the simulation by {difference:.1e}")
+        raise SurgeryError.at(writer.out, f"logits as written differ from the simulation by {difference:.1e}")
     verification = verify_by_running(
         writer.partial,
         opened,

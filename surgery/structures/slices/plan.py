@@ -52,16 +52,17 @@ class Origin:
         for report in _history(path):
             target = report["target"]
             if target.get("hadamard"):
-                raise SurgeryError(f"{path}: a Hadamard rotation mixed its latents; slice before --to quantized")
+                raise SurgeryError.at(path, "a Hadamard rotation mixed its latents; slice before --to quantized")
             if target["to"] in STRUCTURES and "sliced" not in target:
                 break
         else:
-            raise SurgeryError(
-                f"{path}: no {REPORT} that tells of a conversion to latents; surgery slice needs the one beside the "
-                "weights, convert again if it is lost"
+            raise SurgeryError.at(
+                path,
+                f"no {REPORT} that tells of a conversion to latents; surgery slice needs the one beside the "
+                "weights, convert again if it is lost",
             )
         if any("energies" not in layer for layer in report["layers"]):
-            raise SurgeryError(f"{path}: {REPORT} does not say what its latents are worth; convert its source again")
+            raise SurgeryError.at(path, f"{REPORT} does not say what its latents are worth; convert its source again")
         method, settings = target["method"], report["settings"]
         multiple, held = settings.get("rank_multiple", 1), report["kv"]["source_bytes_per_token"]
         if type(multiple) is not int or multiple < 1 or not 0 < held < math.inf:
@@ -92,11 +93,12 @@ def plan_slice(
             the allocation is impossible.
     """
     if allocate == "spectrum" and model.stock:
-        raise SurgeryError(f"{path}: stock deepseek_v3 has one rank for all layers: --allocate uniform")
+        raise SurgeryError.at(path, "stock deepseek_v3 has one rank for all layers: --allocate uniform")
     if allocate == "spectrum" and not origin.comparable:
-        raise SurgeryError(
-            f"{path}: --allocate spectrum compares layers by the loss; its conversion (method "
-            f"{origin.target['method']}) did not measure latents by that: use uniform"
+        raise SurgeryError.at(
+            path,
+            f"--allocate spectrum compares layers by the loss; its conversion (method "
+            f"{origin.target['method']}) did not measure latents by that: use uniform",
         )
     for energies, ranks in zip(origin.energies, model.ranks, strict=True):
         if any(len(block) < rank for block, rank in zip(energies, ranks, strict=True)):
@@ -105,17 +107,19 @@ def plan_slice(
     fixed = sum(model.fixed(layer) for layer in range(model.layers))
     share = itemsize / origin.source_bytes
     if kv_ratio >= (sum(before) + fixed) * share:
-        raise SurgeryError(
-            f"{path}: keeps {(sum(before) + fixed) * share:.4g} of the KV bytes of what it was converted from: "
-            f"--kv-ratio {kv_ratio:g} is no less"
+        raise SurgeryError.at(
+            path,
+            f"keeps {(sum(before) + fixed) * share:.4g} of the KV bytes of what it was converted from: "
+            f"--kv-ratio {kv_ratio:g} is no less",
         )
     multiple = origin.multiple
     least = multiple * len(before)
     total = int(kv_ratio / share + 1e-6) - fixed
     if total < least:
-        raise SurgeryError(
-            f"{path}: --kv-ratio {kv_ratio:g} is too small: one latent in multiples of {multiple} in each of "
-            f"{len(before)} blocks and {fixed} other numbers take {(least + fixed) * share:.4g}"
+        raise SurgeryError.at(
+            path,
+            f"--kv-ratio {kv_ratio:g} is too small: one latent in multiples of {multiple} in each of "
+            f"{len(before)} blocks and {fixed} other numbers take {(least + fixed) * share:.4g}",
         )
     if model.stock:
         return {"uniform": _shaped([total // len(before)] * len(before), model)}
