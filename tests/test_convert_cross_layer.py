@@ -126,7 +126,7 @@ def test_minicache_merges_pairs_of_the_deeper_half(checkpoints, tmp_path):
 
     settings = CrossLayerSettings(method="minicache", block=32)
     groups, entries = plan_groups(Source.open(DEMO, settings), settings)
-    assert groups == ((3, 5),) and entries[0]["kept"] == 2 and entries[0]["interpolation"] == 0.6
+    assert groups == ((3, 5),) and entries[0].kept == 2 and entries[0].interpolation == 0.6
     result = convert_checkpoint(
         DEMO, tmp_path / "out", CrossLayerSettings(**{**QUICK, "method": "minicache", "held_out": 1})
     )

@@ -21,11 +21,13 @@ from surgery.engines.diagnosis import diagnose
 from surgery.engines.facts import Facts
 from surgery.evaluation.run import Request
 from surgery.evaluation.settings import EvalSettings
+from surgery.families import FAMILIES
 from surgery.forecast.evaluation import plan_evaluation
 from surgery.inspection.checks import FAILED, verify_checkpoint
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.model.grouped_entry import GroupedEntry
+from surgery.model.latent_entry import NORM_OVER_HEADS
 from surgery.model.layer_entry import StockEntry
 from surgery.model.parts import entries_of
 from surgery.planning.plan import make_plan
@@ -199,3 +201,8 @@ def test_no_conversion_is_written_by_a_wrong_prediction(target, written, one_mor
     with pytest.raises(SurgeryError, match="the live cache takes"):
         convert_checkpoint(written[target.split()[-1] if sliced else "source"], tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()
+
+
+def test_norms_over_all_heads_are_those_of_their_families():
+    """Key gains of a latent are counted by the family's name."""
+    assert set(NORM_OVER_HEADS) == {name for name, family in FAMILIES.items() if family.norm_scope == "all"}

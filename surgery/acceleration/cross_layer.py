@@ -59,7 +59,7 @@ def cross_layer_kernel(
     if low < stop:
         latents = layer.store.read(module.place, low, stop)
     else:  # nothing is rebuilt yet: one code that no query reads
-        latents = tokens.new_zeros(rows, 1, 1, module.entry["rank"])
+        latents = tokens.new_zeros(rows, 1, 1, module.entry.rank)
     _, starts = row_bounds(mask, rows, queries, layer.seen, query.device)
     lengths, first, rebuilt, exact_slots = once(reading.exact, rows, lambda: _row_facts(reading, layer.seen, rows))
     norm, (key_bias, value_bias) = module.k_norm, (None if bias is None else bias.view(heads) for bias in biases)

@@ -38,6 +38,8 @@ def layer_entries(config: dict[str, Any]) -> list[LayerEntry]:
         SurgeryError: an entry is damaged.
     """
     try:
-        return [entry_of(entry) for entry in config.get("attention_layers") or [None] * config["num_hidden_layers"]]
+        return [
+            entry_of(entry) for entry in config.get("attention_layers") or [None] * config.get("num_hidden_layers", 0)
+        ]
     except ValueError as error:
         raise SurgeryError(f"config.json: attention_layers: {error}") from None

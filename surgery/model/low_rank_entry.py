@@ -70,7 +70,8 @@ class LowRankEntry(LayerEntry):
 
     def width(self, config: Any) -> int:
         """Count the latents: exact keys and values are those of a window, not of every token."""
-        return self.cached_shape(config)[1]
+        heads, latents, _ = self.cached_shape(config)
+        return heads * latents
 
     def windows(self, config: Any) -> Windows | None:
         """Query heads that see all tokens, and those that see the first tokens and a window only."""
