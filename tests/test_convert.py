@@ -223,12 +223,6 @@ def test_a_stock_class_has_one_rank():
         ConvertSettings(allocate="spectrum", carrier="stock")
 
 
-def test_calibration_on_the_models_own_samples(checkpoints, tmp_path):
-    settings = ConvertSettings(**{**QUICK, "calibration": "self", "calibration_tokens": 256, "calibration_length": 64})
-    result = convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings)
-    assert result.report.ladder[-1]["loss"] is not None
-
-
 @pytest.mark.parametrize("name", ["llama3", "llama_bias", "mistral_window", "qwen3"])
 def test_weights_alone(checkpoints, tmp_path, name):
     settings = ConvertSettings(calibration="none", kv_ratio=0.5)

@@ -119,7 +119,7 @@ def test_what_cannot_be_healed_is_refused_before_the_conversion(checkpoints, tmp
     with pytest.raises(SurgeryError, match="full"):
         convert_and_heal.convert_and_heal(conversion(checkpoints("llama"), tmp_path / "full"), MINUTE)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SurgeryError, match="--processes"):
+    with pytest.raises(SurgeryError, match="surgery heal --launcher"):
         convert_and_heal.convert_and_heal(conversion(checkpoints("llama"), tmp_path / "out"), MINUTE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "mute"]
 

@@ -75,7 +75,9 @@ def convert_and_heal(
         SurgeryError: as by a conversion or a healing. What a healing would refuse is refused before the conversion.
     """
     if "WORLD_SIZE" in os.environ:
-        raise SurgeryError("--heal starts processes of its own: leave the launcher out")
+        raise SurgeryError(
+            "--heal trains in a process of its own: leave the launcher out, or convert and then call surgery heal --launcher"
+        )
     progress = progress or Progress(silent=True)
     out = _place(request)
     healing = _healing(request, out, budget, measure)
