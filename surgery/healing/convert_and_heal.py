@@ -76,7 +76,7 @@ def convert_and_heal(
     """
     if "WORLD_SIZE" in os.environ:
         raise SurgeryError(
-            "--heal trains in a process of its own: leave the launcher out, or convert and then call surgery heal --launcher"
+            "--heal trains in a process of its own: leave the launcher out, or convert and call surgery heal --launcher"
         )
     progress = progress or Progress(silent=True)
     out = _place(request)
