@@ -224,7 +224,7 @@ def test_a_restarted_scoring_begins_anew(source, tmp_path, stopping):
 
 
 def test_the_seconds_before_an_interruption_count(source, tmp_path, stopping, monkeypatch):
-    from surgery.heads import scoring as module
+    from surgery.heads import journal as module
 
     class Clock:
         now = 0.0

@@ -207,7 +207,7 @@ def test_every_command_refuses_them_before_any_work(command, case, changed, tmp_
     edit, words = REFUSED[case]
     folder = changed(edit)
     verb, *options = COMMANDS[command]
-    place = [verb, options.pop(0), folder] if verb in ("bench", "heads") else [verb, folder]
+    place = [verb, options.pop(0), folder] if verb == "bench" else [verb, folder]
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
     code, _, error = run_main(monkeypatch, capsys, *place, *options)
