@@ -41,7 +41,7 @@ Candidate = dict[str, int | None]
 """Fields of a `Config` and their values."""
 
 trial: Candidate | None = None
-"""What `trying` has every operation run with."""
+"""Configuration that `trying` has every operation run with."""
 _keys: dict[str, str] = {}
 _chosen: dict[tuple[str, str], Candidate] = {}
 

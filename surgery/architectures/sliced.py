@@ -98,7 +98,7 @@ class LatentModel:
 
     @cached_property
     def entries(self) -> list[LayerEntry]:
-        """Of every layer, in the own class."""
+        """Entries of all layers, in the custom model class."""
         return layer_entries(self.config)
 
     @property

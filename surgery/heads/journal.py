@@ -90,7 +90,7 @@ class Journal:
 
     @property
     def seconds(self) -> float:
-        """Of the scoring until now, those before an interruption with it.
+        """Seconds of the scoring until now, those before an interruption with it.
 
         What was done between the last `put` and an interruption has to be done again, and counts once.
         """

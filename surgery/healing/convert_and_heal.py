@@ -51,6 +51,7 @@ TRAINING: dict[str, Any] = {
 In minutes the number of steps decides, and text alone wins back the loss before the recall: the demo model as low rank
 at an eighth, healed for 125 s, finds 73% of planted keys with the default objective and share of recall, 88% with these
 (docs/healing.md). A step of one row that asks for keys has many times the loss of others and is no spike.
+Settled on the demo model; not tried on a larger one.
 """
 
 

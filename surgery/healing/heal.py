@@ -187,7 +187,7 @@ def _healed(
 
 
 def work_folder_of(out: Path) -> WorkFolder:
-    """Where a healing works until its result has its name."""
+    """Return the folder in which a healing works until its result has its name."""
     work = out.with_name(f"{out.name}.healing")
     return WorkFolder(work, lambda: _owned(work), (TRAINED, f"{TRAINED}.run"))
 

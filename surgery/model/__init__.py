@@ -12,7 +12,7 @@ follows; `<kind>_attention.py` computes it; its cache is `plain_cache`, `quantiz
 from typing import Any
 
 # Where `parts.entry_of` looks for them.
-from . import cross_layer_entry, grouped_entry, hybrid_entry, latent_entry, low_rank_entry, streaming_latent_entry  # noqa: F401  # noqa: F401
+from . import cross_layer_entry, grouped_entry, hybrid_entry, latent_entry, low_rank_entry, streaming_latent_entry  # noqa: F401
 
 __all__ = [
     "DECODERS",
