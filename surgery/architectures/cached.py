@@ -51,7 +51,7 @@ def rotated_tensors(reader: CheckpointReader, config, layer: int) -> dict[str, T
 
 
 def _rotation(config, layer: int) -> tuple[tuple[str, ...], Callable[[dict[str, Tensor]], dict[str, Tensor]]]:
-    """Return the prefix of the tensors that a layer's rotation changes, and the function that rotates them."""
+    """Return the prefixes of the tensors that a layer's rotation changes, and the function that rotates them."""
     entries = entries_of(config)
     entry = entries[layer]
     if isinstance(entry, LatentEntry):

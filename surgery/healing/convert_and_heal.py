@@ -28,7 +28,7 @@ from surgery.running.loading import load_tokenizer
 from surgery.running.source_check import open_source
 from surgery.structures.converter import Conversion, convert
 from surgery.structures.dry_run import ConversionPlan, outline_result, plan_conversion
-from surgery.structures.made_already import is_conversion_of
+from surgery.structures.made_already import is_made_already
 from surgery.structures.registry import target_of
 from surgery.structures.request import ConversionRequest, open_request
 from surgery.training.estimate import config_of
@@ -167,12 +167,6 @@ def _check_healable(request: ConversionRequest, healing: HealRequest, outline: P
 
 
 def _convert_unless_there(request: ConversionRequest, converted: Path, progress: Progress) -> None:
-    if converted.exists():
-        if not is_conversion_of(converted, request.source, request.settings):
-            raise SurgeryError(
-                f"{converted}: is of another source or other settings; pass --restart to discard it, or choose another"
-                " --out"
-            )
-        progress.note(f"{converted}: is converted already")
-        return
-    convert(replace(request, out=converted, overwrite=False, restart=False), progress=progress)
+    request = replace(request, out=converted, overwrite=False, restart=False)
+    if not is_made_already(request, progress, remedy="pass --restart to discard it, or choose another --out"):
+        convert(request, progress=progress)

@@ -9,7 +9,24 @@ from pathlib import Path
 from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.file_kinds import REPORT
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.heads.import_patterns import read_pattern
+from surgery.structures.request import ConversionRequest
+
+
+def is_made_already(request: ConversionRequest, progress: Progress, *, remedy: str) -> bool:
+    """Whether the output of a request is there, as it asks for it; a note tells so.
+
+    Raises:
+        SurgeryError: something else is there; ``remedy`` says what to do.
+    """
+    if not request.out.exists():
+        return False
+    if not is_conversion_of(request.out, request.source, request.settings):
+        raise SurgeryError.at(request.out, f"is of another source or other settings; {remedy}")
+    progress.note(f"{request.out}: is there already")
+    return True
 
 
 def is_conversion_of(out: Path, source: str | Path, settings: ConversionSettings) -> bool:

@@ -137,17 +137,10 @@ def plan(step: Step, where: str) -> Action:
 
 def _convert_unless_there(request: ConversionRequest, progress: Progress) -> None:
     from surgery.structures import converter
-    from surgery.structures.made_already import is_conversion_of
+    from surgery.structures.made_already import is_made_already
 
-    if (out := request.out).exists():
-        if not is_conversion_of(out, request.source, request.settings):
-            raise SurgeryError.at(
-                out, "is of another source or other settings; remove it, or choose another --work folder"
-            )
-        progress.note(f"{out}: is there already")
-        return
-
-    converter.convert(request, progress=progress)
+    if not is_made_already(request, progress, remedy="remove it, or choose another --work folder"):
+        converter.convert(request, progress=progress)
 
 
 def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress: Progress, *, restart: bool) -> None:
