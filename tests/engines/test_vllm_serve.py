@@ -58,7 +58,8 @@ def test_a_port_in_use(model, port, tmp_path):
 
 def test_no_plugin(model, tmp_path):
     (tmp_path / "alone").mkdir()  # what lies beside it in a checkout has entry points, once that was installed
-    (tmp_path / "alone" / "surgery_vllm").symlink_to(ROOT / "surgery_vllm")
+    for package in ("surgery_vllm", "surgery"):
+        (tmp_path / "alone" / package).symlink_to(ROOT / package)
     assert "does not find the plugin" in refused(tmp_path, model, PYTHONPATH=str(tmp_path / "alone"))
 
 
