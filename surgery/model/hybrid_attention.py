@@ -21,9 +21,9 @@ from .attention_functions import (
 from .cache_argument import takes_cache
 from .cache_layer import CompactLayer
 from .grouped_attention import GroupedAttention
-from .hybrid_cache import Dropped, HybridLayer, StreamingLayer, layer_of
+from .hybrid_cache import Dropped, HybridLayer, StreamingLayer
 from .hybrid_entry import HybridEntry
-from .left_padding import LeftPadding
+from .left_padding import LeftPadding, layer_of
 from .plain_cache import PlainLayer
 from .rotary import project_heads, rotation_of
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import BoolTensor, Tensor
-from transformers.cache_utils import Cache
 
 from .cache_layer import CompactLayer
 from .growing import refill
@@ -319,30 +318,6 @@ class HybridLayer(CompactLayer):
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         for part in self.parts:
             part._map_rows(change)
-
-
-def layer_of(
-    cache: Cache | None, index: int, new: CompactLayer, rows: int, padding: LeftPadding | None
-) -> CompactLayer:
-    """The cache's layer `index`, or `new` for one call where there is no cache; its padding is known from here on.
-
-    Args:
-        new: an empty layer of the class that is wanted.
-        rows: of the batch.
-        padding: of this call; None is none.
-
-    Raises:
-        ValueError: the cache has a layer of another class.
-    """
-    layer = new if cache is None else cache.layers[index]
-    if not isinstance(layer, type(new)):
-        raise ValueError(
-            f"layer {index} keeps {new.form} and was given a {type(layer).__name__}: "
-            "pass no cache, an empty DynamicCache, or the cache that the model returned"
-        )
-    if layer.padding is None:
-        layer.padding = padding or LeftPadding([0] * rows)
-    return layer
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

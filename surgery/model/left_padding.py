@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from .cache_layer import CompactLayer
+
 
 class LeftPadding:
     """Tokens that each row starts with and that are padding.
@@ -91,6 +93,30 @@ def set_padding(cache: Cache, mask: Tensor | None, rows: int | None = None) -> L
     padding = LeftPadding.of_mask(mask)
     _tell(layers, padding)
     return padding
+
+
+def layer_of(
+    cache: Cache | None, index: int, new: CompactLayer, rows: int, padding: LeftPadding | None
+) -> CompactLayer:
+    """The cache's layer `index`, or `new` for one call where there is no cache; its padding is known from here on.
+
+    Args:
+        new: an empty layer of the class that is wanted.
+        rows: of the batch.
+        padding: of this call; None is none.
+
+    Raises:
+        ValueError: the cache has a layer of another class.
+    """
+    layer = new if cache is None else cache.layers[index]
+    if not isinstance(layer, type(new)):
+        raise ValueError(
+            f"layer {index} keeps {new.form} and was given a {type(layer).__name__}: "
+            "pass no cache, an empty DynamicCache, or the cache that the model returned"
+        )
+    if layer.padding is None:
+        layer.padding = padding or LeftPadding([0] * rows)
+    return layer
 
 
 def _tell(layers: list, padding: LeftPadding) -> None:

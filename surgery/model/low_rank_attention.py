@@ -32,8 +32,8 @@ from .attention_functions import (
 from .cache_argument import takes_cache
 from .cache_layer import CompactLayer
 from .exact_window_cache import ExactWindowLayer
-from .hybrid_cache import HybridLayer, StreamingLayer, layer_of
-from .left_padding import LeftPadding
+from .hybrid_cache import HybridLayer, StreamingLayer
+from .left_padding import LeftPadding, layer_of
 from .low_rank_entry import LowRankEntry
 from .plain_cache import PlainLayer
 from .rotary import connect_rotary, rotation_of, unrotated

@@ -15,6 +15,7 @@ from .hybrid_attention import HybridAttention
 from .latent_attention import LatentAttention
 from .low_rank_attention import LowRankAttention
 from .quantized_cache import QuantizedKVLayer
+from .quantized_latent_attention import QuantizedLatentAttention
 from .straight_through import StraightThroughLayer
 from .streaming_latent_attention import StreamingLatentAttention
 from .token_codes import TokenCodes
@@ -35,6 +36,7 @@ __all__ = [
     "LatentAttention",
     "LowRankAttention",
     "QuantizedKVLayer",
+    "QuantizedLatentAttention",
     "StraightThroughLayer",
     "StreamingLatentAttention",
     "SurgeryForCausalLM",

@@ -16,6 +16,7 @@ from .layer_entry import LayerEntry, StockEntry
 
 KINDS: dict[str, tuple[str, str]] = {
     "latent": ("latent_entry", "LatentEntry"),
+    "quantized_latent": ("quantized_latent_entry", "QuantizedLatentEntry"),
     "low_rank": ("low_rank_entry", "LowRankEntry"),
     "grouped": ("grouped_entry", "GroupedEntry"),
     "hybrid": ("hybrid_entry", "HybridEntry"),

@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parent
 ENTRIES = (
     "modeling_surgery_grouped",
     "modeling_surgery_latent",
+    "modeling_surgery_quantized_latent",
     "modeling_surgery_hybrid",
     "modeling_surgery_low_rank",
     "modeling_surgery_cross_layer",

@@ -10,9 +10,9 @@ from transformers import Cache
 
 from .attention_functions import attend, visible_mask
 from .cache_layer import CompactLayer
-from .hybrid_cache import StreamingLayer, layer_of
+from .hybrid_cache import StreamingLayer
 from .latent_attention import LatentAttention
-from .left_padding import LeftPadding
+from .left_padding import LeftPadding, layer_of
 from .streaming_latent_entry import StreamingLatentEntry
 
 

@@ -13,6 +13,7 @@ drops columns. Rotary pairs of the latent form are half-split: (i, i + ρ/2) tur
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +24,9 @@ from surgery.families.attention import causal_attention
 from surgery.families.rope import phases, rotate
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.transforms.quantized_reading import as_quantized, attend_quantized
+
+Read = Callable[[Tensor], Tensor]
+"""What a cache gives back of values [B, T, r + ρ]."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,14 @@ class LatentLayer:
             value_up=self.value_up / latent,
         )
 
-    def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What the cache holds of inputs ``x`` [B, T, D]: latents [B, T, r] and rotated keys [B, T, ρ]."""
+    def compress(self, x: Tensor, read: Read | None = None) -> tuple[Tensor, Tensor]:
+        """What is read of inputs ``x`` [B, T, D]: latents [B, T, r] and rotated keys [B, T, ρ].
+
+        Args:
+            read: what a cache gives back of [B, T, r + ρ] that it keeps before the rotation; itself if None.
+        """
         cached = nn.functional.linear(x, self.down, self.down_bias)
+        cached = cached if read is None else read(cached)
         latent, rope_key = cached.split([self.rank, self.rope_dim], dim=-1)
         return latent, rotate(rope_key[:, :, None], self._phase(x))[:, :, 0]
 
@@ -74,13 +83,14 @@ class LatentLayer:
         content, rope = query.split([self.rank, self.rope_dim], dim=-1)
         return torch.cat([content, rotate(rope, self._phase(x))], dim=-1)
 
-    def attend(self, x: Tensor, cache: QuantizedKVLayer | None = None) -> Tensor:
+    def attend(self, x: Tensor, cache: QuantizedKVLayer | None = None, read: Read | None = None) -> Tensor:
         """Mixed head values [B, T, H, e] of a causal prompt, before the output projection.
 
         Args:
             cache: an empty layer that quantises latents and rotated keys; of layers without a window.
+            read: as for :meth:`compress`.
         """
-        latent, positional = self.compress(x)
+        latent, positional = self.compress(x, read)
         gain = self.source.project_key_gain(x)
         if gain is not None:
             positional = torch.cat([positional, gain], dim=-1)
@@ -104,9 +114,9 @@ class LatentLayer:
         key = key.repeat_interleave(self.source.heads // key.shape[1], dim=1)
         return key, latent.expand(-1, self.source.heads, -1, -1)
 
-    def forward(self, x: Tensor, cache: QuantizedKVLayer | None = None) -> Tensor:
-        """The layer's output [B, T, D] for a causal prompt; ``cache`` as for :meth:`attend`."""
-        out = torch.einsum("bthe,xhe->btx", self.source.gated(self.attend(x, cache), x), self.o)
+    def forward(self, x: Tensor, cache: QuantizedKVLayer | None = None, read: Read | None = None) -> Tensor:
+        """The layer's output [B, T, D] for a causal prompt; ``cache`` and ``read`` as for :meth:`attend`."""
+        out = torch.einsum("bthe,xhe->btx", self.source.gated(self.attend(x, cache, read), x), self.o)
         return out if self.source.o_bias is None else out + self.source.o_bias
 
     def _phase(self, x: Tensor) -> Tensor:
@@ -118,11 +128,12 @@ class SimulatedAttention(nn.Module):
 
     Args:
         cache: an empty layer that quantises what is cached.
+        read: what a cache of unrotated values gives back.
     """
 
-    def __init__(self, layer: LatentLayer, cache: QuantizedKVLayer | None = None):
+    def __init__(self, layer: LatentLayer, cache: QuantizedKVLayer | None = None, read: Read | None = None):
         super().__init__()
-        self.layer, self.cache = layer, cache
+        self.layer, self.cache, self.read = layer, cache, read
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
-        return self.layer.forward(hidden_states, self.cache), None
+        return self.layer.forward(hidden_states, self.cache, self.read), None

@@ -140,12 +140,17 @@ def rotation_energies(
     the lags say which share of that hangs on its rotation. Costs of rotations and energies of latents are then shares
     of one loss, and one budget can be spent on both.
     """
+    turned = lags.cost() / lags.energy.sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
+    return component_energies(anatomy, statistics, basis) * turned
+
+
+def component_energies(anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis) -> Tensor:
+    """Twice the loss in nats per token that leaving out each component is expected to cost, [P]."""
     every = torch.arange(basis.components)
     keys = anatomy.kv_heads * anatomy.head_dim
     moment, metric = (each[:keys, :keys] for each in (statistics.met_moment, statistics.metric))
     energy = _quadratic(basis.key_rows(every), moment) * _quadratic(basis.dual_rows(every), metric)
-    turned = lags.cost() / lags.energy.sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
-    return energy.view(2, -1).sum(0) * turned
+    return energy.view(2, -1).sum(0)
 
 
 def latent_energies(

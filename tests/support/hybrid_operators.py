@@ -6,7 +6,8 @@ from surgery.kernels.hybrid_decode.operator import hybrid_decode
 from surgery.kernels.sink_recent_prefill.operator import sink_recent_prefill
 from surgery.kernels.split_kv import merge
 from surgery.model.cache_argument import takes_cache
-from surgery.model.hybrid_cache import HybridLayer, StreamingLayer, layer_of
+from surgery.model.hybrid_cache import HybridLayer, StreamingLayer
+from surgery.model.left_padding import layer_of
 from surgery.model.plain_cache import PlainLayer
 from surgery.model.rotary import project_heads
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from surgery.architectures.choose import Carrier, choose_carrier
 from surgery.architectures.deepseek_v3 import StockMLA, obstacles
@@ -52,22 +53,8 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
     else:
         frequencies = [torch.arange(len(counts)).repeat_interleave(counts) for counts in plan.counts]
     rotations = [opened.family.rotation(opened.config, layer).inv_freq for layer in range(layers)]
-    names = opened.family.attention_names(opened.reader, opened.first_layer)
-    spec = MLASpec(
-        heads=anatomy.heads,
-        head_dim=anatomy.head_dim,
-        value_dim=anatomy.value_dim,
-        hidden=anatomy.hidden,
-        ranks=plan.all_ranks(layers),
-        inv_freq=tuple(each[chosen] for each, chosen in zip(rotations, frequencies, strict=True)),
-        dtype=anatomy.q.dtype,
-        query_bias=any(name.endswith("q_proj.bias") for name in names),
-        latent_bias=any(name.endswith(("k_proj.bias", "v_proj.bias")) for name in names),
-        output_bias=any(name.endswith("o_proj.bias") for name in names),
-        key_norm_eps=anatomy.k_norm.eps if anatomy.k_norm else None,
-        windows=opened.windows,
-        input_lengths=tuple(float(opened.input_scale(layer).double().norm()) for layer in range(layers)),
-    )
+    inv_freq = tuple(each[chosen] for each, chosen in zip(rotations, frequencies, strict=True))
+    spec = mla_spec(opened, plan.all_ranks(layers), inv_freq)
     config, beside = opened.reader.config, "a vision tower" if opened.reader.stored_names else None
     return choose_carrier(
         config,
@@ -79,6 +66,27 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         latent_norm=settings.latent_norm,
         head_sizes=limits.head_sizes,
         tied=limits.tied,
+    )
+
+
+def mla_spec(opened: Source, ranks: tuple[int, ...], inv_freq: tuple[Tensor, ...]) -> MLASpec:
+    """The shapes of a conversion of so many latents and these inverse frequencies in every layer."""
+    anatomy = opened.first
+    names = opened.family.attention_names(opened.reader, opened.first_layer)
+    return MLASpec(
+        heads=anatomy.heads,
+        head_dim=anatomy.head_dim,
+        value_dim=anatomy.value_dim,
+        hidden=anatomy.hidden,
+        ranks=ranks,
+        inv_freq=inv_freq,
+        dtype=anatomy.q.dtype,
+        query_bias=any(name.endswith("q_proj.bias") for name in names),
+        latent_bias=any(name.endswith(("k_proj.bias", "v_proj.bias")) for name in names),
+        output_bias=any(name.endswith("o_proj.bias") for name in names),
+        key_norm_eps=anatomy.k_norm.eps if anatomy.k_norm else None,
+        windows=opened.windows,
+        input_lengths=tuple(float(opened.input_scale(layer).double().norm()) for layer in range(opened.layers)),
     )
 
 

@@ -20,6 +20,9 @@ from surgery.structures.settings import (
     with_formats,
 )
 
+FIRST_TOKENS = 4
+"""Full-precision tokens at the start of a text where bits are chosen: attention sinks want more bits than others."""
+
 Method = Literal["fisher", "transmla", "mha2mla"]
 
 
@@ -66,6 +69,12 @@ class ConvertSettings(StructureSettings):
         section="Method",
     )
     keep_layers: str = keep_layers()
+    bits: Literal[8, 4, 3, 2, "fp8", "auto"] | None = setting(
+        None,
+        more="auto keeps nearly all components and gives each the bits that it is worth, in a row of fixed bytes a "
+        "token; the ratio then counts bytes.",
+        section="Bits",
+    )
     rope_bits: RopeBits | None = rope_bits()
     carrier: Literal["auto", "stock", "own"] = setting(
         "auto",
@@ -87,7 +96,9 @@ class ConvertSettings(StructureSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.quantizes:
+        if self.bits == "auto":
+            self._check_auto()
+        elif self.quantizes:
             refuse_engine(self)
             if self.carrier == "stock":
                 raise SurgeryError("bits: stock deepseek_v3 keeps a plain cache; drop --carrier stock")
@@ -112,6 +123,46 @@ class ConvertSettings(StructureSettings):
             compares = self.method == "fisher" and self.calibration != NO_CALIBRATION
             return compares and self.kv_lora_rank is None and self.rope_frequencies == "free"
         return self.allocate == "spectrum"
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the result keeps a cache quantized in groups of tokens."""
+        return super().quantizes and self.bits != "auto"
+
+    @property
+    def first_tokens(self) -> int:
+        """First tokens that a cache of packed rows keeps in full precision."""
+        return FIRST_TOKENS if self.sinks is None else self.sinks
+
+    def ending(self, target: str) -> str:
+        """With the bits."""
+        return f"{target}-bits" if self.bits == "auto" else super().ending(target)
+
+    def _check_auto(self) -> None:
+        chosen = {
+            name: getattr(self, name) != default
+            for name, default in (
+                ("method", "fisher"),
+                ("kv_lora_rank", None),
+                ("rope_dim", None),
+                ("rope_frequencies", "free"),
+                ("freqfold", None),
+                ("keys", "channel"),
+                ("hadamard", False),
+                ("rope_bits", None),
+            )
+        }
+        chosen |= {"allocate": self.allocate == "uniform", "calibration": self.calibration == NO_CALIBRATION}
+        if wrong := [name for name, differs in chosen.items() if differs]:
+            raise SurgeryError(
+                f"bits auto chooses components, their rotation and their bits by the loss, of method fisher on text: "
+                f"leave {', '.join(wrong)} at the default",
+                setting=wrong[0],
+            )
+        refuse_engine(self)
+        if self.carrier == "stock":
+            raise SurgeryError("bits: stock deepseek_v3 keeps a plain cache; drop --carrier stock", setting="carrier")
+        object.__setattr__(self, "carrier", "own")
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""

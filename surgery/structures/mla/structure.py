@@ -42,6 +42,7 @@ from surgery.structures.mla.plans import (
     search_plans,
     try_plans,
 )
+from surgery.structures.mla.quantized import QuantizedMLA
 from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.smaller import SmallerMLA
@@ -91,8 +92,10 @@ class MLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def for_source(cls, config: Mapping[str, Any], settings: ConvertSettings) -> type[Structure]:
-        """A model that is MLA already keeps its class."""
-        return SmallerMLA if config.get("model_type") in LATENT_FAMILIES else cls
+        """A model that is MLA already keeps its class; where bits are chosen, the cache has rows of them."""
+        if config.get("model_type") in LATENT_FAMILIES:
+            return SmallerMLA
+        return QuantizedMLA if settings.bits == "auto" else cls
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:

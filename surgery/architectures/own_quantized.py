@@ -1,0 +1,64 @@
+"""MLA in the project's own model class with a cache of packed rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surgery.architectures.own import OwnMLA
+from surgery.architectures.own_class import own_config
+from surgery.checkpoint import TensorSpec
+from surgery.families.base import ATTENTION_PREFIX
+from surgery.model.layer_entry import StockEntry
+from surgery.model.quantized_latent_entry import QuantizedLatentEntry
+from surgery.model.token_format import Runs
+from surgery.model.token_quantizer import TokenQuantizer
+
+QUANTIZER = "quantizer."
+
+
+@dataclass(frozen=True)
+class OwnQuantizedMLA(OwnMLA):
+    """Writes one conversion.
+
+    Attributes:
+        runs: of the latent and of the shared key of each layer; None of layers that keep their attention.
+        first_tokens: that stay in full precision.
+    """
+
+    runs: tuple[tuple[Runs, Runs] | None, ...]
+    first_tokens: int
+
+    def entries(self) -> list[QuantizedLatentEntry | StockEntry]:
+        """What config.json says of each layer."""
+        return [
+            QuantizedLatentEntry(
+                kv_lora_rank=rank,
+                rope_inv_freq=tuple(inv_freq.tolist()),
+                key_norm_eps=self.spec.key_norm_eps,
+                latent_runs=runs[0],
+                rope_runs=runs[1],
+                first_tokens=self.first_tokens,
+            )
+            if runs
+            else StockEntry()
+            for rank, inv_freq, runs in zip(self.spec.ranks, self.spec.inv_freq, self.runs, strict=True)
+        ]
+
+    def config(self, source: dict) -> dict:
+        """The config.json of the converted model."""
+        return own_config(source, self.entries())
+
+    def plan(self, layer: int) -> dict[str, TensorSpec]:
+        """Names, dtypes and shapes of a layer's new tensors."""
+        width = self.spec.ranks[layer] + 2 * len(self.spec.inv_freq[layer])
+        prefix = ATTENTION_PREFIX.format(layer=layer) + QUANTIZER
+        spec = TensorSpec(torch.float32, (width,))
+        return {**super().plan(layer), prefix + "mean": spec, prefix + "step": spec}
+
+    def quantizer_tensors(self, layer: int, quantizer: TokenQuantizer) -> dict[str, Tensor]:
+        """A layer's means and steps, as planned."""
+        prefix = ATTENTION_PREFIX.format(layer=layer) + QUANTIZER
+        return {prefix + "mean": quantizer.mean, prefix + "step": quantizer.step}

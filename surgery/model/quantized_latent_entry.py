@@ -1,0 +1,48 @@
+"""The entry of a layer of MLA whose cache is a packed row of quantized values a token, kind "quantized_latent".
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .latent_entry import LatentEntry
+from .layer_entry import LayerEntry
+from .token_format import Runs, TokenFormat, runs_problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedLatentEntry(LatentEntry):
+    """MLA with quantized latents and shared keys, these as they are before their rotation.
+
+    Attributes:
+        latent_runs, rope_runs: bytes of the latent, and then of the shared key, in a token's row, see `TokenFormat`.
+        first_tokens: tokens at the start of a text that stay in full precision.
+    """
+
+    kind = "quantized_latent"
+    attention = "quantized_latent_attention", "QuantizedLatentAttention"
+    has_rope_part = False
+    has_window = True
+    ranks = ()
+
+    latent_runs: Runs
+    rope_runs: Runs
+    first_tokens: int
+
+    @property
+    def format(self) -> TokenFormat:
+        """Format of a row: latent, then shared key."""
+        return TokenFormat((*self.latent_runs, *self.rope_runs))
+
+    def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
+        """Return what is wrong with the rank, the runs or the first tokens."""
+        if self.kv_lora_rank < 1:
+            return "kv_lora_rank must be at least 1"
+        if self.codes is not None:
+            return "codes are of a cache in groups of tokens, and this one has latent_runs and rope_runs"
+        if self.first_tokens < 0:
+            return f"first_tokens is {self.first_tokens}, and must be at least 0"
+        latent = runs_problem(self.latent_runs, self.kv_lora_rank)
+        return latent or runs_problem(self.rope_runs, self.rope_dim)

@@ -1,0 +1,124 @@
+"""A cache of packed rows, one for every token, with the first tokens in full precision beside them.
+
+The first tokens are attention sinks: their keys are far from all others and nearly every query reads them. They are the
+first *real* tokens of each row of the batch, padding on the left left out, and lie in a buffer of their own; their rows
+are written too, so that every token has the same place. As rows stand alone the cache can be cropped, and a pass in
+pieces gives what one pass gives.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cache_layer import CompactLayer
+from .growing import append
+from .left_padding import LeftPadding
+
+GAIN_BYTES = 2
+"""Bytes of the inverse rms of a KV head's key, fp16, which follows the packed values in a row."""
+
+
+class TokenCacheLayer(CompactLayer):
+    """The cache of one layer.
+
+    Attributes:
+        keys: rows of all tokens [B, 1, S, row_bytes] uint8.
+        values: the first tokens in full precision [B, 1, first, channels]; those that have not come are zero.
+        padding: tokens that each row of the batch starts with and that are padding.
+    """
+
+    form = "a cache of packed rows"
+    is_croppable = True
+
+    def __init__(self, packed_bytes: int, channels: int, first: int) -> None:
+        """`packed_bytes`: of the `channels` of a token; `first`: tokens that stay in full precision."""
+        super().__init__()
+        self.packed_bytes, self.channels, self.first = packed_bytes, channels, first
+        self.padding: LeftPadding | None = None
+
+    def settings(self) -> tuple:
+        """Bytes and channels of a row, first tokens."""
+        return self.packed_bytes, self.channels, self.first
+
+    def predicted_bytes(
+        self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes after `tokens` tokens; values of a token beyond the channels are gains of a key norm."""
+        if not tokens:
+            return 0
+        row_bytes = self.packed_bytes + GAIN_BYTES * (key_dim + value_dim - self.channels)
+        return batch * heads * (tokens * row_bytes + self.first * self.channels * dtype.itemsize)
+
+    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
+        """Bytes after an update, which copies nothing."""
+        yield cached.held(seen + new)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take batch, widths, dtype and device from the first tokens."""
+        self.keys = key_states[..., :0, :]
+        self.values = value_states.new_zeros((*value_states.shape[:-2], self.first, value_states.shape[-1]))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Add rows [B, 1, n, row_bytes] of values [B, 1, n, channels]; return all rows, and the first tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        seen = self.keys.shape[-2]
+        if self.first and seen < self.padding.most + self.first:
+            self._keep_first(value_states, seen)
+        self.keys = append(self.keys, key_states, capacity=self.reserved)
+        return self.keys, self.values
+
+    def _keep_first(self, values: Tensor, seen: int) -> None:
+        """Keep those of new tokens [B, 1, n, channels] that are among the first of their row."""
+        slots = self._first_slots(values.device) - seen
+        has_come = (slots >= 0) & (slots < values.shape[-2])
+        index = slots.clamp(0, values.shape[-2] - 1)[:, None, :, None].expand(-1, 1, -1, values.shape[-1])
+        self.values = torch.where(has_come[:, None, :, None], values.gather(-2, index), self.values)
+
+    def _first_slots(self, device: torch.device) -> Tensor:
+        """Return where the first tokens of each row are among all, [B, first]."""
+        return self.padding.on(device)[:, None] + torch.arange(self.first, device=device)
+
+    def with_first(self, values: Tensor) -> Tensor:
+        """Put the first tokens in the place of their decoded values [B, 1, S, channels]."""
+        reach = min(values.shape[-2], self.padding.most + self.first)
+        if not self.first or not reach:
+            return values
+        place = torch.arange(reach, device=values.device) - self.padding.on(values.device)[:, None]  # [B, reach]
+        index = place.clamp(0, self.first - 1)[:, None, :, None].expand(-1, 1, -1, values.shape[-1])
+        is_first = ((place >= 0) & (place < self.first))[:, None, :, None]
+        head = torch.where(is_first, self.values.gather(-2, index).to(values.dtype), values[..., :reach, :])
+        return torch.cat([head, values[..., reach:, :]], dim=-2)
+
+    def get_seq_length(self) -> int:
+        """Tokens that are kept, padding too."""
+        return self.keys.shape[-2] if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that `query_length` more tokens will see, and the position of the first."""
+        return self.get_seq_length() + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` tokens, or all but so many where it is positive, as transformers had it.
+
+        First tokens among them are written again when they come again.
+        """
+        if self.is_initialized and tokens_to_remove:
+            self.keys = self.keys[..., :tokens_to_remove, :]
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.keys = self.values = self.padding = None
+        self.is_initialized = False
+
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.is_initialized:
+            self.keys, self.values = change(self.keys), change(self.values)
+            self.padding = self.padding.changed(change)

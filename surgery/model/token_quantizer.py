@@ -1,0 +1,121 @@
+"""Token-independent quantization: calibrated steps and means of every channel, packed into one row a token.
+
+A channel of b bits holds `mean + step * (code - (2^b - 1) / 2)` with codes 0 … 2^b - 1: a uniform mid-rise quantizer,
+whose range calibration has settled. A row depends on its token alone, so that the same values give the same bytes in
+any batch, chunk or order. The arithmetic is in fp32 whatever the model's dtype is.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .token_format import TokenFormat
+
+
+class TokenQuantizer(nn.Module):
+    """Values of tokens [..., channels] ↔ packed rows [..., row_bytes] uint8.
+
+    Attributes:
+        step, mean: [channels] fp32, of the checkpoint; they stay fp32 when the model is cast.
+    """
+
+    def __init__(self, token_format: TokenFormat) -> None:
+        super().__init__()
+        self.format = token_format
+        channels = token_format.channels
+        self.register_buffer("step", torch.ones(channels, dtype=torch.float32))
+        self.register_buffer("mean", torch.zeros(channels, dtype=torch.float32))
+        self.register_buffer("highest", self._highest(), persistent=False)
+        self._is_checked = False
+
+    def _highest(self, device: torch.device | None = None) -> Tensor:
+        """Return the highest code of every channel."""
+        return torch.tensor([2.0**bits - 1 for bits in self.format.bits()], dtype=torch.float32, device=device)
+
+    def _apply(self, fn, recurse=True):
+        # `model.to(bfloat16)` would round steps and means: follow only the device.
+        values = {name: getattr(self, name) for name in ("step", "mean")}
+        super()._apply(fn, recurse)
+        for name, value in values.items():
+            moved = getattr(self, name)
+            if moved.dtype != torch.float32:
+                setattr(self, name, (moved if value.is_meta else value).to(moved.device, torch.float32))
+        self.highest = self._highest(self.highest.device)
+        return self
+
+    def initialize_weights(self) -> None:
+        """Fill what no checkpoint has loaded."""
+        init.ones_(self.step)
+        init.zeros_(self.mean)
+        init.copy_(self.highest, self._highest(self.highest.device))
+
+    def check(self) -> None:
+        """Check steps and means once, before anything is read through them.
+
+        Raises:
+            ValueError: a step that is not positive and finite, or a mean that is not finite.
+        """
+        if self._is_checked or self.step.is_meta:
+            return
+        good = (self.step > 0) & self.step.isfinite() & self.mean.isfinite()
+        if not bool(good.all()):
+            channel = int((~good).nonzero()[0, 0])
+            raise ValueError(
+                f"channel {channel} has step {float(self.step[channel])} and mean {float(self.mean[channel])}: steps "
+                "must be positive and finite, means finite; the checkpoint is damaged"
+            )
+        self._is_checked = True
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Quantize and pack values [..., channels] of any dtype → rows [..., row_bytes] uint8."""
+        return self.pack(self._levels(values).to(torch.uint8))
+
+    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Unpack and dequantize rows [..., row_bytes] → values [..., channels] in `dtype`."""
+        return self._dequantize(self.unpack(rows)).to(dtype)
+
+    def read(self, values: Tensor) -> Tensor:
+        """Return values [..., channels] as they are read from their rows."""
+        return self._dequantize(self._levels(values)).to(values.dtype)
+
+    def clipped(self, values: Tensor) -> Tensor:
+        """Return which of the values [..., channels] lie outside the range of their channel, bool."""
+        return (values.float() - self.mean).abs() > 0.5 * (self.highest + 1) * self.step
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Pack codes [..., channels] uint8 → rows [..., row_bytes]."""
+        rows, channel = codes.new_zeros((*codes.shape[:-1], self.format.row_bytes)), 0
+        for start, count, position, _ in self.format.fields():
+            rows[..., start : start + count] |= codes[..., channel : channel + count] << position
+            channel += count
+        return rows
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """Unpack rows [..., row_bytes] → codes [..., channels] uint8."""
+        codes = [
+            (rows[..., start : start + count] >> position) & ((1 << bits) - 1)
+            for start, count, position, bits in self.format.fields()
+        ]
+        return torch.cat(codes, dim=-1)
+
+    def _dequantize(self, codes: Tensor) -> Tensor:
+        offset = self.mean - 0.5 * self.highest * self.step
+        return torch.addcmul(offset, codes.to(torch.float32), self.step)
+
+    def _levels(self, values: Tensor) -> Tensor:
+        levels = (values.float() - self.mean) / self.step + 0.5 * self.highest
+        return torch.minimum(levels.round().clamp_min(0), self.highest)
+
+
+def straight_through(quantizer: TokenQuantizer, values: Tensor, decoded: Tensor) -> Tensor:
+    """Return `decoded` [..., channels] with the gradient of `values`, but for values that are clipped.
+
+    Straight through (Bengio et al., arXiv:1308.3432); a value outside the range of its channel gets no gradient, as no
+    small change of it changes what is read.
+    """
+    inside = torch.where(quantizer.clipped(values), values.detach(), values)
+    return decoded.detach() + (inside - inside.detach())
