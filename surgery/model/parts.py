@@ -93,11 +93,7 @@ def attention_class(entry: LayerEntry) -> type:
 
 
 def parts_of(config: Mapping[str, Any]) -> set[str]:
-    """Return the parts that a converted model needs.
-
-    Args:
-        config: the attributes of a `SurgeryConfig`, or its config.json.
-    """
+    """Return the parts that a converted model needs, given the attributes of a `SurgeryConfig` or its config.json."""
     entries = [entry_of(entry) for entry in config["attention_layers"] if entry is not None]
     parts = {entry.attention[0] for entry in entries}
     if any(entry.shares_cache for entry in entries):

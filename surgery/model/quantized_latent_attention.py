@@ -21,7 +21,7 @@ from .latent_attention import LatentAttention
 from .left_padding import LeftPadding, layer_of
 from .quantized_latent_entry import QuantizedLatentEntry
 from .token_cache import TokenCacheLayer
-from .token_quantizer import TokenQuantizer, straight_through
+from .token_quantizer import TokenQuantizer
 
 
 class QuantizedLatentAttention(LatentAttention):
@@ -93,13 +93,23 @@ class QuantizedLatentAttention(LatentAttention):
         packed, gains = self.quantizer.format.row_bytes, []
         rows = self.quantizer.encode(values.detach())
         if self.key_norm_eps is not None:
-            new = self._key_irms(hidden_states).detach().to(torch.float16).contiguous()
-            rows = torch.cat((rows, new.view(torch.uint8)), dim=-1)
+            new = self._key_irms(hidden_states)
+            half = new.detach().to(torch.float16).contiguous()
+            rows = torch.cat((rows, half.view(torch.uint8)), dim=-1)
         rows, _ = layer.update(rows, values)
-        if self.key_norm_eps is not None:
-            gains.append(rows[..., packed:].contiguous().view(torch.float16).to(values.dtype))
         read = self.quantizer.decode(rows[..., :packed], values.dtype)
+        if self.key_norm_eps is not None:
+            half = rows[..., packed:].contiguous().view(torch.float16).to(values.dtype)
+            gains.append(_with_gradient(half, new))
         if torch.is_grad_enabled() and values.requires_grad:
-            old = read.shape[2] - values.shape[2]
-            read = torch.cat((read[..., :old, :], straight_through(self.quantizer, values, read[..., old:, :])), dim=2)
+            read = _with_gradient(read, self.quantizer.unclipped(values))
         return layer.with_first(read), gains
+
+
+def _with_gradient(read: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Give the last tokens of `read` [B, 1, S, ·] the gradient of `new` [B, 1, T, ·], straight through."""
+    if not new.requires_grad:
+        return read
+    old = read.shape[2] - new.shape[2]
+    own = read[..., old:, :].detach() + (new - new.detach())
+    return torch.cat((read[..., :old, :], own), dim=2)

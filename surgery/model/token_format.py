@@ -2,8 +2,8 @@
 
 Every token has a row of its own, of the same bytes, so that a cache of rows can be cropped, reordered, shared by prefix
 and written in any chunks. A row is a sequence of runs. All bytes of a run hold the same fields, the first in the lowest
-bits, and field f of byte b is channel `f * bytes + b` of the run. Channels that follow each other so lie in neighbouring
-bytes, and two of these, a lane of 16 bits, become two numbers of fp16 by one mask. No torch here.
+bits; field f of byte b is channel `f * bytes + b` of the run. Neighbouring channels so lie in neighbouring bytes, and
+two of these, a lane of 16 bits, become two fp16 values by one mask. No torch here.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
@@ -18,7 +18,7 @@ PATTERNS: dict[str, tuple[int, ...]] = {
     "2+2+2+2": (2, 2, 2, 2),
     "8x1": (1,) * 8,
 }
-"""Bits of the fields of a byte. Fractional levels would take a percent off the loss and three times the instructions."""
+"""Bits of the fields of a byte. Fractional levels would save a percent of the loss for three times the instructions."""
 
 Runs = tuple[tuple[str, int], ...]
 """Patterns, and how many bytes have each."""

@@ -86,6 +86,14 @@ class TokenQuantizer(nn.Module):
         """Return which of the values [..., channels] lie outside the range of their channel, bool."""
         return (values.float() - self.mean).abs() > 0.5 * (self.highest + 1) * self.step
 
+    def unclipped(self, values: Tensor) -> Tensor:
+        """Return values [..., channels] whose gradient is zero where they are clipped.
+
+        A small change of such a value changes nothing that is read (straight through inside the range: Bengio et al.,
+        arXiv:1308.3432).
+        """
+        return torch.where(self.clipped(values), values.detach(), values)
+
     def pack(self, codes: Tensor) -> Tensor:
         """Pack codes [..., channels] uint8 → rows [..., row_bytes]."""
         rows, channel = codes.new_zeros((*codes.shape[:-1], self.format.row_bytes)), 0
@@ -109,13 +117,3 @@ class TokenQuantizer(nn.Module):
     def _levels(self, values: Tensor) -> Tensor:
         levels = (values.float() - self.mean) / self.step + 0.5 * self.highest
         return torch.minimum(levels.round().clamp_min(0), self.highest)
-
-
-def straight_through(quantizer: TokenQuantizer, values: Tensor, decoded: Tensor) -> Tensor:
-    """Return `decoded` [..., channels] with the gradient of `values`, but for values that are clipped.
-
-    Straight through (Bengio et al., arXiv:1308.3432); a value outside the range of its channel gets no gradient, as no
-    small change of it changes what is read.
-    """
-    inside = torch.where(quantizer.clipped(values), values.detach(), values)
-    return decoded.detach() + (inside - inside.detach())

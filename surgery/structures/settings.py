@@ -46,9 +46,7 @@ class StructureSettings(ConversionSettings):
         "What shares a scale of keys or latents, with bits: the tokens of a channel, or the channels of a token.",
     )
     hadamard: bool = setting(False, "Fold a rotation into the weights that spreads outliers, with bits.")
-    sinks: int | None = setting(
-        None, "First tokens that stay exact in a quantised cache.", least=0, unset="0, and 4 where mla has bits auto"
-    )
+    sinks: int | None = setting(0, "First tokens that stay exact in a quantised cache.", least=0)
     keep_quantised: bool = keep_quantised()
 
     SINKS_OF_CODES: ClassVar[bool] = True

@@ -36,9 +36,21 @@ ENTRY_OF = {
     "streaming_latent": "modeling_surgery_mixed",
     "quantized_hybrid": "modeling_surgery_mixed",
     "mixed": "modeling_surgery_mixed",
+    "rows_latent": "modeling_surgery_quantized_latent",
+    "rows_latent_key_norm": "modeling_surgery_quantized_latent",
     IMAGES: "modeling_surgery_pictures",
 }
-QUICK = ("latent", "grouped", "low_rank", "hybrid", "cross_layer_static", "quantized_plain", "mixed", IMAGES)
+QUICK = (
+    "latent",
+    "grouped",
+    "low_rank",
+    "hybrid",
+    "cross_layer_static",
+    "quantized_plain",
+    "rows_latent",
+    "mixed",
+    IMAGES,
+)
 """One model of each entry module."""
 
 

@@ -15,11 +15,14 @@ from shared_caches import FORMS, PROMPT
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DeepseekV3Config, PreTrainedModel
 
 from surgery.model import SurgeryConfig, SurgeryForCausalLM, SurgeryPicturesConfig
+from surgery.model.token_quantizer import TokenQuantizer
 
 INT8 = {"format": "int8", "group": 4, "window": 2, "keys": "token"}
 INT4 = {"format": "int4", "group": 4, "window": 3, "keys": "channel"}
 FP8 = {"format": "fp8", "group": 4, "window": 0, "keys": "token", "sinks": 1}
 LATENT_ENTRY = {"kind": "latent", "kv_lora_rank": 12, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": None}
+ROWS = {"latent_runs": [["4+4", 2], ["2+2+2+2", 2]], "rope_runs": [["5+3", 2]], "first_tokens": 2}
+ROWS_ENTRY = {**LATENT_ENTRY, "kind": "quantized_latent", **ROWS}
 KEY_NORM_ENTRY = {**LATENT_ENTRY, "key_norm_eps": 1e-6}
 GROUP = {"group_size": 2, "rank": 6, "block": 4, "sinks": 1, "window": 2}
 MLA = {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": None}
@@ -34,6 +37,10 @@ def perturbed(model: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    for module in model.modules():
+        if isinstance(module, TokenQuantizer):
+            module.step.fill_(0.2)
+            module.mean.copy_(0.1 * torch.randn(module.mean.shape, generator=generator))
     return model.eval()
 
 
@@ -103,6 +110,8 @@ WRITTEN: dict[str, Callable[[], PreTrainedModel]] = {
         from_entries, hybrid_entry(1, [1, 0], 0, sinks=2, recent=5), kv_cache=INT8 | {"streaming_format": "int4"}
     ),
     "quantized_mla": lambda: mla([None] * LAYERS, kv_cache=FP8),
+    "rows_latent": partial(from_entries, ROWS_ENTRY),
+    "rows_latent_key_norm": partial(from_entries, {**ROWS_ENTRY, "key_norm_eps": 1e-6}, family="qwen3"),
     "mixed": partial(from_entries, LATENT_ENTRY, hybrid_entry(1, [1, 0], 1, sinks=2, recent=5), kv_cache=[None, INT8]),
     IMAGES: partial(with_pictures, low_rank_entry()),
     "mla": mla,

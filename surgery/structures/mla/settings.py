@@ -75,6 +75,13 @@ class ConvertSettings(StructureSettings):
         "token; the ratio then counts bytes.",
         section="Bits",
     )
+    sinks: int | None = setting(
+        None,
+        "First tokens that stay in full precision in a quantised cache.",
+        least=0,
+        section="Bits",
+        unset="4 where bits are auto, else 0",
+    )
     rope_bits: RopeBits | None = rope_bits()
     carrier: Literal["auto", "stock", "own"] = setting(
         "auto",
