@@ -1,0 +1,89 @@
+"""A cache of packed rows gives what one pass gives, however it was filled, cropped and padded."""
+
+import copy
+
+import pytest
+import torch
+from own_models import tokens
+from written_models import WRITTEN
+
+
+@pytest.fixture(scope="module", params=["rows_latent", "rows_latent_key_norm"])
+def model(request):
+    return WRITTEN[request.param]()
+
+
+def logits(model, ids, cache=None, **kwargs):
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, use_cache=True, **kwargs)
+
+
+def agree(found, wanted):
+    # A product of another shape may round a value over the edge of a step.
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("chunks", [[1] * 12, [5, 7], [1, 3, 8]])
+def test_any_chunks(model, chunks):
+    ids, cache, parts = tokens(), None, []
+    for part in ids.split(chunks, dim=1):
+        out = logits(model, part, cache)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    with torch.no_grad():
+        agree(torch.cat(parts, dim=1), model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("kept", [1, 6, 11])
+def test_cropped_tokens_come_again(model, kept):
+    ids = tokens()
+    whole = logits(model, ids)
+    cache = logits(model, torch.cat([ids[:, :kept], ids.flip(1)[:, : 12 - kept]], dim=1)).past_key_values
+    cache.crop(kept - 12)
+    assert cache.get_seq_length() == kept
+    agree(logits(model, ids[:, kept:], cache).logits, whole.logits[:, kept:])
+
+
+@pytest.mark.parametrize("chunks", [[15], [2, 13], [4, 1, 10]])
+def test_first_tokens_are_those_after_the_padding(model, chunks):
+    ids, rows = tokens(), []
+    wanted = logits(model, ids).logits
+    padded = torch.zeros(2, 15, dtype=torch.long)
+    mask = torch.zeros_like(padded)
+    for row, padding in enumerate((3, 1)):
+        padded[row, padding : padding + 12], mask[row, padding : padding + 12] = ids[row], 1
+    padded[1, 13:], mask[1, 13:] = 5, 1  # two tokens more
+    cache, start = None, 0
+    for part in padded.split(chunks, dim=1):
+        start += part.shape[1]
+        out = logits(model, part, cache, attention_mask=mask[:, :start])
+        cache = out.past_key_values
+        rows.append(out.logits)
+    found = torch.cat(rows, dim=1)
+    agree(found[0, 3:], wanted[0])
+    agree(found[1, 1:13], wanted[1])
+
+
+def test_assisted_decoding_and_beams_give_the_tokens_of_plain_decoding(model):
+    ids = tokens()[:1]
+    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    plain = model.generate(ids, **settings)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **settings), plain)
+    beams = model.generate(ids.expand(2, -1), num_beams=2, **settings | {"attention_mask": None})
+    assert torch.equal(beams[0], beams[1])
+
+
+def test_a_copy_goes_on_by_itself(model):
+    ids = tokens()
+    cache = logits(model, ids[:, :8]).past_key_values
+    copied = copy.deepcopy(cache)
+    first = logits(model, ids[:, 8:], cache).logits
+    agree(logits(model, ids[:, 8:], copied).logits, first)
+
+
+def test_memory_that_is_reserved_stays_where_it_is(model):
+    cache = model.reserved_cache(12)
+    logits(model, tokens()[:, :3], cache)
+    place = cache.layers[0].keys.data_ptr()
+    logits(model, tokens()[:, 3:], cache)
+    assert cache.layers[0].keys.data_ptr() == place
