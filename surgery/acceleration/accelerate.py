@@ -25,6 +25,7 @@ from surgery.model.cross_layer_latent_attention import CrossLayerFamilyLatents, 
 from surgery.model.hybrid_attention import HybridAttention
 from surgery.model.latent_attention import LatentAttention
 from surgery.model.low_rank_attention import LowRankAttention
+from surgery.model.quantized_latent_attention import QuantizedLatentAttention
 
 logger = logging.getLogger("surgery.kernels")
 
@@ -127,7 +128,13 @@ WHY_NOT = {
 }
 """What may stand in the way of one layer's kernel."""
 
-WITHOUT = (PromptBasisAttention, MergedPairAttention, CrossLayerLatentAttention, CrossLayerFamilyLatents)
+WITHOUT = (
+    PromptBasisAttention,
+    MergedPairAttention,
+    CrossLayerLatentAttention,
+    CrossLayerFamilyLatents,
+    QuantizedLatentAttention,
+)
 
 
 def _put_under(module: nn.Module, before: _Before) -> str:

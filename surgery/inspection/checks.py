@@ -191,7 +191,8 @@ def _logits(reader: CheckpointReader, opened, report: Recorded) -> str:
     hidden = run_layers(opened.stream, tokens[None], record["piece"])
     difference = probe_difference(record, take_probe(opened.stream, tokens, hidden[0], record["piece"]))
     exact = CACHE_TOLERANCE[getattr(torch, record["dtype"])] + TOLERANCE[torch.float32]
-    allowed = QUANTIZED_TOLERANCE if record["piece"] else exact
+    rounds = record["piece"] or any(entry.quantizes for entry in layer_entries(reader.config))
+    allowed = QUANTIZED_TOLERANCE if rounds else exact
     if not difference <= allowed:
         raise SurgeryError(f"they differ from those on record by {difference:.1e} of their spread")
     return f"those on record, to {difference:.0e} of their spread"

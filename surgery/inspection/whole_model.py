@@ -34,12 +34,14 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(opened.config.vocab_size, (1, LENGTH), generator=generator).to(model.device)
     whole = model(ids).logits
-    spread, quantized = float(whole.std()), bool(reader.config.get("kv_cache"))
-    grouped = quantized or any(entry.shares_cache for entry in layer_entries(reader.config))
+    entries, spread = layer_entries(reader.config), float(whole.std())
+    quantized = bool(reader.config.get("kv_cache"))
+    grouped = quantized or any(entry.shares_cache for entry in entries)
+    rounds = quantized or any(entry.quantizes for entry in entries)
 
     def compare(other: Tensor, how: str) -> None:
         difference = float((other - whole[:, -other.shape[1] :]).abs().max()) / max(spread, 1e-30)
-        if not difference <= (QUANTIZED_TOLERANCE if quantized else TOLERANCE):
+        if not difference <= (QUANTIZED_TOLERANCE if rounds else TOLERANCE):
             raise SurgeryError(f"logits {how} differ by {difference:.1e} of their spread from those of one pass")
 
     by_layers = opened.stream.logits(run_layers(opened.stream, ids.cpu(), None)[:, -1:].to(opened.stream.device))

@@ -29,13 +29,14 @@ class LayerEntry:
         streams: whether some heads or latents are kept for sinks and a window only.
         has_window: whether full-precision tokens are kept next to latents.
         joined: whether the layer reads what the layer before it has cached.
+        quantizes: whether the entry itself says how values are quantized, token by token.
         ranks: latents of each block, of which the first so many are a smaller layer.
     """
 
     kind: ClassVar[str | None] = None
     attention: ClassVar[tuple[str, str]]
     nested: ClassVar[Mapping[str, type]] = {}
-    has_gate = has_rope_part = shares_cache = streams = has_window = joined = False
+    has_gate = has_rope_part = shares_cache = streams = has_window = joined = quantizes = False
     ranks = ()
     codes = None
 

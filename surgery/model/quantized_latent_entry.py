@@ -24,7 +24,7 @@ class QuantizedLatentEntry(LatentEntry):
     kind = "quantized_latent"
     attention = "quantized_latent_attention", "QuantizedLatentAttention"
     has_rope_part = False
-    has_window = True
+    has_window = quantizes = True
     ranks = ()
 
     latent_runs: Runs

@@ -17,6 +17,7 @@ from surgery.common.progress import Progress
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.families.base import keeps_state
 from surgery.model.cache_argument import CACHE
+from surgery.model.parts import entries_of
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import LayerStream, StreamedLayer, blocks_of, single_layer_config
 from surgery.running.loading import load_config
@@ -94,7 +95,8 @@ def verify_by_running(
     stream = LayerStream(reader, config, single_layer_config, device=source.device, dtype=source.dtype)
     hidden = stream.embed(held_out.tokens)
     tokens = measured_tokens(hidden.shape[1], opened.windows)
-    differences, measured, quantized, watch = [], 0, False, None if flow is None else FlowWatch()
+    differences, measured, watch = [], 0, None if flow is None else FlowWatch()
+    quantized = rounds = any(entry.quantizes for entry in entries_of(config))
     with progress.phase("verify: reload and run", stream.num_layers) as advance:
         for start, stop in blocks_of(config):
             with stream.block(start, stop) as layer:
@@ -116,7 +118,8 @@ def verify_by_running(
     for worst in differences:
         if not worst <= allowed:  # nor is NaN
             raise SurgeryError.at(path, f"decoding through the cache differs from one forward pass by {worst:.1e}")
-    if not difference <= TOLERANCE[weight_dtype] + CACHE_TOLERANCE[stream.dtype]:
+    rounding = QUANTIZED_TOLERANCE if rounds else CACHE_TOLERANCE[stream.dtype]
+    if not difference <= TOLERANCE[weight_dtype] + rounding:
         raise SurgeryError.at(path, f"logits of the written checkpoint differ from the simulation by {difference:.1e}")
     predicted = kv_bytes_of(reader.config, weight_dtype)(tokens, prompt=prompt_of(tokens))
     if measured != predicted:

@@ -138,8 +138,9 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
     def foresee(self) -> Foreseen:
         """As if all layers had one row of 4 bits a value; its bytes are those of the budget."""
         writer, config = self._writer(self._plans or self._likely()), self.opened.reader.config
+        spec = writer.spec
         result, first = writer.config(config), self.settings.first_tokens
-        held = kv_bytes_of(result, writer.spec.dtype)
+        held = kv_bytes_of(result, spec.dtype)
         return Foreseen(
             config=result,
             tensors=replanned_tensors(self.opened, writer.copied, writer.plan, self.kept),
@@ -147,9 +148,7 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(
-                cached=max(
-                    rank + 2 * len(freq) for rank, freq in zip(writer.spec.ranks, writer.spec.inv_freq, strict=True)
-                ),
+                cached=max(rank + 2 * len(rates) for rank, rates in zip(spec.ranks, spec.inv_freq, strict=True)),
                 statistics=True,
                 gradients=True,
                 lags=True,
