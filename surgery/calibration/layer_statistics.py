@@ -56,12 +56,13 @@ class Calibrated(Protocol):
     processes: Processes
 
 
-def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None = None) -> None:
+def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None = None, first: int = 0) -> None:
     """Fills the library by one forward and one backward sweep over calibration tokens, or from weights alone.
 
     Args:
         gradients: whether moments of the loss gradient are wanted.
         basis_of: for lag statistics; None for none.
+        first: tokens of each sequence that moments leave out, as a cache keeps them in full precision.
     """
     opened, settings, tokens, library = work.opened, work.settings, work.texts.calibration, work.library
     store, progress, snapshots, processes = work.store, work.progress, work.snapshots, work.processes
@@ -82,7 +83,7 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
         return
 
     if settings.keep_statistics:
-        kept = KeptStatistics(settings.keep_statistics, _facts(opened, tokens, settings, gradients, basis_of))
+        kept = KeptStatistics(settings.keep_statistics, _facts(opened, tokens, settings, gradients, basis_of, first))
         if processes.from_main(lambda: kept.read_into(library)):
             progress.note(f"statistics: those kept in {settings.keep_statistics}")
             store.fill_when_asked(forward)
@@ -91,7 +92,8 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
     with progress.phase("calibrate: backward", stream.num_layers) as advance:
         parts = Parts(len(tokens), settings.batch_size, processes)
         seed = settings.seed
-        layers = backward_sweep(opened, store, final, parts, gradients=gradients, seed=seed, snapshots=snapshots)
+        how = {"gradients": gradients, "seed": seed, "snapshots": snapshots, "first": first}
+        layers = backward_sweep(opened, store, final, parts, **how)
         reached = stream.num_layers
         for layer in layers:
             lags = None
@@ -111,7 +113,12 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
 
 
 def _facts(
-    opened: Source, tokens: Tensor, settings: ConversionSettings, gradients: bool, basis_of: BasisOf | None
+    opened: Source,
+    tokens: Tensor,
+    settings: ConversionSettings,
+    gradients: bool,
+    basis_of: BasisOf | None,
+    first: int,
 ) -> dict[str, Any]:
     """All that statistics follow from. Which basis lags are taken in is a matter of the method."""
     return {
@@ -119,6 +126,7 @@ def _facts(
         "tokens": token_hash(tokens),
         "gradients": gradients,
         "lags_of": basis_of and getattr(settings, "method", WITH_LAGS),
+        **({"first": first} if first else {}),
         **{name: getattr(settings, name) for name in ("seed", "dtype", "batch_size")},
     }
 

@@ -96,6 +96,7 @@ class MomentAccumulator:
     Args:
         hold: keeps a batch of them.
         parts: of the tokens, each summed by itself.
+        first: tokens at the start of each sequence that are left out: those that a cache keeps in full precision.
         processes: that share the parts, as :class:`surgery.calibration.parts.Parts` deals them out.
     """
 
@@ -107,7 +108,9 @@ class MomentAccumulator:
         hold: Callable[[Tensor], Tensor] = Tensor.cpu,
         parts: int = 1,
         processes: Processes = ALONE,
+        first: int = 0,
     ):
+        self._first = first
         self._gradients, self._hold, self._processes = gradients, hold, processes
         self._key_norm, self._device = anatomy.k_norm, anatomy.o.device
         self._precision = MomentPrecision.of(
@@ -126,27 +129,29 @@ class MomentAccumulator:
             inputs: what was projected [B, T, D]; without them nothing is known of inputs.
             part: that the batch belongs to.
         """
-        k, v = projection.k.detach(), projection.v.detach()
+        body = slice(self._first, None)
+        q, k, v = (each.detach()[:, body] for each in (projection.q, projection.k, projection.v))
         sums, rows, precision = self._sums[part], _rows(k, v), self._precision
-        gain = 1 if projection.key_gain is None else projection.key_gain.detach()[..., None]
+        key_gain = None if projection.key_gain is None else projection.key_gain.detach()[:, body]
+        gain = 1 if key_gain is None else key_gain[..., None]
         _add(sums, "tokens", k.shape[0] * k.shape[1])
         _add(sums, "moment", precision.gram(rows))
         _add(sums, "mean", precision.total(rows))
-        _add(sums, "query_energy", precision.total(projection.q.detach().square(), (0, 1)))
-        _add(sums, "query_norm", precision.total(to_complex(projection.q.detach().float()).abs(), (0, 1)))
+        _add(sums, "query_energy", precision.total(q.square(), (0, 1)))
+        _add(sums, "query_norm", precision.total(to_complex(q.float()).abs(), (0, 1)))
         _add(sums, "key_norm", precision.total(to_complex(k.float()).abs() * gain, (0, 1)))
         if self._gradients:
-            k_grad, v_grad = projection.k.grad, projection.v.grad
+            k_grad, v_grad = projection.k.grad[:, body], projection.v.grad[:, body]
             met = {"rows": rows, "gradients": _rows(k_grad, v_grad)}
             _add(sums, "gradient", precision.gram(met["gradients"]))
             if self._key_norm is not None:
-                raw = raw_key_gradient(k, k_grad, projection.key_gain.detach(), self._key_norm.weight)
+                raw = raw_key_gradient(k, k_grad, key_gain, self._key_norm.weight)
                 met["raw_gradients"] = _rows(raw, v_grad)
                 _add(sums, "raw_gradient", precision.gram(met["raw_gradients"]))
             for name, batch in met.items():
                 self._held[name][part].append(self._hold(batch))
         if inputs is not None:
-            x = inputs.detach().flatten(0, 1)
+            x = inputs.detach()[:, body].flatten(0, 1)
             _add(sums, "input_scale", precision.total(x.abs()))
             _add(sums, "input_energy", precision.total(x.square()))
 

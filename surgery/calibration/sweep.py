@@ -159,6 +159,7 @@ def backward_sweep(
     gradients: bool = True,
     seed: int = 0,
     snapshots: Snapshots | None = None,
+    first: int = 0,
 ) -> Iterator[SweptLayer]:
     """Yields the statistics of every layer that has keys and values, from last to first.
 
@@ -169,6 +170,7 @@ def backward_sweep(
         gradients: take gradients of the loss (labels drawn from the model itself, ``seed``); without, the sweep
             recomputes activations only.
         snapshots: what a sweep that was killed goes on from; layers that were dealt with are not yielded again.
+        first: tokens of each sequence that statistics leave out.
     """
     stream, snapshots = opened.stream, snapshots or Snapshots()
     if state := snapshots.last("backward"):
@@ -190,7 +192,7 @@ def backward_sweep(
                 _pass_gradients(stream, index, store.load(index), upstream, parts)
             taken(index)
             continue
-        yield _swept(stream, index, opened.anatomy(index), store, upstream, parts)
+        yield _swept(stream, index, opened.anatomy(index), store, upstream, parts, first)
         taken(index)
 
 
@@ -201,11 +203,17 @@ def _swept(
     store: BoundaryStore,
     upstream: Tensor | None,
     parts: Parts,
+    first: int,
 ) -> SweptLayer:
     """Passes a layer; where there are gradients [n, T, D] at what it puts out, those at what enters it replace them."""
     anatomy, hidden, gradients = anatomy.to(stream.device, stream.dtype), store.load(index), upstream is not None
     moments = MomentAccumulator(
-        anatomy, gradients=gradients, hold=store.memory.hold, parts=parts.count, processes=parts.processes
+        anatomy,
+        gradients=gradients,
+        hold=store.memory.hold,
+        parts=parts.count,
+        processes=parts.processes,
+        first=first,
     )
     inputs = store.memory.empty((parts.held, *hidden.shape[1:]), stream.dtype)
 

@@ -60,9 +60,9 @@ class Work(Generic[Opened, Settings]):
         library, store = StatisticsLibrary(folder), BoundaryStore(folder, settings.activation_memory)
         return cls(opened, settings, texts, library, store, ConvertedLayers(folder), progress, snapshots, processes)
 
-    def gather(self, *, gradients: bool = True, basis_of: BasisOf | None = None) -> None:
+    def gather(self, *, gradients: bool = True, basis_of: BasisOf | None = None, first: int = 0) -> None:
         """Fills the library, by :func:`surgery.calibration.layer_statistics.gather`."""
-        layer_statistics.gather(self, gradients=gradients, basis_of=basis_of)
+        layer_statistics.gather(self, gradients=gradients, basis_of=basis_of, first=first)
 
     def stage_runs(
         self, stages: tuple[str, ...], *, exact: Collection[str] = (), steps: Collection[str] = ()

@@ -1,12 +1,9 @@
 """MLA whose cache spends bits instead of rank: nearly all components are kept, each in the bits that it is worth.
 
-The steps of a layer: the loss-weighted complex basis of the keys (:func:`surgery.transforms.mla.key_basis`, exact);
-components whose rotation is worth less than the bits that they would save stand still; those and the values share one
-latent, sorted by energy; rows of both are packed (:mod:`surgery.transforms.row_allocation`); means and steps of every
-channel are fitted to calibration text. Nothing of the result is rebuilt when it is read.
-
-Static steps per channel of a decorrelated cache are KVTC's and CommVQ's idea of calibration; the loss-gradient metric,
-the complex basis and one price for ranks, rotations and bits are this package's.
+The steps of a layer: the loss-weighted complex basis of the keys (:func:`surgery.transforms.mla.key_basis`, exact), all
+of whose components keep RoPE; a latent of the values in the same metric; both packed into a row
+(:mod:`surgery.transforms.row_allocation`); means and steps of every channel fitted to calibration text. Nothing of the
+result is rebuilt when it is read, and nothing depends on how far apart tokens are.
 """
 
 from __future__ import annotations
@@ -16,19 +13,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from surgery.calibration.statistics import LagStatistics, LayerStatistics
+from surgery.calibration.statistics import LayerStatistics
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.token_format import Runs, TokenFormat
 from surgery.model.token_quantizer import TokenQuantizer
 from surgery.transforms import mla
 from surgery.transforms.key_basis import KeyBasis
 from surgery.transforms.latent_layer import LatentLayer, Read
-from surgery.transforms.row_allocation import WIDTHS, noise, unit_order
+from surgery.transforms.row_allocation import Section, unit_order
 
 STEP_FACTORS = (0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 1.0, 1.15, 1.35, 1.6, 2.0)
 """Steps that are tried, in units of 9 standard deviations over the levels of a channel."""
-SAVED_SHARE = 0.5
-"""Share of a component's bits that the joint latent saves, which holds it if it stands still."""
+FIT_TOKENS = 8192
+"""Calibration tokens, evenly spread, that steps are fitted to."""
+METHOD = replace(mla.METHODS["fisher"], lags=False)
+"""Every component keeps RoPE, so that none has to be chosen by lags of attention."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,18 @@ class LayerSpectra:
     """What a layer's bytes may be spent on.
 
     Attributes:
-        components: energies of the key's components, [P].
-        rotations: loss predicted from taking RoPE from each, in the same unit, [P].
-        values: energies of a latent of the values alone, descending.
+        components: energies of the key's components, [P]: twice the loss in nats that leaving one out is expected to
+            cost.
+        values: the same of a latent of the values, descending.
     """
 
     components: Tensor
-    rotations: Tensor
     values: Tensor
+
+    def sections(self, factor: float = 1.0) -> list[Section]:
+        """Return the sections of a row, latent and shared key, with energies times a factor."""
+        components = self.components.sort(descending=True).values
+        return [Section(factor * self.values, least=1), Section(factor * components, unit=2)]
 
 
 @dataclass(frozen=True)
@@ -54,72 +57,31 @@ class QuantizedLatents:
         layer: its latent form, channels in the order of the row.
         quantizer: means and steps, in the order of the model class, whose rotary pairs are neighbours.
         clipped: share of the calibration values that lie outside the range of their channel.
-        energy: of all latents in the metric of the loss, descending.
-        rope_error: predicted share of the squared scores lost with the dropped rotations.
     """
 
     layer: LatentLayer
     quantizer: TokenQuantizer
     clipped: float
-    energy: Tensor
-    rope_error: float
 
 
-def centred(anatomy: AttentionAnatomy, statistics: LayerStatistics, inputs: Tensor, first: int) -> LayerStatistics:
-    """Statistics whose moment is that of deviations from the mean, without the first tokens of each sequence.
-
-    Args:
-        anatomy: the layer in the dtype of the inputs.
-        inputs: of its attention, calibration tokens [N, T, D].
-        first: tokens that the cache keeps in full precision.
-    """
-    weights = statistics.token_weight.view(inputs.shape[:2])[:, first:].double()
-    total, mean, moment = float(weights.sum()), 0, 0
-    for sequence, weight in zip(inputs, weights, strict=True):
-        projection = anatomy.project(sequence[None, first:])
-        rows = torch.cat([projection.k.flatten(2), projection.v.flatten(2)], dim=-1)[0].double().cpu()
-        mean = mean + weight @ rows / total
-        moment = moment + (rows * weight[:, None]).mT @ rows / total
-    moment = moment - torch.outer(mean, mean)
+def centred(statistics: LayerStatistics) -> LayerStatistics:
+    """Statistics whose moment is that of deviations from the mean: a quantizer's means cost no bits."""
+    mean = statistics.weighted_mean
+    moment = statistics.weighted_moment - torch.outer(mean, mean)
     return replace(statistics, weighted_moment=moment, weighted_mean=torch.zeros_like(mean))
 
 
-def spectra(
-    anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis, lags: LagStatistics
-) -> LayerSpectra:
+def spectra(anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis) -> LayerSpectra:
     """Energies of a layer; the statistics are centred ones."""
     everything = torch.arange(basis.components)
-    return LayerSpectra(
-        mla.component_energies(anatomy, statistics, basis),
-        mla.rotation_energies(anatomy, statistics, basis, lags),
-        mla.latent_energies(anatomy, statistics, basis, [everything])[0],
-    )
-
-
-def rotated_components(found: LayerSpectra, price: float, factor: float) -> Tensor:
-    """Indices of the components that keep RoPE, by descending energy.
-
-    A component stands still where that is predicted to lose less than the bits that it saves in the joint latent.
-
-    Args:
-        price: of a bit of a channel, in units of energy.
-        factor: by which predicted losses of dropped rotations are multiplied: they are far too low.
-    """
-    energy = found.components
-    bits = torch.tensor([0, *WIDTHS], dtype=torch.float64)
-    errors = torch.tensor([1.0, *map(noise, WIDTHS)], dtype=torch.float64)
-    paid = (energy[:, None] * errors + 2 * price * bits).min(-1).values
-    turns = factor * found.rotations > SAVED_SHARE * paid
-    order = energy.argsort(descending=True, stable=True)
-    return order[turns[order]]
+    (values,) = mla.latent_energies(anatomy, statistics, basis, [everything])
+    return LayerSpectra(mla.component_energies(anatomy, statistics, basis), values)
 
 
 def convert_layer(
     anatomy: AttentionAnatomy,
     statistics: LayerStatistics,
     basis: KeyBasis,
-    lags: LagStatistics,
-    rotated: Tensor,
     runs: tuple[Runs, Runs],
     inputs: Tensor,
     first: int,
@@ -128,26 +90,29 @@ def convert_layer(
 
     Args:
         anatomy: the layer in float64.
-        statistics: centred ones.
-        rotated: from :func:`rotated_components`.
+        statistics: centred ones, without the first tokens.
+        basis: of its keys.
         runs: of the latent and of the shared key.
         inputs: of its attention, calibration tokens [N, T, D].
         first: tokens that the cache keeps in full precision.
     """
     latent_order, rope_order = (unit_order(each, unit) for each, unit in zip(runs, (1, 2), strict=True))
-    # Rotated components that get no bits are left out.
-    available = 2 * (basis.components - len(rotated)) + anatomy.kv_heads * anatomy.value_dim
-    rank = min(len(latent_order), available)
-    converted = mla.convert_layer(mla.METHODS["fisher"], anatomy, statistics, basis, rotated, rank, lags)
+    rotated = by_energy(anatomy, statistics, basis)
+    rank = min(len(latent_order), anatomy.kv_heads * anatomy.value_dim)
+    converted = mla.convert_layer(METHOD, anatomy, statistics, basis, rotated, rank)
     layer = _in_order(converted.truncated, latent_order, rope_order)
     quantizer = TokenQuantizer(TokenFormat((*runs[0], *runs[1])))
-    body = inputs[:, first:].flatten(0, 1).float()
-    down = layer.to(body.device, body.dtype)
-    values = nn.functional.linear(body, down.down, down.down_bias)[:, neighbours(layer)].cpu()
-    weight = statistics.token_weight.view(inputs.shape[:2])[:, first:].flatten()
-    fit_steps(quantizer, values, weight, layer.rank)
-    clipped = float(quantizer.clipped(values).double().mean())
-    return QuantizedLatents(layer, quantizer, clipped, converted.energy, converted.rope_error)
+    body = inputs[:, first:].flatten(0, 1)
+    chosen = torch.linspace(0, len(body) - 1, min(FIT_TOKENS, len(body))).long()
+    down = layer.to(body.device, torch.float32)
+    values = nn.functional.linear(body[chosen].float(), down.down, down.down_bias)[:, neighbours(layer)].cpu()
+    fit_steps(quantizer, values, statistics.token_weight[chosen], layer.rank)
+    return QuantizedLatents(layer, quantizer, float(quantizer.clipped(values).double().mean()))
+
+
+def by_energy(anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis) -> Tensor:
+    """Return all components by descending energy."""
+    return mla.component_energies(anatomy, statistics, basis).argsort(descending=True, stable=True)
 
 
 def fit_steps(quantizer: TokenQuantizer, values: Tensor, weight: Tensor, rank: int) -> None:

@@ -121,11 +121,10 @@ class _Search:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Runs of every section, the price of a byte in units of energy, and the loss that is predicted: Σ λ D."""
+    """Runs of every section, and the energy that each still loses: Σ λ D."""
 
     runs: list[Runs]
-    price: float
-    cost: float
+    costs: list[float]
 
 
 def allocate_rows(sections: Sequence[Section], budget: int, *, granule: int = GRANULE) -> Allocation:
@@ -147,11 +146,9 @@ def allocate_rows(sections: Sequence[Section], budget: int, *, granule: int = GR
         middle = (low + high) / 2
         spent = sum(search.settle(math.exp(middle)) for search in searches)
         low, high = (middle, high) if spent > budget else (low, middle)
-    price = math.exp(high)
-    _save(searches, sum(search.settle(price) for search in searches) - budget, granule)
+    _save(searches, sum(search.settle(math.exp(high)) for search in searches) - budget, granule)
     _spend(searches, budget - sum(search.bytes for search in searches), granule)
-    cost = sum(search.cost(search.counts) for search in searches)
-    return Allocation([search.runs() for search in searches], price, cost)
+    return Allocation([search.runs() for search in searches], [search.cost(search.counts) for search in searches])
 
 
 def _save(searches: list[_Search], excess: int, granule: int) -> None:

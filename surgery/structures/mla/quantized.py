@@ -13,11 +13,10 @@ from torch import Tensor
 
 from surgery.architectures.own_class import MODEL_TYPE
 from surgery.architectures.own_quantized import OwnQuantizedMLA
-from surgery.calibration.layer_statistics import BasisOf
-from surgery.calibration.statistics import LagStatistics, LayerStatistics
+from surgery.calibration.statistics import LayerStatistics
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
-from surgery.common.human import share
+from surgery.common.human import share, short
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.rope import unchanged_length
@@ -32,24 +31,22 @@ from surgery.structures.mla.output import mla_spec
 from surgery.structures.mla.report import EXACT_STAGES
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.passing import pass_kept
-from surgery.structures.stages import StageRuns
+from surgery.structures.single_layers import single_layer_divergences
+from surgery.structures.stages import Form, StageRuns
 from surgery.structures.work import Work
 from surgery.transforms import mla, quantized_mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
-from surgery.transforms.latent_layer import LatentLayer, SimulatedAttention
+from surgery.transforms.latent_layer import SimulatedAttention
 from surgery.transforms.partial_rope import latent_form
-from surgery.transforms.quantized_mla import QuantizedLatents
-from surgery.transforms.row_allocation import Section, allocate_rows, granule_of
+from surgery.transforms.quantized_mla import LayerSpectra, QuantizedLatents
+from surgery.transforms.row_allocation import allocate_rows, granule_of
 
-PARTIAL, QUANTIZED = "partial RoPE", "quantized"
-"""Lossy stages of the report."""
-METHOD = mla.METHODS["fisher"]
+QUANTIZED = "quantized"
+"""Lossy stage of the report."""
 REASON = "a cache of packed rows is of the custom model class"
-ROTATION_FACTOR = 10.0
-"""By which predicted losses of dropped rotations are multiplied.
-
-At 25% of SmolLM2-135M a factor of 1 loses twice as much as 10 in KL, at 12.5% four times (docs/research/).
-"""
+MEASURED_SEQUENCES = 1
+"""Calibration sequences on which the loss of each layer is measured. KL divergences settle on a thousand tokens."""
+LARGEST_FACTOR = 1e4
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class QuantizedLayerReport:
         rank, rope_dim: channels of the latent and of the shared key; 0 where the layer stays as it is.
         row_bytes: of a token.
         bits: channels by their bits.
-        rope_error: predicted share of the squared scores lost with the dropped rotations.
+        factor: measured over predicted loss of this layer alone, by which the budget was spent.
         clipped: share of calibration values outside the range of their channel.
         measured: relative error of the layer's own output on the source's inputs, at each lossy stage.
     """
@@ -70,29 +67,23 @@ class QuantizedLayerReport:
     rope_dim: int = 0
     row_bytes: int = 0
     bits: dict[str, int] = field(default_factory=dict)
-    rope_error: float | None = None
+    factor: float | None = None
     clipped: float | None = None
     measured: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def columns() -> tuple[str, ...]:
         """Heads of :meth:`cells`."""
-        return "latent", "rotated", "bytes a token", "RoPE, predicted", "clipped"
+        return "latent", "rotated", "bytes a token", "loss over predicted", "clipped"
 
     def cells(self) -> tuple:
         """For people."""
-        return self.rank or "kept", self.rope_dim, self.row_bytes, share(self.rope_error), share(self.clipped)
+        return self.rank or "kept", self.rope_dim, self.row_bytes, short(self.factor), share(self.clipped)
 
 
-Calibrated = tuple[AttentionAnatomy, LayerStatistics, KeyBasis, LagStatistics]
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """What is settled of a layer: components that keep RoPE, by descending energy, and the runs of its row."""
-
-    rotated: Tensor
-    runs: tuple[Runs, Runs]
+Calibrated = tuple[AttentionAnatomy, LayerStatistics, KeyBasis]
+Plans = dict[int, tuple[Runs, Runs]]
+"""Runs of the latent and of the shared key of every converted layer."""
 
 
 class QuantizedMLA(Structure[Source, ConvertSettings]):
@@ -127,13 +118,9 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
                 f"{2 * self.granule} at least: ask for more",
                 setting="kv_ratio",
             )
-        self._plans: dict[int, LayerPlan] | None = None
-        self._predicted: float | None = None
-
-    @property
-    def lag_basis(self) -> BasisOf | None:
-        """Components are chosen by what attention does over lags."""
-        return mla.lag_basis(METHOD)
+        self._plans: Plans | None = None
+        self._frequencies: dict[int, Tensor] = {}
+        self._factors: dict[int, float] = {}
 
     def foresee(self) -> Foreseen:
         """As if all layers had one row of 4 bits a value; its bytes are those of the budget."""
@@ -151,54 +138,69 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
                 cached=max(rank + 2 * len(rates) for rank, rates in zip(spec.ranks, spec.inv_freq, strict=True)),
                 statistics=True,
                 gradients=True,
-                lags=True,
                 steps=1,
                 exact=len(EXACT_STAGES),
             ),
         )
 
     def gather(self, work: Work) -> None:
-        """Moments, and what attention over lags the choice of rotated components needs."""
-        work.gather(basis_of=self.lag_basis)
+        """Moments of all but the first tokens, which the cache keeps in full precision."""
+        work.gather(first=self.settings.first_tokens)
 
     def plan(self, work: Work) -> dict[str, TensorSpec]:
-        """Chooses the rotated components and the bits of every channel of all layers.
+        """Chooses the bits of every channel of all layers.
 
-        The price of a bit follows from an allocation in which everything rotates; it says which components do.
+        To second order energies say what a layer loses; really it is several times as much, and not by one factor. So
+        what is planned by them is measured, one layer at a time, and the budget spent again by what was found.
         """
-        budget, sections, spectra = int(self.row_budget * len(self.layers)), [], {}
-        with work.progress.phase("weigh rotations and bits", 2 * len(self.layers)) as advance:
+        spectra = {}
+        with work.progress.phase("weigh bits", len(self.layers)) as advance:
             for layer in self.layers:
-                calibrated = self._calibrated(work, layer)
-                spectra[layer] = each = quantized_mla.spectra(*calibrated)
-                sections += [Section(each.values), Section(each.components.sort(descending=True).values, unit=2)]
+                anatomy, centred, basis = self._calibrated(work, layer)
+                spectra[layer] = quantized_mla.spectra(anatomy, centred, basis)
+                order = quantized_mla.by_energy(anatomy, centred, basis)
+                self._frequencies[layer] = basis.frequency[order]
                 advance()
-            price = allocate_rows(sections, budget, granule=self.granule).price / 8
-            sections, rotated = [], {}
-            for layer, each in spectra.items():
-                rotated[layer] = quantized_mla.rotated_components(each, price, ROTATION_FACTOR)
-                anatomy, centred, basis, _ = self._calibrated(work, layer)
-                (latents,) = mla.latent_energies(anatomy, centred, basis, [rotated[layer]])
-                sections += [Section(latents, least=1), Section(each.components[rotated[layer]], unit=2)]
-                advance()
-        allocation = allocate_rows(sections, budget, granule=self.granule)
-        runs = zip(allocation.runs[::2], allocation.runs[1::2], strict=True)
-        self._plans = {layer: LayerPlan(rotated[layer], each) for layer, each in zip(self.layers, runs, strict=True)}
+        plans, predicted = self._spend(spectra, dict.fromkeys(self.layers, 1.0))
+        with work.progress.phase("measure what each layer loses", self.opened.stream.num_layers) as advance:
+            tokens = work.texts.calibration[:MEASURED_SEQUENCES]
+            measured = single_layer_divergences(
+                self.opened.stream,
+                tokens,
+                self.layers,
+                lambda index, layer: self._simulated(self._converted(work, index, layer, plans[index])),
+                work.settings.batch_size,
+                advance,
+            )
+        for layer in self.layers:
+            self._factors[layer] = min(measured[layer] / max(predicted[layer], 1e-30), LARGEST_FACTOR)
+        self._plans, _ = self._spend(spectra, self._factors)
         writer = self._writer(self._plans)
         return replanned_tensors(self.opened, writer.copied, writer.plan, self.kept)
+
+    def _spend(self, spectra: dict[int, LayerSpectra], factors: dict[int, float]) -> tuple[Plans, dict[int, float]]:
+        """The runs of every layer by energies times a factor, and the loss that energies predict of each."""
+        sections = [section for layer, each in spectra.items() for section in each.sections(factors[layer])]
+        allocation = allocate_rows(sections, int(self.row_budget * len(self.layers)), granule=self.granule)
+        runs, costs = allocation.runs, allocation.costs
+        pairs = zip(self.layers, runs[::2], runs[1::2], strict=True)
+        predicted = {
+            layer: (latent + rope) / 2 / factors[layer]  # energies are twice the loss
+            for layer, latent, rope in zip(self.layers, costs[::2], costs[1::2], strict=True)
+        }
+        return {layer: (latent, rope) for layer, latent, rope in pairs}, predicted
 
     def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
         """The quantized form of every layer."""
         opened, written = self.opened, self._writer(self._plans)
-        lossy = (PARTIAL, QUANTIZED)
-        runs = work.stage_runs((*EXACT_STAGES, *lossy), exact=EXACT_STAGES, steps=lossy)
+        runs = work.stage_runs((*EXACT_STAGES, QUANTIZED), exact=EXACT_STAGES, steps=(QUANTIZED,))
         layers = work.pass_layers(lambda index: self._convert(index, work, runs, written), runs, QuantizedLayerReport)
         work.converted.write(opened.layers, writer)
         return Outcome(
             config=written.config(opened.reader.config),
             target={
                 "to": "mla",
-                "method": METHOD.name,
+                "method": quantized_mla.METHOD.name,
                 "model_type": MODEL_TYPE,
                 "reasons": [REASON],
                 "bits": "auto",
@@ -220,44 +222,40 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         if index in self.kept:
             pass_kept(self.opened, index, runs, work.converted)
             return QuantizedLayerReport(index)
-        plan, first = self._plans[index], self.settings.first_tokens
         with self.opened.stream.layer(index) as layer:
-            inputs = self._inputs(layer, work.store.load(index))
-            anatomy, centred, basis, lags = self._of_inputs(work, index, inputs)
-            result = quantized_mla.convert_layer(anatomy, centred, basis, lags, plan.rotated, plan.runs, inputs, first)
-            partial = latent_form(anatomy, basis, plan.rotated, lags.constant())
-            errors = runs.advance(layer, anatomy, self._forms(anatomy, basis, partial, result), (PARTIAL, QUANTIZED))
+            anatomy, _, basis = self._calibrated(work, index)
+            result = self._converted(work, index, layer, self._plans[index])
+            errors = runs.advance(layer, anatomy, self._forms(anatomy, basis, result), (QUANTIZED,))
         tensors = writer.tensors(index, result.layer.to("cpu", torch.float64))
         work.converted.save(index, tensors | writer.quantizer_tensors(index, result.quantizer))
-        return _report(index, plan.runs, result, errors)
+        return _report(index, self._plans[index], self._factors[index], result, errors)
 
-    def _forms(self, exact: AttentionAnatomy, basis: KeyBasis, partial: LatentLayer, result: QuantizedLatents) -> dict:
+    def _forms(self, anatomy: AttentionAnatomy, basis: KeyBasis, result: QuantizedLatents) -> dict[str, Form]:
         """A layer's attention in every stage."""
         stream, every = self.opened.stream, torch.arange(basis.components)
-        identity = identity_basis(exact.kv_heads, exact.head_dim // 2)
-        read = quantized_mla.reader(result.layer, result.quantizer, self.settings.first_tokens)
+        bases = {"merged": identity_basis(anatomy.kv_heads, anatomy.head_dim // 2), "rotated": basis}
         forms = {
-            "merged": (lambda: latent_form(exact, identity, every), None),
-            "rotated": (lambda: latent_form(exact, basis, every), None),
-            PARTIAL: (lambda: partial, None),
-            QUANTIZED: (lambda: result.layer, read),
+            name: lambda basis=each: SimulatedAttention(
+                latent_form(anatomy, basis, every).to(stream.device, stream.dtype)
+            )
+            for name, each in bases.items()
         }
-        return {
-            name: lambda form=form, read=read: SimulatedAttention(form().to(stream.device, stream.dtype), read=read)
-            for name, (form, read) in forms.items()
-        }
+        return {**forms, QUANTIZED: lambda: self._simulated(result)}
+
+    def _simulated(self, result: QuantizedLatents) -> SimulatedAttention:
+        stream = self.opened.stream
+        read = quantized_mla.reader(result.layer, result.quantizer, self.settings.first_tokens)
+        return SimulatedAttention(result.layer.to(stream.device, stream.dtype), read=read)
+
+    def _converted(self, work: Work, index: int, layer: StreamedLayer, runs: tuple[Runs, Runs]) -> QuantizedLatents:
+        inputs = self._inputs(layer, work.store.load(index))
+        return quantized_mla.convert_layer(*self._calibrated(work, index), runs, inputs, self.settings.first_tokens)
 
     def _calibrated(self, work: Work, layer: int) -> Calibrated:
-        with self.opened.stream.layer(layer) as streamed:
-            return self._of_inputs(work, layer, self._inputs(streamed, work.store.load(layer)))
-
-    def _of_inputs(self, work: Work, layer: int, inputs: Tensor) -> Calibrated:
-        """A layer in float64, its centred statistics, the basis of its keys, and lags over that."""
-        anatomy, (statistics, lags) = self.opened.anatomy(layer), work.library.load(layer)
-        live = anatomy.to(self.opened.stream.device, self.opened.stream.dtype)
-        centred = quantized_mla.centred(live, statistics, inputs, self.settings.first_tokens)
-        exact = anatomy.to(torch.float64)
-        return exact, centred, mla.key_basis(METHOD, exact, statistics, None), lags
+        """A layer in float64, its centred statistics, and the basis of its keys."""
+        anatomy, (statistics, _) = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)
+        basis = mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)
+        return anatomy, quantized_mla.centred(statistics), basis
 
     @torch.no_grad()
     def _inputs(self, layer: StreamedLayer, hidden: Tensor) -> Tensor:
@@ -266,36 +264,30 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         rows = hidden.split(self.settings.batch_size)
         return torch.cat([layer.attention_inputs(part.to(stream.device, stream.dtype)) for part in rows])
 
-    def _likely(self) -> dict[int, LayerPlan]:
-        """A plan of the same bytes in every layer, two thirds of them for the latent."""
-        pieces = int(self.row_budget) // self.granule
-        rope = pieces // 3 * self.granule
-        most = self.opened.first.kv_heads * self.opened.first.head_dim // 2  # bytes of all components in 4 bits
-        rope = min(rope, most // self.granule * self.granule)
+    def _likely(self) -> Plans:
+        """The same bytes in every layer, half of them for the latent."""
+        pieces, first = int(self.row_budget) // self.granule, self.opened.first
+        most = first.kv_heads * first.head_dim // 2 // self.granule  # all components in 4 bits
+        rope = min(pieces // 2, most) * self.granule
         runs = (("4+4", pieces * self.granule - rope),), (("4+4", rope),) if rope else ()
-        return dict.fromkeys(self.layers, LayerPlan(torch.zeros(rope, dtype=torch.long), runs))
+        return dict.fromkeys(self.layers, runs)
 
-    def _writer(self, plans: dict[int, LayerPlan]) -> OwnQuantizedMLA:
-        opened = self.opened
-        pairs = opened.first.head_dim // 2
-        ranks, frequencies, runs = [], [], []
+    def _writer(self, plans: Plans) -> OwnQuantizedMLA:
+        """Writes these plans; before the components are ordered, frequencies are those of the first ones."""
+        opened, ranks, frequencies, runs = self.opened, [], [], []
         for layer in range(opened.layers):
-            plan = plans.get(layer)
-            inv_freq = opened.family.rotation(opened.config, layer).inv_freq
-            if plan is None:
-                ranks.append(0), frequencies.append(inv_freq[:0]), runs.append(None)
-                continue
-            latent, rope = plan.runs
+            inv_freq, plan = opened.family.rotation(opened.config, layer).inv_freq, plans.get(layer)
+            latent, rope = plan or ((), ())
+            order = self._frequencies.get(layer, torch.arange(opened.first.kv_heads * len(inv_freq)) % len(inv_freq))
             ranks.append(TokenFormat(latent).channels)
-            frequencies.append(quantized_mla.row_frequencies(inv_freq, plan.rotated % pairs, rope))
-            runs.append(plan.runs)
-        return OwnQuantizedMLA(
-            mla_spec(opened, tuple(ranks), tuple(frequencies)), tuple(runs), self.settings.first_tokens
-        )
+            frequencies.append(quantized_mla.row_frequencies(inv_freq, order, rope))
+            runs.append(plan)
+        spec = mla_spec(opened, tuple(ranks), tuple(frequencies))
+        return OwnQuantizedMLA(spec, tuple(runs), self.settings.first_tokens)
 
 
 def _report(
-    index: int, runs: tuple[Runs, Runs], result: QuantizedLatents, errors: dict[str, float]
+    index: int, runs: tuple[Runs, Runs], factor: float, result: QuantizedLatents, errors: dict[str, float]
 ) -> QuantizedLayerReport:
     whole = TokenFormat((*runs[0], *runs[1]))
     bits = whole.bits()
@@ -305,7 +297,7 @@ def _report(
         result.layer.rope_dim,
         whole.row_bytes,
         {str(width): bits.count(width) for width in sorted(set(bits))},
-        result.rope_error,
+        factor,
         result.clipped,
         errors,
     )
