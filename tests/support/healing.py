@@ -81,6 +81,13 @@ def forked(command: list[str], environment: dict[str, str]) -> int:
     return Fork(*command[3:], module=command[2], environment=environment).wait()
 
 
+def trained_here(command: list[str], environment: dict[str, str]) -> int:
+    """In the place of `run_to_its_end`: the training of one process, in this one."""
+    assert command[:4] == [sys.executable, "-m", "surgery.training.heal", "--config"], command
+    heal_here(vars(HealSettings.from_file(command[4])))
+    return 0
+
+
 def settings_file(values: dict) -> Path:
     """The same for a process of its own."""
     path = Path(f"{values['out']}.yaml")
