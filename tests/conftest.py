@@ -99,6 +99,18 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(DEMO)
 
 
+@pytest.fixture(scope="module")
+def short_decoding():
+    """Evaluations count caches over 8 decoded tokens, not over the 64 of tests/eval, most of the time of tiny ones."""
+    from surgery.eval import kv_cache
+    from surgery.eval.tasks import kv_bytes, memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (kv_cache, kv_bytes, memory):
+            patch.setattr(module, "GROWTH_STEPS", 8)
+        yield
+
+
 @pytest.fixture
 def one_core():
     """Tiny models have no work for two cores; on a busy machine they would mostly wait for each other."""

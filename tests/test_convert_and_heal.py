@@ -16,6 +16,8 @@ from surgery.healing import convert_and_heal, heal
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.request import ConversionRequest
 
+pytestmark = pytest.mark.usefixtures("short_decoding")
+
 MINUTE = {"max_seconds": 60}
 MEASURE = {"windows": 2, "length": 32, "recall_prompts": 1, "data": (str(HELD_OUT),)}
 

@@ -41,6 +41,8 @@ from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.workflow.recipe import run_recipe
 
+pytestmark = pytest.mark.usefixtures("short_decoding")
+
 FEW = {"length": 32, "batch_size": 2, "gradient_accumulation": 1, "held_out": 2, "max_steps": 3, "max_tokens": None}
 FEW |= {"data": (str(HELD_OUT),), "learning_rate": 1e-2, "device": "cpu", "recall": 0.0}
 MEASURE = {"windows": 2, "length": 32, "recall_prompts": 1, "data": (str(HELD_OUT),)}
