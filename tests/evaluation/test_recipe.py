@@ -21,7 +21,8 @@ from surgery.workflow.recipe import Recipe, checked_recipe, run_recipe
 from surgery.workflow.steps import Action, Finished
 from surgery.workflow.time_left import TimeLeft
 
-QUICK = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1, "rope_dim": 4}
+QUICK = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
+QUICK |= {"rope_dim": 4}
 
 
 def write(folder, *steps, **others):
