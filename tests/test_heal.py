@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import run_main
-from conversions import convert_checkpoint
 from healing import trained_here
 from own_models import KINDS, tiny_source
 from safetensors.torch import load_file
@@ -45,6 +44,8 @@ pytestmark = pytest.mark.usefixtures("short_decoding")
 
 FEW = {"length": 32, "batch_size": 2, "gradient_accumulation": 1, "held_out": 2, "max_steps": 3, "max_tokens": None}
 FEW |= {"data": (str(HELD_OUT),), "learning_rate": 1e-2, "device": "cpu", "recall": 0.0}
+GQA = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none")
+MLA = {"kv_lora_rank": 12, "rope_dim": 4, "calibration": "none", "carrier": "stock"}
 MEASURE = {"windows": 2, "length": 32, "recall_prompts": 1, "data": (str(HELD_OUT),)}
 
 
@@ -55,16 +56,13 @@ def quick_start(monkeypatch):
 
 
 @pytest.fixture
-def made(checkpoints, tmp_path):
+def made(checkpoints, conversions):
     """A source and what was converted from it."""
 
     def make(kind):
-        source = checkpoints("llama_bias" if kind == "constant" else "llama")
-        if kind == "gqa":
-            settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none")
-            return source, convert_checkpoint(source, tmp_path / kind, settings).path
-        settings = ConvertSettings(kv_lora_rank=12, rope_dim=4, calibration="none", latent_norm=kind, carrier="stock")
-        return source, convert_checkpoint(source, tmp_path / kind, settings).path
+        name = "llama_bias" if kind == "constant" else "llama"
+        settings = GQA if kind == "gqa" else ConvertSettings(**MLA, latent_norm=kind)
+        return checkpoints(name), conversions(name, settings).path
 
     return make
 

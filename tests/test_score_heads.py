@@ -10,7 +10,6 @@ import pytest
 import torch
 from command_line import listing, run_main, two_processes
 from config_files import edit_config
-from conversions import convert_checkpoint
 from processes import Fork
 from safetensors import safe_open
 from tiny_models import DEMO, HELD_OUT, make_checkpoint
@@ -303,40 +302,33 @@ def test_the_demo_model_copies_its_needles(tmp_path):
     assert pattern.scores.max() > 0.2
 
 
-@pytest.mark.parametrize("target", ["gqa", "lowrank"])
-def test_converted_models_are_scored(source, tmp_path, target):
-    if target == "gqa":
-        convert_checkpoint(source, tmp_path / "ckpt", KVHeadsSettings(kv_heads=1, calibration="none"))
-    else:
-        convert_checkpoint(source, tmp_path / "ckpt", LowRankSettings(kv_ratio=0.5, calibration="none"))
+@pytest.mark.parametrize(
+    ("settings", "heads"),
+    [(KVHeadsSettings(kv_heads=1, calibration="none"), 1), (LowRankSettings(kv_ratio=0.5, calibration="none"), 2)],
+)
+def test_converted_models_are_scored(conversions, tmp_path, settings, heads):
+    checkpoint = conversions("llama", settings).path
     for method in ("prulong", "induction"):
-        pattern = scored(tmp_path / "ckpt", tmp_path / f"{method}.safetensors", method=method, steps=2)
-        assert pattern.scores.shape == (2, 1 if target == "gqa" else 2)
-    assert pattern.model["sha256"] == CheckpointReader.open(tmp_path / "ckpt").fingerprint()
+        pattern = scored(checkpoint, tmp_path / f"{method}.safetensors", method=method, steps=2)
+        assert pattern.scores.shape == (2, heads)
+    assert pattern.model["sha256"] == CheckpointReader.open(checkpoint).fingerprint()
 
 
 NONE = {"calibration": "none"}
 OTHERS = {
-    "stock MLA": (partial(convert_checkpoint, settings=ConvertSettings(**NONE)), "heads of MLA share one latent"),
-    "own MLA": (partial(convert_checkpoint, settings=ConvertSettings(carrier="own", **NONE)), "score its source"),
-    "hybrid": (
-        partial(convert_checkpoint, settings=HybridSettings(streaming=1.0, sinks=4, recent=16, **NONE)),
-        "some of its heads stream already; score its source",
-    ),
-    "quantised": (
-        partial(convert_checkpoint, settings=QuantizedSettings(group=16, **NONE)),
-        "KV cache is quantised; score its source",
-    ),
+    "stock MLA": (ConvertSettings(**NONE), "heads of MLA share one latent"),
+    "own MLA": (ConvertSettings(carrier="own", **NONE), "score its source"),
+    "hybrid": (HybridSettings(streaming=1.0, sinks=4, recent=16, **NONE), "some of its heads stream already"),
+    "quantised": (QuantizedSettings(group=16, **NONE), "KV cache is quantised; score its source"),
 }
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_models_without_kv_heads_of_their_own_are_refused(source, tmp_path, what):
-    convert, told = OTHERS[what]
-    convert(source, tmp_path / "ckpt")
+def test_models_without_kv_heads_of_their_own_are_refused(conversions, tmp_path, what):
+    settings, told = OTHERS[what]
     with pytest.raises(SurgeryError, match=told):
-        scored(tmp_path / "ckpt", tmp_path / "a.safetensors")
-    assert listing(tmp_path)[0] == "ckpt" and not list(tmp_path.glob("*a.safetensors*"))
+        scored(conversions("llama", settings).path, tmp_path / "a.safetensors")
+    assert not listing(tmp_path)
 
 
 def test_sliding_windows_and_unknown_families_are_refused(checkpoints, source, tmp_path):
