@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState
-from processes import Fork
 from safetensors.torch import load_file
 
 from surgery.training import loop
@@ -73,12 +72,6 @@ def stopped_after(step: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Loop, "_report", report_and_stop)
         yield
-
-
-def forked(command: list[str], environment: dict[str, str]) -> int:
-    """In the place of `run_to_its_end`: the training of one process that a healing starts, as a fork."""
-    assert command[:3] == [sys.executable, "-m", "surgery.training.heal"], command
-    return Fork(*command[3:], module=command[2], environment=environment).wait()
 
 
 def trained_here(command: list[str], environment: dict[str, str]) -> int:
