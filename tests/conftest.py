@@ -76,6 +76,22 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def conversions(checkpoints, tmp_path_factory):
+    """Gives what a tiny checkpoint became with some settings, converted once; to be read, not to be changed."""
+    from conversions import convert_checkpoint
+
+    made = {}
+
+    def get(name: str, settings, dtype=None):
+        source = checkpoints(name) if dtype is None else checkpoints(name, dtype)
+        if (source, settings) not in made:
+            made[source, settings] = convert_checkpoint(source, tmp_path_factory.mktemp("made") / name, settings)
+        return made[source, settings]
+
+    return get
+
+
+@pytest.fixture(scope="session")
 def picture_models(tmp_path_factory):
     """Gives the folder of a tiny model of pictures and text, made once."""
     from picture_models import make_model
@@ -97,6 +113,18 @@ def tokenizer():
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module")
+def short_decoding():
+    """Evaluations count caches over 8 decoded tokens, not over the 64 of tests/eval, most of the time of tiny ones."""
+    from surgery.eval import kv_cache
+    from surgery.eval.tasks import kv_bytes, memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (kv_cache, kv_bytes, memory):
+            patch.setattr(module, "GROWTH_STEPS", 8)
+        yield
 
 
 @pytest.fixture

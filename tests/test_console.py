@@ -54,6 +54,7 @@ def source(tmp_path_factory):
 
 # Methods whose tables another of their target prints too.
 ALIKE = [f"{target} {method}" for target in ("mla", "lowrank") for method in methods(target) if method != "fisher"]
+ALIKE += ["gqa mean-pool"]
 TRIED = [pytest.param(call, marks=[pytest.mark.slow] * (call in ALIKE)) for call in CALLS]
 
 
@@ -78,10 +79,5 @@ def test_every_conversion_is_printed(call, source, tmp_path, monkeypatch, capsys
         if report["target"]["to"] == "lowrank":
             assert losses["reloaded"] == pytest.approx(losses["low rank"], abs=1e-4)
             assert report["kv"]["ratio"] <= 0.75
-
-
-def test_errors_that_nothing_predicts_are_dashes(source, tmp_path, monkeypatch, capsys):
-    arguments = [source, "--out", tmp_path / "out", "--to", "gqa", "--method", "key-norm", *TEXT]
-    code, shown, err = run_main(monkeypatch, capsys, "convert", *arguments)
-    assert code == 0, err
-    assert any(line.split()[:4] == ["0", "0+1", "-", "-"] for line in shown.splitlines())
+    if call == "gqa key-norm":  # errors that nothing predicts are dashes
+        assert any(line.split()[:4] == ["0", "0+1", "-", "-"] for line in lines)

@@ -21,8 +21,8 @@ from surgery.structures.stages import StageRuns
 QUICK = {
     "kv_ratio": 0.5,
     "calibration": str(HELD_OUT),
-    "calibration_tokens": 1024,
-    "calibration_length": 128,
+    "calibration_tokens": 512,
+    "calibration_length": 64,
     "held_out": 2,
 }
 # By default one family of each kind: those whose attention another's holds too are slow.
@@ -123,10 +123,10 @@ def test_stock_frequencies_are_the_sources_bit_for_bit(converted, tmp_path):
         ("qwen2", {"latent_norm": "constant"}, "constant"),
     ],
 )
-def test_both_neutral_norms_are_exact(converted, name, settings, kind, tmp_path):
+def test_both_neutral_norms_are_exact(converted, elsewhere, name, settings, kind, tmp_path):
     result, runs = converted(name, **settings)
     assert result.report.target["latent_norm"] == kind
-    logits, _, _ = run_elsewhere(result.path, runs._held_out.tokens, tmp_path)
+    logits = run_elsewhere(result.path, runs._held_out.tokens, tmp_path)[0] if settings else elsewhere(name)[0]
     assert relative(logits, simulated_logits(result, runs)) < 1e-4
 
 
@@ -223,7 +223,7 @@ def test_a_stock_class_has_one_rank():
         ConvertSettings(allocate="spectrum", carrier="stock")
 
 
-@pytest.mark.parametrize("name", ["llama3", "llama_bias", "mistral_window", "qwen3"])
+@pytest.mark.parametrize("name", ["llama_bias", "mistral_window", "qwen3"])
 def test_weights_alone(checkpoints, tmp_path, name):
     settings = ConvertSettings(calibration="none", kv_ratio=0.5)
     result = convert_checkpoint(checkpoints(name), tmp_path / "out", settings)
@@ -246,7 +246,7 @@ def test_own_class_on_request_equals_stock(converted, tmp_path):
 
 
 def test_generated_text_is_the_same_with_and_without_cache(converted):
-    result, runs = converted("qwen2")
+    result, runs = converted("llama_bias")
     model = AutoModelForCausalLM.from_pretrained(result.path).eval()
     prompt = runs._held_out.tokens[:2, :20]
     cached = model.generate(prompt, max_new_tokens=12, do_sample=False)
@@ -260,11 +260,6 @@ def test_a_wrong_tensor_is_caught_before_the_output_gets_its_name(checkpoints, t
     with pytest.raises(SurgeryError, match="differ from the simulation"):
         convert_checkpoint(checkpoints("llama"), tmp_path / "out", ConvertSettings(calibration="none", kv_ratio=0.5))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_stock_is_refused_by_name_where_it_cannot_be(checkpoints, tmp_path):
-    with pytest.raises(SurgeryError, match="q/k-norm"):
-        convert_checkpoint(checkpoints("qwen3"), tmp_path / "out", ConvertSettings(**QUICK, carrier="stock"))
 
 
 def test_biases_of_feed_forward_layers_take_the_own_class(tmp_path, monkeypatch):

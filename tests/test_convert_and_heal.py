@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from command_line import run_main
-from healing import forked
+from healing import trained_here
 from safetensors.torch import load_file
 from tiny_models import HELD_OUT
 
@@ -16,15 +16,17 @@ from surgery.healing import convert_and_heal, heal
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.request import ConversionRequest
 
+pytestmark = pytest.mark.usefixtures("short_decoding")
+
 MINUTE = {"max_seconds": 60}
-MEASURE = {"windows": 2, "length": 64, "recall_prompts": 1, "data": (str(HELD_OUT),)}
+MEASURE = {"windows": 2, "length": 32, "recall_prompts": 1, "data": (str(HELD_OUT),)}
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Trainings are forks of two steps of 32 tokens."""
-    monkeypatch.setattr(heal, "run_to_its_end", forked)
-    few = {"max_steps": 2, "length": 32, "recall": 0.0, "learning_rate": 1e-2}
+    """Trainings are of two steps of 32 tokens of a short text, in this process."""
+    monkeypatch.setattr(heal, "run_to_its_end", trained_here)
+    few = {"max_steps": 2, "length": 32, "recall": 0.0, "learning_rate": 1e-2, "data": (str(HELD_OUT),)}
     monkeypatch.setattr(convert_and_heal, "TRAINING", convert_and_heal.TRAINING | few)
     monkeypatch.setattr(heal, "EvalSettings", lambda **given: surgery_settings(**{**given, **MEASURE}))
 
@@ -79,7 +81,7 @@ def test_interrupted_it_resumes_in_either_half(checkpoints, tmp_path, monkeypatc
     converted = tmp_path / "out.healing" / "converted"
     before = load_file(converted / "model.safetensors")
     monkeypatch.setattr(convert_and_heal, "convert", refused)
-    monkeypatch.setattr(heal, "run_to_its_end", forked)
+    monkeypatch.setattr(heal, "run_to_its_end", trained_here)
 
     other = ConversionRequest(request.source, request.out, KVHeadsSettings(kv_heads=1, calibration="none"))
     with pytest.raises(SurgeryError, match="other settings"):
@@ -98,7 +100,7 @@ def test_restart_discards_the_conversion(checkpoints, tmp_path, monkeypatch):
     converted = []
     convert = convert_and_heal.convert
     monkeypatch.setattr(convert_and_heal, "convert", lambda *a, **k: converted.append(1) or convert(*a, **k))
-    monkeypatch.setattr(heal, "run_to_its_end", forked)
+    monkeypatch.setattr(heal, "run_to_its_end", trained_here)
     convert_and_heal.convert_and_heal(conversion(source, out, restart=True), MINUTE)
     assert converted
 

@@ -28,14 +28,10 @@ WEIGHTS_ONLY = {"calibration": "none", "group": 16}
 
 
 @pytest.fixture
-def mla(checkpoints, tmp_path):
+def mla(conversions):
     """An MLA checkpoint of the own class, with biases or the exact key norm."""
-
-    def make(name):
-        settings = ConvertSettings(calibration="none", carrier="own", kv_lora_rank=12, rope_dim=4)
-        return convert_checkpoint(checkpoints(name), tmp_path / f"{name}-mla", settings).path
-
-    return make
+    settings = ConvertSettings(calibration="none", carrier="own", kv_lora_rank=12, rope_dim=4)
+    return lambda name: conversions(name, settings).path
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])  # biases; norms and experts

@@ -1,12 +1,12 @@
 """Layers that share a cache, end to end on tiny models: written, verified by the conversion, run elsewhere."""
 
 import json
-from functools import cache
 
 import pytest
 import torch
 from conversions import convert_checkpoint
 from safetensors.torch import load_file
+from tiny_models import DEMO, HELD_OUT
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery.calibration.cross_layer_statistics import joint_moment
@@ -31,6 +31,7 @@ from surgery.structures.work import Work
 
 QUICK = {
     "method": "xkv",
+    "calibration": str(HELD_OUT),
     "calibration_tokens": 256,
     "calibration_length": 64,
     "held_out": 1,
@@ -49,15 +50,9 @@ def text(length: int = 40) -> torch.Tensor:
     return torch.randint(4096, (2, length), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module")
-def converted(checkpoints, tmp_path_factory):
-
-    @cache
-    def get(name, **settings):
-        out = tmp_path_factory.mktemp("out") / f"{name}-crosslayer"
-        return convert_checkpoint(checkpoints(name), out, CrossLayerSettings(**{**QUICK, **settings}))
-
-    return get
+@pytest.fixture
+def converted(conversions):
+    return lambda name, **settings: conversions(name, CrossLayerSettings(**{**QUICK, **settings}))
 
 
 # To the cache, mistral and mixtral without windows are llama, and llama_bias and qwen2 are one.
@@ -122,8 +117,6 @@ def test_windows_and_sinks_and_blocks_are_as_asked(converted):
 
 
 def test_minicache_merges_pairs_of_the_deeper_half(checkpoints, tmp_path):
-    from tiny_models import DEMO
-
     settings = CrossLayerSettings(method="minicache", block=32)
     groups, entries = plan_groups(Source.open(DEMO, settings), settings)
     assert groups == ((3, 5),) and entries[0].kept == 2 and entries[0].interpolation == 0.6

@@ -1,7 +1,6 @@
 """Fewer KV heads, end to end on tiny models: plain checkpoints of the source's family, verified elsewhere."""
 
 import copy
-import functools
 import json
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from conversions import convert_checkpoint
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
-from tiny_models import CONFIGS, SHAPE, make_checkpoint
+from tiny_models import CONFIGS, HELD_OUT, SHAPE, make_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCache
 
 from surgery.architectures.decilm import check, feed_forward_width
@@ -23,6 +22,7 @@ from surgery.structures.kv_heads.structure import wanted_heads
 from surgery.structures.registry import find_target
 
 QUICK = {
+    "calibration": str(HELD_OUT),
     "calibration_tokens": 256,
     "calibration_length": 64,
     "held_out": 1,
@@ -53,15 +53,9 @@ def wide(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def converted(checkpoints, tmp_path_factory):
-
-    @functools.cache
-    def get(name, **settings):
-        out = tmp_path_factory.mktemp("out") / f"{name}-gqa"
-        return convert_checkpoint(checkpoints(name), out, KVHeadsSettings(**{**QUICK, **settings}))
-
-    return get
+@pytest.fixture
+def converted(conversions):
+    return lambda name, **settings: conversions(name, KVHeadsSettings(**{**QUICK, **settings}))
 
 
 # Biases are qwen2's too, windows those of some of its layers.

@@ -1,12 +1,12 @@
 """Low-rank keys and values, and cascades of them, end to end on tiny models: verified here and elsewhere."""
 
 from dataclasses import asdict
-from functools import cache
 
 import pytest
 import torch
 from conversions import convert_checkpoint
 from loading import run_elsewhere
+from tiny_models import HELD_OUT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
@@ -18,6 +18,7 @@ from surgery.structures.registry import find_target
 
 QUICK = {
     "keep_layers": "none",
+    "calibration": str(HELD_OUT),
     "calibration_tokens": 256,
     "calibration_length": 64,
     "held_out": 1,
@@ -37,15 +38,9 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def converted(checkpoints, tmp_path_factory):
-
-    @cache
-    def get(name, kind="alone", **settings):
-        out = tmp_path_factory.mktemp("out") / f"{name}-{kind}"
-        return convert_checkpoint(checkpoints(name), out, KINDS[kind](**{**QUICK, **settings}))
-
-    return get
+@pytest.fixture
+def converted(conversions):
+    return lambda name, kind="alone", **settings: conversions(name, KINDS[kind](**{**QUICK, **settings}))
 
 
 PAIRS = [

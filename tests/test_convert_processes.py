@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from processes import AT_ONCE, Fork, started_forks, two_forks
+from tiny_models import HELD_OUT
 
 from surgery.calibration.parts import PARTS, Parts
 from surgery.calibration.sweep import BoundaryStore
@@ -16,6 +17,7 @@ from surgery.running.processes import Processes
 
 # More sequences than parts, of which the last are shorter; attention over lags.
 TEXT = ["--calibration-tokens", "288", "--calibration-length", "32", "--held-out", "1", "--batch-size", "1"]
+TEXT += ["--calibration", HELD_OUT]
 ASKED = ["--to", "mla", "--kv-ratio", "0.5", "--rope-dim", "4", *TEXT]
 
 

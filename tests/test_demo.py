@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from measures import mean_loss, recall_accuracy
+from processes import Fork
 from transformers import AutoModelForCausalLM
 
 from surgery.checkpoint.named_models import demo_model
@@ -27,8 +28,16 @@ def one_core(one_core, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def test_the_measuring_process_agrees_with_surgery_eval(one_core):
-    shown = replace(demo.DEMO_MODELS["builtin"], windows=2, prompts=4, length=256)
+def forked_script(command: list[str], env: dict[str, str], **_) -> subprocess.CompletedProcess:
+    """In the place of `subprocess.run`: a script in a process that has imported transformers already."""
+    run_script = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    fork = Fork(*command[2:], code=run_script, environment=env)
+    return subprocess.CompletedProcess(command, fork.wait(), fork.stdout, fork.stderr)
+
+
+def test_the_measuring_process_agrees_with_surgery_eval(one_core, monkeypatch):
+    monkeypatch.setattr(demo.subprocess, "run", forked_script)
+    shown = replace(demo.DEMO_MODELS["builtin"], windows=2, prompts=2, length=256)
     prompt, (measured,) = demo.measure_with_stock_transformers([demo_model()], shown)
 
     tokens = demo.held_out_tokens(load_tokenizer(demo_model()), shown)

@@ -90,7 +90,8 @@ def numbers_of(value) -> list[float]:
     return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []
 
 
-def test_rehearsal_every_step_leaves_a_row_with_numbers(gpu_run, gpu_report, tmp_path):
+def test_rehearsal_every_step_leaves_a_row_with_numbers(gpu_run, gpu_report, tmp_path, checkpoints, monkeypatch):
+    monkeypatch.setattr(gpu_run, "demo_model", lambda: checkpoints("llama"))
     lines = take(gpu_run, tmp_path)
     ended = {line["step"]: line["code"] for line in lines if line.get("event") == "ended"}
     assert ended == dict.fromkeys([step.name for step in gpu_run.STEPS], 0), ended
@@ -113,7 +114,7 @@ def test_rehearsal_every_step_leaves_a_row_with_numbers(gpu_run, gpu_report, tmp
 def endless(gpu_steps, tmp_path: Path):
     record = tmp_path / "work" / "rows.jsonl"
     code = f"import time; open({str(record)!r}, 'a').write('{{\"n\": 1}}\\n'); time.sleep(60)"
-    return gpu_steps.Step("endless", 1.0, lambda setup, seconds: ["-S", "-c", code], ("rows.jsonl",))
+    return gpu_steps.Step("endless", 0.3, lambda setup, seconds: ["-S", "-c", code], ("rows.jsonl",))
 
 
 def test_a_step_past_its_limit_is_ended_and_its_rows_stay(gpu_run, tmp_path, monkeypatch):

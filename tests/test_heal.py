@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import run_main
-from conversions import convert_checkpoint
-from healing import forked
+from healing import trained_here
 from own_models import KINDS, tiny_source
 from safetensors.torch import load_file
 from tiny_models import DEMO, HELD_OUT
@@ -41,28 +40,29 @@ from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.workflow.recipe import run_recipe
 
+pytestmark = pytest.mark.usefixtures("short_decoding")
+
 FEW = {"length": 32, "batch_size": 2, "gradient_accumulation": 1, "held_out": 2, "max_steps": 3, "max_tokens": None}
 FEW |= {"data": (str(HELD_OUT),), "learning_rate": 1e-2, "device": "cpu", "recall": 0.0}
-MEASURE = {"windows": 2, "length": 64, "recall_prompts": 1, "data": (str(HELD_OUT),)}
+GQA = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none")
+MLA = {"kv_lora_rank": 12, "rope_dim": 4, "calibration": "none", "carrier": "stock"}
+MEASURE = {"windows": 2, "length": 32, "recall_prompts": 1, "data": (str(HELD_OUT),)}
 
 
 @pytest.fixture(autouse=True)
 def quick_start(monkeypatch):
-    """Trainings are forks, but in the test that gives this back its own way to start them."""
-    monkeypatch.setattr(healing, "run_to_its_end", forked)
+    """Trainings run in this process, but in the test that gives this back its own way to start them."""
+    monkeypatch.setattr(healing, "run_to_its_end", trained_here)
 
 
 @pytest.fixture
-def made(checkpoints, tmp_path):
+def made(checkpoints, conversions):
     """A source and what was converted from it."""
 
     def make(kind):
-        source = checkpoints("llama_bias" if kind == "constant" else "llama")
-        if kind == "gqa":
-            settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none")
-            return source, convert_checkpoint(source, tmp_path / kind, settings).path
-        settings = ConvertSettings(kv_lora_rank=12, rope_dim=4, calibration="none", latent_norm=kind, carrier="stock")
-        return source, convert_checkpoint(source, tmp_path / kind, settings).path
+        name = "llama_bias" if kind == "constant" else "llama"
+        settings = GQA if kind == "gqa" else ConvertSettings(**MLA, latent_norm=kind)
+        return checkpoints(name), conversions(name, settings).path
 
     return make
 
@@ -147,7 +147,7 @@ def test_a_failed_training_leaves_no_checkpoint_and_the_next_one_goes_on(made, t
     with pytest.raises(SurgeryError, match="exit code 7"):
         heal_checkpoint(request(source, student, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(healing, "run_to_its_end", forked)
+    monkeypatch.setattr(healing, "run_to_its_end", trained_here)
     assert heal_checkpoint(request(source, student, tmp_path / "out")).path.is_dir()
 
 
@@ -166,13 +166,13 @@ def test_a_finished_training_is_not_repeated_unless_it_is_restarted(made, tmp_pa
     monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained again"))
     assert heal_checkpoint(request(source, student, tmp_path / "out")).path.is_dir()
 
-    monkeypatch.setattr(healing, "run_to_its_end", forked)
+    monkeypatch.setattr(healing, "run_to_its_end", trained_here)
     refuse.setattr(healing, "verify_healed", broken)
     with pytest.raises(SurgeryError, match="verification failed"):
         heal_checkpoint(request(source, student, tmp_path / "other"))
     refuse.undo()
     trained = []
-    monkeypatch.setattr(healing, "run_to_its_end", lambda *asked: trained.append(1) or forked(*asked))
+    monkeypatch.setattr(healing, "run_to_its_end", lambda *asked: trained.append(1) or trained_here(*asked))
     asked = vars(request(source, student, tmp_path / "other")) | {"restart": True}
     assert heal_checkpoint(HealRequest(**asked)).path.is_dir() and trained
 

@@ -1,6 +1,7 @@
 """What `surgery inspect` says, against numbers known by hand."""
 
 import json
+from functools import cache
 
 import own_models
 import pytest
@@ -30,9 +31,15 @@ BYTES_PER_TOKEN = {
 }
 
 
+@pytest.fixture(scope="module")
+def inspected(checkpoints):
+    """Gives what is said of a tiny checkpoint, asked for once."""
+    return cache(lambda name: inspect_checkpoint(checkpoints(name)))
+
+
 @pytest.mark.parametrize("name", BYTES_PER_TOKEN)
-def test_kv_bytes(name, checkpoints):
-    kv = inspect_checkpoint(checkpoints(name)).kv
+def test_kv_bytes(name, inspected):
+    kv = inspected(name).kv
     assert kv["bytes_per_token"] == BYTES_PER_TOKEN[name]
     assert kv["bytes_per_token_and_layer"] * 2 == BYTES_PER_TOKEN[name]
     assert list(kv["bytes_at"]) == list(CONTEXTS)
@@ -47,34 +54,34 @@ def test_kv_bytes_are_those_of_a_live_cache_in_the_checkpoints_dtype(checkpoints
     assert inspect_checkpoint(path).kv["bytes_per_token"] * 10 == cache_bytes(cache)
 
 
-def test_windows_bound_the_cache(checkpoints):
-    everywhere = inspect_checkpoint(checkpoints("mistral_window"))
+def test_windows_bound_the_cache(inspected):
+    everywhere = inspected("mistral_window")
     assert everywhere.windows == [16, 16]
     assert set(everywhere.kv["bytes_at"].values()) == {15 * 256}  # less the query's own token
-    some = inspect_checkpoint(checkpoints("qwen2_window"))
+    some = inspected("qwen2_window")
     assert some.windows == [None, 16]
     assert some.kv["bytes_at"][8192] == (8192 + 15) * 128
-    none = inspect_checkpoint(checkpoints("llama"))
+    none = inspected("llama")
     assert none.windows == [None, None]
     assert none.kv["bytes_at"][131072] == 131072 * 256
 
 
-def test_architecture(checkpoints):
-    facts = inspect_checkpoint(checkpoints("llama3")).architecture
+def test_architecture(checkpoints, inspected):
+    facts = inspected("llama3").architecture
     assert facts["rope_type"] == "llama3" and facts["rope_theta"] == 500_000.0
     assert (facts["heads"], facts["kv_heads"], facts["head_dim"], facts["hidden"]) == (4, 2, 16, 32)
     assert facts["max_positions"] == 256 and facts["vocabulary"] == 4096
     assert facts["biases"] == [] and not facts["qk_norm"] and not facts["tied_embeddings"]
 
-    tied = inspect_checkpoint(checkpoints("llama")).architecture
+    tied = inspected("llama").architecture
     model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
     assert tied["tied_embeddings"] and tied["dtype"] == "float32"
     assert tied["parameters"] == sum(parameter.numel() for parameter in model.parameters())
 
-    assert inspect_checkpoint(checkpoints("qwen2")).architecture["biases"] == ["q", "k", "v"]
-    assert inspect_checkpoint(checkpoints("llama_bias")).architecture["biases"] == ["q", "k", "v", "o"]
-    assert inspect_checkpoint(checkpoints("qwen3")).architecture["qk_norm"]
-    assert inspect_checkpoint(checkpoints("qwen3_moe")).architecture["experts"]
+    assert inspected("qwen2").architecture["biases"] == ["q", "k", "v"]
+    assert inspected("llama_bias").architecture["biases"] == ["q", "k", "v", "o"]
+    assert inspected("qwen3").architecture["qk_norm"]
+    assert inspected("qwen3_moe").architecture["experts"]
 
 
 @pytest.mark.parametrize(
@@ -85,8 +92,8 @@ def test_architecture(checkpoints):
         ("mixtral", "mixture of experts", "refused"),
     ],
 )
-def test_what_stock_cannot_carry_goes_to_the_own_class_with_the_reason(name, reason, on_cuda, checkpoints):
-    targets = inspect_checkpoint(checkpoints(name)).targets
+def test_what_stock_cannot_carry_goes_to_the_own_class_with_the_reason(name, reason, on_cuda, inspected):
+    targets = inspected(name).targets
     assert [target["class"] for target in targets if "mla" in target["command"] and target["applies"]] == ["surgery"]
     assert reason in " ".join(targets[0]["reasons"])
     assert targets[0]["engines"]["vLLM on CUDA"]["status"] == on_cuda
@@ -96,15 +103,15 @@ def test_what_stock_cannot_carry_goes_to_the_own_class_with_the_reason(name, rea
     ("name", "model_class"),
     [("llama", "llama"), ("mixtral", "mixtral"), ("mistral_window", "mistral"), ("qwen3", None)],
 )
-def test_fewer_heads_are_a_target_unless_a_norm_stands_between(name, model_class, checkpoints):
-    targets = {target["command"]: target for target in inspect_checkpoint(checkpoints(name)).targets}
+def test_fewer_heads_are_a_target_unless_a_norm_stands_between(name, model_class, inspected):
+    targets = {target["command"]: target for target in inspected(name).targets}
     target = targets["surgery convert --to gqa"]
     assert target["class"] == model_class
     assert target["applies"] or "q/k-norm" in target["reasons"][0]
 
 
-def test_every_target_that_needs_the_own_class_says_why(checkpoints):
-    targets = {target["command"]: target for target in inspect_checkpoint(checkpoints("llama")).targets}
+def test_every_target_that_needs_the_own_class_says_why(inspected):
+    targets = {target["command"]: target for target in inspected("llama").targets}
     words = {"lowrank": "rebuilds", "crosslayer": "share a cache", "quantized": "quantised cache"}
     words["hybrid --streaming 1"] = "window"
     for name, word in words.items():
@@ -115,23 +122,23 @@ def test_every_target_that_needs_the_own_class_says_why(checkpoints):
     assert ratio == pytest.approx(((16 + 8) / 128 + (4 + 8) / 32) / 2, rel=1e-3)
 
 
-def test_caches_that_take_no_sliding_windows_do_not_apply_to_them(checkpoints):
-    targets = {target["command"]: target for target in inspect_checkpoint(checkpoints("mistral_window")).targets}
+def test_caches_that_take_no_sliding_windows_do_not_apply_to_them(inspected):
+    targets = {target["command"]: target for target in inspected("mistral_window").targets}
     assert targets["surgery convert --to lowrank"]["applies"]
     for name in ("crosslayer", "hybrid --streaming 1", "quantized"):
         target = targets[f"surgery convert --to {name}"]
         assert not target["applies"] and "sliding" in target["reasons"][0], name
 
 
-def test_every_target_is_foreseen_with_its_bytes(checkpoints):
-    targets = {target["command"]: target for target in inspect_checkpoint(checkpoints("llama")).targets}
+def test_every_target_is_foreseen_with_its_bytes(inspected):
+    targets = {target["command"]: target for target in inspected("llama").targets}
     assert {target["to"] for target in targets.values()} == set(TARGETS)
     for command, ratio in {"mla": 0.25, "gqa": 0.5, "mqa": 0.5, "lowrank": 0.25, "crosslayer": 0.25}.items():
         assert targets[f"surgery convert --to {command}"]["kv_ratio"] == pytest.approx(ratio, rel=1e-3), command
 
 
-def test_stock_targets(checkpoints):
-    targets = {target["command"]: target for target in inspect_checkpoint(checkpoints("llama")).targets}
+def test_stock_targets(inspected):
+    targets = {target["command"]: target for target in inspected("llama").targets}
     assert targets["surgery convert --to mla"]["class"] == "deepseek_v3"
     assert targets["surgery convert --to mla --engine llama.cpp"]["engines"]["llama.cpp"]["command"].endswith(".gguf")
     assert targets["surgery convert --to mla --carrier own"]["class"] == "surgery"
@@ -146,8 +153,8 @@ def test_a_rope_that_no_target_takes_is_a_reason_and_not_a_failure(tmp_path):
         assert not target["applies"] and "RoPE type 'dynamic'" in target["reasons"][0]
 
 
-def test_shown_and_printed_as_json(checkpoints, capsys):
-    inspection = inspect_checkpoint(checkpoints("llama"))
+def test_shown_and_printed_as_json(inspected, capsys):
+    inspection = inspected("llama")
     show_inspection(inspection)
     shown = capsys.readouterr().out
     assert "\x1b" not in shown  # plain where standard output is no terminal

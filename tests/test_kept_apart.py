@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 from command_line import run_main
-from healing import forked, heal_settings, settings_file
+from healing import heal_settings, settings_file, trained_here
 from processes import Fork, kill_and_leave
 from tiny_models import HELD_OUT
 
@@ -70,7 +70,7 @@ def test_the_second_is_refused_and_the_first_ends_well(verb, places, tmp_path, m
 
     at_work = pkgutil.resolve_name(meanwhile)
     monkeypatch.setattr(meanwhile, second_first)
-    monkeypatch.setattr(healing, "run_to_its_end", forked)
+    monkeypatch.setattr(healing, "run_to_its_end", trained_here)
     code, _, told = run_main(monkeypatch, capsys, *command)
     assert code == 0, told
     (second,) = seconds

@@ -62,13 +62,11 @@ def settings_of(target: str):
     return TARGETS[target].settings({**TARGETS_ASKED[target], **WEIGHTS})
 
 
-@pytest.fixture(scope="module")
-def written(checkpoints, tmp_path_factory):
-    """A source, stock MLA and the custom class; all with a report."""
-    folder = tmp_path_factory.mktemp("written")
-    for target in ("mla", "lowrank"):
-        convert_checkpoint(checkpoints("llama"), folder / target, settings_of(target))
-    return {"source": checkpoints("llama"), **{name: folder / name for name in ("mla", "lowrank")}}
+@pytest.fixture
+def written(checkpoints, conversions):
+    """A source, stock MLA and the custom class; the last two with a report."""
+    made = {name: conversions("llama", settings_of(name)).path for name in ("mla", "lowrank")}
+    return {"source": checkpoints("llama"), **made}
 
 
 @pytest.fixture
@@ -158,15 +156,15 @@ def answers(written, tmp_path) -> dict[str, object]:
     for target in TARGETS_ASKED:
         kv = plan_conversion(source, tmp_path / "out", settings_of(target)).kv
         found |= {f"dry run {target}, {name}": kv[name] for name in ("source_bytes_per_token", "bytes_per_token")}
-    for path in (mla, own):
+    for name, path in (("mla", mla), ("lowrank", own)):
         sliced = SLICE.settings({"kv_ratio": 0.25, **WEIGHTS})
-        found[f"slice {path.name}"] = plan_conversion(path, tmp_path / "out", sliced).kv["bytes_per_token"]
+        found[f"slice {name}"] = plan_conversion(path, tmp_path / "out", sliced).kv["bytes_per_token"]
     for path in (source, mla):
         found[f"doctor {path.name}"] = diagnose(path).verdicts[0].cache_bytes_per_token
     plan = make_plan(source, PlanSettings(kv_ratio=0.7, allow=("quantized", "bits"), context="1k", **TEXT))
     found |= {"plan source": plan.source["kv_bytes"], "plan row": min(row.kv_bytes for row in plan.rows)}
     tasks = EvalSettings(tasks="loss", windows=1, length=32, device="cpu")
-    request = Request((str(mla), str(own)), str(source), tmp_path / "eval", tasks)
+    request = Request((f"mla={mla}", f"lowrank={own}"), str(source), tmp_path / "eval", tasks)
     found |= {f"eval {row['name']}": row["kv"] for row in plan_evaluation(request, Progress(silent=True)).rows}
     return found
 

@@ -47,15 +47,11 @@ def rms_norm(x, weight, eps=TINY_EPS):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-@pytest.fixture(scope="module")
-def results(checkpoints, tmp_path_factory):
+@pytest.fixture
+def results(conversions):
     """A result of each kind in bfloat16."""
-    made = {}
-    for kind, (name, settings) in KINDS.items():
-        out = tmp_path_factory.mktemp("results") / kind.replace(" ", "-")
-        source = checkpoints(name, torch.bfloat16)
-        made[kind] = convert_checkpoint(source, out, ConvertSettings(**SMALL, **settings)).path
-    return made
+    settings = {kind: (name, ConvertSettings(**SMALL, **more)) for kind, (name, more) in KINDS.items()}
+    return {kind: conversions(*each, torch.bfloat16).path for kind, each in settings.items()}
 
 
 @torch.no_grad()

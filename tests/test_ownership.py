@@ -449,9 +449,9 @@ AGAIN = {"export": ["--overwrite"], "run": ["--restart"]}
 @pytest.mark.parametrize("verb", WHOLE)
 def test_whole_commands_leave_what_is_planted(verb, seed, checkpoints, tmp_path, monkeypatch, capsys):
     """Three runs: the first makes the output, the second replaces it, the third meets what was planted everywhere."""
-    from healing import forked
+    from healing import trained_here
 
-    monkeypatch.setattr(healing, "run_to_its_end", forked)
+    monkeypatch.setattr(healing, "run_to_its_end", trained_here)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     root, chance = tmp_path / "outputs", random.Random(seed)

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
 from local_hub import local_hub
-from tiny_models import make_checkpoint
+from tiny_models import HELD_OUT, make_checkpoint
 
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.hub import id_of_snapshot
@@ -26,6 +26,7 @@ from surgery.reporting.upload import prepare_upload
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 
 QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
+QUICK += ["--calibration", HELD_OUT]
 
 
 @pytest.fixture(scope="module")

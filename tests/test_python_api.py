@@ -8,7 +8,7 @@ import pytest
 import torch
 from command_line import ROOT
 from conversions import convert_checkpoint
-from healing import forked
+from healing import trained_here
 from tiny_models import CONFIGS, DEMO, HELD_OUT, random_model
 from transformers import AutoTokenizer
 
@@ -16,9 +16,11 @@ import surgery
 from surgery.common.pictures import Page
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 
+pytestmark = pytest.mark.usefixtures("short_decoding")
+
 FUNCTIONS = ("convert", "evaluate", "heal", "inspect", "score_heads", "slice")
 MERGED = {"kv_heads": 1, "method": "mean-pool", "calibration": "none", "device": "cpu", "progress": False}
-SMALL = {"tasks": "loss", "windows": 2, "length": 64, "decoded": 0, "variants": "none", "device": "cpu"}
+SMALL = {"tasks": "loss", "windows": 2, "length": 32, "decoded": 0, "variants": "none", "device": "cpu"}
 
 
 @pytest.fixture
@@ -157,11 +159,11 @@ def test_an_output_that_is_there_is_kept(checkpoints, here):
 
 
 def test_a_healing_takes_the_source_of_what_it_is_given(in_memory, here, monkeypatch):
-    monkeypatch.setattr("surgery.healing.heal.run_to_its_end", forked)
+    monkeypatch.setattr("surgery.healing.heal.run_to_its_end", trained_here)
     model, tokenizer = in_memory
     asked = {"length": 32, "batch_size": 2, "gradient_accumulation": 1, "held_out": 2, "max_steps": 2, "recall": 0.0}
     asked |= {"data": [str(HELD_OUT)], "learning_rate": 1e-2, "device": "cpu", "max_tokens": None}
-    measure = {"windows": 2, "length": 64, "recall_prompts": 1, "data": [str(HELD_OUT)]}
+    measure = {"windows": 2, "length": 32, "recall_prompts": 1, "data": [str(HELD_OUT)]}
     model.save_pretrained(here / "source"), tokenizer.save_pretrained(here / "source")
     merged = surgery.convert("source", to="gqa", **MERGED)
     healed = surgery.heal(merged, measure=measure, progress=False, **asked)
@@ -187,5 +189,6 @@ def test_the_examples_of_the_page_run(here, checkpoints, monkeypatch, builtin):
     for block in BLOCKS:
         if builtin == "a tiny model":
             block = block.replace('tokens": 1024', 'tokens": 256').replace('length": 256', 'length": 64')
+            block = block.replace("length=128, recall_prompts=4", "length=96, recall_prompts=1")
         exec(compile(block, "docs/python.md", "exec"), names)
     assert {path.name for path in here.iterdir()} == {"smaller", "report.html"}

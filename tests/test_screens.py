@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 from command_line import run_main
-from tiny_models import make_checkpoint, random_model
+from tiny_models import HELD_OUT, make_checkpoint, random_model
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -31,6 +31,7 @@ from surgery.workflow.recipe import Finished
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
+QUICK += ["--calibration", HELD_OUT]
 
 
 def verbs(command, path=()):

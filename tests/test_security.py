@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from command_line import run_main
-from tiny_models import make_checkpoint
+from tiny_models import HELD_OUT, make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
@@ -15,6 +15,7 @@ Path({marker!r}).touch()
 from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Tokenizer
 """
 QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
+QUICK += ["--calibration", HELD_OUT]
 
 
 @pytest.fixture(scope="module")

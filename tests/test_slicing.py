@@ -37,26 +37,26 @@ TEXT = {
 
 
 def low_rank(**settings):
-    return convert_checkpoint, LowRankSettings(**{"kv_ratio": 0.5, **TEXT, **settings})
+    return LowRankSettings(**{"kv_ratio": 0.5, **TEXT, **settings})
 
 
 def mla(**settings):
-    return convert_checkpoint, ConvertSettings(**{"kv_lora_rank": 16, "rope_dim": 6, **TEXT, **settings})
+    return ConvertSettings(**{"kv_lora_rank": 16, "rope_dim": 6, **TEXT, **settings})
 
 
 KINDS = {
-    "joint": ("llama_bias", *low_rank()),
-    "multiple": ("qwen3", *low_rank(rank_multiple=4)),
-    "separate": ("llama", *low_rank(method="separate")),
-    "palu": ("llama", *low_rank(method="palu")),
-    "cascade": ("llama", convert_checkpoint, CrossLayerSettings(method="cascade", kv_ratio=0.5, group_size=2, **TEXT)),
-    "window": ("llama", *low_rank(window=5, sinks=2)),
-    "mla own": ("llama_bias", *mla(carrier="own", kv_lora_rank=None, rope_dim=None, kv_ratio=0.7)),
-    "mla key norm": ("qwen3", *mla(kv_lora_rank=26)),
-    "mla windows": ("mistral_window", *mla()),
-    "mla tiny": ("llama", *mla(latent_norm="tiny")),
-    "mla constant": ("llama", *mla(latent_norm="constant")),
-    "mla biases": ("llama_bias", *mla(carrier="stock")),
+    "joint": ("llama_bias", low_rank()),
+    "multiple": ("qwen3", low_rank(rank_multiple=4)),
+    "separate": ("llama", low_rank(method="separate")),
+    "palu": ("llama", low_rank(method="palu")),
+    "cascade": ("llama", CrossLayerSettings(method="cascade", kv_ratio=0.5, group_size=2, **TEXT)),
+    "window": ("llama", low_rank(window=5, sinks=2)),
+    "mla own": ("llama_bias", mla(carrier="own", kv_lora_rank=None, rope_dim=None, kv_ratio=0.7)),
+    "mla key norm": ("qwen3", mla(kv_lora_rank=26)),
+    "mla windows": ("mistral_window", mla()),
+    "mla tiny": ("llama", mla(latent_norm="tiny")),
+    "mla constant": ("llama", mla(latent_norm="constant")),
+    "mla biases": ("llama_bias", mla(carrier="stock")),
 }
 # What differs from another kind in how it was made, not in what a slice has to know of it, is slow.
 ALIKE = "multiple", "palu", "mla windows", "mla tiny", "mla biases"
@@ -65,14 +65,8 @@ RATIO = 0.4  # less than any of these has
 
 
 @pytest.fixture(scope="module")
-def converted(checkpoints, tmp_path_factory):
-
-    @cache
-    def get(kind):
-        name, convert, settings = KINDS[kind]
-        return convert(checkpoints(name), tmp_path_factory.mktemp("whole") / kind.replace(" ", "-"), settings)
-
-    return get
+def converted(conversions):
+    return lambda kind: conversions(*KINDS[kind])
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,9 @@ QUICK = {"calibration": "none", "held_out": 1, "kv_ratio": 0.5}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-@pytest.mark.parametrize("target", ["stock", "own"])
-def test_text_is_cut_alike(checkpoints, tmp_path, name, target):
-    source, out = checkpoints(name), tmp_path / "out"
-    if target == "stock":
-        convert_checkpoint(source, out, ConvertSettings(**QUICK))
-    else:
-        convert_checkpoint(source, out, LowRankSettings(**QUICK))
+@pytest.mark.parametrize("settings", [ConvertSettings(**QUICK), LowRankSettings(**QUICK)], ids=["stock", "own"])
+def test_text_is_cut_alike(checkpoints, conversions, name, settings):
+    source, out = checkpoints(name), conversions(name, settings).path
     text = HELD_OUT.read_text(encoding="utf-8")[:20_000]
     before, after = (AutoTokenizer.from_pretrained(folder)(text).input_ids for folder in (source, out))
     assert before == after
@@ -38,10 +34,7 @@ def test_text_is_cut_alike_where_the_named_class_is_overruled(checkpoints, tmp_p
     assert type(before) is not type(after) and before(text).input_ids == after(text).input_ids
 
 
-def test_a_config_is_not_touched_without_need(checkpoints, tmp_path):
-    convert_checkpoint(checkpoints("llama"), tmp_path / "out", ConvertSettings(**QUICK))
-    before, after = (
-        json.loads((folder / "tokenizer_config.json").read_text())
-        for folder in (checkpoints("llama"), tmp_path / "out")
-    )
+def test_a_config_is_not_touched_without_need(checkpoints, conversions):
+    folders = (checkpoints("llama"), conversions("llama", ConvertSettings(**QUICK)).path)
+    before, after = (json.loads((folder / "tokenizer_config.json").read_text()) for folder in folders)
     assert before == after

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from command_line import run_main
 from config_files import edit_config
-from conversions import convert_checkpoint
 from hostile import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,18 +31,9 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def made(checkpoints, tmp_path_factory):
-    found = {}
-
-    def get(kind):
-        if kind not in found:
-            out = tmp_path_factory.mktemp("made") / kind
-            settings = find_target(kind).settings({**TEXT, **KINDS[kind]})
-            found[kind] = convert_checkpoint(checkpoints("llama"), out, settings).path
-        return found[kind]
-
-    return get
+@pytest.fixture
+def made(conversions):
+    return lambda kind: conversions("llama", find_target(kind).settings({**TEXT, **KINDS[kind]})).path
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def kv_bytes_of(config: dict[str, Any], dtype: torch.dtype) -> KVBytes:
     return held
 
 
-@lru_cache(maxsize=8)  # plans and forecasts ask again and again of one config
+@lru_cache(maxsize=32)  # plans and forecasts ask again and again of one config
 def _custom_model(config: str, dtype: torch.dtype) -> SurgeryForCausalLM:
     return skeleton(json.loads(config), dtype)
 

@@ -6,6 +6,8 @@ than a warning. So the class is built without memory, and compared with the stor
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +97,27 @@ def _class_of(config: Any) -> type[PreTrainedModel]:
 
 def _compare(reader: CheckpointReader, model_class: type[PreTrainedModel], config: Any) -> Comparison:
     """Load a checkpoint's names and shapes, without values, by transformers' own rules of names and fused experts."""
-    infos = {name: reader.info(name) for name in reader.names()}
-    state = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in infos.items()}
+    infos = ((name, reader.info(name)) for name in reader.names())
+    stored = tuple((name, tuple(info.shape), info.dtype) for name, info in infos)
+    return _compare_stored(_Stored(stored, model_class, config.to_json_string(use_diff=False), config))
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Names, shapes and dtypes of stored tensors, and the class and the config that they are compared with."""
+
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    model_class: type[PreTrainedModel]
+    values: str
+    config: Any = field(compare=False)
+
+
+@lru_cache(maxsize=16)  # a command opens its source more than once
+def _compare_stored(stored: _Stored) -> Comparison:
+    model_class = stored.model_class
+    state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in stored.tensors}
     with torch.device("meta"):
-        model = model_class._from_config(config)
+        model = model_class._from_config(stored.config)
     # `from_pretrained` would do the same, but takes a device only where accelerate is installed.
     settings = LoadStateDictConfig(
         ignore_mismatched_sizes=True,

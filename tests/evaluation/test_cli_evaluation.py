@@ -13,7 +13,7 @@ from surgery.checkpoint.named_models import demo_model
 from surgery.common.errors import SurgeryError
 from surgery.eval import lm_harness
 
-QUICK = ["--windows", "2", "--length", "64", "--tasks", "loss", "--seed", "5", "--device", "cpu", "--variants", "none"]
+QUICK = ["--windows", "2", "--length", "32", "--tasks", "loss", "--seed", "5", "--device", "cpu", "--variants", "none"]
 
 
 @pytest.fixture

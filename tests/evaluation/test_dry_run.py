@@ -15,11 +15,11 @@ from surgery.evaluation.settings import EvalSettings
 from surgery.forecast.evaluation import plan_evaluation
 from surgery.structures.registry import TARGETS
 
-SMALL = {"windows": 3, "length": 96, "decoded": 8, "recall_prompts": 3, "batch_size": 2, "device": "cpu"}
+SMALL = {"windows": 3, "length": 96, "decoded": 4, "recall_prompts": 3, "batch_size": 2, "device": "cpu"}
 SMALL |= {
-    "new_tokens": 5,
+    "new_tokens": 3,
     "prompts": ["def", "def", "def"],
-    "contexts": "80,96",
+    "contexts": "24,32",
     "batches": "1,2",
 }
 

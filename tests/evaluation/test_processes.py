@@ -7,25 +7,15 @@ from command_line import run_main
 from processes import two_forks
 from tiny_models import make_checkpoint
 
-ARGUMENTS = ["--tasks", "loss,needle", "--variants", "none", "--windows", "3", "--length", "64", "--batch-size", "1"]
-NEEDLE = [
-    "--needle-lengths",
-    "128",
-    "--needle-depths",
-    "0,100",
-    "--needle-trials",
-    "1",
-    "--seed",
-    "3",
-    "--device",
-    "cpu",
-]
+ARGUMENTS = "--tasks loss,needle --variants none --windows 3 --length 32 --batch-size 1 --seed 3 --device cpu"
+NEEDLE = "--needle-lengths 128 --needle-depths 0,100 --needle-trials 1"
 
 
 def test_two_processes_give_the_results_of_one(tmp_path, monkeypatch, capsys):
     source, other = (make_checkpoint(tmp_path / name, "llama", torch.float32, seed) for seed, name in enumerate("ab"))
     (tmp_path / "eval.yaml").write_text("decoded: 4\n")
-    verb = ["eval", other, "--baseline", source, *ARGUMENTS, *NEEDLE, "--config", tmp_path / "eval.yaml", "--out"]
+    asked = [*ARGUMENTS.split(), *NEEDLE.split(), "--config", tmp_path / "eval.yaml", "--out"]
+    verb = ["eval", other, "--baseline", source, *asked]
     code, alone, errors = run_main(monkeypatch, capsys, *verb, tmp_path / "one")
     assert code == 0, errors[-2000:]
     together = two_forks(*verb, tmp_path / "two")

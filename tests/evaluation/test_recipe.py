@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
-from tiny_models import make_checkpoint
+from tiny_models import HELD_OUT, make_checkpoint
 
 from surgery.common.errors import SurgeryError
 from surgery.common.log import logged
@@ -21,7 +21,8 @@ from surgery.workflow.recipe import Recipe, checked_recipe, run_recipe
 from surgery.workflow.steps import Action, Finished
 from surgery.workflow.time_left import TimeLeft
 
-QUICK = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 1, "rope_dim": 4}
+QUICK = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
+QUICK |= {"rope_dim": 4}
 
 
 def write(folder, *steps, **others):
@@ -204,7 +205,7 @@ def test_unknown_entries_are_refused(tmp_path):
 
 WEIGHTS = {"calibration": "none", "device": "cpu"}
 LOW = {"to": "lowrank", "kv_ratio": 0.5, **WEIGHTS}
-TRAINING = {"data": [{"source": "builtin"}], "length": 32, "max_tokens": 640, "dtype": "fp32", "device": "cpu"}
+TRAINING = {"data": [{"source": str(HELD_OUT)}], "length": 32, "max_tokens": 640, "dtype": "fp32", "device": "cpu"}
 TRAINING |= {"batch_size": 1, "gradient_accumulation": 1}
 MEASURED = {"tasks": ["loss"], "variants": "none", "windows": 2, "length": 64, "device": "cpu"}
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 
 import pytest
 import torch
@@ -61,12 +62,23 @@ def convert(source, out, to, **asked):
     return convert_checkpoint(source, out, TARGETS[to].settings(asked or STRUCTURES[to]))
 
 
+@pytest.fixture(scope="module")
+def made(picture_models, tmp_path_factory):
+    """Gives what a model was converted to, once; to be read."""
+
+    @cache
+    def get(name, to, **asked):
+        return convert(picture_models(name), tmp_path_factory.mktemp("made") / "out", to, **asked)
+
+    return get
+
+
 @pytest.mark.parametrize(("name", "to"), CASES)
 @torch.no_grad()
-def test_a_structure_beside_pictures(picture_models, tmp_path, name, to):
+def test_a_structure_beside_pictures(picture_models, made, tmp_path, name, to):
     source, given = picture_models(name), prompt(name)
     foreseen = plan_conversion(source, tmp_path / "foreseen", TARGETS[to].settings(STRUCTURES[to]))
-    report = convert(source, tmp_path / "out", to).report
+    report, out = made(name, to).report, made(name, to).path
     kv, stages = report.kv, {row["stage"]: row for row in report.ladder}
     assert report.target["model_type"] == foreseen.target["model_type"] == "surgery_pictures"
     engines = [said["status"] for said in report.target["engines"].values()]
@@ -75,17 +87,17 @@ def test_a_structure_beside_pictures(picture_models, tmp_path, name, to):
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"]
     if to == "mla":
         assert max(stages[stage]["logit_difference"] for stage in ("merged", "rotated")) < 2e-5
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    card = (out / "README.md").read_text(encoding="utf-8")
     assert "import surgery" in card and "AutoModelForImageTextToText" in card and "image-text-to-text" in card
-    assert {check.outcome for check in verify_checkpoint(tmp_path / "out", device="cpu").checks} == {PASSED}
+    assert {check.outcome for check in verify_checkpoint(out, device="cpu").checks} == {PASSED}
 
-    before, after = loaded(source), loaded(tmp_path / "out")
+    before, after = loaded(source), loaded(out)
     assert isinstance(after, SurgeryForPicturesAndText) and isinstance(after, type(before))
     state = after.state_dict()
     for key, tensor in before.state_dict().items():
         assert "language_model.layers." in key or torch.equal(state[key], tensor)
-    made = [model.generate(**given, max_new_tokens=4, do_sample=False) for model in (before, after)]
-    assert made[0].shape == made[1].shape
+    texts = [model.generate(**given, max_new_tokens=4, do_sample=False) for model in (before, after)]
+    assert texts[0].shape == texts[1].shape
     check_caches(after, given, tolerance=5e-2 if to == "quantized" else 1e-4)
 
 
@@ -93,13 +105,12 @@ def test_a_structure_beside_pictures(picture_models, tmp_path, name, to):
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3_vl")) for name in SOURCES]
 )
 @torch.no_grad()
-def test_it_loads_without_the_package(picture_models, tmp_path, name):
-    given = prompt(name)
-    convert(picture_models(name), tmp_path / "out", "lowrank")
+def test_it_loads_without_the_package(made, tmp_path, name):
+    given, out = prompt(name), made(name, "lowrank").path
     save_file(given, tmp_path / "prompt.safetensors")
-    stranger = Fork(tmp_path / "out", tmp_path, code=STRANGER, path=(), cwd=tmp_path)
+    stranger = Fork(out, tmp_path, code=STRANGER, path=(), cwd=tmp_path)
     assert stranger.wait() == 0, stranger.stderr[-2000:]
-    elsewhere, model = load_file(tmp_path / "made.safetensors"), loaded(tmp_path / "out")
+    elsewhere, model = load_file(tmp_path / "made.safetensors"), loaded(out)
     torch.testing.assert_close(elsewhere["logits"], model(**given).logits, rtol=0, atol=1e-5)
     assert torch.equal(elsewhere["made"], model.generate(**given, max_new_tokens=4, do_sample=False))
 
@@ -123,13 +134,13 @@ WHOLE = {
     ],
 )
 @torch.no_grad()
-def test_latents_that_hold_all_change_nothing(picture_models, tmp_path, name, to):
+def test_latents_that_hold_all_change_nothing(picture_models, made, name, to):
     """Pictures too, whose tokens have three positions, or see each other."""
     target = "lowrank" if to == "window" else to.removeprefix("mha2")
     keep = {"keep_layers": "none"} if name == "gemma3" else {}
     asked = {"rank": 32} if "many heads" in name else WHOLE[to]
-    convert(picture_models(name), tmp_path / "out", target, **TEXT, **asked, **keep)
-    before, after, given = loaded(picture_models(name)), loaded(tmp_path / "out"), prompt(name)
+    out = made(name, target, **TEXT, **asked, **keep).path
+    before, after, given = loaded(picture_models(name)), loaded(out), prompt(name)
     whole = before(**given).logits
     torch.testing.assert_close(after(**given).logits, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
     beams = {"num_beams": 3, "do_sample": False, "max_new_tokens": 6}
@@ -137,13 +148,13 @@ def test_latents_that_hold_all_change_nothing(picture_models, tmp_path, name, to
 
 
 @torch.no_grad()
-def test_a_conversation_goes_on_from_its_cache(picture_models, tmp_path):
+def test_a_conversation_goes_on_from_its_cache(picture_models, made):
     """Text, then a picture, then text: the positions of all tokens are known at every turn."""
     name, per_token = "qwen3_vl", ("input_ids", "attention_mask", "mm_token_type_ids")
-    convert(picture_models(name), tmp_path / "out", "lowrank", **TEXT, rank=16)
+    out = made(name, "lowrank", **TEXT, rank=16).path
     given, said = prompt(name), []
     text = {key: given[key][:, -8:] for key in per_token}
-    for model in (loaded(picture_models(name)), loaded(tmp_path / "out")):
+    for model in (loaded(picture_models(name)), loaded(out)):
         how = {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True}
         turn = model.generate(**text, **how)
         for new in (given, text):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from conversions import convert_checkpoint
-from healing import forked
+from healing import trained_here
 from picture_models import IMAGE, as_early_qwen, check_caches, loaded, prompt
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT
@@ -151,7 +151,7 @@ def test_evaluation_runs_what_reads_the_text(picture_models, name):
 
 
 def test_healing_writes_the_language_model_in_its_place(picture_models, tmp_path, monkeypatch):
-    monkeypatch.setattr("surgery.healing.heal.run_to_its_end", forked)
+    monkeypatch.setattr("surgery.healing.heal.run_to_its_end", trained_here)
     name = "qwen2_5_vl"
     convert_checkpoint(picture_models(name), tmp_path / "converted", HALF)
     given = {"teacher": str(picture_models(name)), "data": [str(HELD_OUT)], "max_steps": 2, "length": 64}

@@ -1,7 +1,9 @@
 """`surgery plan`: what it simulates is what a conversion writes, bytes are the live cache's, budgets are kept."""
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,6 +58,21 @@ def plan(checkpoints):
     return make_plan(checkpoints("llama"), PlanSettings(kv_ratio=0.4, **TEXT, **CONTEXT), called="ckpt")
 
 
+@pytest.fixture(scope="module")
+def at_work(checkpoints):
+    """Gives settings, source, texts and statistics of a family's plan, which its candidates share."""
+    with ExitStack() as works:
+
+        @cache
+        def get(family):
+            settings = PlanSettings(**{**TEXT, "held_out": CONTEXT["batch"]}, **CONTEXT)
+            opened, quiet = Source.open(checkpoints(family), settings), Progress(silent=True)
+            texts = load_texts(opened, settings, quiet)
+            return settings, opened, texts, works.enter_context(opened_work(opened, settings, texts, quiet))
+
+        yield get
+
+
 ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window", "crosslayer")
 ALWAYS += ("hybrid, 4 bits",)
 """Of the cases: the others are these without codes, or with another window."""
@@ -72,21 +89,18 @@ OF_ANY = [case for case in CASES if "whole layers" not in case]
         pytest.param("qwen3", "quantized", marks=pytest.mark.slow),
     ],
 )
-def test_candidates_lose_what_the_written_model_loses_as_it_decodes(checkpoints, tmp_path, family, case):
+def test_candidates_lose_what_the_written_model_loses_as_it_decodes(checkpoints, at_work, tmp_path, family, case):
     target, asked = find_target(case.partition(",")[0]), dict(CASES[case])
     if "heads" in asked:
         asked["heads"] = str(tmp_path / "pattern.safetensors")
         HeadPattern(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), "needle", 3, 20).save(Path(asked["heads"]))
-    settings, quiet = PlanSettings(**{**TEXT, "held_out": CONTEXT["batch"]}, **CONTEXT), Progress(silent=True)
-    source = checkpoints(family)
-    opened = Source.open(source, settings)
-    texts = load_texts(opened, settings, quiet)
-    with opened_work(opened, settings, texts, quiet) as work:
-        candidates = Candidates(opened, work, settings)
-        sized = candidates.sized(target, asked, None)
-        assert sized is not None, candidates.refused
-        (scored,) = measure([sized], work, texts.held_out).scored
-    written = convert_checkpoint(source, tmp_path / "out", target.settings({**settings.common(), **asked}))
+    settings, opened, texts, work = at_work(family)
+    candidates = Candidates(opened, work, settings)
+    sized = candidates.sized(target, asked, None)
+    assert sized is not None, candidates.refused
+    (scored,) = measure([sized], work, texts.held_out).scored
+    settings = target.settings({**settings.common(), **asked})
+    written = convert_checkpoint(checkpoints(family), tmp_path / "out", settings)
     model = AutoModelForCausalLM.from_pretrained(written.path).eval()
     tokens = texts.held_out.tokens[: texts.held_out.texts]
     losses, cache = decoded(model, tokens)

@@ -1,4 +1,4 @@
-"""The command line in tests: in this process, or in one of its own that says what it imported."""
+"""The command line in tests: in this process, or in one of its own."""
 
 from __future__ import annotations
 
@@ -13,16 +13,6 @@ from surgery.cli import program as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
-IMPORTED = """
-import contextlib, sys
-sys.argv[0] = 'surgery'
-from surgery.cli.program import app
-with contextlib.suppress(SystemExit):
-    app()
-print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)), file=sys.stderr)
-"""
-
-
 # Stands for the console script.
 LAUNCH = "import sys; sys.argv[0] = 'surgery'; from surgery.cli.program import main; main()"
 
@@ -33,11 +23,6 @@ def launch(*arguments, code: str = LAUNCH, cwd: Path = ROOT) -> subprocess.Compl
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
-
-
-def imports_of(*arguments) -> subprocess.CompletedProcess:
-    """`launch`, which ends with the heavy packages that it imported on standard error."""
-    return launch(*arguments, code=IMPORTED)
 
 
 def two_processes(*arguments) -> subprocess.CompletedProcess:

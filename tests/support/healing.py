@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState
-from processes import Fork
 from safetensors.torch import load_file
 
 from surgery.training import loop
@@ -75,10 +74,11 @@ def stopped_after(step: int) -> Iterator[None]:
         yield
 
 
-def forked(command: list[str], environment: dict[str, str]) -> int:
-    """In the place of `run_to_its_end`: the training of one process that a healing starts, as a fork."""
-    assert command[:3] == [sys.executable, "-m", "surgery.training.heal"], command
-    return Fork(*command[3:], module=command[2], environment=environment).wait()
+def trained_here(command: list[str], environment: dict[str, str]) -> int:
+    """In the place of `run_to_its_end`: the training of one process, in this one."""
+    assert command[:4] == [sys.executable, "-m", "surgery.training.heal", "--config"], command
+    heal_here(vars(HealSettings.from_file(command[4])))
+    return 0
 
 
 def settings_file(values: dict) -> Path:

@@ -118,9 +118,9 @@ def agree(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5)
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-def decode(model: PreTrainedModel, cache: Cache, prompt: int = 5) -> torch.Tensor:
-    """Logits of `tokens()`, a prompt in one piece and the rest token by token."""
-    pieces = tokens().split((prompt, *[1] * (tokens().shape[1] - prompt)), dim=1)
+def decode(model: PreTrainedModel, cache: Cache, prompt: int = 5, batch: int = 2) -> torch.Tensor:
+    """Logits of `tokens(batch)`, a prompt in one piece and the rest token by token."""
+    pieces = tokens(batch).split((prompt, *[1] * (tokens().shape[1] - prompt)), dim=1)
     return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
 
 
