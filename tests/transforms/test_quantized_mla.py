@@ -1,0 +1,112 @@
+"""A layer whose cache is packed: exact but for what its bits lose, and in the order of its row."""
+
+import pytest
+import torch
+from random_layers import random_attention
+
+from surgery.calibration.statistics import LayerStatistics
+from surgery.families.attention import CapturedAttention
+from surgery.model.token_format import TokenFormat
+from surgery.model.token_quantizer import TokenQuantizer
+from surgery.transforms import mla, quantized_mla
+from surgery.transforms.latent_layer import SimulatedAttention
+
+RUNS = (("8", 6), ("4+4", 2)), (("4+4", 2), ("8", 8))
+"""Of 12 values and 12 numbers of the shared key; the last two of each are in the fields of least bits."""
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "biased"])
+def layer(request):
+    anatomy = random_attention(4, 2, 24, 6, biased=request.param)
+    inputs = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = torch.cat([part.flatten(2) for part in (anatomy.project(inputs).k, anatomy.project(inputs).v)], -1)[:, 2:]
+    flat = rows.flatten(0, 1)
+    weights = torch.rand(len(flat), generator=torch.Generator().manual_seed(1)).add(0.5)
+    weights /= weights.mean()
+    moment = (flat * weights[:, None]).T @ flat / len(flat)
+    root = torch.randn(24, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    statistics = LayerStatistics(
+        moment=moment,
+        gradient=None,
+        query_norm=torch.zeros(0),
+        key_norm=torch.zeros(0),
+        tokens=len(flat),
+        weighted_moment=moment,
+        weighted_mean=(flat * weights[:, None]).mean(0),
+        token_weight=weights.float(),
+        weighted_gradient=root @ root.T + torch.eye(24, dtype=torch.float64),
+    )
+    return anatomy, inputs, statistics
+
+
+def converted(layer, runs):
+    anatomy, inputs, statistics = layer
+    centred = quantized_mla.centred(statistics)
+    basis = mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)
+    return quantized_mla.convert_layer(anatomy, centred, basis, runs, inputs, first=2)
+
+
+def output_error(layer, result) -> float:
+    anatomy, inputs, _ = layer
+    source = CapturedAttention(anatomy.to(torch.float32))(inputs.float())[0]
+    read = quantized_mla.reader(result.layer, result.quantizer, 2)
+    found = SimulatedAttention(result.layer.to(torch.float32), read=read)(inputs.float())[0]
+    return float((found - source).norm() / source.norm())
+
+
+def test_eight_bits_lose_hardly_anything(layer):
+    eight = converted(layer, ((("8", 12),), (("8", 12),)))
+    assert output_error(layer, eight) < 0.02
+    four = converted(layer, ((("4+4", 6),), (("4+4", 6),)))
+    assert output_error(layer, eight) < output_error(layer, four) < 0.3
+
+
+def test_channels_that_a_row_has_room_for_and_a_layer_has_not_are_zero(layer):
+    result = converted(layer, ((("8", 16),), (("8", 14),)))
+    assert result.layer.rank == 16 and result.layer.rope_dim == 14
+    assert not result.layer.down[12:16].any() and not result.layer.query_up[..., 12:16].any()
+    assert float(result.layer.inv_freq[-1]) == 0
+    assert output_error(layer, result) == pytest.approx(
+        output_error(layer, converted(layer, ((("8", 12),), (("8", 12),)))), abs=1e-3
+    )
+
+
+def test_wide_fields_hold_the_channels_of_most_energy(layer):
+    anatomy, _, statistics = layer
+    result = converted(layer, RUNS)
+    bits = torch.tensor(TokenFormat((*RUNS[0], *RUNS[1])).bits())
+    centred = quantized_mla.centred(statistics)
+    basis = mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)
+    components = quantized_mla.spectra(anatomy, centred, basis).components
+    wide = sorted(components.tolist(), reverse=True)[:4]
+    frequencies = anatomy.inv_freq[basis.frequency]
+    chosen = sorted(float(frequencies[int((components == energy).nonzero()[0, 0])]) for energy in wide)
+    pairs = bits[10:].view(-1, 2)[:, 0]  # of the shared key, behind 6 + 4 values
+    assert sorted(result.layer.inv_freq[pairs == 8].tolist()) == pytest.approx(chosen)
+
+
+def test_a_centred_moment_has_no_mean(layer):
+    _, _, statistics = layer
+    moment = quantized_mla.centred(statistics).weighted_moment
+    assert torch.linalg.eigvalsh(moment).min() > -1e-9
+    assert float(moment.trace()) < float(statistics.weighted_moment.trace())
+
+
+def test_steps_leave_the_least_error_and_pairs_share_them():
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(500, 8, generator=generator) * torch.tensor([1, 2, 3, 4, 1, 1, 5, 5.0]) + 3
+    weight = torch.rand(500, generator=generator)
+    quantizer = TokenQuantizer(TokenFormat((("4+4", 4),)))
+    quantized_mla.fit_steps(quantizer, values, weight, rank=4)
+    steps = quantizer.step.clone()
+    assert torch.equal(steps[4::2], steps[5::2])
+
+    def error() -> torch.Tensor:
+        each = ((quantizer.read(values) - values).square() * weight[:, None]).sum(0)
+        return torch.cat([each[:4], each[4:].view(-1, 2).sum(-1)])
+
+    best = error()
+    for factor in (0.6, 0.8, 1.25, 1.6):
+        quantizer.step = steps * factor
+        assert bool((error() >= 0.97 * best).all())
+    torch.testing.assert_close(quantizer.mean, (values * weight[:, None]).sum(0) / weight.sum(), atol=1e-5, rtol=1e-5)
