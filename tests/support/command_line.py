@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import torchrun
 
 from surgery.cli import program as cli
 
@@ -42,10 +43,7 @@ def imports_of(*arguments) -> subprocess.CompletedProcess:
 
 def two_processes(*arguments) -> subprocess.CompletedProcess:
     """`surgery ARGUMENTS` in two processes, as `accelerate launch` starts them; both have to end well."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "surgery"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = torchrun("-m", "surgery", *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
