@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from healing import heal_here, heal_settings, log_of, losses_of, same_results, settings_file
-from processes import Fork, torchrun, two_forks
+from processes import Fork, two_forks
 from safetensors.torch import load_file
 
 KILLED_AT_STEP_3 = """
@@ -31,23 +31,11 @@ def settings(tmp_path, student, teacher):
     return lambda **others: heal_settings(tmp_path, student, teacher, **{"objective": objective, **others})
 
 
-def of_forks(values: dict) -> str:
-    """What two processes said, each told what a launcher would tell it."""
-    forks = two_forks("--config", settings_file(values), module="surgery.training.heal")
-    return "".join(fork.stderr for fork in forks)
-
-
-def of_torchrun(values: dict) -> str:
-    done = torchrun("-m", "surgery.training.heal", "--config", settings_file(values))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stderr
-
-
-@pytest.mark.parametrize("launch", [of_forks, pytest.param(of_torchrun, marks=pytest.mark.slow)])
-def test_two_processes_give_the_results_of_one(settings, launch):
+def test_two_processes_give_the_results_of_one(settings):
     one, two = settings(name="one"), settings(name="two", gradient_accumulation=1)
     heal_here(one)
-    assert launch(two).count("max_steps reached") == 1  # one of them speaks
+    forks = two_forks("--config", settings_file(two), module="surgery.training.heal")
+    assert "".join(fork.stderr for fork in forks).count("max_steps reached") == 1  # one of them speaks
     same_results(one, two)
 
 
