@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from chat_process import one_chat_process
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgery.calibration import installed, mixture
@@ -191,6 +192,13 @@ def test_replies_follow_their_prompts_and_end(model):
     assert [len(reply) for reply in shortest] == [len(prompt) + 1 for prompt in prompts]
 
 
+@pytest.fixture
+def one_process(tokenizer):
+    with one_chat_process(tokenizer):
+        yield
+
+
+@pytest.mark.usefixtures("one_process")
 def test_conversations_are_in_the_template_and_long_enough(model, tokenizer):
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = TEMPLATE
