@@ -25,21 +25,20 @@ class Told(Progress):
         self.notes.append(text)
 
 
-@pytest.mark.parametrize(
-    ("convert", "settings"),
-    [(convert_checkpoint, LowRankSettings(**QUICK)), (convert_checkpoint, ConvertSettings(**QUICK))],
-)
-def test_the_same_bits_from_statistics_that_were_kept(checkpoints, tmp_path, monkeypatch, convert, settings):
-    source = checkpoints("llama")
-    plain = convert(source, tmp_path / "plain", settings)
-    settings = replace(settings, keep_statistics=str(tmp_path / "kept"))
-    convert(source, tmp_path / "first", settings)
+def test_the_same_bits_from_statistics_that_were_kept(checkpoints, tmp_path, monkeypatch):
+    """Those of an MLA conversion, which have lags, serve low rank too: the same moments."""
+    source, kept = checkpoints("llama"), str(tmp_path / "kept")
+    mla, low_rank = ConvertSettings(**QUICK), LowRankSettings(**QUICK)
+    plain = [convert_checkpoint(source, tmp_path / f"plain-{n}", each) for n, each in enumerate((mla, low_rank))]
+    convert_checkpoint(source, tmp_path / "first", replace(mla, keep_statistics=kept))
     monkeypatch.setattr(layer_statistics, "backward_sweep", lambda *_, **__: pytest.fail("taken again"))
-    told = Told()
-    second = convert(source, tmp_path / "second", settings, progress=told)
-    assert any("those kept in" in note for note in told.notes)
-    for name, tensor in load_file(plain.path / "model.safetensors").items():
-        assert torch.equal(tensor, load_file(second.path / "model.safetensors")[name]), name
+    for number, settings in enumerate((mla, low_rank)):
+        told = Told()
+        asked = replace(settings, keep_statistics=kept)
+        second = convert_checkpoint(source, tmp_path / f"second-{number}", asked, progress=told)
+        assert any("those kept in" in note for note in told.notes)
+        one, two = (load_file(made.path / "model.safetensors") for made in (plain[number], second))
+        assert all(torch.equal(one[name], two[name]) for name in one)
     (folder,) = (tmp_path / "kept").iterdir()
     assert json.loads((folder / "facts.json").read_text())["gradients"] is True
 
@@ -52,17 +51,3 @@ def test_other_facts_are_other_statistics(checkpoints, tmp_path):
         convert_checkpoint(checkpoints("llama"), tmp_path / str(number), replace(settings, **change), progress=told)
         assert not any("those kept in" in note for note in told.notes), change
         assert len(list((tmp_path / "kept").iterdir())) == number + 1, change
-
-
-def test_statistics_with_lags_serve_where_none_are_asked_for(checkpoints, tmp_path):
-    """As an MLA conversion or a plan keeps them, for low rank: the same moments."""
-    source, kept = checkpoints("llama"), str(tmp_path / "kept")
-    quick = QUICK
-    plain = convert_checkpoint(source, tmp_path / "plain", LowRankSettings(**quick))
-    convert_checkpoint(source, tmp_path / "mla", ConvertSettings(**quick, keep_statistics=kept))
-    told = Told()
-    settings = LowRankSettings(**quick, keep_statistics=kept)
-    second = convert_checkpoint(source, tmp_path / "second", settings, progress=told)
-    assert any("those kept in" in note for note in told.notes)
-    one, two = (load_file(made.path / "model.safetensors") for made in (plain, second))
-    assert all(torch.equal(one[name], two[name]) for name in one)

@@ -1,10 +1,11 @@
+import copy
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import DEMO
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from chat_process import one_chat_process
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgery.calibration import installed, mixture
 from surgery.calibration.conversations import HELD_OUT_PROMPTS, PROMPTS, sample_conversations
@@ -191,8 +192,15 @@ def test_replies_follow_their_prompts_and_end(model):
     assert [len(reply) for reply in shortest] == [len(prompt) + 1 for prompt in prompts]
 
 
+@pytest.fixture
+def one_process(tokenizer):
+    with one_chat_process(tokenizer):
+        yield
+
+
+@pytest.mark.usefixtures("one_process")
 def test_conversations_are_in_the_template_and_long_enough(model, tokenizer):
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = TEMPLATE
     steps = []
     found = sample_conversations(model, tokenizer, 400, PROMPTS[:3], seed=1, advance=steps.append)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny_models import byte_tokenizer
 
 import surgery
 from surgery.calibration.held_out import HeldOut
@@ -26,15 +25,6 @@ def source(tmp_path):
     documents = [f"{chr(0x100 + number)} " * 700 for number in range(60)]
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
     return str(path)
-
-
-def byte_tokenizer(**special) -> PreTrainedTokenizerFast:
-    """One token a byte, with no special tokens but the given ones."""
-    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *special.values()]
-    backend = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 def build(tokenizer, source, *asked, bos="tokenizer", **more):

@@ -1,33 +1,17 @@
 """Several processes give what one gives."""
 
 import json
-import os
-import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from processes import torchrun
+from sessions import Bars
 
 from surgery.common.errors import SurgeryError
 from surgery.running.processes import Processes
 
 PROMPTS = [[1, 40, 7, 300], [1], [9, 9, 12], list(range(5, 30)), [1, 2, 77], [1, 55, 56, 57, 58, 3000], [800, 4000]]
-
-
-class Bars:
-    """Counts the prompts of the last phase."""
-
-    done = 0
-
-    @contextmanager
-    def phase(self, name, total, unit="item"):
-        self.done = 0
-
-        def advance(count=1):
-            self.done += count
-
-        yield advance
 
 
 def measure(checkpoint: Path, scratch: Path) -> dict:
@@ -108,17 +92,8 @@ def test_one_process(checkpoints, tmp_path):
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
     one = measure(checkpoints("llama"), tmp_path / "one")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    folders = [str(checkpoints("llama")), str(tmp_path / "two"), str(tmp_path)]
-    run = subprocess.Popen(
-        [*launch, *folders], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        output, _ = run.communicate(timeout=120)
-    finally:
-        run.terminate()  # which makes the launcher end its processes, if it has not finished
-    assert run.returncode == 0, output[-3000:]
+    done = torchrun(__file__, checkpoints("llama"), tmp_path / "two", tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
     main, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     assert main["same"] == other["same"] == one["same"]
     assert [(each["rank"], each["count"]) for each in (main, other)] == [(0, 2), (1, 2)]

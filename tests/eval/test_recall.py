@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from measures import recall_accuracy
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tiny_models import byte_tokenizer
+from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -26,16 +27,6 @@ def filler(tokenizer):
 @pytest.fixture(scope="module")
 def demo_model():
     return AutoModelForCausalLM.from_pretrained(ASSETS / "demo-model", dtype=torch.float32)
-
-
-def byte_tokenizer(merges: tuple[tuple[str, str], ...] = (), **special) -> PreTrainedTokenizerFast:
-    """Bytes as tokens, but for the given merges, which may cross words."""
-    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges), *special.values()]
-    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 def test_the_answer_is_masked_and_planted(tokenizer, filler):

@@ -29,9 +29,9 @@ class FakeRun:
         self.finished = True
 
 
-@pytest.fixture
-def wandb(monkeypatch):
-    """A stand-in that keeps what it is given; `wandb.runs` are the runs."""
+@pytest.fixture(scope="module")
+def fake():
+    """A stand-in that keeps what it is given; `fake.runs` are the runs."""
     fake = ModuleType("wandb")
     fake.runs = []
 
@@ -46,11 +46,16 @@ def wandb(monkeypatch):
     fake.Table = lambda columns, data: SimpleNamespace(columns=columns, data=data)
     fake.Image = lambda path: Path(path).read_bytes()  # as wandb does, before the file may go away
     fake.Html = lambda data, inject: data
-    monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake
 
 
 @pytest.fixture
+def wandb(fake, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+@pytest.fixture(scope="module")
 def report():
     """The baseline, a converted checkpoint and a healed one."""
     whole = sample_report()
@@ -61,22 +66,28 @@ def log(report, folder, **others):
     return log_to_wandb(report, **({"project": "p", "mode": "offline", "folder": folder} | others))
 
 
-def test_a_finished_run_a_row(wandb, report, tmp_path):
-    found = log(report, tmp_path / "new")
-    assert found == [str(tmp_path / "new" / "run")] * 3
-    assert [run.arguments["name"] for run in wandb.runs] == [row["name"] for row in report["rows"]]
-    assert all(run.finished for run in wandb.runs)
-    for run in wandb.runs:
+@pytest.fixture(scope="module")
+def logged(fake, report, tmp_path_factory):
+    """The runs of the report, whose folder did not exist before."""
+    folder = tmp_path_factory.mktemp("wandb") / "new"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", fake)
+        assert log(report, folder) == [str(folder / "run")] * 3
+    return list(fake.runs)
+
+
+def test_a_finished_run_a_row(logged, wandb, report, tmp_path):
+    assert [run.arguments["name"] for run in logged] == [row["name"] for row in report["rows"]]
+    for run in logged:
         given = run.arguments
-        assert (given["project"], given["mode"], given["job_type"]) == ("p", "offline", "eval")
+        assert run.finished and (given["project"], given["mode"], given["job_type"]) == ("p", "offline", "eval")
         assert run.logged["needle"].startswith(PICTURE)
-    online = log({**report, "rows": report["rows"][:1]}, tmp_path, mode="online")
-    assert online == ["https://wandb.example/run"] and wandb.runs[-1].arguments["mode"] == "online"
+    assert log({"rows": [{"name": "x"}]}, tmp_path, mode="online") == ["https://wandb.example/run"]
+    assert wandb.runs[-1].arguments["mode"] == "online"
 
 
-def test_what_a_run_holds(wandb, report, tmp_path):
-    log(report, tmp_path)
-    row, run = report["rows"][1], wandb.runs[1]
+def test_what_a_run_holds(logged, report):
+    row, run = report["rows"][1], logged[1]
     assert run.logged["plots/pareto-loss"].startswith(PICTURE) and run.logged["plots/pareto-recall"].startswith(PICTURE)
     results, config = row["results"], run.arguments["config"]
     assert config["settings"] == report["settings"] and config["tasks"] == report["tasks"]
@@ -93,38 +104,36 @@ def test_what_a_run_holds(wandb, report, tmp_path):
     assert len(run.logged["ruler_style"].data) == 14 and run.logged["ruler_style"].data[-1][-1] is True
     assert run.logged["completions"].data[0] == list(results["generate"]["completions"][0].values())
     assert run.logged["layers"].columns == ["layer", "rank", "rope", "latent"]
-    assert "layers" not in wandb.runs[0].logged
+    assert "layers" not in logged[0].logged
 
 
 def test_a_row_stands_with_its_conversion_and_names_the_run_that_healed_it(wandb, report, tmp_path):
-    report["rows"][2] = copy.deepcopy(report["rows"][2])
-    report["rows"][2]["conversion"]["lineage"] = "mla-1234"
-    log(report, tmp_path)
-    assert [run.arguments["group"] for run in wandb.runs] == ["mla-1234"] * 3
-    other = copy.deepcopy(report["rows"][2])
-    other["conversion"]["lineage"] = "gqa-1234"
-    report["rows"].append(other)
-    wandb.runs.clear()
-    log(report, tmp_path)
-    assert [run.arguments["group"] for run in wandb.runs] == [report["title"]] * 2 + ["mla-1234", "gqa-1234"]
-    wandb.runs.pop()
-    assert wandb.runs[-1].arguments["config"]["healing_run"] == "lab/healing/abc123"
-    assert "healing_run" not in wandb.runs[-2].arguments["config"]
+    def grouped(*lineages):
+        rows = [{**copy.deepcopy(row), "results": {}} for row in (*report["rows"], report["rows"][2])]
+        for row, lineage in zip(rows[2:], lineages, strict=False):
+            row["conversion"]["lineage"] = lineage
+        wandb.runs.clear()
+        log({**report, "rows": rows[: 2 + len(lineages)]}, tmp_path)
+        return [run.arguments["group"] for run in wandb.runs]
+
+    assert grouped("mla-1234") == ["mla-1234"] * 3
+    assert wandb.runs[2].arguments["config"]["healing_run"] == "lab/healing/abc123"
+    assert "healing_run" not in wandb.runs[1].arguments["config"]
+    assert grouped("mla-1234", "gqa-1234") == [report["title"]] * 2 + ["mla-1234", "gqa-1234"]
 
 
-def test_the_page_is_in_the_first_run(wandb, report, tmp_path):
-    log(report, tmp_path)
-    assert wandb.runs[0].logged["report"].startswith("<!doctype html>")
-    assert all("report" not in run.logged for run in wandb.runs[1:])
+def test_the_page_is_in_the_first_run(logged):
+    assert logged[0].logged["report"].startswith("<!doctype html>")
+    assert all("report" not in run.logged for run in logged[1:])
 
 
 def test_rows_of_little(wandb, tmp_path):
     log({"rows": [{"name": "x"}]}, tmp_path)
-    assert set(wandb.runs[0].logged) == {"report"} and wandb.runs[0].arguments["group"] is None
+    assert set(wandb.runs[-1].logged) == {"report"} and wandb.runs[-1].arguments["group"] is None
 
 
 def test_refusals(wandb, tmp_path, monkeypatch):
-    report = sample_report(rows=1)
+    report = {"rows": [{"name": "x"}]}
     (tmp_path / "file").touch()
     with pytest.raises(SurgeryError, match="file"):
         log(report, tmp_path / "file")
@@ -153,6 +162,8 @@ def test_the_real_thing_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
     report = sample_report(rows=2)
+    for row in report["rows"]:
+        row["results"] = {name: row["results"][name] for name in ("loss", "needle")}
     found = log(report, tmp_path)
     assert len(set(found)) == 2
     for number, (folder, row) in enumerate(zip(map(Path, found), report["rows"], strict=True)):

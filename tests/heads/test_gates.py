@@ -4,13 +4,13 @@ Run with a checkpoint and a folder, as `torchrun` does, this file is a process t
 """
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from processes import torchrun
 from safetensors.torch import load_file, save_file
 from scoring import scoring_session, streaming_heads
 from torch.nn.functional import cross_entropy
@@ -299,20 +299,8 @@ def train(checkpoint: Path, method: str) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
     source = checkpoints("llama")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.Popen(
-        [*launch, str(source), str(tmp_path)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = run.communicate(timeout=120)
-    finally:
-        run.terminate()
-    assert run.returncode == 0, output[-3000:]
+    done = torchrun(__file__, source, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
     for method in OBJECTIVES:
         one = train(source, method)
         two, other = (load_file(tmp_path / f"{method}-{rank}") for rank in (0, 1))

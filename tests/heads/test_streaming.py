@@ -31,9 +31,9 @@ def dense(call, sinks, recent):
     return scaled_dot_product_attention(call.query, key, value, mask, scale=call.scaling).transpose(1, 2)
 
 
-@pytest.mark.parametrize("piece", [1, 7, 16, 1024])
+@pytest.mark.parametrize("piece", [1, 7, 1024])
 @pytest.mark.parametrize("sinks, recent", [(0, 1), (3, 4), (4, 3), (0, 5), (16, 1), (2, 200)])
-@pytest.mark.parametrize("length", [1, 5, 16, 33, 97])
+@pytest.mark.parametrize("length", [1, 16, 97])
 def test_is_the_dense_mask(monkeypatch, piece, sinks, recent, length):
     monkeypatch.setattr(streaming, "PIECE", piece)
     call = make_call(length)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_checks import assert_close, only_kernels
+from kernel_checks import assert_close, counts, only_kernels
 from kernel_examples import Compiled, Example, any_kind, ints, normal, slow, zeros
 
 from surgery.kernels.gqa_decode.operator import _gqa_decode, gqa_decode
@@ -20,10 +20,6 @@ def inputs(rows, tokens, heads, groups, d, v, capacity, dtype, device, seed=0):
     key = torch.randn(capacity, rows, groups, d, generator=made).permute(1, 2, 0, 3)
     value = torch.randn(capacity, rows, groups, v, generator=made).permute(1, 2, 0, 3)
     return tuple(tensor.to(device, dtype) for tensor in (query, key, value))
-
-
-def counts(values, device):
-    return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def forget(key, value, lengths, starts):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import EPSILON, assert_close, only_kernels, relative_error
+from kernel_checks import EPSILON, assert_close, counts, only_kernels, relative_error
 from kernel_examples import Compiled, Example, any_kind, coded, ints, normal, slow, zeros
 
 from surgery.kernels.gqa_decode.operator import gqa_decode
@@ -39,10 +39,6 @@ def inputs(rows, tokens, heads, groups, d, v, coded, settings, dtype, device, se
     key = (torch.randn(rows, groups, coded, d, generator=made) * large + large / 2).to(device, dtype)
     value = (torch.randn(rows, groups, coded, v, generator=made) * 0.1).to(device, dtype)
     return query, quantized(key, format, group, keys == "channel"), quantized(value, format, group, False)
-
-
-def counts(values, device):
-    return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def wide(codes):

@@ -80,15 +80,11 @@ def rotation_of(given, dtype):
     return {"within": within, "begins": begins}
 
 
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
 def test_keys_are_rebuilt_normalised_and_rotated_to_their_slots():
     given = inputs(1, 2, 4, 2, 8, 5, 200, biased=True, norm=True)
     inv_freq = given.pop("inv_freq")
     rotation = rotation_tables(inv_freq, 200, torch.float64)
-    out, exact, lse = lowrank_decode(**given, scale=0.3, rotation=rotation, starts=int32(3), lengths=int32(190))
+    out, exact, lse = lowrank_decode(**given, scale=0.3, rotation=rotation, starts=ints(3), lengths=ints(190))
     assert exact is None
     for token, own in enumerate((188, 189)):
         seen = torch.arange(3, own + 1)
@@ -125,7 +121,7 @@ def test_what_an_exact_window_caches_is_served():
             given["key_up"],
             0.5,
             rotation=rotation,
-            starts=int32(*padding),
+            starts=ints(*padding),
             window=window,
             sinks=sinks,
             exact_key=exact[:, :kv_heads],
@@ -178,8 +174,8 @@ def test_what_a_group_of_layers_caches_is_served(piece):
             key_bias=given["key_bias"],
             norm_weight=given["norm_weight"],
             norm_eps=given["norm_eps"],
-            lengths=int32(layer.seen),
-            rebuilt=int32([sinks, reading.block_start]),
+            lengths=ints(layer.seen),
+            rebuilt=ints([sinks, reading.block_start]),
             window=window,
             exact_key=exact_key,
             exact_value=exact_value,
@@ -310,7 +306,7 @@ def test_codes_are_read_as_the_cache_writes_them(format, by_channel, device):
     )
     assert torch.equal(latent, codes.dequantized()[:, 0])
     query, key_up = given["query"].float().to(device), given["key_up"].float().to(device)
-    lengths = int32(64, 51).to(device)
+    lengths = ints(64, 51).to(device)
     out, _, lse = lowrank_decode_quantized(
         query,
         codes.codes[:, 0].to(device),
@@ -339,12 +335,12 @@ def test_codes_and_the_rest_are_merged_by_their_lse():
     rotation, exact = tables(given), {key: given.pop(key) for key in ("exact_key", "exact_value")}
     given.pop("inv_freq")
     exact["exact_slots"] = torch.cat([torch.arange(50, 60), torch.arange(2)]).int()[None]
-    common = {"rotation": rotation, "lengths": int32(60), "window": 9, "sinks": 2, "scale": 0.4}
+    common = {"rotation": rotation, "lengths": ints(60), "window": 9, "sinks": 2, "scale": 0.4}
     latent = given.pop("latent")
     whole, whole_exact, whole_lse = lowrank_decode(latent=latent, **given, **common, **exact)
     spare = torch.cat([latent[:, :48], latent[:, :5] * torch.nan], dim=1)
-    old, _, old_lse = lowrank_decode(latent=spare, **given, **common, held=int32(48))
-    new, new_exact, new_lse = lowrank_decode(latent=latent[:, 48:], **given, **common, **exact, first=int32(48))
+    old, _, old_lse = lowrank_decode(latent=spare, **given, **common, held=ints(48))
+    new, new_exact, new_lse = lowrank_decode(latent=latent[:, 48:], **given, **common, **exact, first=ints(48))
     parts = [torch.cat([old, new_exact * 0], dim=-1), torch.cat([new, new_exact], dim=-1)]
     logs = torch.stack([old_lse, new_lse], dim=-1).double()
     merged, lse = merge(torch.stack(parts, dim=-2).flatten(0, 2), logs.flatten(0, 2))

@@ -51,10 +51,6 @@ def check(query, latent, rope_key, scale=0.1, *, units=4.0, **extra):
     return got
 
 
-def rows(*values, device="cpu"):
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
 def test_the_reference_is_plain_softmax():
     query, latent, rope_key, gain = (t.double() for t in inputs(2, 3, 4, 9, 6, 2, gains=2))
     logits = torch.einsum("bthc,bsc->bths", query, torch.cat([latent, rope_key], -1)) * 0.3
@@ -69,7 +65,7 @@ def test_the_reference_is_plain_softmax():
 def test_the_reference_ends_rows_where_they_end():
     """Rows of other lengths, padded before and behind, are the rows alone."""
     query, latent, rope_key, _ = (t if t is None else t.double() for t in inputs(3, 2, 2, 9, 4, 2))
-    lengths, starts = rows(9, 5, 2), rows(0, 3, 2)
+    lengths, starts = ints(9, 5, 2), ints(0, 3, 2)
     whole = ragged_latent_attention(query, latent, rope_key, 0.3, lengths, starts)
     for row, (length, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=True)):
         each = ragged_latent_attention(
@@ -97,7 +93,7 @@ def test_any_shape(heads, rank, rope, total, chunk, dtype, device):
     """Ranks of equal chunks and of a masked one, RoPE of any width, odd heads and tokens."""
     query, latent, rope_key, _ = inputs(2, 1, heads, total, rank, rope, dtype, device)
     config = Config(32 if heads > 16 else 16, 16, chunk)
-    check(query, latent, rope_key, splits=2, config=config, lengths=rows(total, 1, device=device))
+    check(query, latent, rope_key, splits=2, config=config, lengths=ints(total, 1, device=device))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +108,7 @@ def test_any_shape(heads, rank, rope, total, chunk, dtype, device):
 def test_ragged_rows(splits, dtype, device):
     """Lengths of nothing, one token, part and all; padding before; NaN wherever nothing may look."""
     query, latent, rope_key, gain = inputs(5, 3, 5, 111, 32, 16, dtype, device, gains=5)
-    lengths, starts = rows(0, 1, 63, 111, 70, device=device), rows(0, 0, 17, 3, 70, device=device)
+    lengths, starts = ints(0, 1, 63, 111, 70, device=device), ints(0, 0, 17, 3, 70, device=device)
     clean = check(query, latent, rope_key, splits=splits, lengths=lengths, starts=starts, key_gain=gain)
     token = torch.arange(111, device=device)
     hidden = (token >= lengths[:, None]) | (token < starts[:, None])
@@ -126,14 +122,14 @@ def test_ragged_rows(splits, dtype, device):
 @pytest.mark.parametrize("window", [1, 20, 500])
 def test_window(window, device):
     query, latent, rope_key, _ = inputs(2, 3, 4, 70, 32, 16, device=device)
-    check(query, latent, rope_key, splits=2, lengths=rows(70, 41, device=device), window=window)
+    check(query, latent, rope_key, splits=2, lengths=ints(70, 41, device=device), window=window)
 
 
 @pytest.mark.parametrize("page", [16, 12])
 def test_pages(page, device):
     """Shuffled pages of a pool, most of them NaN, are the tokens in a row; table entries behind a row are nonsense."""
     query, latent, rope_key, gain = inputs(3, 2, 6, 5 * page, 48, 16, device=device, gains=3)
-    lengths, starts = rows(5 * page, 2 * page + 1, 1, device=device), rows(3, 0, 0, device=device)
+    lengths, starts = ints(5 * page, 2 * page + 1, 1, device=device), ints(3, 0, 0, device=device)
     pages = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:15].view(3, 5).int().to(device)
     pools = []
     for tensor in (latent, rope_key, gain):

@@ -62,10 +62,6 @@ def check(tensors, settings, *, splits=1, block_tokens=None, chunk=16, **extra):
     return got
 
 
-def rows(*values, device="cpu"):
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
 @pytest.mark.parametrize("by_channel", [True, False])
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_reference_reads_what_the_cache_holds(format, by_channel):
@@ -79,7 +75,7 @@ def test_the_reference_reads_what_the_cache_holds(format, by_channel):
     flat = [t if t is None else t.squeeze(1) for part in parts for t in part]
     latent = dequantized(*flat[:3], BITS[format], 8 if by_channel else None, torch.float64)
     torch.testing.assert_close(latent, read[0][:, :held], rtol=1e-12, atol=1e-12)
-    old = mla_decode_quantized(query, *flat, 0.3, format=format, group=8, by_channel=by_channel, lengths=rows(30, 30))
+    old = mla_decode_quantized(query, *flat, 0.3, format=format, group=8, by_channel=by_channel, lengths=ints(30, 30))
     recent = ragged_latent_attention(query, *(t[:, held:] for t in read), 0.3)
     both = merge(
         torch.stack([old[0], recent[0]], dim=-2).flatten(0, 2), torch.stack([old[1], recent[1]], dim=-1).flatten(0, 2)
@@ -96,7 +92,7 @@ def test_formats(format, by_channel, dtype, device):
     """Groups of 32, within a step or across steps, of tokens that end and begin anywhere."""
     settings = (format, 32, by_channel)
     tensors = inputs(2, 2, 5, 96, 48, 16, *settings, dtype, device)
-    check(tensors, settings, splits=2, lengths=rows(99, 71, device=device), starts=rows(0, 35, device=device))
+    check(tensors, settings, splits=2, lengths=ints(99, 71, device=device), starts=ints(0, 35, device=device))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +107,7 @@ def test_formats(format, by_channel, dtype, device):
 def test_any_shape(heads, rank, rope, total, group, format, by_channel, chunk, block_tokens, device):
     settings = (format, group, by_channel)
     tensors = inputs(1, 1, heads, total, rank, rope, *settings, torch.float32, device)
-    check(tensors, settings, chunk=chunk, block_tokens=block_tokens, lengths=rows(total - 5, device=device))
+    check(tensors, settings, chunk=chunk, block_tokens=block_tokens, lengths=ints(total - 5, device=device))
 
 
 @pytest.mark.parametrize(("format", "by_channel"), [("int8", True), ("int4", False), ("fp8", False)])
@@ -120,9 +116,9 @@ def test_what_nothing_sees_is_never_used(format, by_channel, device):
     settings = (format, 16, by_channel)
     tensors = inputs(3, 1, 4, 80, 32, 16, *settings, torch.float32, device)
     extra = {
-        "lengths": rows(90, 80, 0, device=device),
-        "coded": rows(80, 48, 80, device=device),
-        "starts": rows(32, 0, 0, device=device),
+        "lengths": ints(90, 80, 0, device=device),
+        "coded": ints(80, 48, 80, device=device),
+        "starts": ints(32, 0, 0, device=device),
         "window": 70,
         "key_gain": torch.rand(3, 80, 2, device=device) + 0.5,
     }

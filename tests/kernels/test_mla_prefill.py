@@ -6,17 +6,12 @@ import pytest
 import torch
 import triton
 from kernel_checks import assert_close
-from kernel_examples import Compiled, Example, normal, slow, zeros
+from kernel_examples import Compiled, Example, ints, normal, slow, zeros
 from torch.nn.functional import scaled_dot_product_attention
 
 from surgery.kernels.mla_prefill.attention_function import prefill_attention_function
 from surgery.kernels.mla_prefill.operator import _mla_prefill, mla_prefill
 from surgery.kernels.mla_prefill.reference import document_bounds, prefill_attention, prefill_gradients
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
 
 DOCUMENTS = torch.tensor([[0] * 20 + [1] * 25 + [0] * 6, [3] * 51], dtype=torch.int32)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_examples import found, ints
+from kernel_examples import ints
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -174,18 +174,6 @@ def test_sizes_that_differ_are_refused_with_a_plan_of_equal_ones(launched):
     gqa_decode(normal(2, 1, 4, 8), heads, heads, 0.3)
     with pytest.raises(ValueError, match="do not belong together"):
         gqa_decode(normal(2, 1, 4, 8), heads, normal(2, 2, 599, 8), 0.3)
-
-
-CALLS = dict(found("EXAMPLES"))
-REFUSED = [(name, *refused) for name, example in CALLS.items() for refused in example.refused]
-
-
-@pytest.mark.parametrize(("name", "change", "message"), REFUSED, ids=[f"{name}: {what}" for name, _, what in REFUSED])
-def test_calls_are_checked_behind_one_that_was_right(name, change, message, launched):
-    example = CALLS[name]
-    example.function(**example.given | example.of_function)
-    with pytest.raises(ValueError, match=message):
-        example.function(**example.given | example.of_function | change)
 
 
 def test_one_tensor_twice_is_no_plan_for_two(device):

@@ -1,14 +1,12 @@
 """Layers that share a cache are a function of the text, in every family, whatever pieces the text comes in."""
 
 import copy
-import pickle
 
 import pytest
 import torch
-from loading import run_elsewhere
 from own_models import FULL_ATTENTION, VOCAB, tiny_source
 from shared_caches import FORMS, LAYERS, PAIRS, PROMPT, STATIC, WIDTH, shared
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache
 
 from surgery.eval.kv_cache import cache_bytes
 from surgery.model import SurgeryConfig, SurgeryForCausalLM, register
@@ -95,7 +93,7 @@ def test_left_padding_shifts_nothing_but_blocks(model, form):
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_greedy_generation_is_the_argmax_of_one_pass(model, chunk):
     options = {} if chunk is None else {"prefill_chunk_size": chunk, "disable_compile": True}
-    made = model.generate(text(), max_new_tokens=9, do_sample=False, eos_token_id=None, **options)
+    made = model.generate(text(), max_new_tokens=6, do_sample=False, eos_token_id=None, **options)
     logits = model(made).logits
     assert torch.equal(made[:, 23:], logits[:, 22:-1].argmax(-1))
 
@@ -118,7 +116,7 @@ def test_beams_are_scored_as_one_pass_scores_them(model):
 def test_sampling_is_the_same_with_and_without_a_cache(model):
     def sample(**options):
         torch.manual_seed(0)
-        return model.generate(text(), max_new_tokens=8, do_sample=True, top_k=5, **options)
+        return model.generate(text(), max_new_tokens=5, do_sample=True, top_k=5, **options)
 
     assert torch.equal(sample(), sample(use_cache=False))
 
@@ -128,9 +126,9 @@ def test_live_bytes_are_those_predicted(batch):
     for entry in (STATIC | {"block": 64}, STATIC | {"block": 48, "sinks": 4, "window": 70}, PAIRS | {"block": 32}):
         model = shared(tiny_source("llama"), entry).to(torch.bfloat16)
         cache = DynamicCache(config=model.config)
-        for piece in text(batch, 1200).split((1000, 120, 80), dim=1):
+        for piece in text(batch, 230).split((150, 50, 30), dim=1):
             model(piece, past_key_values=cache, logits_to_keep=1)
-        assert cache_bytes(cache) == model.kv_cache_bytes(batch, 1200)
+        assert cache_bytes(cache) == model.kv_cache_bytes(batch, 230)
 
 
 def test_a_basis_of_the_prompt_reads_the_prompt_exactly_and_compresses_it_afterwards():
@@ -178,11 +176,6 @@ def test_hidden_states_are_joined_and_attentions_refused(model):
         model(text(), output_attentions=True)
 
 
-def test_copies_and_pickles(model):
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin(text()).logits, model(text()).logits)
-
-
 def test_trains():
     model = shared(tiny_source("llama"), STATIC)
     with torch.enable_grad():
@@ -222,16 +215,3 @@ def test_groups_that_make_no_sense_are_refused(entries, said):
 def test_sliding_windows_are_refused():
     with pytest.raises(ValueError, match="full attention"):
         shared(tiny_source("mistral"), STATIC)
-
-
-@pytest.mark.slow
-def test_loads_without_the_package(tmp_path):
-    tokens = torch.randint(3, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
-    model = shared(tiny_source("qwen3"), STATIC)
-    model.save_pretrained(tmp_path / "model")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
-    logits, cached, facts = run_elsewhere(tmp_path / "model", tokens, tmp_path, trust=True)
-    assert facts["class"] == "SurgeryForCausalLM"
-    agree(logits, model(tokens).logits)
-    agree(cached, model(tokens).logits)

@@ -72,8 +72,7 @@ each_model = pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
 
 
 @each_model
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float32), (4, torch.bfloat16)])
 def test_live_bytes_are_those_predicted(make, batch, dtype):
     model = make().to(dtype)
     cache, seen, sizes = DynamicCache(config=model.config), 0, (1, 3, 7, 1, 20, 1, 1)

@@ -3,10 +3,8 @@
 import pytest
 import torch
 from own_models import agree, hybrid_entry, low_rank_entry, tiny_source, tokens
-from processes import Fork
-from safetensors.torch import save_file
 from tiny_models import CONFIGS
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from surgery.eval.kv_cache import cache_bytes
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
@@ -88,34 +86,6 @@ def test_a_layer_alone_is_that_layer(mixture):
     alone = [single_layer_config(model.config, layer) for layer in range(4)]
     held = [SurgeryForCausalLM(config).kv_cache_bytes(2, 30) for config in alone]
     assert held == model.kv_layer_bytes(2, 30)
-
-
-CHILD = """
-import sys
-sys.modules["surgery"] = None
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-for folder in sys.argv[1:]:
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    expected = load_file(folder + "/expected.safetensors")
-    with torch.no_grad():
-        assert torch.equal(model(expected["ids"]).logits, expected["logits"]), folder
-"""
-
-
-@pytest.mark.slow
-def test_loads_without_the_package(tmp_path):
-    folders = [tmp_path / str(number) for number in range(len(MIXTURES))]
-    for folder, mixture in zip(folders, MIXTURES.values(), strict=True):
-        model = mixed(mixture)
-        model.save_pretrained(folder)
-        reloaded = AutoModelForCausalLM.from_pretrained(folder)
-        assert reloaded.config.kv_cache == model.config.kv_cache
-        assert torch.equal(reloaded(tokens()).logits, model(tokens()).logits)
-        save_file({"ids": tokens(), "logits": model(tokens()).logits}, folder / "expected.safetensors")
-    child = Fork(*folders, code=CHILD, path=(), cwd=tmp_path)
-    assert child.wait() == 0, child.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import torchrun
 
 from surgery.cli import program as cli
 
@@ -27,10 +28,7 @@ def launch(*arguments, code: str = LAUNCH, cwd: Path = ROOT) -> subprocess.Compl
 
 def two_processes(*arguments) -> subprocess.CompletedProcess:
     """`surgery ARGUMENTS` in two processes, as `accelerate launch` starts them; both have to end well."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "surgery"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = torchrun("-m", "surgery", *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 

@@ -7,6 +7,7 @@ a Python backend of torch, which a process keeps once it has it: each check runs
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -108,27 +109,28 @@ def factorisations(device: torch.device) -> None:
 
 
 def microbatches(device: torch.device) -> None:
-    """Forward, losses and backward of every objective, of a stock student and of one of the project's class."""
+    """Forward, losses and backward of all objectives, of a stock student and of one of the project's class."""
     from own_models import KINDS, tiny_source
     from training_data import packed_batch
 
     from surgery.training.distillation import Distillation
     from surgery.training.objectives import PARTS, ObjectiveWeights
 
-    for part in PARTS:
-        for kind in ("source", "latent"):
-            with torch.no_grad():
-                teacher, student = tiny_source("llama"), tiny_source("llama")
-                student = student if kind == "source" else KINDS[kind](student)
-            weights, batch = ObjectiveWeights(**{"kl": 0.0, part: 1.0}), packed_batch()
-            module = Distillation(student, weights, teacher, document_masks=kind == "source").train()
-            with WithoutValues(allow_non_fake_inputs=True):
-                for each in (module, module._teacher[0].model):
-                    _to_fake(each, device)
-                loss, parts = module(batch.to(device), float(batch.predicted))
-                loss.backward()
-                assert {value.device for value in (loss, *parts.values())} == {device}
-                assert any(each.grad is not None for each in student.parameters())
+    every = [part for part in PARTS if part != "layerwise"]
+    for kind, names in product(("source", "latent"), (every, ["layerwise"])):
+        with torch.no_grad():
+            teacher, student = tiny_source("llama"), tiny_source("llama")
+            student = student if kind == "source" else KINDS[kind](student)
+        weights, batch = ObjectiveWeights(**{"kl": 0.0, **dict.fromkeys(names, 1.0)}), packed_batch()
+        module = Distillation(student, weights, teacher, document_masks=kind == "source").train()
+        with WithoutValues(allow_non_fake_inputs=True):
+            for each in (module, module._teacher[0].model):
+                _to_fake(each, device)
+            loss, parts = module(batch.to(device), float(batch.predicted))
+            loss.backward()
+            assert parts.keys() == set(names)
+            assert {value.device for value in (loss, *parts.values())} == {device}
+            assert any(each.grad is not None for each in student.parameters())
 
 
 def _to_fake(model: nn.Module, device: torch.device) -> None:

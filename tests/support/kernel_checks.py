@@ -41,6 +41,11 @@ def assert_close(name: str, got: Tensor, expected: Tensor, *, units: float = 4.0
         assert error <= most, f"{name}: relative error {error:.2e}, at most {most:.2e}"
 
 
+def counts(values: list[int] | None, device: torch.device | str) -> Tensor | None:
+    """Counts of rows as operators take them."""
+    return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
+
+
 @contextmanager
 def only_kernels() -> Iterator[None]:
     """Within it, an operation fails where it would run as its reference, which would pass every comparison."""

@@ -27,8 +27,8 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=MADE, dtype=torch.float64)
 
 
-def ints(*numbers: int | list[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
+def ints(*numbers: int | list[int], device: torch.device | str = "cpu") -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

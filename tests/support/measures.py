@@ -26,3 +26,15 @@ def recall_accuracy(model: nn.Module, prompts: RecallSet, batch_size: int = 8) -
         reader = LogitReader(model, prompts.tokens)
         hits = [hit for tokens, asked in batches for hit in recall_hits(reader, tokens, asked)]
     return sum(hits) / len(hits)
+
+
+def refuse_above(model: nn.Module, tokens: int, error: Exception) -> None:
+    """Has a model raise `error` for passes of more tokens than that."""
+    forward = model.forward
+
+    def limited(input_ids, **rest):
+        if input_ids.numel() > tokens:
+            raise error
+        return forward(input_ids=input_ids, **rest)
+
+    model.forward = limited

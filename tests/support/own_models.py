@@ -1,5 +1,8 @@
 """Tiny random sources and models of the own class that are converted from them without loss."""
 
+import copy
+from functools import cache
+
 import torch
 from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -36,7 +39,14 @@ MOE = ("mixtral", "qwen3_moe")
 
 
 def tiny_source(family: str, **overrides) -> PreTrainedModel:
-    """A random source model in which every bias and norm matters."""
+    """A copy of a random source model in which every bias and norm matters; random numbers start from seed 0."""
+    model = copy.deepcopy(_tiny_source(family, **overrides))
+    torch.manual_seed(0)
+    return model
+
+
+@cache
+def _tiny_source(family: str, **overrides) -> PreTrainedModel:
     torch.manual_seed(0)
     config = CONFIG_MAPPING[family](**SHAPE | FAMILIES[family] | overrides)
     # transformers' grouped_mm has no fast path on a CPU.

@@ -138,6 +138,15 @@ def started_forks(*arguments, **what: str) -> list[Fork]:
     return [Fork(*arguments, **what, environment={**world, **rank}) for rank in ranks]
 
 
+def torchrun(*arguments) -> subprocess.CompletedProcess:
+    """A script, or `-m MODULE`, with its arguments in two processes that PyTorch's launcher starts."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    path = os.pathsep.join(map(str, (ROOT, Path(__file__).parent)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, *launcher, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
+
+
 def kill_and_leave(process: subprocess.Popen) -> None:
     """Ends a process by SIGKILL and does not ask for its exit code: it stays a zombie, as some containers have them."""
     process.kill()

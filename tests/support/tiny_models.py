@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -37,6 +38,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -285,9 +287,24 @@ def make_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float32,
     """Saves a tiny random model with biases and norms that are not trivial, and a tokenizer."""
     model = random_model(CONFIGS[name](), seed)
     model.to(dtype).save_pretrained(folder)
+    add_tokenizer(folder)
+    return folder
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Copy the demo model's tokenizer to a checkpoint."""
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, folder / file)
-    return folder
+
+
+def byte_tokenizer(merges: tuple[tuple[str, str], ...] = (), **special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes, but for the given merges, which may cross words; no special tokens but the given ones."""
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges), *special.values()]
+    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 def tokens(batch: int = 2, length: int = 40) -> torch.Tensor:

@@ -28,9 +28,11 @@ def loss_and_gradients(model, **call):
 PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]]).expand(2, -1)
 
 
-@pytest.mark.parametrize("choice", ["auto", "surgery"])
-@pytest.mark.parametrize("call", [{}, {"position_ids": PACKED}])
-@pytest.mark.parametrize("make", [mla, lambda: tiny_source("llama"), lambda: tiny_source("mistral")])
+MADE = {"mla": mla, "llama": lambda: tiny_source("llama"), "mistral": lambda: tiny_source("mistral")}
+CASES = [(make, call, "auto") for make in MADE.values() for call in ({}, {"position_ids": PACKED})]
+
+
+@pytest.mark.parametrize(("make", "call", "choice"), [*CASES, (mla, {}, "surgery")])
 def test_losses_and_gradients_are_the_models_own(make, call, choice):
     with torch.no_grad():
         model = make()

@@ -1,8 +1,11 @@
+import copy
 import json
+from functools import cache
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from chat_process import one_chat_process
 from tiny_models import DEMO
 from training_data import opened_data
 from transformers import AutoTokenizer
@@ -24,8 +27,19 @@ TURNS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    with one_chat_process(demo_tokenizer()):
+        yield
+
+
+@cache
+def demo_tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
 def tokenizer_with(template):
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = copy.copy(demo_tokenizer())
     tokenizer.chat_template = template
     return tokenizer
 
@@ -60,7 +74,7 @@ def test_conversations_without_an_answer_are_left_out():
 def test_tools_reach_the_template():
     encode = ChatEncoder(tokenizer_with("{% for t in tools %}{{ t.name }}{% endfor %}"))
     document = encode({"messages": TURNS, "tools": [{"name": "calculator"}]}, "here")
-    assert AutoTokenizer.from_pretrained(DEMO).decode(document.tokens) == "calculator"
+    assert demo_tokenizer().decode(document.tokens) == "calculator"
 
 
 @pytest.mark.parametrize("record", [{}, {"messages": "hello"}, {"messages": ["hello"]}, {"messages": [{"text": "x"}]}])

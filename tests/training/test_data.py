@@ -178,7 +178,7 @@ def test_a_mixture_deals_by_weight(texts, tokenizer, tmp_path):
 
 
 def test_the_builtin_text_packs_with_recalls_and_repeats_exactly(tokenizer, tmp_path):
-    data = [{"source": "builtin", "tokens": 30_000}]
+    data = [{"source": "builtin", "tokens": 14_000}]
     one, other = (opened_data(data, tokenizer, tmp_path / name, 256, held_out=2) for name in "ab")
     assert one.data_sha256 == other.data_sha256
     rows = [one.sequences.sequence(number) for number in range(8)]

@@ -79,8 +79,8 @@ def test_weights_are_those_of_real_modules(train):
 
 
 def peaks(length, batch, **given) -> tuple[int, int]:
-    """Peak bytes of a step of the demo model, its own teacher: as estimated, and as allocated."""
-    config = AutoConfig.from_pretrained(demo_model())
+    """Peak bytes of a step of the demo model's first layers, its own teacher: as estimated, and as allocated."""
+    config = AutoConfig.from_pretrained(demo_model(), num_hidden_layers=3)
     asked = settings(length=length, batch_size=batch, **given)
     student, teacher = model_of(config), model_of(config)
     choose_parameters(student, asked, teacher)
@@ -116,8 +116,8 @@ def peaks(length, batch, **given) -> tuple[int, int]:
     ],
 )
 def test_a_real_step_takes_what_was_said(given):
-    estimated, allocated = peaks(256, 2, **given)
-    assert estimated == pytest.approx(allocated, rel=0.15)
+    estimated, allocated = peaks(64, 2, **given)
+    assert estimated == pytest.approx(allocated, rel=0.1)
 
 
 def test_training_less_takes_less():

@@ -4,17 +4,13 @@ accelerate has FSDP on accelerators only. Run with a settings file by `torchrun`
 the CPU all the same: accelerate's own code for FSDP2, and PyTorch's, with gloo.
 """
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from healing import settings_file, sharded_as_one
+from processes import torchrun
 from tiny_models import make_checkpoint
 from torch.distributed import fsdp
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def sharded_process(file: str) -> int:
@@ -51,12 +47,6 @@ def sharded_process(file: str) -> int:
     return heal.main(["--config", file])
 
 
-def launch(values: dict) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
-    return subprocess.run([*command, str(settings_file(values))], capture_output=True, text=True, env=environment)
-
-
 @pytest.mark.slow
 def test_a_sharded_run_is_that_of_one_process(tmp_path):
     if not hasattr(fsdp, "fully_shard"):
@@ -64,6 +54,10 @@ def test_a_sharded_run_is_that_of_one_process(tmp_path):
     teacher, student = (make_checkpoint(tmp_path / name, "llama", seed=seed) for seed, name in enumerate("ts"))
     rules = tmp_path / "rules.json"
     rules.write_text('{"*.k_proj.weight": [0, -1]}')
+
+    def launch(values):
+        return torchrun(__file__, settings_file(values))
+
     sharded_as_one(tmp_path, student, teacher, launch, alone={"shard_teacher": True}, entry_factors=str(rules))
 
 

@@ -1,17 +1,16 @@
 """Nested ranks: what trains is what a slice computes, draws follow from the step, factors stay orthonormal."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 from healing import heal_here, heal_settings, log_of, losses_of, settings_file, stopped_after
 from own_models import KINDS, lossless_low_rank, low_rank_entry, tiny_source
 from own_models import tokens as random_tokens
+from processes import torchrun
 from safetensors.torch import load_file
-from tiny_models import DEMO
+from tiny_models import add_tokenizer
 from transformers import AutoModelForCausalLM
 
 from surgery.architectures.sliced import LatentModel, sliced_tensors
@@ -247,8 +246,7 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
         student = bent(lossless_low_rank(source, [low_rank_entry(), low_rank_entry()]), 0.2)
     for name, each in (("source", source), ("student", student)):
         each.save_pretrained(folder / name)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / name / file).write_bytes((DEMO / file).read_bytes())
+        add_tokenizer(folder / name)
     return folder / "student", folder / "source"
 
 
@@ -256,6 +254,15 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
 def settings(tmp_path, models):
     nested = {"nested_ranks": list(SHARES), "train": "new", "eval_every": 10}
     return lambda **others: heal_settings(tmp_path, *models, **{**nested, **others})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, models) -> dict:
+    """Settings of a finished run that keeps its factors orthogonal, with which others are compared."""
+    nested = {"nested_ranks": list(SHARES), "train": "new", "eval_every": 10, "orthogonal": True, "max_steps": 4}
+    values = heal_settings(tmp_path_factory.mktemp("whole"), *models, **nested)
+    heal_here(values)
+    return values
 
 
 def tensors(values):
@@ -282,17 +289,15 @@ def test_the_slices_loss_is_that_of_the_sliced_checkpoint(settings, models, tmp_
     student = AutoModelForCausalLM.from_pretrained(models[0])
     smaller = tmp_path / "smaller"
     sliced(student, 0.5, tmp_path / "whole").save_pretrained(smaller)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (smaller / file).write_bytes((DEMO / file).read_bytes())
+    add_tokenizer(smaller)
     plain = settings(name="plain", max_steps=1, nested_ranks=[]) | {"student": str(smaller)}
     found = heal_here(plain)["held_out"]["first"]
     assert facts["held_out"]["first"]["kl_at_0.5"] == pytest.approx(found["kl"], rel=1e-4)
     assert facts["held_out"]["first"]["cross_entropy_at_0.5"] == pytest.approx(found["cross_entropy"], rel=1e-5)
 
 
-def test_a_resumed_run_draws_what_it_would_have(settings):
-    whole, parts = (settings(name=name, orthogonal=True, max_steps=5) for name in ("whole", "parts"))
-    heal_here(whole)
+def test_a_resumed_run_draws_what_it_would_have(settings, whole):
+    parts = settings(orthogonal=True, max_steps=4)
     with stopped_after(3), pytest.raises(Interrupted):
         heal_here(parts)
     with pytest.raises(SurgeryError, match=r"was made with nested_ranks \[1.0, 0.5, 0.25\], not"):
@@ -303,13 +308,11 @@ def test_a_resumed_run_draws_what_it_would_have(settings):
     assert all(torch.equal(each, tensors(whole)[name]) for name, each in tensors(parts).items())
 
 
-def test_accumulation_draws_once_a_step(settings):
-    common = {"max_steps": 3, "held_out": 0, "orthogonal": True}
-    runs = [settings(name=f"{batch}", batch_size=batch, gradient_accumulation=4 // batch, **common) for batch in (4, 1)]
-    for values in runs:
-        heal_here(values)
-    torch.testing.assert_close(losses_of(runs[1]), losses_of(runs[0]), rtol=1e-4, atol=0)
-    assert [line["latents"] for line in log_of(runs[1])] == [line["latents"] for line in log_of(runs[0])]
+def test_accumulation_draws_once_a_step(settings, whole):
+    values = settings(max_steps=4, orthogonal=True, batch_size=4, gradient_accumulation=1)
+    heal_here(values)
+    torch.testing.assert_close(losses_of(values), losses_of(whole), rtol=1e-4, atol=0)
+    assert [line["latents"] for line in log_of(values)] == [line["latents"] for line in log_of(whole)]
 
 
 @pytest.mark.slow
@@ -318,8 +321,8 @@ def test_two_processes_train_as_one(settings, sharded):
     one = settings(name="one", orthogonal=not sharded)
     two = settings(name="two", orthogonal=not sharded, gradient_accumulation=1)
     heal_here(one)
-    code, errors = in_two_processes(two, sharded)
-    assert code == 0, errors[-3000:]
+    done = in_two_processes(two, sharded)
+    assert done.returncode == 0, done.stderr[-3000:]
     torch.testing.assert_close(losses_of(two), losses_of(one), rtol=1e-4, atol=0)
     last = [log_of(run, "held_out")[-1] for run in (one, two)]
     for name, value in last[0].items():
@@ -329,20 +332,15 @@ def test_two_processes_train_as_one(settings, sharded):
 
 @pytest.mark.slow
 def test_sharded_factors_are_not_made_orthogonal(settings):
-    code, errors = in_two_processes(settings(orthogonal=True, gradient_accumulation=1), sharded=True)
-    assert code == 1
-    assert "orthogonal needs whole parameters on every process" in errors
+    done = in_two_processes(settings(orthogonal=True, gradient_accumulation=1), sharded=True)
+    assert done.returncode == 1
+    assert "orthogonal needs whole parameters on every process" in done.stderr
 
 
-def in_two_processes(values, sharded) -> tuple[int, str]:
-    """Exit code and errors of a healing by two processes, under FSDP2 as `test_fsdp2` has it or under DDP."""
-    root = Path(__file__).resolve().parents[2]
-    run = [str(Path(__file__).with_name("test_fsdp2.py"))] if sharded else ["-m", "surgery.training.heal", "--config"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *run]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{root / 'tests' / 'support'}"}
-    file = str(settings_file(values))
-    done = subprocess.run([*command, file], capture_output=True, text=True, env=environment, cwd=root)
-    return done.returncode, done.stderr
+def in_two_processes(values, sharded) -> CompletedProcess:
+    """A healing by two processes, under FSDP2 as `test_fsdp2` has it or under DDP."""
+    run = [Path(__file__).with_name("test_fsdp2.py")] if sharded else ["-m", "surgery.training.heal", "--config"]
+    return torchrun(*run, settings_file(values))
 
 
 def test_compiled_layers_read_new_masks(source):

@@ -1,19 +1,15 @@
 """Several processes, and processes that die: the numbers of one that does not."""
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from healing import heal_here, heal_settings, log_of, losses_of, same_results, settings_file
-from processes import ROOT, Fork, two_forks
+from processes import Fork, two_forks
 from safetensors.torch import load_file
 
-HEAL = ["-m", "surgery.training.heal", "--config"]
-KILLED_AT_STEP_9 = """
+KILLED_AT_STEP_3 = """
 import os, runpy, signal
 from surgery.training.run_log import RunLog
 
@@ -21,13 +17,12 @@ write = RunLog.write
 
 def last_write(self, event, **values):
     write(self, event, **values)
-    if values.get("step") == 9:
+    if values.get("step") == 3:
         os.kill(os.getpid(), signal.SIGKILL)
 
 RunLog.write = last_write
 runpy.run_module("surgery.training.heal", run_name="__main__", alter_sys=True)
 """
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 @pytest.fixture
@@ -36,48 +31,25 @@ def settings(tmp_path, student, teacher):
     return lambda **others: heal_settings(tmp_path, student, teacher, **{"objective": objective, **others})
 
 
-def start(values: dict) -> subprocess.Popen:
-    command = [sys.executable, *TORCHRUN, *HEAL, str(settings_file(values))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
-
-
-def finished(process: subprocess.Popen) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=120)
-    return process.returncode, errors
-
-
-def of_forks(values: dict) -> str:
-    """What two processes said, each told what a launcher would tell it."""
-    forks = two_forks("--config", settings_file(values), module="surgery.training.heal")
-    return "".join(fork.stderr for fork in forks)
-
-
-def of_torchrun(values: dict) -> str:
-    code, errors = finished(start(values))
-    assert code == 0, errors[-3000:]
-    return errors
-
-
-@pytest.mark.parametrize("launch", [of_forks, pytest.param(of_torchrun, marks=pytest.mark.slow)])
-def test_two_processes_give_the_results_of_one(settings, launch):
+def test_two_processes_give_the_results_of_one(settings):
     one, two = settings(name="one"), settings(name="two", gradient_accumulation=1)
     heal_here(one)
-    assert launch(two).count("max_steps reached") == 1  # one of them speaks
+    forks = two_forks("--config", settings_file(two), module="surgery.training.heal")
+    assert "".join(fork.stderr for fork in forks).count("max_steps reached") == 1  # one of them speaks
     same_results(one, two)
 
 
 def test_a_killed_run_goes_on_exactly(settings):
-    slow = {"max_steps": 24, "save_every": 4, "eval_every": 10}
+    slow = {"max_steps": 6, "save_every": 2, "eval_every": 4}
     whole, killed = settings(name="whole", **slow), settings(name="killed", **slow)
-    process = Fork("--config", settings_file(killed), code=KILLED_AT_STEP_9)
+    process = Fork("--config", settings_file(killed), code=KILLED_AT_STEP_3)
     assert process.wait() == -signal.SIGKILL
     heal_here(whole)
     assert not Path(killed["out"]).exists()
-    assert heal_here(killed)["steps"] == 24
+    assert heal_here(killed)["steps"] == 6
     resumed = log_of(killed, "resume")
     assert len(resumed) == 1
-    assert resumed[0]["step"] == 8
+    assert resumed[0]["step"] == 2
     assert losses_of(killed) == losses_of(whole)  # bit for bit
     ends = [load_file(Path(run["out"]) / "model.safetensors") for run in (whole, killed)]
     assert all(torch.equal(each, ends[1][name]) for name, each in ends[0].items())

@@ -14,6 +14,7 @@ from surgery.training import heal, trackers
 from surgery.training.settings import HealSettings
 from surgery.training.trackers import check_tracker
 
+SHORT = {"max_steps": 2, "eval_every": None, "held_out": 0}
 ENVIRONMENT = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
 
 
@@ -27,9 +28,7 @@ def settings(tmp_path, model, monkeypatch):
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    return lambda **others: heal_settings(
-        tmp_path, model, None, **{"max_steps": 2, "eval_every": None, "held_out": 0, **others}
-    )
+    return lambda **others: heal_settings(tmp_path, model, None, **{**SHORT, **others})
 
 
 @pytest.fixture
@@ -83,13 +82,20 @@ def test_wandb_follows_a_run(settings, monkeypatch, tmp_path):
     assert facts["tracker_failed"] is None
 
 
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory, model) -> list[float]:
+    """The losses of a run without a tracker."""
+    values = heal_settings(tmp_path_factory.mktemp("plain"), model, None, **SHORT)
+    heal_here(values)
+    return losses_of(values)
+
+
 @pytest.mark.parametrize("breaks", ["log", "finish"])
-def test_a_tracker_that_fails_does_not_end_the_run(settings, monkeypatch, capsys, breaks):
+def test_a_tracker_that_fails_does_not_end_the_run(settings, losses, monkeypatch, capsys, breaks):
     Service(monkeypatch, breaks=breaks)
-    plain, tracked = settings(name="plain"), settings(name="tracked", tracker="wandb", wandb_mode="offline")
-    heal_here(plain)
+    tracked = settings(name="tracked", tracker="wandb", wandb_mode="offline")
     heal_here(tracked)
-    assert losses_of(tracked) == losses_of(plain)
+    assert losses_of(tracked) == losses
     assert (Path(tracked["out"]) / "model.safetensors").exists()
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("the tracker failed")]
     assert said == [
