@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,6 @@ class ProgressLike(Protocol):
 
     def note(self, text: str) -> None:
         """A line between bars."""
-
-    def expect(self, work: Mapping[str, float]) -> None:
-        """Tells the work of the phases to come, for the time left in all."""
 
 
 @dataclass(frozen=True)

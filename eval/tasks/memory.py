@@ -13,7 +13,6 @@ from surgery.eval.memory import OutOfMemory, measure_memory, unless_out_of_memor
 from surgery.eval.peak_memory import PeakMemory
 from surgery.eval.session import Session, device_of
 from surgery.eval.tensor_bytes import weight_bytes
-from surgery.eval.work import Work, reading
 
 if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
@@ -45,11 +44,6 @@ class MemoryTask:
     def settings(self) -> dict[str, Any]:
         """What decides the result besides the model."""
         return {"contexts": sorted(set(self.contexts)), "batch": self.batch}
-
-    def work(self, session: Session) -> dict[str, Work]:
-        steps = [min(GROWTH_STEPS, context - 1) for context in self.contexts]
-        each = (reading(self.batch, c - s, self.batch, s) for c, s in zip(self.contexts, steps, strict=True))
-        return {self.name: sum(each, reading(1, 1, 1, 1))}  # which loads libraries
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         """Measures on the main process, as the others have the same model.

@@ -93,7 +93,7 @@ def evaluate(
     )
     if dry_run:
         from surgery.console.evaluation import show_plan
-        from surgery.forecast.evaluation import plan_evaluation
+        from surgery.evaluation.dry_run import plan_evaluation
 
         show_plan(plan_evaluation(request, Progress()), as_json=as_json)
         return

@@ -18,7 +18,6 @@ from surgery.eval.held_out_text import HeldOutText
 from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.eval.session import Session, device_of
 from surgery.eval.token_losses import losses_through_cache
-from surgery.eval.work import Work, reading
 from surgery.evaluation.task_data import TaskData
 from surgery.kernels.backend import interpreted
 
@@ -49,10 +48,6 @@ class KernelsTask:
             "decoded": self.decoded,
             "data_sha256": text.sha256,
         }
-
-    def work(self, session: Session) -> dict[str, Work]:
-        count, length = self.text.first(WINDOWS).tokens.shape
-        return dict.fromkeys(PHASES, reading(count, length - 1 - self.decoded, count, self.decoded))
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         """Measures on the main process, as the others have the same model.

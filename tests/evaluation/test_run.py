@@ -16,11 +16,11 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.tasks.loss import LossTask
 from surgery.evaluation import run as runs
+from surgery.evaluation.dry_run import plan_evaluation
 from surgery.evaluation.output import write_report
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore
-from surgery.forecast.evaluation import plan_evaluation
 from surgery.structures.mla.settings import ConvertSettings
 
 SMALL = {"windows": 4, "length": 64, "decoded": 8, "recall_prompts": 2, "batch_size": 2, "device": "cpu"}
@@ -167,7 +167,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from surgery.evaluation.store import ResultStore
-from surgery.forecast.evaluation import plan_evaluation
+from surgery.evaluation.dry_run import plan_evaluation
 Path.replace = lambda self, other: os.kill(os.getpid(), signal.SIGKILL)
 ResultStore.open(Path(sys.argv[1])).put("a", {})
 """
