@@ -180,8 +180,6 @@ def _of_lm_eval(row: Row) -> Iterator[tuple[str, Value]]:
 
 
 def _of_machine(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
-    for part in dig(results, "memory", "contexts") or []:
-        yield from _keys(f"memory.{part['context']}", part, "cache_bytes", "peak_prefill_bytes", "peak_decode_bytes")
     for part in dig(results, "speed", "points") or []:
         name = f"speed.{part['context']}.batch_{part['batch']}"
         yield from _keys(name, part, "prefill_tokens_per_second", "decode_tokens_per_second")

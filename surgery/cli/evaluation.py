@@ -56,7 +56,7 @@ def evaluate(
 
         surgery eval ckpt-mla/ --baseline ckpt/ --tasks all --dry-run
 
-        surgery eval quarter=a/ eighth=b/ --baseline ckpt/ --tasks loss,recall,needle,memory,speed --out report/
+        surgery eval quarter=a/ eighth=b/ --baseline ckpt/ --tasks loss,recall,needle,speed --out report/
 
         surgery eval ckpt-mla/ --baseline ckpt/ --tasks lm-eval:hellaswag --limit 100
     """

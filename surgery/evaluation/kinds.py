@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     Build = Callable[[TaskData], Task]
 
-DEFAULT = ("loss", "recall", "needle", "ruler", "generate", "memory", "speed")
+DEFAULT = ("loss", "recall", "needle", "ruler", "generate", "speed")
 TASKS: Registry[str | Build] = Registry(
     "tasks",
     {name: f"surgery.eval.tasks.{name}:build" for name in DEFAULT}

@@ -22,7 +22,7 @@ class EvalSettings(FileSettings):
 
     tasks: tuple[str, ...] = setting(
         ("loss", "recall"),
-        "loss, recall, needle, ruler, generate, memory, speed, or all of these; kernels; lm-eval:TASK. "
+        "loss, recall, needle, ruler, generate, speed, or all of these; kernels; lm-eval:TASK. "
         "KV bytes are always measured.",
         section="Tasks",
     )
@@ -79,7 +79,7 @@ class EvalSettings(FileSettings):
     )
     new_tokens: int = setting(48, "Tokens to write after each prompt.", least=1)
     contexts: tuple[int, ...] = setting(
-        (), "Tokens in the cache, of memory and speed; none: the model's limit, at most 32k, and halves of it.", least=1
+        (), "Tokens in the cache, in task speed; none: the model's limit, at most 32k, and halves of it.", least=1
     )
     batches: tuple[int, ...] = setting((1, 4), "Sequences at a time, in task speed.", least=1)
     lm_eval_include: str | None = setting(None, "Folder of your own lm-eval tasks.", metavar="DIR")

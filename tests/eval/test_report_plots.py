@@ -44,7 +44,6 @@ def test_names_are_text_and_broken_numbers_leave_gaps(key):
     results["loss"]["loss"] = results["loss"]["by_position"][0]["loss"] = math.nan
     report["rows"][-1]["comparison"]["loss"] = {"difference": math.nan, "low": math.nan, "high": math.inf}
     results["speed"]["points"][0] |= {"decode_tokens_per_second": None, "note": "out of memory"}
-    results["memory"]["contexts"][0]["cache_bytes"] = None
     results["ruler"]["lengths"]["1024"]["tasks"]["vt"]["score"] = None
     assert "frac{gqa&lt;&amp;" in to_svg(PLOTS[key].draw(report)).replace("mla-1/2", "gqa")
 

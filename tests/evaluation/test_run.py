@@ -25,7 +25,7 @@ from surgery.structures.mla.settings import ConvertSettings
 
 SMALL = {"windows": 4, "length": 64, "decoded": 8, "recall_prompts": 2, "batch_size": 2, "device": "cpu"}
 
-CHEAP = {"tasks": "loss,generate,memory", "contexts": "16,32", "new_tokens": 4, "variants": "int8,mean-pool,window"}
+CHEAP = {"tasks": "loss,generate", "new_tokens": 4, "variants": "int8,mean-pool,window"}
 
 
 def run(checkpoints, baseline, out, *, overwrite=False, restart=False, **settings):
@@ -92,7 +92,6 @@ def test_bytes_are_those_of_the_checkpoints_dtype(whole):
     assert rows["mean-pool 1"]["kv"]["ratio"] == 0.5
     assert rows["window 16"]["kv"]["ratio"] == pytest.approx(0.25, abs=0.02)
     assert 0.5 < rows["int8 KV"]["kv"]["ratio"] < 1
-    assert rows["one"]["results"]["memory"]["dtype"] == "bfloat16"
 
 
 def test_differences_and_divergences_are_to_the_baseline(whole):
