@@ -21,6 +21,7 @@ REMOVED = {
     "allocate greedy": "--allocate spectrum deals ranks out by what is dropped",
     "tasks repeat": "--tasks loss,needle says where long range is lost",
     "tasks match": "top-1 agreement and KL of --tasks loss compare with the source token by token",
+    "tasks kernels": "surgery.accelerate compares logits with and without kernels, and says by how much they differ",
     "tasks memory": "KV bytes are always measured; surgery bench decode measures peak memory on a GPU",
     "repeat_lags": "its task was: use --tasks loss,needle",
     "repeat_rows": "its task was: use --tasks loss,needle",

@@ -22,8 +22,7 @@ class EvalSettings(FileSettings):
 
     tasks: tuple[str, ...] = setting(
         ("loss", "recall"),
-        "loss, recall, needle, ruler, generate, speed, or all of these; kernels; lm-eval:TASK. "
-        "KV bytes are always measured.",
+        "loss, recall, needle, ruler, generate, speed, or all of these; lm-eval:TASK. KV bytes are always measured.",
         section="Tasks",
     )
     variants: tuple[Literal["int8", "fp8", "int4", "int3", "int2", "mean-pool", "window"], ...] = setting(
