@@ -261,7 +261,7 @@ def test_students_of_the_own_class(tmp_path, make, masked):
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (tmp_path / name / file).write_bytes((make_checkpoint.__globals__["DEMO"] / file).read_bytes())
     values = heal_settings(tmp_path, tmp_path / "student", tmp_path / "source", train="new", max_steps=20)
-    facts = heal_here({**values, "objective": {"kl": 1.0, "attention": 0.1}, "gradient_checkpointing": True})
+    facts = heal_here({**values, "objective": {"kl": 1.0, "hidden": 0.1}, "gradient_checkpointing": True})
     assert facts["held_out"]["last"]["kl"] < facts["held_out"]["first"]["kl"]
     if masked is not None:
         assert facts["document_masks"] is masked
