@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 NO_TRACKER = "none"
-Evaluation = Literal["loss", "recall", "needle", "ruler"]
+Evaluation = Literal["loss", "recall"]
 """Tasks of `surgery eval` that a run can take on the way."""
 
 LEARNED_FROM = ("teacher", "objective")
