@@ -16,6 +16,7 @@ LINES = {
     "bench convert": ["bench", "convert", "--shape", "llama3-8b"],
     "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
+    "ruler_floor": ["eval", "builtin", "--ruler-floor", "0.3"],
     "ruler_tasks qa_1": ["eval", "builtin", "--config", "{file}"],
     "ruler_tasks qa_2": ["eval", "builtin", "--config", "{file}"],
     "tasks repeat": ["eval", "builtin", "--tasks", "loss,repeat"],

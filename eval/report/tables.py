@@ -257,8 +257,6 @@ HEADLINE: tuple[Measure, ...] = (
             share, "high", key="needle", value=_at("results", "needle", "accuracy"), compared="needle"),
     Measure("RULER-style", "Mean score of the RULER-style tasks over all lengths",
             share, "high", key="ruler", value=_at("results", "ruler", "average"), compared="ruler"),
-    Measure("RULER-style, able", "Mean score of those tasks and lengths in which the baseline has something to lose",
-            share, "high", key="ruler_able", value=_at("results", "ruler", "able", "average")),
 )
 # fmt: on
 

@@ -27,6 +27,7 @@ REMOVED = {
     "repeat_rows": "its task was: use --tasks loss,needle",
     "match_prompts": "its task was: top-1 agreement of --tasks loss compares with the source",
     "match_tokens": "its task was: top-1 agreement of --tasks loss compares with the source",
+    "ruler_floor": "name the tasks that the source can do: --ruler-tasks niah_single_1,vt",
     "ruler_tasks qa_1": "use niah_multikey_1 for retrieval among distractors",
     "ruler_tasks qa_2": "use vt for facts that take two steps",
     "quick": "name what is measured: --shapes llama3-8b --contexts 8k,128k --batches 1,8",

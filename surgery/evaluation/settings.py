@@ -63,12 +63,6 @@ class EvalSettings(FileSettings):
     ruler_lengths: tuple[int, ...] = setting((), "Tokens of ruler prompts; none: as length.", least=1)
     ruler_samples: int = setting(50, "Samples of each ruler task at each length.", least=1)
     ruler_tasks: tuple[str, ...] = setting((), "Names of ruler tasks; none: all 11.")
-    ruler_floor: float = setting(
-        0.3,
-        "Score of the baseline from which a ruler task at a length counts for the second average.",
-        least=0,
-        most=1,
-    )
     prompts: tuple[str, ...] = setting(
         (),
         "Text to complete, more than once for several; none: openings of held-out windows.",
