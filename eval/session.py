@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -35,7 +34,6 @@ class Session:
         batch_size: sequences at a time. Part of a result's identity: rounding depends on it.
         seed: of every random choice.
         limit: at most this many samples a task, for a quick look; None for all.
-        scratch: folder for what an interrupted task can go on from, of this model alone; None for nowhere.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -44,7 +42,6 @@ class Session:
     batch_size: int = 8
     seed: int = 0
     limit: int | None = None
-    scratch: Path | None = None
 
 
 class Task(Protocol):

@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -202,14 +202,10 @@ class _Work:
             if self._device.type == "cpu" and row.variant is None:  # a variant has an attention of its own
                 use_equal_widths(model)
         processes = self._session.processes
-        scratch = processes.from_main(lambda: self._store.scratch(key))
         start = time.perf_counter()
         try:
-            result = task.run(
-                model,
-                replace(self._session, scratch=scratch),
-                self._kept.get(task.name) if self._compares(row, task) else None,
-            )
+            kept = self._kept.get(task.name) if self._compares(row, task) else None
+            result = task.run(model, self._session, kept)
         except torch.OutOfMemoryError:
             raise SurgeryError(
                 f"{row.name}, task {task.name}: out of memory; use a smaller --batch-size or --length"
@@ -218,7 +214,6 @@ class _Work:
         found = {"result": result, "seconds": time.perf_counter() - start, "class": type(model).__name__}
         if processes.is_main:
             self._store.put(key, found)
-            self._store.drop_scratch(key)
         processes.wait()
         return found
 
