@@ -33,7 +33,7 @@ from surgery.heads.journal import Journal
 from surgery.heads.pattern import HeadPattern
 from surgery.healing import heal as healing
 from surgery.training.run_folder import CHECKPOINT_FILES, RUN_FILES
-from surgery.training.token_file import Document, TokenFile
+from surgery.training.token_file import TokenFile
 from surgery.workflow.recipe import Recipe
 
 CASES = int(os.environ.get("SURGERY_CASES", "25"))
@@ -338,7 +338,7 @@ def runs(root: Path):
     yield lambda: Page("y").save(root / "page.html", overwrite=True)
     yield lambda: Page("y").save(root / "notes.html", overwrite=True)
     yield lambda: Journal(root / ".journal", {"other": 1}, restart=True)
-    yield lambda: TokenFile.write(root / "out.healing/trained.run/data/tokens-0123456789abcdef", {}, [Document([1])])
+    yield lambda: TokenFile.write(root / "out.healing/trained.run/data/tokens-0123456789abcdef", {}, [[1]])
     yield lambda: write_whole(root / "plan.yaml", "a: 1")
     yield lambda: TemporaryFolder("test").remove()
 

@@ -28,8 +28,7 @@ class Row:
         tokens: [T] int64 ids.
         labels: [T] int64, not shifted: labels[t] is tokens[t], or `IGNORED` where t is not to be predicted. The first
             token of a document never is, since what comes before it is of another one.
-        documents: [T] int64, number of the token's document in the row, from 0. Padding, which only comes last, is a
-            document of its own without labels.
+        documents: [T] int64, number of the token's document in the row, from 0.
     """
 
     tokens: LongTensor
