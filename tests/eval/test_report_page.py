@@ -72,7 +72,6 @@ def test_all_sections(page):
         "needles",
         "ruler-style",
         "lm-eval",
-        "bytes",
         "throughput",
         "conversions",
         "generations",
