@@ -1,21 +1,17 @@
-"""Greedy completions of many prompts: batched, shared between processes, and resumable.
+"""Greedy completions of many prompts: batched, and shared between processes.
 
 Prompts are batched by length and padded on the left. A batch's other rows and its padding decide in which order sums
 are rounded, so a prompt may complete differently in other company. That is why batches are formed before anything is
-looked up or dealt out, and why the whole batch is the key under which its completions are kept: a run that was
-interrupted, or shared by several processes, gives what one undisturbed process gives.
+dealt out: a run that is shared by several processes gives what one process gives.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 
 import torch
-import transformers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
@@ -32,8 +28,7 @@ def complete(
     """Decodes every prompt greedily.
 
     Whatever sampling the checkpoint asks for in its generation config is ignored. Prompts longer than the model's
-    context are decoded like others. With `session.scratch`, batches finished by an earlier call are not generated
-    again if nothing that decides them has changed.
+    context are decoded like others.
 
     Args:
         prompts: token ids of each, of any lengths, nothing added to them.
@@ -57,55 +52,13 @@ def complete(
         for first in range(0, len(order), session.batch_size)
     ]
     config = _greedy_config(model, session.tokenizer, new_tokens)
-    finished = FinishedBatches(session.scratch, session.processes.rank)
-
-    def completions(batch: list[list[int]]) -> list[list[int]]:
-        key = _key(model, batch, config)
-        if key not in finished:
-            finished.add(key, _generate(model, batch, config))
-        return finished[key]
-
     sizes = iter([len(batch) for batch in batches])
     with session.progress.phase(label, len(prompts), "prompt") as advance, evaluation_mode(model):
-        done = session.processes.map(completions, batches, lambda: advance(next(sizes)))
+        done = session.processes.map(partial(_generate, model, config), batches, lambda: advance(next(sizes)))
     results: list[list[int]] = [[] for _ in prompts]
     for index, completion in zip(order, (row for batch in done for row in batch), strict=True):
         results[index] = completion
     return results
-
-
-class FinishedBatches:
-    """Completions of finished batches by key, kept in `completions-<rank>.jsonl` of a folder, or in memory only.
-
-    Every process reads the files of all and appends to its own, so that a run can go on with another number of them.
-    """
-
-    def __init__(self, folder: Path | None, rank: int) -> None:
-        """Reads what is there; a line that was cut off when a run was stopped does not count."""
-        self._file = None if folder is None else folder / f"completions-{rank}.jsonl"
-        self._completions: dict[str, list[list[int]]] = {}
-        for file in sorted(folder.glob("completions-*.jsonl")) if folder is not None else []:
-            for line in file.read_text(errors="replace").splitlines():
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                self._completions[record["key"]] = record["completions"]
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._completions
-
-    def __getitem__(self, key: str) -> list[list[int]]:
-        return self._completions[key]
-
-    def add(self, key: str, completions: list[list[int]]) -> None:
-        """Keeps the completions [prompts of the batch, tokens] of one batch."""
-        self._completions[key] = completions
-        if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a") as file:
-                # The newline comes first: it ends a torn line, which would swallow this record otherwise.
-                file.write("\n" + json.dumps({"key": key, "completions": completions}))
 
 
 def _greedy_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, new_tokens: int) -> GenerationConfig:
@@ -124,21 +77,7 @@ def _greedy_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n
     )
 
 
-def _key(model: PreTrainedModel, batch: list[list[int]], config: GenerationConfig) -> str:
-    """Digest of everything that decides the completions of a batch, given the model."""
-    identity = {
-        "prompts": batch,
-        "config": config.to_dict(),
-        "dtype": str(model.dtype),
-        "attention": getattr(model.config, "_attn_implementation", None),
-        "device": device_of(model).type,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _generate(model: PreTrainedModel, batch: list[list[int]], config: GenerationConfig) -> list[list[int]]:
+def _generate(model: PreTrainedModel, config: GenerationConfig, batch: list[list[int]]) -> list[list[int]]:
     length = max(map(len, batch))
     ids = torch.full((len(batch), length), config.pad_token_id, dtype=torch.long)
     mask = torch.zeros_like(ids)

@@ -1,7 +1,6 @@
 """How many bytes a model's KV cache really takes: counted in a live cache object, never computed from a config."""
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,8 +15,6 @@ from surgery.model.cache_argument import cache_for, returned_cache
 
 GROWTH_STEPS = 64
 """Decoded tokens over which the growth of a cache is taken: a quantised cache may pack 32 or more tokens at a time."""
-
-UNWATCHED = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,6 @@ def measure_kv(
     model: nn.Module,
     context: int,
     batch: int = 1,
-    prefill: AbstractContextManager = UNWATCHED,
-    decode: AbstractContextManager = UNWATCHED,
 ) -> KVUse:
     """Fills the cache that a model makes for itself with `context` random tokens, and counts what it holds.
 
@@ -71,8 +66,6 @@ def measure_kv(
         model: any causal model that returns its cache.
         context: tokens of each sequence, at least 2.
         batch: sequences.
-        prefill: entered around the prefill, to measure it.
-        decode: entered around the decoding.
 
     Raises:
         SurgeryError: `context` is below 2, `batch` below 1, or the model returns no cache.
@@ -82,12 +75,10 @@ def measure_kv(
     steps = min(GROWTH_STEPS, context - 1)
     tokens = random_tokens(model, batch, context)
     with evaluation_mode(model):
-        with prefill:
-            _, past = forward_with_cache(model, tokens[:, :-steps], None)
+        _, past = forward_with_cache(model, tokens[:, :-steps], None)
         before = cache_bytes(past)
-        with decode:
-            for token in tokens[:, -steps:].split(1, dim=1):
-                _, past = forward_with_cache(model, token, past)
+        for token in tokens[:, -steps:].split(1, dim=1):
+            _, past = forward_with_cache(model, token, past)
     held = cache_bytes(past)
     growth = (held - before) / (steps * batch)
     return KVUse(context, batch, held, held / (context * batch), growth, dtype_name(model))

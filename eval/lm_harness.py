@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.metadata import version
 from numbers import Real
 from pathlib import Path
@@ -37,9 +36,8 @@ def task_identity(task: str, include_path: Path | None) -> dict[str, Any]:
     """What tells one version of a task from another, without loading its data.
 
     Returns:
-        `config_sha256` of the resolved YAML of the task, or of everything in its group or tag; `folder_sha256` of
-        all files under `include_path` (None without one), data and code of user tasks included; `lm_eval`, the
-        harness' version, which decides the code of the built-in tasks. Data from the Hub is not part of it: the harness
+        `folder_sha256` of all files under `include_path` (None without one), data and code of user tasks included;
+        `lm_eval`, the harness' version, which decides its own tasks. Data from the Hub is not part of it: the harness
         takes the newest unless a task pins a revision.
 
     Raises:
@@ -49,15 +47,8 @@ def task_identity(task: str, include_path: Path | None) -> dict[str, Any]:
     if include_path is not None and not include_path.is_dir():
         raise SurgeryError(f"lm-eval:{task}: the task folder {include_path} does not exist")
     with _quiet():
-        index = _manager(task, include_path).task_index
-    # A group may define members of its own, which no index has: its config says what they are.
-    configs = {name: index[name].cfg for name in _reached(task, index) if name in index}
-    text = json.dumps(configs, sort_keys=True, default=str)
-    for root in (_built_in_tasks(), include_path):
-        # Functions are named by the file they are in; where that is installed is no part of the task.
-        text = text.replace(str(root.resolve()), "") if root is not None else text
+        _manager(task, include_path)
     return {
-        "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "folder_sha256": None if include_path is None else _folder_sha256(include_path),
         "lm_eval": version("lm_eval"),
     }
@@ -95,10 +86,10 @@ def _evaluate(
 ) -> dict[str, Any]:
     from lm_eval import simple_evaluate
 
-    with _quiet(), evaluation_mode(model):
+    with _quiet(), evaluation_mode(model), session.progress.phase(f"lm-eval:{task}", 1, "task") as advance:
         try:
             results = simple_evaluate(
-                model=_wrapped(model, session, f"lm-eval:{task}"),
+                model=_wrapped(model, session),
                 tasks=[task],
                 num_fewshot=num_fewshot,
                 limit=session.limit,
@@ -110,6 +101,7 @@ def _evaluate(
         except Exception as error:  # the harness, its tasks and the user's own raise whatever they like
             reason = next(iter(str(error).strip().splitlines()), "")
             raise SurgeryError(f"lm-eval:{task} failed in the harness: {type(error).__name__}: {reason}") from error
+        advance()
     return _summary(results, task)
 
 
@@ -143,45 +135,13 @@ def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, Real) and math.isfinite(value) else None
 
 
-def _wrapped(model: PreTrainedModel, session: Session, label: str) -> LM:
-    """The model as the harness sees it, with bars of the session's own in place of the harness'."""
+def _wrapped(model: PreTrainedModel, session: Session) -> LM:
+    """The model as the harness sees it."""
     from lm_eval.models.huggingface import HFLM
-
-    class LoadedModel(HFLM):
-        def loglikelihood(self, requests, disable_tqdm=True):
-            with self._shown(requests):
-                return super().loglikelihood(requests, disable_tqdm=True)
-
-        def loglikelihood_rolling(self, requests, disable_tqdm=True):
-            with self._shown(requests):
-                return super().loglikelihood_rolling(requests, disable_tqdm=True)
-
-        def generate_until(self, requests, disable_tqdm=True):
-            with self._shown(requests):
-                return super().generate_until(requests, disable_tqdm=True)
-
-        def _loglikelihood_tokens(self, requests, disable_tqdm=True, **kwargs):
-            return super()._loglikelihood_tokens(requests, disable_tqdm=True, **kwargs)
-
-        @contextmanager
-        def _shown(self, requests):
-            with session.progress.phase(label, len(requests), "request") as advance:
-                self.set_cache_hook(_FinishedRequests(advance))
-                yield
 
     # The harness sets a pad token where there is none: on a copy.
     tokenizer = copy.deepcopy(session.tokenizer)
-    return LoadedModel(pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=session.batch_size)
-
-
-class _FinishedRequests:
-    """Stands where the harness expects its response cache, which hears of every request as it is finished."""
-
-    def __init__(self, advance: Any) -> None:
-        self._advance = advance
-
-    def add_partial(self, *_: Any) -> None:
-        self._advance()
+    return HFLM(pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=session.batch_size)
 
 
 def _require_harness() -> None:
@@ -194,10 +154,11 @@ def _require_harness() -> None:
 
 
 def _manager(task: str, include_path: Path | None) -> TaskManager:
-    """The harness' index of tasks. Reading its own 14,000 takes seconds, and most user tasks need none of them."""
+    """The harness' index of tasks. Reading its own 14,000 takes seconds, and a single task of the user needs none."""
     if include_path is not None:
         own = _index(str(include_path), False)
-        if all(name in own.task_index for name in _reached(task, own.task_index)):
+        # A group or a tag may have members of the harness' own.
+        if (entry := own.task_index.get(task)) is not None and isinstance((entry.cfg or {}).get("task"), str):
             return own
     everything = _index(include_path and str(include_path), True)
     if task not in everything.task_index:
@@ -215,27 +176,6 @@ def _index(include_path: str | None, built_in: bool) -> TaskManager:
     return TaskManager(include_path=include_path, include_defaults=built_in)
 
 
-def _reached(task: str, index: dict[str, Any]) -> list[str]:
-    """Names of a task and, if it is a group or a tag, of everything in it, whether the index has them or not."""
-    names = [task]
-    for name in names:  # which grows meanwhile
-        entry = index.get(name)
-        if entry is None:
-            continue
-        members = sorted(entry.tags) if entry.cfg is None else entry.cfg.get("task")
-        for member in members if isinstance(members, list) else []:
-            member = member if isinstance(member, str) else member.get("task") or member.get("group")
-            if member not in names:
-                names.append(member)
-    return names
-
-
-def _built_in_tasks() -> Path:
-    import lm_eval.tasks
-
-    return Path(lm_eval.tasks.__file__).parent
-
-
 def _folder_sha256(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
@@ -247,34 +187,22 @@ def _folder_sha256(folder: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the harness' log, and the bars that it and datasets show outside of the model, off the screen.
+    """Keep the harness' log off the screen, and its record of the machine out.
 
-    Its record of the machine is left out too: it starts git, which complains outside of a repository, and a dozen other
-    programs, and nothing of it is read here.
+    That record starts git, which complains outside of a repository, and a dozen other programs; nothing of it is read.
     """
-    import datasets
-    import lm_eval.api.task
-    import lm_eval.evaluator
-    from tqdm import tqdm
+    from lm_eval import evaluator
 
-    replaced = [
-        (lm_eval.api.task, "tqdm", partial(tqdm, disable=True)),
-        (lm_eval.evaluator, "get_git_commit_hash", lambda: None),
-        (lm_eval.evaluator, "add_env_info", lambda results: None),
-    ]
-    # Names that another version of the harness does not have would only be noise.
-    restored = [(module, name, getattr(module, name)) for module, name, _ in replaced if hasattr(module, name)]
+    replaced = {"get_git_commit_hash": lambda: None, "add_env_info": lambda results: None}
+    originals = {name: getattr(evaluator, name) for name in replaced if hasattr(evaluator, name)}
     log = logging.getLogger("lm_eval")
-    level, bars_hidden = log.level, datasets.are_progress_bars_disabled()
+    level = log.level
     log.setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    for module, name, value in replaced:
-        setattr(module, name, value)
+    for name in originals:
+        setattr(evaluator, name, replaced[name])
     try:
         yield
     finally:
-        for module, name, value in restored:
-            setattr(module, name, value)
+        for name, original in originals.items():
+            setattr(evaluator, name, original)
         log.setLevel(level)
-        if not bars_hidden:
-            datasets.enable_progress_bars()

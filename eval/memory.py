@@ -1,16 +1,13 @@
-"""What a model's generation takes at a context: bytes of its cache, and peak memory above its weights."""
+"""Memory that runs out while something is measured, and contexts that a model was not made for."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
-
-from surgery.eval.kv_cache import KVUse, measure_kv
-from surgery.eval.peak_memory import PeakMemory
 
 Result = TypeVar("Result")
 
@@ -38,25 +35,6 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def measure_memory(model: nn.Module, context: int, batch: int, meter: PeakMemory) -> tuple[KVUse, dict[str, Any]]:
-    """Fills a cache with `context` tokens and measures it on the way.
-
-    Returns:
-        What the cache held, and {"context", "cache_bytes", "peak_prefill_bytes", "peak_decode_bytes", "note"}: bytes of
-        all sequences together, peaks None where they cannot be measured. The peak of decoding includes the cache.
-    """
-    meter.zero()
-    prefill, decode = meter.phase(), meter.phase()
-    use = measure_kv(model, context, batch, prefill, decode)
-    return use, {
-        "context": context,
-        "cache_bytes": use.held_bytes,
-        "peak_prefill_bytes": prefill.peak,
-        "peak_decode_bytes": decode.peak,
-        "note": beyond_trained_context(model, context),
-    }
 
 
 def beyond_trained_context(model: nn.Module, context: int) -> str | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -23,9 +22,6 @@ class ProgressLike(Protocol):
     def note(self, text: str) -> None:
         """A line between bars."""
 
-    def expect(self, work: Mapping[str, float]) -> None:
-        """Tells the work of the phases to come, for the time left in all."""
-
 
 @dataclass(frozen=True)
 class Session:
@@ -38,7 +34,6 @@ class Session:
         batch_size: sequences at a time. Part of a result's identity: rounding depends on it.
         seed: of every random choice.
         limit: at most this many samples a task, for a quick look; None for all.
-        scratch: folder for what an interrupted task can go on from, of this model alone; None for nowhere.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,7 +42,6 @@ class Session:
     batch_size: int = 8
     seed: int = 0
     limit: int | None = None
-    scratch: Path | None = None
 
 
 class Task(Protocol):

@@ -19,10 +19,10 @@ from surgery.common.size_names import with_size_names
 from surgery.engines import facts
 from surgery.engines.diagnosis import diagnose
 from surgery.engines.facts import Facts
+from surgery.evaluation.dry_run import plan_evaluation
 from surgery.evaluation.run import Request
 from surgery.evaluation.settings import EvalSettings
 from surgery.families import FAMILIES
-from surgery.forecast.evaluation import plan_evaluation
 from surgery.inspection.checks import FAILED, verify_checkpoint
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.model import SurgeryConfig, SurgeryForCausalLM

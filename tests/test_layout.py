@@ -31,7 +31,6 @@ FLOORS = (
     ("export", "training", "evaluation"),
     ("heads",),
     ("structures",),
-    ("forecast",),
     ("healing", "inspection", "bench", "planning"),
     ("console",),
     ("demo", "workflow", "api"),

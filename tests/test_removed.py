@@ -16,10 +16,13 @@ LINES = {
     "bench convert": ["bench", "convert", "--shape", "llama3-8b"],
     "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
+    "ruler_floor": ["eval", "builtin", "--ruler-floor", "0.3"],
     "ruler_tasks qa_1": ["eval", "builtin", "--config", "{file}"],
     "ruler_tasks qa_2": ["eval", "builtin", "--config", "{file}"],
     "tasks repeat": ["eval", "builtin", "--tasks", "loss,repeat"],
     "tasks match": ["eval", "builtin", "--tasks", "match"],
+    "tasks memory": ["eval", "builtin", "--tasks", "loss,memory"],
+    "tasks kernels": ["eval", "builtin", "--tasks", "kernels"],
     "repeat_lags": ["eval", "builtin", "--repeat-lags", "64"],
     "repeat_rows": ["eval", "builtin", "--repeat-rows", "2"],
     "match_prompts": ["eval", "builtin", "--match-prompts", "2"],
@@ -31,6 +34,12 @@ LINES = {
     "peak_tflops": ["heal", "builtin", "--dry-run", "--peak-tflops", "989"],
     "utilisation": ["heal", "builtin", "--dry-run", "--utilisation", "0.4"],
     "stream": ["heal", "builtin", "--config", "{file}"],
+    "teacher_logits": ["heal", "builtin", "--teacher-logits", "cache"],
+    "teacher_top_k": ["heal", "builtin", "--teacher-top-k", "8"],
+    **{
+        f"objective {name}": ["heal", "builtin", "--config", "{file}"]
+        for name in ("reverse_kl", "jsd", "jsd_beta", "temperature", "attention")
+    },
     "data teacher": ["heal", "builtin", "--data", "teacher"],
     "refine": ["plan", "builtin", "--refine=200k"],
     "heads compare": ["heads", "compare", "a.safetensors", "--measure", "builtin"],
@@ -54,7 +63,8 @@ LINES = {
 def test_a_removed_option_or_value_names_what_to_use_instead(name, tmp_path, monkeypatch, capsys):
     file = tmp_path / "settings.yaml"
     text = f"tasks: ruler\nruler_tasks: {name.partition(' ')[2] or None}\n"
-    file.write_text("data: [{source: org/name, stream: true}]\n" if name == "stream" else text)
+    text = "data: [{source: org/name, stream: true}]\n" if name == "stream" else text
+    file.write_text(f"objective: {{{name.split()[1]}: 1}}\n" if name.startswith("objective ") else text)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("steps: [{compare-heads: {name: both, patterns: [a, b]}}]")
     monkeypatch.chdir(tmp_path)

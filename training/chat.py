@@ -1,4 +1,4 @@
-"""Conversations as training documents: rendered by the tokenizer's own chat template, labelled where the model speaks.
+"""Conversations as training documents: rendered by the tokenizer's own chat template.
 
 A record holds the turns under `messages`, each with a `role` and what its template asks for, and may hold `tools`.
 """
@@ -6,8 +6,7 @@ A record holds the turns under `messages`, each with a `role` and what its templ
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +16,27 @@ from surgery.calibration.text import jsonl_records, parquet_records
 from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
 from surgery.running.chat_templates import ChatTemplate
-from surgery.training.token_file import Document
 
 MESSAGES = "messages"
 READABLE = (".jsonl", ".parquet")
 
-# transformers looks for the same, and gives no mask without it.
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
 
 class ChatEncoder:
-    """Turns records into documents.
+    """Turns records into the tokens of documents."""
 
-    Labels are on the tokens that the template puts between `{% generation %}` and `{% endgeneration %}`, which are the
-    assistant's; a template without these marks leaves nothing to tell turns apart by, and then all tokens count.
-
-    Attributes:
-        marked: whether the template marks them.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, note: Callable[[str], None] = lambda text: None) -> None:
-        """`note` takes the line that says that all tokens count.
-
-        Raises:
-            SurgeryError: the tokenizer has no chat template, or one that needs offsets it cannot give.
-        """
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises SurgeryError: the tokenizer has no chat template."""
         try:
-            self.template = tokenizer.get_chat_template()
+            tokenizer.get_chat_template()
         except ValueError:
             raise SurgeryError(
                 f"{tokenizer.name_or_path or 'the tokenizer'}: has no chat template to write conversations with; give"
                 " text instead, or the tokenizer of a model for chats"
             ) from None
-        self._chat_template = ChatTemplate(tokenizer)
-        self.marked = GENERATION.search(self.template) is not None
-        if self.marked and not tokenizer.is_fast:
-            raise SurgeryError("labels on the assistant's turns need a fast tokenizer, and this one is not")
-        if not self.marked:
-            note("the chat template does not mark what the assistant says: labels are on all tokens")
+        self._tokenizer, self._chat_template = tokenizer, ChatTemplate(tokenizer)
 
-    def __call__(self, record: dict[str, Any], where: str) -> Document | None:
-        """A record's document; None if it has no token to be predicted.
+    def __call__(self, record: dict[str, Any], where: str) -> list[int]:
+        """Token ids of a record's conversation; none if it has no turns.
 
         Raises:
             SurgeryError: the record, which `where` names, holds no conversation, or none that the template takes.
@@ -66,15 +45,12 @@ class ChatEncoder:
         if not isinstance(messages, list) or not all(isinstance(turn, dict) and "role" in turn for turn in messages):
             raise SurgeryError(f"{where}: {MESSAGES!r} is not a list of turns, each with a role and content")
         if not messages:
-            return None
+            return []
         try:
-            rendered = self._chat_template.render(messages, tools=record.get("tools"), mark_assistant=self.marked)
+            text = self._chat_template.render(messages, tools=record.get("tools"))
         except SurgeryError as error:
             raise SurgeryError(f"{where}: {error}") from error
-        tokens, marks = self._chat_template.tokens(rendered)
-        if not tokens or (self.marked and not any(marks)):
-            return None
-        return Document(tokens, marks if self.marked else None)
+        return self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
 
 def holds_conversations(path: Path) -> bool:

@@ -28,8 +28,7 @@ class Row:
         tokens: [T] int64 ids.
         labels: [T] int64, not shifted: labels[t] is tokens[t], or `IGNORED` where t is not to be predicted. The first
             token of a document never is, since what comes before it is of another one.
-        documents: [T] int64, number of the token's document in the row, from 0. Padding, which only comes last, is a
-            document of its own without labels.
+        documents: [T] int64, number of the token's document in the row, from 0.
     """
 
     tokens: LongTensor
@@ -65,7 +64,7 @@ class Batch:
     @property
     def packed(self) -> bool:
         """Whether a row holds several documents."""
-        return holds_several(self.spans)
+        return any(len(row) > 1 for row in self.spans)
 
     @property
     def position_ids(self) -> LongTensor:
@@ -88,11 +87,6 @@ class Batch:
         """The batch on a device."""
         tensors = (self.tokens, self.labels, self.documents, self.predicting)
         return Batch(*(moved(tensor, torch.device(device)) for tensor in tensors), self.spans)
-
-
-def holds_several(spans: Sequence[Sequence[slice]]) -> bool:
-    """Whether some row has the spans of several documents."""
-    return any(len(row) > 1 for row in spans)
 
 
 def _spans(documents: list[int]) -> tuple[slice, ...]:

@@ -17,12 +17,10 @@ from transformers import PreTrainedModel
 from surgery.common.errors import SurgeryError
 from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.training.chunks import States, chunk_count
-from surgery.training.data import Batch, holds_several
-from surgery.training.known_documents import known_documents
+from surgery.training.data import Batch
 from surgery.training.matching import matching_loss, on_teacher_inputs
 from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting
-from surgery.training.recording import Recording, decoder_of, recorded, same_layers
-from surgery.training.top_k import TopK
+from surgery.training.recording import decoder_of, recorded, same_layers
 
 
 @dataclass(frozen=True)
@@ -54,16 +52,12 @@ class Body:
         Args:
             spans: tokens of each document of each row, by which the positions start again, where that is known.
         """
-        packed = None if spans is None else position_ids is not None and holds_several(spans)
         call = {"input_ids": tokens, "use_cache": False}
         if position_ids is not None:
             call["position_ids"] = position_ids
-        if packed and hasattr(self.model.config, "attention_layers"):  # this package's class, which would look itself
-            call["documents"] = spans
-        with known_documents(packed):
-            if self.splits:
-                return self.model.base_model(**call).last_hidden_state
-            return self.model(**call).logits
+            if spans is not None and hasattr(self.model.config, "attention_layers"):  # read by the host
+                call["documents"] = spans
+        return self.model.base_model(**call).last_hidden_state if self.splits else self.model(**call).logits
 
     def head(self) -> nn.Module:
         """What makes logits of `states`."""
@@ -88,7 +82,7 @@ class Distillation(nn.Module):
 
         Args:
             weights: of the objective.
-            teacher: None where no part needs it, or its logits come with the batch.
+            teacher: None where no part needs it.
             document_masks: whether attention keeps inside of documents, by positions that start anew.
 
         Raises:
@@ -103,21 +97,18 @@ class Distillation(nn.Module):
         self._student = (Body.of(student),)  # in tuples, out of sight of nn.Module
         self._teacher = (None if teacher is None else Body.of(teacher.eval().requires_grad_(False)),)
         self._vocabulary = vocabulary_of(student)
-        self._matches = bool(weights.hidden or weights.attention or weights.layerwise)
+        self._matches = bool(weights.hidden or weights.layerwise)
         if teacher is not None:
             check_vocabularies(student, teacher)
         if self._matches:
             _check_layers(student, teacher)
 
-    def forward(
-        self, batch: Batch, positions: float, cached: TopK | None = None, measure: bool = False
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, batch: Batch, positions: float, measure: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
         """Losses of one batch.
 
         Args:
             batch: on the student's device.
             positions: what the sums over predicting positions are divided by.
-            cached: the teacher's logits [B, T - 1], where it is not here itself.
             measure: take cross-entropy and forward KL whatever the objective, and the teacher's own cross-entropy.
 
         Returns:
@@ -135,25 +126,19 @@ class Distillation(nn.Module):
             return combine(weights, {"layerwise": self._layerwise(batch, inputs, positions)})
         with ExitStack() as stack:
             wanted, known = None, None
-            if teacher is not None and (weights.needs_teacher or matches):
+            if teacher is not None and (weights.kl or matches):
                 with torch.no_grad():
-                    known = self._recording(stack, teacher.model) if matches else None
+                    known = stack.enter_context(recorded(teacher.model, hidden=True)) if matches else None
                     hidden = teacher.states(*inputs).flatten(0, 1).index_select(0, index)
                 wanted = States(hidden, teacher.head())
-            elif cached is not None and weights.needs_teacher:
-                length = batch.tokens.shape[1]
-                wanted = cached.map(lambda tensor: tensor[index // length, index % length])
-            own = self._recording(stack, self.student) if matches else None
+            own = stack.enter_context(recorded(self.student, hidden=True)) if matches else None
             states = self._student[0].states(*inputs)
         student = States(states.flatten(0, 1).index_select(0, index), self._student[0].head())
         # The same number of chunks on every process: each gathers a sharded head.
         chunks = chunk_count(batch.labels[:, 1:].numel(), self._vocabulary)
         losses = logit_losses(weights, student, wanted, targets, chunks=chunks, positions=positions)
         if matches:
-            valid = _valid(batch)
-            for name in ("hidden", "attention"):
-                if getattr(weights, name):
-                    losses[name] = matching_loss(getattr(own, name), getattr(known, name), valid, positions)
+            losses["hidden"] = matching_loss(own.hidden, known.hidden, _valid(batch), positions)
         total, parts = combine(weights, losses)
         if measure and wanted is not None:
             only = ObjectiveWeights(kl=0.0, cross_entropy=1.0)
@@ -169,16 +154,6 @@ class Distillation(nn.Module):
         with on_teacher_inputs(self.student, known) as own:
             self._student[0].states(*inputs)
         return matching_loss(own.attention, known.attention, _valid(batch), positions)
-
-    def _recording(self, stack: ExitStack, model: nn.Module) -> Recording:
-        return stack.enter_context(
-            recorded(model, hidden=bool(self.weights.hidden), attention=bool(self.weights.attention))
-        )
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether the teacher's logits must come with each batch."""
-        return self.weights.needs_teacher and self._teacher[0] is None
 
     def measured(self) -> list[str]:
         """Names of the parts that `forward` gives when it measures."""
@@ -220,7 +195,7 @@ def shard_layers(model: PreTrainedModel) -> None:
 
 def _check_layers(student: PreTrainedModel, teacher: PreTrainedModel | None) -> None:
     if teacher is None:
-        raise SurgeryError("matching layers needs the teacher itself: give it, or set hidden and attention to 0")
+        raise SurgeryError("matching layers needs the teacher itself: give it, or set hidden to 0")
     same_layers(student, list(decoder_of(teacher).layers))
     sizes = [model.get_input_embeddings().weight.shape[1] for model in (student, teacher)]
     if sizes[0] != sizes[1]:

@@ -21,18 +21,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.calibration.held_out_documents import default_names, load_documents
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.eval.held_out_text import Document, HeldOutText, held_out_text
+from surgery.eval.held_out_text import HeldOutText, held_out_text
 from surgery.eval.recall import recall_prompts
-from surgery.eval.ruler.suite import TASKS as RULER_TASKS
 from surgery.eval.session import Session, Task
 from surgery.eval.tasks.loss import LossTask
-from surgery.eval.tasks.needle import NeedleTask
 from surgery.eval.tasks.recall import RecallTask
-from surgery.eval.tasks.ruler import RulerTask
 from surgery.running.processes import Processes
-from surgery.training.settings import BUILTIN, HealSettings
+from surgery.training.settings import HealSettings
 
-WINDOWS, DECODED, PROMPTS, DEPTHS, TRIALS, SAMPLES = 24, 128, 48, (0, 25, 50, 75, 100), 4, 50
+WINDOWS, DECODED, PROMPTS = 24, 128, 48
 SEED, RECALL_SEED = 0, 1
 """As `surgery eval` has them. Not the training's seed: runs with other seeds are measured on the same data."""
 
@@ -70,8 +67,6 @@ class Evaluations:
         build: dict[str, Callable[[], Task]] = {
             "loss": lambda: LossTask(self._text, min(DECODED, self._length // 2)),
             "recall": self._recall,
-            "needle": lambda: NeedleTask((self._length,), DEPTHS, TRIALS, self._domain, self._haystack),
-            "ruler": lambda: RulerTask((self._length,), SAMPLES, self._domain, self._haystack, tuple(RULER_TASKS)),
         }
         try:
             self._tasks = [build[name]() for name in settings.evaluate_tasks]
@@ -111,20 +106,9 @@ class Evaluations:
             return _within_forward(accelerator, module, run)
 
     @cached_property
-    def _documents(self) -> list[Document]:
-        return load_documents(self._data, WINDOWS * self._length, seed=SEED)
-
-    @cached_property
     def _text(self) -> HeldOutText:
-        return held_out_text(self._tokenizer, self._documents, WINDOWS, self._length, SEED)
-
-    @property
-    def _domain(self) -> str:
-        return "code" if set(self._data) <= {BUILTIN, "code"} else "text"
-
-    @property
-    def _haystack(self) -> str:
-        return "\n".join(document.text for document in self._documents)
+        documents = load_documents(self._data, WINDOWS * self._length, seed=SEED)
+        return held_out_text(self._tokenizer, documents, WINDOWS, self._length, SEED)
 
     def _recall(self) -> Task:
         ids = self._text.ids.numpy()
@@ -132,23 +116,16 @@ class Evaluations:
 
 
 def headline(task: str, result: dict[str, Any]) -> dict[str, Any]:
-    """What a run's log keeps of a task's result: plain numbers, and the grid of needles."""
+    """What a run's log keeps of a task's result: plain numbers."""
     if task == "loss":
         found = {"loss": result["loss"]}
         return found | ({"cached_loss": result["cached"]["loss"]} if result["cached"] else {})
-    if task == "needle":
-        return {name: result[name] for name in ("accuracy", "lengths", "depths", "grid")}
-    return {"accuracy": result["average"] if task == "ruler" else result["accuracy"]}
+    return {"accuracy": result["accuracy"]}
 
 
 def scalars(evaluation: dict[str, Any]) -> dict[str, float]:
-    """The plain numbers of `Evaluations.measure`, by `task/name`."""
-    return {
-        f"{task}/{name}": value
-        for task, found in evaluation.items()
-        for name, value in found.items()
-        if isinstance(value, int | float)
-    }
+    """The numbers of `Evaluations.measure`, by `task/name`."""
+    return {f"{task}/{name}": value for task, found in evaluation.items() for name, value in found.items()}
 
 
 @contextmanager

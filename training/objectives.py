@@ -1,27 +1,16 @@
-"""What healing minimises: divergences from the teacher's distribution, and cross-entropy, on logits never held whole.
+"""What healing minimises: the divergence from the teacher's predictions, and cross-entropy, on logits never held whole.
 
-With P the teacher's distribution over the next token and Q the student's, both at temperature τ (softmax of logits/τ):
-
-    forward KL    τ² Σ P (log P - log Q)                                     Hinton et al., arXiv:1503.02531
-    reverse KL    τ² Σ Q (log Q - log P)                                     Gu et al., MiniLLM, arXiv:2306.08543
-    JSD(β)        τ² [β KL(P ‖ M) + (1 - β) KL(Q ‖ M)],  M = βP + (1 - β)Q     Agarwal et al., GKD, arXiv:2306.13649
-
-τ² keeps the gradients' size as τ changes. JSD(β)/β tends to the forward KL for β → 0 and JSD(β)/(1 - β) to the reverse
-for β → 1, so that JSD itself tends to 0 at both ends; at β = 0 and 1 exactly it is defined here, as elsewhere, as the
-forward and the reverse KL. Cross-entropy is at temperature 1. All are means over positions, in nats, computed in fp32
-(fp64 for fp64 heads) of logits that the heads make in their own dtype.
-
-Gradients reach the student's hidden states and its head. Against a teacher of which only the top k tokens are known
-(`top_k.TopK`) all three compare distributions over k + 1 outcomes, the k tokens and "any other". That is never more
-than the divergence over the whole vocabulary, since merging outcomes loses what tells them apart, and equal to it for
-k = V.
+With P the teacher's distribution over the next token and Q the student's, the divergence is the forward KL,
+Σ P (log P - log Q) (Hinton et al., arXiv:1503.02531, at temperature 1). All are means over positions, in nats, computed
+in fp32 (fp64 for fp64 heads) of logits that the heads make in their own dtype. Gradients reach the student's hidden
+states and its head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite, log
+from math import isfinite
 
 import torch
 from torch import BoolTensor, LongTensor, Tensor
@@ -31,14 +20,9 @@ from torch.nn.functional import log_softmax
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
 from surgery.training.chunks import States, chunk_count, summed_over_chunks
-from surgery.training.top_k import TopK, buckets
 
-Teacher = States | TopK
-"""A teacher that is resident, at the student's positions, or what was kept of it."""
-
-DISTILLED = ("kl", "reverse_kl", "jsd")
-ON_LOGITS = (*DISTILLED, "cross_entropy")
-PARTS = (*ON_LOGITS, "hidden", "attention", "layerwise")
+ON_LOGITS = ("kl", "cross_entropy")
+PARTS = (*ON_LOGITS, "hidden", "layerwise")
 
 
 @dataclass(frozen=True)
@@ -46,10 +30,8 @@ class ObjectiveWeights(FileSettings):
     """The factors of the parts of the loss; a part of weight 0 is not computed.
 
     Attributes:
-        kl, reverse_kl, jsd, cross_entropy: of the losses above.
-        jsd_beta: β of the JSD, 0 to 1.
-        temperature: τ of the first three.
-        hidden, attention: of `matching.matching_loss` on the layers' and on the attentions' outputs.
+        kl, cross_entropy: of the losses above.
+        hidden: of `matching.matching_loss` on the layers' outputs.
         layerwise: of the same on the attentions' outputs, where each runs on its teacher's input, so that every layer
             trains for itself (CSKV, arXiv:2409.10593): a stage of its own, without other losses.
 
@@ -58,13 +40,8 @@ class ObjectiveWeights(FileSettings):
     """
 
     kl: float = 1.0
-    reverse_kl: float = 0.0
-    jsd: float = 0.0
-    jsd_beta: float = 0.5
-    temperature: float = 1.0
     cross_entropy: float = 0.0
     hidden: float = 0.0
-    attention: float = 0.0
     layerwise: float = 0.0
 
     def __post_init__(self) -> None:
@@ -76,16 +53,10 @@ class ObjectiveWeights(FileSettings):
             raise SurgeryError(f"all objectives have weight 0: give one of {', '.join(PARTS)} a positive one")
         if self.layerwise and len(self.parts()) > 1:
             raise SurgeryError("objective layerwise is a stage of its own: give the other losses to the next")
-        _check(self.temperature, self.jsd_beta)
 
     def parts(self) -> list[str]:
         """Names of the parts that count."""
         return [name for name in PARTS if getattr(self, name)]
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether the teacher's distribution is compared with."""
-        return any(getattr(self, name) for name in DISTILLED)
 
 
 def predicting(labels: LongTensor) -> BoolTensor:
@@ -96,7 +67,7 @@ def predicting(labels: LongTensor) -> BoolTensor:
 def logit_losses(
     weights: ObjectiveWeights,
     student: States,
-    teacher: Teacher | None = None,
+    teacher: States | None = None,
     targets: LongTensor | None = None,
     *,
     chunks: int | None = None,
@@ -105,7 +76,7 @@ def logit_losses(
     """All parts of the loss that are made of logits, of weight 1, in one pass over the positions.
 
     Args:
-        weights: which parts, and β and τ.
+        weights: which parts.
         student: at the N positions that predict something.
         teacher: at the same, with any hidden size; None if no part needs it. Its gradient is not taken.
         targets: [N] int64, the tokens that come next; None if no part needs them.
@@ -119,17 +90,17 @@ def logit_losses(
         Scalars by the names of `ObjectiveWeights`, with gradients if they are enabled; 0 where N is 0.
 
     Raises:
-        SurgeryError: the vocabularies differ in size, N does, or a kept teacher is asked for a temperature.
+        SurgeryError: the vocabularies differ in size, or N does.
     """
     names = [name for name in ON_LOGITS if getattr(weights, name)]
     if weights.cross_entropy and targets is None:
         raise SurgeryError("cross-entropy needs the tokens that come next")
     if not names:
         return {}
-    vocabulary, count, temperature = student.vocabulary(), len(student.hidden), weights.temperature
+    vocabulary, count = student.vocabulary(), len(student.hidden)
     columns = {"hidden": student.hidden}
-    if weights.needs_teacher:
-        columns |= _teacher_columns(teacher, vocabulary, temperature, student.hidden.device)
+    if weights.kl:
+        columns["teacher"] = _teacher_states(teacher, vocabulary)
     if weights.cross_entropy:
         columns["targets"] = targets.to(student.hidden.device)
     if any(len(column) != count for column in columns.values()):
@@ -139,7 +110,9 @@ def logit_losses(
     def sums(*pieces: Tensor) -> Tensor:
         chunk = dict(zip(columns, pieces, strict=True))
         logits = student._replace(hidden=chunk["hidden"]).logits()
-        losses = _divergences(weights, logits, teacher, chunk) if weights.needs_teacher else {}
+        losses = {}
+        if weights.kl:
+            losses["kl"] = _forward_kl(logits, teacher._replace(hidden=chunk["teacher"]))
         if weights.cross_entropy:
             losses["cross_entropy"] = token_cross_entropy(logits, chunk["targets"], reduction="sum")
         return torch.stack([losses[name] for name in names])
@@ -170,63 +143,24 @@ def combine(weights: ObjectiveWeights, parts: Mapping[str, Tensor]) -> tuple[Ten
     return total, {name: part.detach() for name, part in parts.items()}
 
 
-def _teacher_columns(
-    teacher: Teacher | None, vocabulary: int, temperature: float, device: torch.device
-) -> dict[str, Tensor]:
-    """Per-position tensors of a teacher, by name, which go in chunks with the student's.
+def _teacher_states(teacher: States | None, vocabulary: int) -> Tensor:
+    """A teacher's hidden states [N, D], which go in chunks with the student's.
 
     Raises:
         SurgeryError: there is no teacher, or its distribution cannot be compared with the student's.
     """
     if teacher is None:
-        raise SurgeryError("a divergence from the teacher needs the teacher, or its logits that were kept")
-    is_kept = isinstance(teacher, TopK)
-    size = teacher.vocabulary if is_kept else teacher.vocabulary()
-    if size != vocabulary:
+        raise SurgeryError("a divergence from the teacher needs the teacher")
+    if (size := teacher.vocabulary()) != vocabulary:
         raise SurgeryError(
             f"the student has a vocabulary of {vocabulary}, its teacher of {size}: they cannot be compared token by"
             " token; give a teacher with the student's vocabulary"
         )
-    if not is_kept:
-        return {"teacher": teacher.hidden.detach()}
-    if temperature != 1:
-        raise SurgeryError(f"temperature {temperature} with a teacher's top tokens: they were kept at temperature 1")
-    return {name: tensor.to(device) for name, tensor in teacher.tensors().items()}
+    return teacher.hidden.detach()
 
 
-def _divergences(
-    weights: ObjectiveWeights, logits: Tensor, teacher: Teacher, chunk: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Divergences of a chunk, summed over its positions, by the names of `ObjectiveWeights`."""
-    temperature = weights.temperature
-    if isinstance(teacher, TopK):
-        student, target = buckets(logits, teacher.of({name: chunk[name] for name in teacher.tensors()}))
-    else:
-        with torch.no_grad():
-            target = teacher._replace(hidden=chunk["teacher"]).logits().to(logits.device)
-            target = log_softmax(target / temperature, dim=-1)
-        student = log_softmax(logits / temperature, dim=-1)
-    betas = {"kl": 0.0, "reverse_kl": 1.0, "jsd": weights.jsd_beta}
-    return {
-        name: temperature**2 * _divergence(student, target, beta)
-        for name, beta in betas.items()
-        if getattr(weights, name)
-    }
-
-
-def _divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """JSD(β) of log-probabilities [N, m], summed over rows; at temperature 1."""
-    if beta == 0:
-        return (teacher.exp() * (teacher - student)).sum()
-    if beta == 1:
-        return (student.exp() * (student - teacher)).sum()
-    mixture = torch.logaddexp(teacher + log(beta), student + log(1 - beta))
-    of_teacher = (teacher.exp() * (teacher - mixture)).sum()
-    return beta * of_teacher + (1 - beta) * (student.exp() * (student - mixture)).sum()
-
-
-def _check(temperature: float, beta: float = 0.5) -> None:
-    if not (isinstance(temperature, int | float) and isfinite(temperature) and temperature > 0):
-        raise SurgeryError(f"temperature {temperature!r}: a positive number is needed")
-    if not (isinstance(beta, int | float) and 0 <= beta <= 1):
-        raise SurgeryError(f"jsd_beta {beta!r}: a number from 0 to 1 is needed")
+def _forward_kl(logits: Tensor, teacher: States) -> Tensor:
+    """Forward KL of logits [N, V] from a teacher at the same positions, summed over them."""
+    with torch.no_grad():
+        target = log_softmax(teacher.logits().to(logits.device), dim=-1)
+    return (target.exp() * (target - log_softmax(logits, dim=-1))).sum()

@@ -66,7 +66,7 @@ def open_data(
     weights = [source.weight for source in sources]
     parts = []
     for source, share in zip(sources, shares_of(settings.held_out, weights), strict=True):
-        shape = RowShape.of(tokenizer, settings.length, whole=source.is_chat)
+        shape = RowShape.of(tokenizer, settings.length)
         recalls = None if source.is_chat or not recall else Recalls(tokenizer, recall, seed, source.wording)
         file = _token_file(source, tokenizer, Path(folder), processes, progress)
         parts.append(PackedSequences(file, shape, source.source, seed, share, recalls))
@@ -84,7 +84,7 @@ def _token_file(
     def write() -> None:
         if TokenFile.read(place, identity) is None:
             with progress.phase(f"tokenising {source.source}", None, "token") as advance:
-                TokenFile.write(place, identity, source.documents(tokenizer, progress.note), source.tokens, advance)
+                TokenFile.write(place, identity, source.documents(tokenizer), source.tokens, advance)
 
     processes.from_main(write)
     file = TokenFile.read(place, identity)

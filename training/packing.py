@@ -1,8 +1,6 @@
 """Rows of one length out of documents of any: which tokens stand in a row, and in which order the rows come.
 
-Text is one long stream of documents, each ended by eos, that is cut into rows, a bos before each, as calibration does
-it. What must not be cut in two, conversations, is laid whole into rows, as many in the order of the
-documents as fit, the rest filled up; a document longer than a row loses its end.
+Documents are one long stream, each text ended by eos, that is cut into rows, a bos before each, as calibration does it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from surgery.calibration.planted import Wording, in_code, plant
 from surgery.common.errors import SurgeryError
 from surgery.training.data import IGNORED, Row
 from surgery.training.shuffling import shuffled
-from surgery.training.token_file import Document, TokenFile
+from surgery.training.token_file import TokenFile
 
 HELD_OUT_SEED = 0
 """Decides which documents are held out. No setting: a run with another seed must not train on what a first held out."""
@@ -37,47 +35,41 @@ class RowShape:
 
     Attributes:
         length: tokens T of a row.
-        bos: put before rows of text; None for none.
-        pad: fills up rows of whole documents.
-        whole: whether documents are laid whole into rows.
+        bos: put before each row; None for none.
     """
 
     length: int
     bos: int | None
-    pad: int
-    whole: bool
 
     def __post_init__(self) -> None:
         if self.length < 2:
             raise SurgeryError(f"rows of {self.length} tokens: at least 2 are needed")
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, length: int, *, whole: bool = False) -> RowShape:
-        """The shape for a tokenizer; whole documents begin as they are, without a bos."""
-        pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        pad = next(token for token in pads if token is not None)
-        return cls(length, None if whole else tokenizer.bos_token_id, pad, whole)
+    def of(cls, tokenizer: PreTrainedTokenizerBase, length: int) -> RowShape:
+        """The shape for a tokenizer."""
+        return cls(length, tokenizer.bos_token_id)
 
     @property
     def room(self) -> int:
         """Tokens of documents that a row holds."""
         return self.length - (self.bos is not None)
 
-    def row(self, pieces: Sequence[Document]) -> Row:
-        """The row of documents, or parts of such, that together have no more than `room` tokens."""
+    def row(self, pieces: Sequence[Sequence[int]]) -> Row:
+        """The row of documents, or parts of such, that together have `room` tokens."""
         tokens = [] if self.bos is None else [self.bos]
-        labelled, documents = [0] * len(tokens), [0] * len(tokens)
+        # After a bos the first piece's first token can be predicted; of the others it follows another document.
+        firsts = {0}
+        documents = [0] * len(tokens)
         for number, piece in enumerate(pieces):
-            marks = piece.labelled or [1] * len(piece.tokens)
-            # After a bos the first piece's first token can be predicted; of the others it follows another document.
-            labelled += marks if number == 0 and tokens else [0, *marks[1:]]
-            tokens += piece.tokens
-            documents += [number] * len(piece.tokens)
-        missing = self.length - len(tokens)
-        ids = torch.tensor(tokens + [self.pad] * missing, dtype=torch.long)
-        marks = torch.tensor(labelled + [0] * missing, dtype=torch.bool)
-        numbers = torch.tensor(documents + [len(pieces)] * missing, dtype=torch.long)
-        return Row(ids, ids.masked_fill(~marks, IGNORED), numbers)
+            if number:
+                firsts.add(len(tokens))
+            tokens += piece
+            documents += [number] * len(piece)
+        ids = torch.tensor(tokens, dtype=torch.long)
+        labels = ids.clone()
+        labels[sorted(firsts)] = IGNORED
+        return Row(ids, labels, torch.tensor(documents, dtype=torch.long))
 
 
 @dataclass(frozen=True)
@@ -100,17 +92,16 @@ class Recalls:
         if not 0 <= self.share <= 1:
             raise SurgeryError(f"share of sequences with planted recalls {self.share}: it must lie between 0 and 1")
 
-    def planted(self, number: int, pieces: list[Document], *, keep_first: bool) -> list[Document]:
+    def planted(self, number: int, pieces: list[list[int]]) -> list[list[int]]:
         """The pieces of row `number`, or, if facts are planted in it, one document in their place, of equal length.
 
-        One document, because a question must see the fact that it asks for. `keep_first` leaves the first token where
-        it is, a bos.
+        One document, because a question must see the fact that it asks for.
         """
         if int((number + 1) * self.share) == int(number * self.share):
             return pieces
-        tokens = [token for piece in pieces for token in piece.tokens]
+        tokens = [token for piece in pieces for token in piece]
         rng = random.Random(f"recalls {self.seed} {number}")  # a text as seed is hashed alike everywhere
-        return [Document(tokens[:keep_first] + plant(tokens[keep_first:], self.tokenizer, rng, self.wording))]
+        return [plant(tokens, self.tokenizer, rng, self.wording)]
 
 
 class PackedSequences:
@@ -141,9 +132,8 @@ class PackedSequences:
             SurgeryError: there is too little text.
         """
         self._file, self._shape, self._seed, self._recalls = file, shape, seed, recalls
-        lengths, usable = _usable(file, shape)
-        order = usable[shuffled(len(usable), HELD_OUT_SEED, HELD_OUT_DOCUMENTS)]
-        # Whole documents leave rows unfilled, so that as many tokens as the rows have room for are enough there too.
+        lengths = np.asarray(file.lengths)
+        order = shuffled(len(file), HELD_OUT_SEED, HELD_OUT_DOCUMENTS)
         wanted = held_out * shape.room
         aside = int(np.searchsorted(np.cumsum(lengths[order]), wanted)) + 1 if held_out else 0
         kept = np.sort(order[aside:])
@@ -152,7 +142,7 @@ class PackedSequences:
         self.rows = self._layout.rows
         if not self.rows or spare.rows < held_out:
             raise SurgeryError(
-                f"{name} has too little text: {len(usable)} documents of {int(lengths[usable].sum())} tokens for"
+                f"{name} has too little text: {len(file)} documents of {int(lengths.sum())} tokens for"
                 f" {held_out} held-out rows of {shape.length} and at least one, of other documents, to train on; give"
                 " more text, shorter rows or fewer held-out ones"
             )
@@ -169,10 +159,7 @@ class PackedSequences:
             "tokens": int(lengths[kept].sum()),
             "rows": self.rows,
             "length": shape.length,
-            "filled": round(self._layout.tokens / (self.rows * shape.room), 4),
-            "cut_documents": int((file.lengths[kept] > lengths[kept]).sum()),
             "recall": recalls.share if recalls else 0.0,
-            "labels": "assistant" if file.has_labels else "all",
         }
 
     def sequence(self, number: int) -> Row:
@@ -181,7 +168,7 @@ class PackedSequences:
             self._epoch, self._permutation = epoch, shuffled(self.rows, self._seed, ROW_ORDER, epoch)
         pieces = self._layout.pieces(self._file, int(self._permutation[place]))
         if self._recalls is not None:
-            pieces = self._recalls.planted(number, pieces, keep_first=self._shape.whole)
+            pieces = self._recalls.planted(number, pieces)
         return self._shape.row(pieces)
 
     def describe(self) -> dict[str, Any]:
@@ -193,23 +180,18 @@ class _Layout:
 
     Attributes:
         rows: number of them.
-        tokens: in all rows.
     """
 
     def __init__(self, documents: np.ndarray, lengths: np.ndarray, shape: RowShape) -> None:
-        """`documents` [n]: their numbers, in order; `lengths` [D]: tokens taken of every document of the file."""
+        """`documents` [n]: their numbers, in order; `lengths` [D]: tokens of every document of the file."""
         self._documents = documents
         self._offsets = np.concatenate([[0], np.cumsum(lengths[documents])])
-        if shape.whole:
-            self._starts, self._ends = _whole_rows(lengths[documents].tolist(), shape.room)
-        else:
-            self._starts = np.arange(int(self._offsets[-1]) // shape.room, dtype=np.int64) * shape.room
-            self._ends = self._starts + shape.room
-        self.rows, self.tokens = len(self._starts), int((self._ends - self._starts).sum())
+        self._room = shape.room
+        self.rows = int(self._offsets[-1]) // shape.room
 
-    def pieces(self, file: TokenFile, row: int) -> list[Document]:
+    def pieces(self, file: TokenFile, row: int) -> list[list[int]]:
         """What documents contribute to a row, in order."""
-        start, end = int(self._starts[row]), int(self._ends[row])
+        start, end = row * self._room, (row + 1) * self._room
         pieces = []
         for place in range(int(np.searchsorted(self._offsets, start, side="right")) - 1, len(self._documents)):
             first, last = int(self._offsets[place]), int(self._offsets[place + 1])
@@ -223,32 +205,3 @@ class _Layout:
 def digest(values: Mapping[str, Any]) -> str:
     """sha256, in hex, of plain values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _usable(file: TokenFile, shape: RowShape) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens taken of every document, and the numbers of those with something to predict in them, both int64."""
-    lengths, numbers = np.asarray(file.lengths), np.arange(len(file))
-    if not shape.whole:
-        return lengths, numbers
-    cut = {number for number in np.flatnonzero(lengths > shape.length).tolist() if not _labelled(file, number, shape)}
-    return np.minimum(lengths, shape.length), np.array([n for n in numbers.tolist() if n not in cut], dtype=np.int64)
-
-
-def _labelled(file: TokenFile, number: int, shape: RowShape) -> bool:
-    labelled = file.document(number, 0, shape.length).labelled
-    return labelled is None or any(labelled)
-
-
-def _whole_rows(lengths: list[int], room: int) -> tuple[np.ndarray, np.ndarray]:
-    """Spans of as many documents as fit one after the other: starts and ends [R], in tokens of all documents."""
-    starts, ends, start, end = [], [], 0, 0
-    for length in lengths:
-        if end + length - start > room:
-            starts.append(start)
-            ends.append(end)
-            start = end
-        end += length
-    if end > start:
-        starts.append(start)
-        ends.append(end)
-    return np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)

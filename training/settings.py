@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 NO_TRACKER = "none"
-Evaluation = Literal["loss", "recall", "needle", "ruler"]
+Evaluation = Literal["loss", "recall"]
 """Tasks of `surgery eval` that a run can take on the way."""
 
-LEARNED_FROM = ("teacher", "teacher_logits", "objective")
+LEARNED_FROM = ("teacher", "objective")
 """Settings that say what is learned from; where none is given, `surgery heal` takes the student's recorded source."""
 
-LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy", "hidden", "attention", "layerwise")
-SHAPES = ("jsd_beta", "temperature")
-"""Names in an objective: weights of losses, and what shapes them."""
+LOSSES = ("kl", "cross_entropy", "hidden", "layerwise")
+"""Names in an objective."""
 SHORT_DTYPES = {name: short for short, name in DTYPE_NAMES.items()}
 
 
@@ -36,17 +35,9 @@ class HealSettings(FileSettings):
     teacher: str | None = setting(
         None,
         "What to distil from; builtin is the demo model.",
-        unset="the student's source, as its report names it, if teacher_logits and objective say nothing either",
+        unset="the student's source, as its report names it, if objective says nothing either",
         metavar="SRC|builtin|smollm2",
     )
-    teacher_logits: str | None = setting(
-        None,
-        "Folder of the teacher's top logits.",
-        more="With a teacher they are written there before the training, where they are not yet, and the teacher "
-        "leaves the memory; without one they must be there.",
-        metavar="DIR",
-    )
-    teacher_top_k: int = setting(64, "Tokens of each position whose logits are kept in that folder.", least=1)
     out: str = setting(
         "",
         "Folder of the healed checkpoint.",
@@ -92,7 +83,7 @@ class HealSettings(FileSettings):
     entry_factors: str | None = setting(None, "JSON file of entries that must not move, or move less.", metavar="FILE")
     objective: dict[str, float] = setting(
         factory=dict,
-        help="Weights of kl, reverse_kl, jsd, cross_entropy, hidden and attention, with jsd_beta and temperature.",
+        help="Weights of kl, cross_entropy and hidden.",
         more="Or layerwise alone: every attention against its teacher's on the same input, as a stage before one with "
         "the others. Empty: kl 1, or cross_entropy 1 without a teacher.",
         section="Objective",
@@ -243,14 +234,9 @@ class HealSettings(FileSettings):
         """
         from surgery.training.objectives import ObjectiveWeights
 
-        given = self.objective or ({"kl": 1.0} if self.has_teacher else {"cross_entropy": 1.0})
+        given = self.objective or ({"kl": 1.0} if self.teacher is not None else {"cross_entropy": 1.0})
         # Named losses are all there are: a default that nobody asked for would be a surprise.
         return ObjectiveWeights(**{**dict.fromkeys(LOSSES, 0.0), **given})
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether there is something to distil from."""
-        return self.teacher is not None or self.teacher_logits is not None
 
     def _check_together(self) -> None:
         self._check_removed()
@@ -259,10 +245,6 @@ class HealSettings(FileSettings):
         problems = [
             (endless and self.max_seconds is None, "nothing ends the run: give max_tokens, max_seconds or max_steps"),
             (not self.data, "no data: give builtin, a file or a dataset"),
-            (
-                self.teacher_logits is not None and endless,
-                "teacher_logits are of a number of sequences: give max_tokens or max_steps",
-            ),
             (
                 self.train == "new" and self.teacher is None,
                 'train "new" is what the teacher does not have: give the teacher, or use attention',
@@ -307,14 +289,14 @@ class HealSettings(FileSettings):
         if not isinstance(self.objective, dict):
             raise SurgeryError(f"objective must name losses and their weights, not be {self.objective!r}")
         for name in self.objective:
-            if name not in (*LOSSES, *SHAPES):
-                raise SurgeryError(f"objective: unknown loss {name!r}{did_you_mean(str(name), [*LOSSES, *SHAPES])}")
-        matched = [name for name in ("hidden", "attention", "layerwise") if self.objective.get(name)]
-        distilled = matched + [name for name in ("kl", "reverse_kl", "jsd") if self.objective.get(name)]
-        if distilled and not self.has_teacher:
+            if gone := removal(f"objective {name}"):
+                raise SurgeryError(f"objective: {name} {gone}")
+            if name not in LOSSES:
+                raise SurgeryError(f"objective: unknown loss {name!r}{did_you_mean(str(name), list(LOSSES))}")
+        matched = [name for name in ("hidden", "layerwise") if self.objective.get(name)]
+        distilled = matched + ["kl"] * bool(self.objective.get("kl"))
+        if distilled and self.teacher is None:
             raise SurgeryError(f"objective {distilled[0]} compares with a teacher: give one, or use cross_entropy")
-        if matched and (self.teacher is None or self.teacher_logits is not None):
-            raise SurgeryError(f"objective {matched[0]} needs the teacher itself: its cached logits have no layers")
         if self.objective.get("layerwise") and (self.train == "all" or self.gradient_checkpointing):
             raise SurgeryError(
                 "objective layerwise trains attentions alone and keeps all layers: set train to attention, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -19,13 +19,10 @@ from surgery.calibration.text import BUILTIN, dataset_records, iter_documents
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
 from surgery.training.chat import ChatEncoder, holds_conversations, read_records, without_nulls
-from surgery.training.token_file import Document
 
 FORMATS = ("auto", "text", "chat")
 TOKENISED_AT_ONCE = 64
 """Texts given to the tokenizer in one call: its own threads then have something to share."""
-
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ class TextSource(FileSettings):
             known["file"] = [str(self._path.resolve()), status.st_size, status.st_mtime_ns]
         return known
 
-    def documents(self, tokenizer: PreTrainedTokenizerBase, note: Note) -> Iterator[Document]:
+    def documents(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
         """The tokenised documents, in the source's order; texts end with eos, conversations as their template says.
 
         Raises:
@@ -106,8 +103,8 @@ class TextSource(FileSettings):
             records = read_records(self._path)
         else:
             records = ((without_nulls(row), where) for row, where in dataset_records(self.source))
-        encode = ChatEncoder(tokenizer, note)
-        return (document for record, where in records if (document := encode(record, where)) is not None)
+        encode = ChatEncoder(tokenizer)
+        return (encode(record, where) for record, where in records)
 
 
 def parse_sources(data: Sequence[str | dict[str, Any]]) -> list[TextSource]:
@@ -140,12 +137,12 @@ def fitting(sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase) -
     return found
 
 
-def encode_texts(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
+def encode_texts(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     """Tokenises texts, each ended by eos where there is one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     while some := list(islice(texts, TOKENISED_AT_ONCE)):
         for ids in tokenizer(some, add_special_tokens=False, verbose=False).input_ids:
-            yield Document(ids + end)
+            yield ids + end
 
 
 def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> str:

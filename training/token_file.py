@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,9 @@ from surgery.common.ownership import matching, remove_owned
 from surgery.training.run_folder import TOKEN_FILES
 
 ABOUT = "about.json"
-TOKENS, LABELLED, LENGTHS = "tokens.i4", "labelled.u1", "lengths.i8"
+TOKENS, LENGTHS = "tokens.i4", "lengths.i8"
 """Files of the folder: little-endian, the type in the name."""
 _is_own = matching(TOKEN_FILES)
-
-
-@dataclass(frozen=True)
-class Document:
-    """One tokenised text.
-
-    Attributes:
-        tokens: ids.
-        labelled: for every token, whether it is to be predicted; None where all are.
-    """
-
-    tokens: list[int]
-    labelled: list[int] | None = None
 
 
 class TokenFile:
@@ -42,7 +28,6 @@ class TokenFile:
     Attributes:
         lengths: [D] int64, tokens of every document.
         sha256: hash of the documents, wherever and whenever they were written.
-        has_labels: whether the documents say which of their tokens are to be predicted.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,22 +39,20 @@ class TokenFile:
         about = read_json(folder / ABOUT)
         try:
             documents, tokens, self.sha256 = about["documents"], about["tokens"], about["sha256"]
-            self.has_labels = about["labelled"]
         except KeyError as error:
             raise SurgeryError(f"{folder / ABOUT}: has no {error}; remove the folder {folder}") from None
         self.lengths = _mapped(folder / LENGTHS, "<i8", documents)
         self._tokens = _mapped(folder / TOKENS, "<i4", tokens)
-        self._labelled = _mapped(folder / LABELLED, "<u1", tokens) if self.has_labels else None
         self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def document(self, number: int, start: int = 0, end: int | None = None) -> Document:
+    def document(self, number: int, start: int = 0, end: int | None = None) -> list[int]:
         """Tokens `start` to `end` of a document."""
         first = int(self._starts[number])
         span = slice(first + start, first + (int(self.lengths[number]) if end is None else end))
-        return Document(self._tokens[span].tolist(), None if self._labelled is None else self._labelled[span].tolist())
+        return self._tokens[span].tolist()
 
     @classmethod
     def read(cls, folder: Path, identity: Mapping[str, Any]) -> TokenFile | None:
@@ -88,7 +71,7 @@ class TokenFile:
         cls,
         folder: Path,
         identity: Mapping[str, Any],
-        documents: Iterable[Document],
+        documents: Iterable[list[int]],
         limit: int | None = None,
         advance: Callable[[int], Any] = int,
     ) -> TokenFile:
@@ -122,25 +105,18 @@ class TokenFile:
 
 
 def _write(
-    folder: Path, documents: Iterable[Document], limit: int | None, advance: Callable[[int], Any]
+    folder: Path, documents: Iterable[list[int]], limit: int | None, advance: Callable[[int], Any]
 ) -> dict[str, Any]:
-    """Writes the files; returns their sizes and hash. All documents have labels of their own, or none has."""
-    hashes = {name: hashlib.sha256() for name in (TOKENS, LABELLED, LENGTHS)}
-    lengths, total, has_labels = [], 0, False
-    with open(folder / TOKENS, "wb") as tokens, open(folder / LABELLED, "wb") as labelled:
+    """Writes the files; returns their sizes and hash."""
+    digest, lengths, total = hashlib.sha256(), [], 0
+    with open(folder / TOKENS, "wb") as file:
         for document in documents:
-            if not document.tokens:
+            if not document:
                 continue
-            has_labels |= document.labelled is not None
-            marks = document.labelled or [1] * len(document.tokens)
-            for file, name, values, kind in (
-                (tokens, TOKENS, document.tokens, "<i4"),
-                (labelled, LABELLED, marks, "<u1"),
-            ):
-                data = np.array(values, dtype=kind).tobytes()
-                file.write(data)
-                hashes[name].update(data)
-            lengths.append(len(document.tokens))
+            data = np.array(document, dtype="<i4").tobytes()
+            file.write(data)
+            digest.update(data)
+            lengths.append(len(document))
             total += lengths[-1]
             advance(lengths[-1])
             if limit is not None and total >= limit:
@@ -149,16 +125,8 @@ def _write(
         raise SurgeryError("the data holds no text: give a file or a dataset that is not empty")
     data = np.array(lengths, dtype="<i8").tobytes()
     (folder / LENGTHS).write_bytes(data)
-    hashes[LENGTHS].update(data)
-    if not has_labels:
-        (folder / LABELLED).unlink()
-    parts = "".join(part.hexdigest() for part in hashes.values())
-    return {
-        "documents": len(lengths),
-        "tokens": total,
-        "labelled": has_labels,
-        "sha256": hashlib.sha256(parts.encode()).hexdigest(),
-    }
+    digest.update(data)
+    return {"documents": len(lengths), "tokens": total, "sha256": digest.hexdigest()}
 
 
 def _mapped(path: Path, kind: str, count: int) -> np.ndarray:

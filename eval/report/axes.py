@@ -1,4 +1,4 @@
-"""Axes of a report's plots: contexts, bytes, shares, quantities over decades, and changes around zero."""
+"""Axes of a report's plots: contexts, shares, quantities over decades, and changes around zero."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from surgery.common.human import count, size
+from surgery.common.human import count
 from surgery.eval.report.style import MUTED
 from surgery.eval.report.tables import signed
 
@@ -19,21 +19,6 @@ def context_axis(ax: Axes, contexts: list[int]) -> None:
     ax.set_xscale("log", base=2)
     _ticks(ax.xaxis, ticks[:: -(-len(ticks) // 6)], lambda value: f"{value:,.0f}")
     ax.set_xlabel("context, tokens")
-
-
-def bytes_axis(ax: Axes, values: list[float]) -> None:
-    """Bytes up, log2: ticks at powers of two, or at multiples of one where the values are close together."""
-    low, high = min(values), max(values)
-    ax.set_yscale("log", base=2)
-    if high < 4 * low:
-        step = 2.0 ** math.floor(math.log2(max(high - low, 0.2 * high) / 3))
-        ticks = [step * k for k in range(math.floor(low / step), math.ceil(high / step) + 1) if k]
-    else:
-        first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
-        ticks = [2.0**power for power in range(first, last + 1, max(1, round((last - first) / 6)))]
-    pad = (high / low) ** 0.06 if high > low else 1.1
-    ax.set_ylim(low / pad, high * pad)
-    _ticks(ax.yaxis, ticks, size)
 
 
 def share_axis(ax: Axes, values: list[float]) -> None:

@@ -60,22 +60,7 @@ def finish(report: Report) -> Report:
         row["kv"]["peak_ratio"] = peaks[0] / peaks[1] if all(peaks) else None
         compares = baseline is not None and row is not baseline
         row["comparison"] = compare_with_baseline(row, baseline, report["settings"]["seed"]) if compares else None
-        ruler, floor = row["results"].get("ruler"), report["settings"].get("ruler_floor")
-        if ruler and floor is not None:
-            ruler["able"] = able_average(ruler, baseline["results"].get("ruler") if baseline else None, floor)
     return report
-
-
-def able_average(result: dict, baseline: dict | None, floor: float) -> dict[str, Any] | None:
-    """Mean score over the RULER-style tasks and lengths in which the baseline scores at least `floor`, and how many
-    they are: where the source fails too, nothing can be lost. None where there is no such result."""
-    pairs = [
-        (score["score"], dig(baseline, "lengths", length, "tasks", task, "score"))
-        for length, part in result["lengths"].items()
-        for task, score in part["tasks"].items()
-    ]
-    able = [own for own, source in pairs if source is not None and source >= floor]
-    return {"average": sum(able) / len(able), "tasks": len(able), "of": len(pairs)} if able else None
 
 
 def dig(value: Any, *path: str) -> Any:

@@ -78,8 +78,6 @@ SECTIONS = (
      "Synthetic tasks of finding, following and counting in long text, after RULER (Hsieh et al. 2024)."),
     ("lm-eval", "lm-evaluation-harness", (), (tables.lm_eval,), (),
      "Tasks of that library, by its own rules."),
-    ("bytes", "Memory", ("memory",), (), (tables.memory,),
-     "The KV cache holds keys and values of all tokens so far; prefill reads the prompt, decoding writes on."),
     ("throughput", "Speed", ("speed",), (), (tables.speed,), "Tokens a second as measured."),
     ("conversions", "Conversions", ("layer-errors",), (details.conversions,), (),
      "Relative error of each converted layer's own output, and how each checkpoint was made."),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from surgery.common.human import decimal, perplexity_text, share, size, with_perplexity
+from surgery.common.human import decimal, perplexity_text, share, with_perplexity
 from surgery.common.tables.table import Cell, Column, Table
 from surgery.eval.report.style import looks
 from surgery.eval.report.tables import Report, Row, described, dig, interval, lm_eval_tasks, signed_points
@@ -123,26 +123,6 @@ def lm_eval(report: Report) -> Table | None:
     value = Column("value", "± standard error", lambda v: decimal(v, 4) if isinstance(v, int | float) else str(v))
     columns = ["task", "metric", value, "samples", Column("shots", "Worked examples in the prompt"), "lm_eval"]
     return of_rows(report, columns, lines, "Tasks of lm-evaluation-harness")
-
-
-def memory(report: Report) -> Table | None:
-    """Bytes by context, the peaks above the weights, and how they were taken."""
-    lines = []
-    for row in report["rows"]:
-        result = dig(row, "results", "memory") or {}
-        for part in result.get("contexts") or []:
-            held = [part.get(key) for key in ("cache_bytes", "peak_prefill_bytes", "peak_decode_bytes")]
-            lines.append((row, [part["context"], *held, result.get("weights_bytes"), part.get("note") or ""]))
-    how = dict.fromkeys(filter(None, (dig(row, "results", "memory", "how") for row in report["rows"])))
-    columns = [
-        number("context", 0),
-        Column("KV cache", "", size),
-        Column("peak of prefill", "Most memory above the weights while the prompt was read", size),
-        Column("peak of decoding", "Most memory above the weights while tokens were written", size),
-        Column("weights", "", size),
-        "",
-    ]
-    return of_rows(report, columns, lines, "Memory by context", *(["; ".join(how)] if how else []))
 
 
 def speed(report: Report) -> Table | None:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from surgery.eval.report.axes import bytes_axis, change_axis, context_axis, decades_axis
+from surgery.eval.report.axes import change_axis, context_axis, decades_axis
 from surgery.eval.report.style import INK, REST, Look, label, looks, styled
 from surgery.eval.report.tables import Report, Row, dig
 
@@ -72,35 +72,6 @@ def speed(report: Report) -> Figure | None:
         context_axis(ax, [p["context"] for *_, p in points])
         decades_axis(ax, _heights(ax))
         ax.set_ylabel("tokens a second" if ax is axes[0] else "")
-    return _with_legend(figure, axes)
-
-
-@styled
-def memory(report: Report) -> Figure | None:
-    """Bytes against context: the KV cache, and the peaks of prefill and decoding above the weights."""
-    kinds = {
-        "cache_bytes": "KV cache",
-        "peak_prefill_bytes": "Peak of prefill, above the weights",
-        "peak_decode_bytes": "Peak of decoding, above the weights",
-    }
-    series = {
-        kind: [
-            (row, look, [(p["context"], p[kind]) for p in contexts if positive(p.get(kind))])
-            for row, look in zip(report["rows"], looks(report), strict=True)
-            if (contexts := dig(row, "results", "memory", "contexts"))
-        ]
-        for kind in kinds
-    }
-    series = {kind: rows for kind, rows in series.items() if any(points for *_, points in rows)}
-    if not series:
-        return None
-    figure, axes = _panels(len(series), height=3.6)
-    for ax, (kind, rows) in zip(axes, series.items(), strict=True):
-        for row, look, points in rows:
-            _line(ax, *_columns(points), row, look)
-        ax.set_title(kinds[kind])
-        context_axis(ax, [x for *_, points in rows for x, _ in points])
-        bytes_axis(ax, [y for *_, points in rows for _, y in points])
     return _with_legend(figure, axes)
 
 

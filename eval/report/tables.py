@@ -180,8 +180,6 @@ def _of_lm_eval(row: Row) -> Iterator[tuple[str, Value]]:
 
 
 def _of_machine(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
-    for part in dig(results, "memory", "contexts") or []:
-        yield from _keys(f"memory.{part['context']}", part, "cache_bytes", "peak_prefill_bytes", "peak_decode_bytes")
     for part in dig(results, "speed", "points") or []:
         name = f"speed.{part['context']}.batch_{part['batch']}"
         yield from _keys(name, part, "prefill_tokens_per_second", "decode_tokens_per_second")
@@ -259,23 +257,8 @@ HEADLINE: tuple[Measure, ...] = (
             share, "high", key="needle", value=_at("results", "needle", "accuracy"), compared="needle"),
     Measure("RULER-style", "Mean score of the RULER-style tasks over all lengths",
             share, "high", key="ruler", value=_at("results", "ruler", "average"), compared="ruler"),
-    Measure("RULER-style, able", "Mean score of those tasks and lengths in which the baseline has something to lose",
-            share, "high", key="ruler_able", value=_at("results", "ruler", "able", "average")),
-    Measure("kernels", "What reads the caches when the project's kernels are under the model, or why nothing does",
-            key="kernels", value=lambda row, report: _kernels(dig(row, "results", "kernels"))),
-    Measure("kernel error", "Relative root mean square error of logits with kernels, against the model's own code",
-            lambda value: f"{value:.1e}", "low", key="kernel_error", value=_at("results", "kernels", "logit_error")),
-    Measure("Δ loss, kernels", "Largest difference that kernels make to the loss of a token that is decoded, nats",
-            lambda value: f"{value:.1e}", "low", key="kernel_loss_change",
-            value=_at("results", "kernels", "largest_difference")),
 )
 # fmt: on
-
-
-def _kernels(result: dict[str, Any] | None) -> str | None:
-    if result is None:
-        return None
-    return result["refused"] or ", ".join(f"{layers} x {name}" for name, layers in result["operations"].items())
 
 
 def _lm_eval_columns(report: Report) -> list[Measure]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedModel
@@ -11,7 +11,6 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.generation import complete
 from surgery.eval.sequences import tokenize
 from surgery.eval.session import Session
-from surgery.eval.work import Work, completing
 
 if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
@@ -39,11 +38,6 @@ class GenerateTask:
 
     def settings(self) -> dict[str, Any]:
         return {"prompts": list(self.prompts), "new_tokens": self.new_tokens}
-
-    def work(self, session: Session) -> dict[str, Work]:
-        sizes = [1 + len(tokenize(session.tokenizer, prompt)) for prompt in self.prompts[: session.limit]]
-        one = completing(len(sizes), max(sizes), session.batch_size, self.new_tokens)
-        return {self.name: replace(one, read=sum(sizes))}
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         """Returns `completions`: for each prompt (the first `session.limit` of them) its text and the model's.

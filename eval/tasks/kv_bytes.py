@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from surgery.eval.kv_cache import GROWTH_STEPS, measure_kv
 from surgery.eval.kv_flow import UpdateWatch, measure_footprint, measure_peak
 from surgery.eval.session import Session
-from surgery.eval.work import Work, reading
 
 CHUNK = 256
 """Tokens of a prompt at a time, for the peak of a chunked prefill."""
@@ -30,12 +29,6 @@ class KVBytesTask:
 
     def settings(self) -> dict[str, Any]:
         return {"context": self.context, "chunk": CHUNK}
-
-    def work(self, session: Session) -> dict[str, Work]:
-        steps = min(GROWTH_STEPS, self.context - 1)
-        prompt = self.context - steps
-        once = reading(1, prompt, 1, steps)
-        return {self.name: once + once + replace(once, passes=-(-prompt // CHUNK) + steps)}
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         return session.processes.from_main(lambda: self._measure(model))

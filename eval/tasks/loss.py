@@ -16,7 +16,6 @@ from surgery.eval.held_out_text import HeldOutText
 from surgery.eval.logits import LogitReader, check_batch, evaluation_mode
 from surgery.eval.session import Session
 from surgery.eval.token_losses import divergence, losses_of_states, losses_through_cache
-from surgery.eval.work import Work, at_most, reading
 
 if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
@@ -65,13 +64,6 @@ class LossTask:
             "sources": list(self.text.sources),
             "data_sha256": self.text.sha256,
         }
-
-    def work(self, session: Session) -> dict[str, Work]:
-        count, length = at_most(len(self.text.tokens), session.limit), self.text.tokens.shape[1]
-        done = reading(count, length, session.batch_size)
-        if self.decoded:
-            done += reading(count, length - 1 - self.decoded, session.batch_size, self.decoded)
-        return {self.name: done}
 
     @torch.no_grad()
     def keep(self, model: PreTrainedModel, session: Session) -> KeptPredictions:

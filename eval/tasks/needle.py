@@ -25,7 +25,6 @@ from surgery.eval.ruler.sample import prompts_sha256
 from surgery.eval.sequences import tokenize
 from surgery.eval.session import Session
 from surgery.eval.word_lists import adjective_noun
-from surgery.eval.work import Work, at_most, completing
 
 if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
@@ -178,13 +177,6 @@ class NeedleTask:
             "trials": self.trials,
             "answer_tokens": ANSWER_TOKENS,
             "haystack_sha256": hashlib.sha256(self._text().encode()).hexdigest(),
-        }
-
-    def work(self, session: Session) -> dict[str, Work]:
-        count = len(self.depths) * max(1, at_most(self.trials, session.limit))
-        return {
-            _phase(length): completing(count, length - ANSWER_TOKENS, session.batch_size, ANSWER_TOKENS)
-            for length in self.lengths or default_lengths(None)
         }
 
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:

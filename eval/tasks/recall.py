@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.eval.recall import RecallSet, check_prompts, recall_hits, recall_prompts
 from surgery.eval.session import Session
-from surgery.eval.work import Work, at_most, reading
 
 if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
@@ -33,10 +32,6 @@ class RecallTask:
         count, length = self.prompts.tokens.shape
         data = self.prompts.tokens.numpy().tobytes() + self.prompts.answer_mask.numpy().tobytes()
         return {"prompts": count, "length": length, "data_sha256": hashlib.sha256(data).hexdigest()}
-
-    def work(self, session: Session) -> dict[str, Work]:
-        count, length = self.prompts.tokens.shape
-        return {self.name: reading(at_most(count, session.limit), length, session.batch_size)}
 
     @torch.no_grad()
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:

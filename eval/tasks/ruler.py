@@ -14,7 +14,6 @@ from surgery.eval.ruler import suite
 from surgery.eval.ruler.domain import find_domain, haystack_text
 from surgery.eval.ruler.sample import Sample, prompts_sha256
 from surgery.eval.session import Session
-from surgery.eval.work import Work, at_most, completing
 
 if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
@@ -63,14 +62,6 @@ class RulerTask:
             "tasks": list(self.tasks),
             "haystack_sha256": hashlib.sha256(self._text().encode()).hexdigest(),
         }
-
-    def work(self, session: Session) -> dict[str, Work]:
-        count, done = max(1, at_most(self.samples, session.limit)), {}
-        for length in self.lengths:
-            for task in self.tasks:
-                answer = suite.TASKS[task].new_tokens[self.domain]
-                done[_phase(task, length)] = completing(count, length - answer, session.batch_size, answer)
-        return done
 
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
         """Mean share of references found, by length and task.

@@ -16,7 +16,6 @@ from surgery.eval.kv_cache import dtype_name, forward_with_cache, random_tokens
 from surgery.eval.logits import evaluation_mode
 from surgery.eval.memory import OutOfMemory, beyond_trained_context, unless_out_of_memory
 from surgery.eval.session import Session, device_of, synchronize
-from surgery.eval.work import Work, reading
 
 if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
@@ -61,13 +60,6 @@ class SpeedTask:
             "new_tokens": self.new_tokens,
             "repeats": self.repeats,
         }
-
-    def work(self, session: Session) -> dict[str, Work]:
-        done = Work()
-        for context in self.contexts:
-            for batch in self.batches:
-                done += reading((1 + self.repeats) * batch, context, batch, self.new_tokens)
-        return {self.name: done}
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         """Measures on the main process while the others wait.

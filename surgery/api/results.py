@@ -202,7 +202,7 @@ class Evaluated:
         """One plot of the page; None where the report has nothing for it.
 
         Args:
-            name: pareto-loss, pareto-recall, loss-by-position, needle, ruler, memory, speed or layer-errors.
+            name: pareto-loss, pareto-recall, loss-by-position, needle, ruler, speed or layer-errors.
 
         Raises:
             SurgeryError: there is no such plot.

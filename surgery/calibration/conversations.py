@@ -122,7 +122,7 @@ def sample_conversations(
 
 def _asked(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, prompt: str) -> list[int]:
     turns = [{"role": "user", "content": prompt}]
-    return tokenize(tokenizer, template.render(turns, add_generation_prompt=True).text)
+    return tokenize(tokenizer, template.render(turns, add_generation_prompt=True))
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

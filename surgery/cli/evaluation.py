@@ -56,7 +56,7 @@ def evaluate(
 
         surgery eval ckpt-mla/ --baseline ckpt/ --tasks all --dry-run
 
-        surgery eval quarter=a/ eighth=b/ --baseline ckpt/ --tasks loss,recall,needle,memory,speed --out report/
+        surgery eval quarter=a/ eighth=b/ --baseline ckpt/ --tasks loss,recall,needle,speed --out report/
 
         surgery eval ckpt-mla/ --baseline ckpt/ --tasks lm-eval:hellaswag --limit 100
     """
@@ -93,7 +93,7 @@ def evaluate(
     )
     if dry_run:
         from surgery.console.evaluation import show_plan
-        from surgery.forecast.evaluation import plan_evaluation
+        from surgery.evaluation.dry_run import plan_evaluation
 
         show_plan(plan_evaluation(request, Progress()), as_json=as_json)
         return

@@ -32,22 +32,17 @@ class Progress:
         expected: amounts of work in phases by name, in order, where :meth:`expect` told them.
     """
 
-    def __init__(self, *, silent: bool = False, places: tuple[str, ...] = (), after: float | None = 0.0):
-        """Args: ``places`` of all phases in work that they are part of (:meth:`at`); ``after`` as of :meth:`fresh`."""
-        self._silent, self._places, self._after = silent, places, after
+    def __init__(self, *, silent: bool = False, places: tuple[str, ...] = (), is_step: bool = False):
+        """Args: ``places`` of all phases in work that they are part of (:meth:`at`); ``is_step`` of :meth:`fresh`."""
+        self._silent, self._places, self._is_step = silent, places, is_step
         self.seconds: dict[str, float] = {}
         self.peaks: dict[str, int] = {}
         self.expected: dict[str, float] = {}
         self._worked = self._spent = 0.0  # in phases whose work was expected
 
-    def fresh(self, after: float | None = 0.0) -> Progress:
-        """Another one that shows as much and has no phases behind it, for the next of several pieces of work.
-
-        Args:
-            after: seconds that the pieces after it will take; None where nobody knows, and what is left is told of
-                this piece alone.
-        """
-        return Progress(silent=self._silent, places=self._places, after=after)
+    def fresh(self) -> Progress:
+        """Another one that shows as much, for the next of several steps: the time left is told of this step alone."""
+        return Progress(silent=self._silent, places=self._places, is_step=True)
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
@@ -79,8 +74,8 @@ class Progress:
             """Logs a text and shows another, or none."""
             prefix, left = f"{place}: " if place else "", self._left(phase, already)
             rest = f", {said}" if event == "going" and (said := self._told(left, phase.left(already))) else ""
-            name = "step_seconds_left" if self._after is None else "seconds_left"
-            facts = {} if left is None else {name: round(left + (self._after or 0.0), 1)}
+            name = "step_seconds_left" if self._is_step else "seconds_left"
+            facts = {} if left is None else {name: round(left, 1)}
             self._log(event, prefix + text + rest, at=place or None, **phase.facts(), **facts)
             if lines and shown is not None:
                 self._show(prefix + shown + rest)
@@ -143,11 +138,9 @@ class Progress:
         return rest * (self._spent + phase.seconds) / worked
 
     def _told(self, of_work: float | None, of_phase: float | None) -> str:
-        """The time left, of the whole where that is known; empty where nothing is."""
-        if of_work and self._after is not None:
-            return f"about {duration(of_work + self._after)} left in all"
+        """The time left, of all phases where that is known; empty where nothing is."""
         if of_work:
-            return f"about {duration(of_work)} left of this step"
+            return f"about {duration(of_work)} left {'of this step' if self._is_step else 'in all'}"
         return f"about {duration(of_phase)} left" if of_phase else ""
 
     @property

@@ -191,7 +191,7 @@ def question(tokenizer, text: str) -> tuple[str, list[int], int]:
     from surgery.running.chat_templates import ChatTemplate
 
     asked = [{"role": "user", "content": text}]
-    prompt = ChatTemplate(tokenizer).render(asked, add_generation_prompt=True).text
+    prompt = ChatTemplate(tokenizer).render(asked, add_generation_prompt=True)
     return f"{text}\n", tokenizer(prompt, add_special_tokens=False).input_ids, NEW_TOKENS
 
 

@@ -13,14 +13,8 @@ if TYPE_CHECKING:
 
     Build = Callable[[TaskData], Task]
 
-DEFAULT = ("loss", "recall", "needle", "ruler", "generate", "memory", "speed")
-TASKS: Registry[str | Build] = Registry(
-    "tasks",
-    {name: f"surgery.eval.tasks.{name}:build" for name in DEFAULT}
-    | {
-        "kernels": "surgery.evaluation.kernels_task:build"
-    },  # of the machine rather than of a model: "all" leaves it out
-)
+DEFAULT = ("loss", "recall", "needle", "ruler", "generate", "speed")
+TASKS: Registry[str | Build] = Registry("tasks", {name: f"surgery.eval.tasks.{name}:build" for name in DEFAULT})
 """What builds a task from the settings and texts of an evaluation, or where it is (module:name); those of installed
 packages among them, which "all" leaves out."""
 

@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from surgery.eval.memory import free_memory
 from surgery.eval.report.document import SCHEMA, Report, finish
 from surgery.eval.session import ComparingTask, Session, Task
 from surgery.eval.variants.cache_hook import NoVariant
-from surgery.eval.work import ForeseenTask
 from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
 from surgery.evaluation.preparation import Prepared, Request, prepare
 from surgery.evaluation.rows import Row, plan_variants
@@ -91,15 +90,13 @@ def _measured(
     )
     work = _Work(store, session, device, settings, tasks, baseline)
 
-    def measure(row: Row, place: str, models_after: int) -> dict[str, Any]:
+    def measure(row: Row, place: str) -> dict[str, Any]:
         with progress.at(place):
-            return work.measure(row, place, models_after)
+            return work.measure(row, place)
 
     measured, began = [], time.monotonic()
-    # Of a kind of variants there may be none, or several: how many is known once the others are measured.
-    kinds = len(settings.variants) if baseline is not None else 0
     for number, row in enumerate(rows, 1):
-        measured.append(measure(row, f"{number} of {len(rows)}", len(rows) - number + kinds))
+        measured.append(measure(row, f"{number} of {len(rows)}"))
         if number < len(rows) and work.measured:
             pace = (time.monotonic() - began) / work.measured
             progress.note(f"about {duration(pace * (len(rows) - number))} left for the other models")
@@ -111,7 +108,7 @@ def _measured(
             progress.note(note)
         for number, row in enumerate(variants, 1):
             try:
-                measured.append(measure(row, f"variant {number} of {len(variants)}", len(variants) - number))
+                measured.append(measure(row, f"variant {number} of {len(variants)}"))
             except NoVariant as reason:
                 progress.note(f"no {row.name}: {reason}")
     report = {
@@ -158,8 +155,8 @@ class _Work:
         self.measured = 0
         self.dtype_setting = settings.quality_dtype(device.type)
 
-    def measure(self, row: Row, place: str, models_after: int) -> dict[str, Any]:
-        """The row's entry in the report; `place` says in the progress which one it is, and others follow it."""
+    def measure(self, row: Row, place: str) -> dict[str, Any]:
+        """The row's entry in the report; `place` says in the progress which one it is."""
         self._session.progress.note(f"{row.name} ({place}):")
         keys = {task.name: self._key(row, task) for task in self._tasks.all}
         found = self._session.processes.from_main(lambda: {name: self._store.get(key) for name, key in keys.items()})
@@ -169,7 +166,6 @@ class _Work:
             self._session.progress.note(f"  measured before: {', '.join(done)}")
         if missing:
             self.measured += 1
-            self._session.progress.expect(self._foreseen(missing, models_after))
             comparing = [task for task in missing if self._compares(row, task)]
             if comparing and any(task.name not in self._kept for task in comparing):
                 # The baseline's own results were all there, so that it was not loaded in its turn.
@@ -199,21 +195,6 @@ class _Work:
             "seconds": {name: found[name]["seconds"] for name in found},
         }
 
-    def _foreseen(self, missing: Sequence[Task], models_after: int) -> dict[str, float]:
-        """Work by phase, of the models after this one as if nothing of them were measured yet.
-
-        Nothing where a task cannot tell: the time left in all would be without it.
-        """
-        if not all(isinstance(task, ForeseenTask) for task in self._tasks.all):
-            return {}
-
-        def cost(tasks: Sequence[ForeseenTask]) -> dict[str, float]:
-            ordered = sorted(tasks, key=lambda task: not task.native)
-            works = [work for task in ordered for work in task.work(self._session).items()]
-            return {phase: work.cost(self._device.type) for phase, work in works}
-
-        return {**cost(missing), "models after this": models_after * sum(cost(self._tasks.all).values())}
-
     def _run(self, row: Row, model: PreTrainedModel, task: Task, key: str) -> dict[str, Any]:
         if not task.native:
             if self.dtype_setting != "auto":
@@ -221,14 +202,10 @@ class _Work:
             if self._device.type == "cpu" and row.variant is None:  # a variant has an attention of its own
                 use_equal_widths(model)
         processes = self._session.processes
-        scratch = processes.from_main(lambda: self._store.scratch(key))
         start = time.perf_counter()
         try:
-            result = task.run(
-                model,
-                replace(self._session, scratch=scratch),
-                self._kept.get(task.name) if self._compares(row, task) else None,
-            )
+            kept = self._kept.get(task.name) if self._compares(row, task) else None
+            result = task.run(model, self._session, kept)
         except torch.OutOfMemoryError:
             raise SurgeryError(
                 f"{row.name}, task {task.name}: out of memory; use a smaller --batch-size or --length"
@@ -237,7 +214,6 @@ class _Work:
         found = {"result": result, "seconds": time.perf_counter() - start, "class": type(model).__name__}
         if processes.is_main:
             self._store.put(key, found)
-            self._store.drop_scratch(key)
         processes.wait()
         return found
 

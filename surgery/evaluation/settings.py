@@ -22,8 +22,7 @@ class EvalSettings(FileSettings):
 
     tasks: tuple[str, ...] = setting(
         ("loss", "recall"),
-        "loss, recall, needle, ruler, generate, memory, speed, or all of these; kernels; lm-eval:TASK. "
-        "KV bytes are always measured.",
+        "loss, recall, needle, ruler, generate, speed, or all of these; lm-eval:TASK. KV bytes are always measured.",
         section="Tasks",
     )
     variants: tuple[Literal["int8", "fp8", "int4", "int3", "int2", "mean-pool", "window"], ...] = setting(
@@ -64,12 +63,6 @@ class EvalSettings(FileSettings):
     ruler_lengths: tuple[int, ...] = setting((), "Tokens of ruler prompts; none: as length.", least=1)
     ruler_samples: int = setting(50, "Samples of each ruler task at each length.", least=1)
     ruler_tasks: tuple[str, ...] = setting((), "Names of ruler tasks; none: all 11.")
-    ruler_floor: float = setting(
-        0.3,
-        "Score of the baseline from which a ruler task at a length counts for the second average.",
-        least=0,
-        most=1,
-    )
     prompts: tuple[str, ...] = setting(
         (),
         "Text to complete, more than once for several; none: openings of held-out windows.",
@@ -79,7 +72,7 @@ class EvalSettings(FileSettings):
     )
     new_tokens: int = setting(48, "Tokens to write after each prompt.", least=1)
     contexts: tuple[int, ...] = setting(
-        (), "Tokens in the cache, of memory and speed; none: the model's limit, at most 32k, and halves of it.", least=1
+        (), "Tokens in the cache, in task speed; none: the model's limit, at most 32k, and halves of it.", least=1
     )
     batches: tuple[int, ...] = setting((1, 4), "Sequences at a time, in task speed.", least=1)
     lm_eval_include: str | None = setting(None, "Folder of your own lm-eval tasks.", metavar="DIR")

@@ -19,8 +19,8 @@ from surgery.common.other_threads import other_threads
 from surgery.common.ownership import first_foreign, is_unchanged, matching, remove_owned
 
 MARKER = "surgery-eval.json"
-RESULT_FILES = (f"results/{'?' * 32}.json", "results/.*.partial", f"unfinished/{'?' * 32}/completions-*.jsonl")
-STORE_FILES = (MARKER, LOCK, *RESULT_FILES)
+RESULT_FILES = (f"{'?' * 32}.json", ".*.partial")
+STORE_FILES = (MARKER, LOCK, *(f"results/{name}" for name in RESULT_FILES))
 """Files of a store: what an interrupted evaluation resumes from."""
 
 
@@ -51,7 +51,6 @@ class ResultStore:
                 store._mark()
             store._results.mkdir(exist_ok=True)
             resumes_from(store._results)
-            resumes_from(folder / "unfinished")
         except OSError as error:
             raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
         return store
@@ -78,7 +77,7 @@ class ResultStore:
             self.clear()
         with contextlib.suppress(OSError, ValueError, AttributeError):
             said = other_threads(json.loads((self.folder / MARKER).read_text(encoding="utf-8")).get("threads"), threads)
-            if any(self._results.iterdir()) or (self.folder / "unfinished").exists():
+            if any(self._results.iterdir()):
                 return said
         self._mark(threads=threads)
         return None
@@ -133,39 +132,21 @@ class ResultStore:
         """Keeps a result."""
         write_whole(self._results / f"{key}.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
 
-    def scratch(self, key: str) -> Path:
-        """A folder for parts of unfinished results of one model."""
-        folder = self.folder / "unfinished" / key
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def drop_scratch(self, key: str) -> None:
-        """Removes that folder, once the result is whole, and the one around it with the last of them."""
-        folder = self.folder / "unfinished" / key
-        if folder.is_dir():
-            remove_owned(folder, matching(["completions-*.jsonl"]))
-        with contextlib.suppress(OSError):  # there are others
-            folder.parent.rmdir()
-
     def clear(self) -> None:
-        """Removes all results and parts of them.
+        """Removes all results.
 
         Raises:
             SurgeryError: something else lies among them; nothing is removed.
         """
         with disk_errors(self.folder):
-            for folder in ("results", "unfinished"):
-                place, is_owned = self.folder / folder, matching(_below(folder))
-                if place.is_dir() and (foreign := first_foreign(place, is_owned)) is not None:
-                    raise SurgeryError(f"{place}: {foreign} was not written by surgery; move it away to start again")
-            for folder in ("results", "unfinished"):
-                if (self.folder / folder).is_dir():
-                    remove_owned(self.folder / folder, matching(_below(folder)))
+            is_owned = matching(RESULT_FILES)
+            if self._results.is_dir() and (foreign := first_foreign(self._results, is_owned)) is not None:
+                raise SurgeryError(
+                    f"{self._results}: {foreign} was not written by surgery; move it away to start again"
+                )
+            if self._results.is_dir():
+                remove_owned(self._results, is_owned)
             self._results.mkdir(exist_ok=True)
-
-
-def _below(folder: str) -> list[str]:
-    return [name.removeprefix(f"{folder}/") for name in RESULT_FILES if name.startswith(f"{folder}/")]
 
 
 def _is_report(path: Path) -> bool:

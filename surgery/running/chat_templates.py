@@ -9,10 +9,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,18 +29,6 @@ LONGEST = 2**26
 """Characters of one conversation."""
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation as text.
-
-    Attributes:
-        spans: first and last + 1 character of what the assistant says, where the template marks it and it was wanted.
-    """
-
-    text: str
-    spans: Sequence[tuple[int, int]]
-
-
 class ChatTemplate:
     """The chat template of a tokenizer. Its process starts with the first conversation and ends with this object."""
 
@@ -58,8 +44,7 @@ class ChatTemplate:
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        mark_assistant: bool = False,
-    ) -> Rendered:
+    ) -> str:
         """Render one conversation as ``tokenizer.apply_chat_template(..., tokenize=False)`` does.
 
         Raises:
@@ -76,7 +61,6 @@ class ChatTemplate:
             "tools": tools,
             "chat_template": template,
             "add_generation_prompt": add_generation_prompt,
-            "return_assistant_tokens_mask": mark_assistant,
         }
         reply = self._answer(request)
         if "error" in reply:
@@ -88,20 +72,7 @@ class ChatTemplate:
                 "output": f"{LONGEST:,} characters",
             }[reply["limit"]]
             raise SurgeryError(f"{self._name} takes more than {limit} for one conversation; use another template")
-        return Rendered(reply["text"], [tuple(span) for span in reply["spans"]])
-
-    def tokens(self, rendered: Rendered) -> tuple[list[int], list[int]]:
-        """Token ids of a rendered conversation, and for each whether it overlaps a span (1) or not (0)."""
-        encoded = self._tokenizer(rendered.text, add_special_tokens=False, verbose=False)
-        ids = encoded["input_ids"]
-        if not rendered.spans:
-            return ids, [0] * len(ids)
-        firsts = [first for first, _ in rendered.spans]
-        marks = []
-        for start, end in encoded.encodings[0].offsets:
-            before = bisect_left(firsts, end)  # spans that begin before the token's end
-            marks.append(int(before > 0 and start < rendered.spans[before - 1][1]))
-        return ids, marks
+        return reply["text"]
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:

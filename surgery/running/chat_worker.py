@@ -27,12 +27,12 @@ def limit_memory(spare: int) -> None:
 
 
 def answer(request: dict, longest: int) -> dict:
-    """Text and spans of a conversation, or what stood in the way."""
+    """Text of a conversation, or what stood in the way."""
     try:
-        (text,), spans = render_jinja_template(**request)
+        (text,), _ = render_jinja_template(**request)
         if len(text) > longest:
             return {"limit": "output"}
-        return {"text": text, "spans": spans[0] if spans else []}
+        return {"text": text}
     except MemoryError:
         return {"limit": "memory"}
     except Exception as error:  # a template can raise anything

@@ -155,18 +155,6 @@ def outline_result(folder: Path, structure: Structure, settings: ConversionSetti
         write_outline(folder, reader, whole_config(reader, final_config(foreseen, settings)), files)
 
 
-def expected_seconds(source: str | Path, settings: ConversionSettings) -> float | None:
-    """About how long a conversion takes, from shapes alone: neither weights nor text are read.
-
-    None of a source that is not on this machine, and of one with a pattern, which is held against all weights.
-    """
-    if not Path(source).exists() or getattr(settings, "heads", None) is not None or is_absent(settings.device):
-        return None
-    asked, _ = open_request(ConversionRequest(source, None, settings, overwrite=True), Progress(silent=True))
-    work = Workload.of(asked.opened, settings, _asked_tokens(asked.opened, settings), asked.foresee().demand)
-    return work.estimate(measure_speed(asked.opened.stream.device, asked.opened.stream.dtype))["estimated_seconds"]
-
-
 def _source_facts(opened: Source | OwnSource) -> dict:
     reader, (heads, kv_heads, head_dim) = opened.reader, head_shape(opened.config)
     return {

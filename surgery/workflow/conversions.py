@@ -108,12 +108,7 @@ def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
             found.refusal or "",
         )
 
-    def seconds(out: Path, finished: Finished) -> float | None:
-        from surgery.structures.dry_run import expected_seconds
-
-        return 0.0 if out.exists() else expected_seconds(checkpoint_of(source, finished), asked(finished)[0])
-
-    return Action(do, foresee, seconds)
+    return Action(do, foresee)
 
 
 def plan(step: Step, where: str) -> Action:

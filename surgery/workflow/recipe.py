@@ -18,7 +18,6 @@ already, from the same source with the same settings, are kept.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ from surgery.common.removed import removal
 from surgery.workflow.conversions import convert, plan, slice_
 from surgery.workflow.names import check_names
 from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, taken
-from surgery.workflow.time_left import TimeLeft
 
 if TYPE_CHECKING:
     from surgery.evaluation.preparation import Request
@@ -103,17 +101,15 @@ def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bo
 
     from surgery.running.processes import Processes
 
-    processes, left = Processes(), TimeLeft(ready, [work / step.name for step in recipe.steps])
+    processes = Processes()
     with ExitStack() as alone:
         processes.from_main(lambda: _begin(work, alone))
         for number, (step, action) in enumerate(zip(recipe.steps, ready, strict=True), 1):
             if processes.is_main:
                 progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
-            after, began = left.after(number - 1, finished) if processes.is_main else None, time.monotonic()
             # Each step's report states the seconds of its own phases.
             with progress.at(f"step {number} of {len(recipe.steps)}"):
-                action.do(work / step.name, finished, progress.fresh(after), processes)
-            left.done(number - 1, time.monotonic() - began)
+                action.do(work / step.name, finished, progress.fresh(), processes)
     return finished
 
 
@@ -145,12 +141,13 @@ def _evaluate(step: Step, where: str) -> Action:
         return Request(named, compared, out, settings, command=f"surgery run {where}", title=title, **further)
 
     def foresee(out: Path, made: Finished, outline: Path) -> Expected:
-        from surgery.forecast.evaluation import plan_evaluation
+        from surgery.evaluation.dry_run import plan_evaluation
 
         found = plan_evaluation(asked(out, made), Progress(silent=True))
-        most, total = max(row["weights"] + (row["cache"] or 0) for row in found.rows), found.total
-        told = f"{total['passes']:,} passes over {count(total['read'] + total['decoded'])} tokens"
-        return Expected(told=told, **{"host" if found.settings["device"] == "cpu" else "device": most})
+        most = max(row["weights"] + (row["cache"] or 0) for row in found.rows)
+        return Expected(
+            told=", ".join(found.tasks), **{"host" if found.settings["device"] == "cpu" else "device": most}
+        )
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
         from surgery.evaluation.output import track, write_report
@@ -166,16 +163,7 @@ def _evaluate(step: Step, where: str) -> Action:
         if settings.wandb:
             track(evaluation.report, out, settings.wandb, settings.wandb_mode)
 
-    def seconds(out: Path, finished: Finished) -> float | None:
-        from surgery.forecast.evaluation import expected_seconds
-
-        request = asked(out, finished)
-        if request.baseline is None:
-            return expected_seconds(request.checkpoints, len(checkpoints), settings)
-        models = 1 + len(checkpoints) + len(settings.variants)  # of a kind of variants one, if there are more or none
-        return expected_seconds((request.baseline, *request.checkpoints), models, settings)
-
-    return Action(do, foresee, seconds)
+    return Action(do, foresee)
 
 
 def _score_heads(step: Step, where: str) -> Action:
@@ -256,8 +244,7 @@ def _heal(step: Step, where: str) -> Action:
 
         waiting.from_main(heal)
 
-    # A healing is as long as it may be; how long its steps take is known once they are done.
-    return Action(do, foresee, lambda out, finished: 0.0 if out.exists() else settings.max_seconds)
+    return Action(do, foresee)
 
 
 def _on_gpu(device: str) -> bool:

@@ -64,13 +64,10 @@ class Action:
         do: does it.
         foresee: says what it would take. It is given the output's place, what the steps before are expected to make,
             to which it adds its own, and a folder that it may make for that. None: the verb has no dry run.
-        seconds: about how long it takes, given the output's place and what is made so far: told within a second or two,
-            without the network. None: nobody knows, or not yet.
     """
 
     do: Callable[[Path, Finished, Progress, Processes], None]
     foresee: Callable[[Path, Finished, Path], Expected] | None = None
-    seconds: Callable[[Path, Finished], float | None] = lambda out, finished: None
 
 
 def taken(settings: dict[str, Any], name: str, where: str) -> Any:

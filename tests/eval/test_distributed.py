@@ -14,7 +14,7 @@ from surgery.running.processes import Processes
 PROMPTS = [[1, 40, 7, 300], [1], [9, 9, 12], list(range(5, 30)), [1, 2, 77], [1, 55, 56, 57, 58, 3000], [800, 4000]]
 
 
-def measure(checkpoint: Path, scratch: Path) -> dict:
+def measure(checkpoint: Path) -> dict:
     """What every process of a launch does; everything in it but `own` and the rank should not depend on how many."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,7 +60,7 @@ def measure(checkpoint: Path, scratch: Path) -> dict:
     mean = processes.mean(torch.tensor([processes.rank, 1 / 3 + processes.rank], dtype=torch.float32)).tolist()
     processes.wait()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
-    session = Session(tokenizer, processes, Bars(), batch_size=2, scratch=scratch)
+    session = Session(tokenizer, processes, Bars(), batch_size=2)
     completions = complete(model, session, PROMPTS, 6, "write")
     return {
         "same": [squares, fewer, nothing, turns, answer, refusals, completions],
@@ -72,12 +72,11 @@ def measure(checkpoint: Path, scratch: Path) -> dict:
         "asked": len(asked),
         "advanced": len(advanced),
         "prompts": session.progress.done,
-        "files": sorted(file.name for file in scratch.iterdir()) if processes.count == 1 else None,
     }
 
 
-def test_one_process(checkpoints, tmp_path):
-    result = measure(checkpoints("llama"), tmp_path)
+def test_one_process(checkpoints):
+    result = measure(checkpoints("llama"))
     squares, fewer, nothing, turns, answer, refusals, completions = result["same"]
     assert (squares, fewer, nothing, turns) == ([0, 1, 4, 9, 16], [7], [], [0, -1, -2, -3, -4])
     assert answer == {"rank": 0, "value": 0.1}
@@ -86,13 +85,12 @@ def test_one_process(checkpoints, tmp_path):
     assert (result["rank"], result["count"], result["own"]) == (0, 1, [0, 1, 2, 3, 4])
     assert (result["asked"], result["advanced"], result["prompts"]) == (1, 5, 7)
     assert result["mean"] == pytest.approx([0, 1 / 3])
-    assert result["files"] == ["completions-0.jsonl"]
 
 
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
-    one = measure(checkpoints("llama"), tmp_path / "one")
-    done = torchrun(__file__, checkpoints("llama"), tmp_path / "two", tmp_path)
+    one = measure(checkpoints("llama"))
+    done = torchrun(__file__, checkpoints("llama"), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     main, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     assert main["same"] == other["same"] == one["same"]
@@ -101,10 +99,9 @@ def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
     assert (main["asked"], other["asked"]) == (1, 0) and (main["both"], other["both"]) == (1, 2)
     assert (main["advanced"], main["prompts"]) == (5, 7)
     assert main["mean"] == other["mean"] == pytest.approx([0.5, 5 / 6])
-    assert sorted(file.name for file in (tmp_path / "two").iterdir()) == ["completions-0.jsonl", "completions-1.jsonl"]
 
 
 if __name__ == "__main__":
-    checkpoint, scratch, results = map(Path, sys.argv[1:])
-    result = measure(checkpoint, scratch)
+    checkpoint, results = map(Path, sys.argv[1:])
+    result = measure(checkpoint)
     (results / f"rank-{result['rank']}.json").write_text(json.dumps(result))

@@ -116,47 +116,6 @@ def test_refuses_nonsense(model, session):
     assert complete(model, session, [], 3, "write") == []
 
 
-def test_goes_on_from_finished_batches(model, session, generated, tmp_path):
-    session = dataclasses.replace(session, scratch=tmp_path / "scratch")
-    first = complete(model, session, PROMPTS, 4, "write")
-    file = tmp_path / "scratch" / "completions-0.jsonl"
-    assert generated == [3, 3, 1]
-    assert complete(model, session, PROMPTS, 4, "write") == first
-    assert generated == [3, 3, 1], "everything was found"
-    assert session.progress.phases[1]["done"] == 7
-
-    whole = file.read_text()
-    file.write_text(whole[:-3])
-    assert complete(model, session, PROMPTS, 4, "write") == first
-    assert generated == [3, 3, 1, 1], "the torn batch, and no other, was generated"
-    assert complete(model, session, PROMPTS, 4, "write") == first
-    assert generated == [3, 3, 1, 1], "what was written after the torn line is found"
-
-
-def test_finds_batches_of_other_processes(model, session, generated, tmp_path):
-    session = dataclasses.replace(session, scratch=tmp_path)
-    first = complete(model, session, PROMPTS, 4, "write")
-    (tmp_path / "completions-0.jsonl").rename(tmp_path / "completions-5.jsonl")
-    assert complete(model, session, PROMPTS, 4, "write") == first
-    assert generated == [3, 3, 1]
-
-
-def test_finished_batches_are_those_asked_for(model, session, generated, tmp_path):
-    session = dataclasses.replace(session, scratch=tmp_path)
-    complete(model, session, PROMPTS[:3], 4, "write")
-    changes = {
-        "new tokens": lambda: complete(model, session, PROMPTS[:3], 5, "write"),
-        "company": lambda: complete(model, session, PROMPTS[:2], 4, "write"),
-        "dtype": lambda: complete(model.to(torch.bfloat16), session, PROMPTS[:3], 4, "write"),
-        "eos": lambda: (setattr(model.generation_config, "eos_token_id", 9), changes["dtype"]()),
-    }
-    for count, (name, change) in enumerate(changes.items(), 2):
-        change()
-        assert len(generated) == count, name
-    lines = (tmp_path / "completions-0.jsonl").read_text().split("\n")[1:]
-    assert len({json.loads(line)["key"] for line in lines}) == 5
-
-
 def test_writes_side_by_side():
     model, tokenizer = AutoModelForCausalLM.from_pretrained(DEMO), AutoTokenizer.from_pretrained(DEMO)
     task = GenerateTask(("import os\nimport ", "def __init__(self"), new_tokens=8)

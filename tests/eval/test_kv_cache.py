@@ -1,4 +1,3 @@
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -157,21 +156,6 @@ def test_growth_is_taken_over_whole_groups(context, held):
 def test_a_short_context_is_decoded_from_its_first_token():
     assert measure_kv(Caching(), 2) == measure_kv(Caching(), 2, batch=1)
     assert (measure_kv(Caching(), 2).held_bytes, measure_kv(Caching(), 2).growth_per_token) == (32, 16)
-
-
-def test_both_phases_are_watched():
-    model, seen = Caching(), []
-    original = model.forward
-    model.forward = lambda input_ids, **rest: seen.append(input_ids.shape[1]) or original(input_ids, **rest)
-
-    @contextmanager
-    def watch(name):
-        seen.append(name)
-        yield
-        seen.append(f"end of {name}")
-
-    measure_kv(model, 70, prefill=watch("prefill"), decode=watch("decode"))
-    assert seen == ["prefill", 6, "end of prefill", "decode", *[1] * 64, "end of decode"]
 
 
 @pytest.mark.parametrize(("context", "batch"), [(1, 1), (2, 0)])

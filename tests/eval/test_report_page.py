@@ -72,7 +72,6 @@ def test_all_sections(page):
         "needles",
         "ruler-style",
         "lm-eval",
-        "bytes",
         "throughput",
         "conversions",
         "generations",
@@ -128,8 +127,6 @@ def test_no_text_of_a_report_becomes_markup():
     results["loss"]["by_source"] = {evil: {"loss": 1.0}}
     results[f"lm-eval:{evil}"] = {"metrics": {evil: {"value": evil, "stderr": evil}}, "lm_eval": evil}
     results["generate"]["completions"] = [{"prompt": evil, "text": evil}]
-    results["memory"] |= {"how": evil}
-    results["memory"]["contexts"][0]["note"] = evil
     results["speed"]["points"][0]["note"] = evil
     text = render(report)
     page = Page(text)

@@ -9,10 +9,10 @@ from conversions import convert_checkpoint
 from tiny_models import make_checkpoint
 
 from surgery.common.progress import Progress
+from surgery.evaluation.dry_run import plan_evaluation
 from surgery.evaluation.models import Checkpoint
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
-from surgery.forecast.evaluation import plan_evaluation
 from surgery.structures.registry import TARGETS
 
 SMALL = {"windows": 3, "length": 96, "decoded": 4, "recall_prompts": 3, "batch_size": 2, "device": "cpu"}
@@ -43,30 +43,10 @@ def plan(*checkpoints, out, **asked):
     return plan_evaluation(request(*checkpoints, out=out, **asked), Progress(silent=True))
 
 
-@pytest.mark.parametrize("limit", [None, 2])
-def test_passes_and_tokens_are_those_of_the_evaluation(limit, folder, tmp_path, monkeypatch):
-    tasks = "loss,recall,generate,memory"
-    foreseen = plan(folder / "source", out=tmp_path / "out", tasks=tasks, limit=limit)
-    assert not listing(tmp_path)
-    seen, load = [], Checkpoint.load
-
-    def watched(checkpoint, device):
-        model = load(checkpoint, device)
-        model.model.layers[0].register_forward_pre_hook(lambda layer, given: seen.append(given[0].shape[:2]))
-        model.generation_config.eos_token_id = None
-        return model
-
-    monkeypatch.setattr(Checkpoint, "load", watched)
-    evaluate(request(folder / "source", out=tmp_path / "out", tasks=tasks, limit=limit), Progress(silent=True))
-    seen = [tuple(size) for size in seen if tuple(size) != (1, 8)]  # by which `LogitReader` tries a model
-    assert foreseen.total["passes"] == len(seen), foreseen.tasks
-    assert foreseen.total["read"] + foreseen.total["decoded"] == sum(rows * length for rows, length in seen)
-
-
 def test_bytes_are_those_of_the_evaluation(folder, tmp_path):
     names = ["codes", "mla"]
-    asked = {"baseline": str(folder / "source"), "tasks": "loss,memory", "variants": "window"}
-    asked |= {"decoded": 0, "length": 32, "contexts": "16"}
+    asked = {"baseline": str(folder / "source"), "tasks": "loss", "variants": "window"}
+    asked |= {"decoded": 0, "length": 32}
     models = [folder / name for name in names]
     foreseen = plan(*models, out=tmp_path / "out", **asked)
     report = evaluate(request(*models, out=tmp_path / "out", **asked), Progress(silent=True)).report
@@ -74,8 +54,8 @@ def test_bytes_are_those_of_the_evaluation(folder, tmp_path):
     assert [row["name"] for row in foreseen.rows] == ["source", *names] == [row["name"] for row in rows]
     assert [row["kv"] for row in foreseen.rows] == [row["kv"]["held_bytes"] for row in rows]
     assert foreseen.variants == [row["name"] for row in report["rows"] if row["role"] == "variant"]
-    source, stored = foreseen.rows[0], rows[0]["results"]["memory"]
-    assert source["weights"] == pytest.approx(2 * stored["weights_bytes"], rel=1e-3)  # quality is measured in float32
+    source, stored = foreseen.rows[0], (folder / "source" / "model.safetensors").stat().st_size
+    assert source["weights"] == pytest.approx(2 * stored, rel=2e-2)  # quality is measured in float32
     assert source["cache"] == 2 * 2 * source["kv"]  # and two windows at a time
 
 
@@ -88,7 +68,7 @@ def test_the_screen_says_what_and_where_and_nothing_is_written(folder, tmp_path,
     for told in ("dry run: small-eval", "source", "int8 KV", "3 windows of 80 tokens", "on cuda", "small-eval/"):
         assert told in shown
     code, shown, _ = run_main(monkeypatch, capsys, *verb, "--json")
-    assert code == 0 and json.loads(shown)["total"]["passes"] > 0
+    assert code == 0 and json.loads(shown)["tasks"] == ["kv", "loss"]
     (tmp_path / "small-eval").mkdir()
     (tmp_path / "small-eval" / "notes.txt").write_text("mine")
     code, _, errors = run_main(monkeypatch, capsys, *verb)

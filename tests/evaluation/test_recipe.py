@@ -1,7 +1,6 @@
 """Recipes: reading, refusals before anything runs, steps that are done already."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,15 +10,10 @@ from tiny_models import HELD_OUT, make_checkpoint
 from surgery.common.errors import SurgeryError
 from surgery.common.log import logged
 from surgery.common.progress import Progress
-from surgery.evaluation.settings import EvalSettings
-from surgery.forecast.evaluation import expected_seconds as evaluation_seconds
-from surgery.structures.dry_run import expected_seconds as conversion_seconds
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.registry import TARGETS
 from surgery.workflow.dry_run import plan_recipe
 from surgery.workflow.recipe import Recipe, checked_recipe, run_recipe
-from surgery.workflow.steps import Action, Finished
-from surgery.workflow.time_left import TimeLeft
 
 QUICK = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 QUICK |= {"rope_dim": 4}
@@ -60,44 +54,12 @@ def finished(tmp_path_factory):
         return recipe, folder / "work", run_recipe(recipe, folder / "work", Progress())
 
 
-def test_the_time_left_is_of_all_steps(finished):
+def test_the_time_left_is_of_the_step(finished):
     recipe, _, _ = finished
     events = list(map(json.loads, (recipe.parent / "log.jsonl").read_text().splitlines()))
-    left = [(event["at"][:6], event["phase"], event["seconds_left"]) for event in events if "seconds_left" in event]
-    assert not any("step_seconds_left" in event for event in events)  # of a step alone
-    assert {phase for step, phase, _ in left if step == "step 1"} > {"calibrate: backward", "convert"}
-    assert [seconds for step, phase, seconds in left if step == "step 2" and phase == "loss"][-1] == 0
-
-
-def test_what_a_step_takes_is_told_from_shapes(finished, tmp_path):
-    recipe, _, _ = finished
-    source, settings = recipe.parent / "source", TARGETS["mla"].settings({"kv_ratio": 0.5, **QUICK, "recall": 0.0})
-    foreseen = plan_conversion(source, tmp_path / "out", replace(settings, calibration="none")).work
-    assert conversion_seconds(source, replace(settings, calibration="none")) == foreseen["estimated_seconds"] > 0
-    assert conversion_seconds(source, settings) > foreseen["estimated_seconds"]
-    assert conversion_seconds("org/name", settings) is None
-    asked = EvalSettings(tasks=("loss", "recall"), windows=2, length=64, decoded=4, device="cpu")
-    once = evaluation_seconds([f"original={source}", "still to be made"], 2, asked)
-    assert 2 * once == pytest.approx(evaluation_seconds([str(source)], 4, asked)) and once > 0
-    for unknown in (replace(asked, tasks=("lm-eval:x",)), replace(asked, data=("org/data",))):
-        assert evaluation_seconds([str(source)], 1, unknown) is None
-    assert evaluation_seconds(["org/name"], 1, asked) is None
-
-
-def test_steps_behind_are_told_at_the_pace_of_those_that_are_done(tmp_path):
-    known = {0: 10.0, 1: 20.0, 2: 0.0, 3: 5.0}
-
-    left = TimeLeft(
-        [Action(None, seconds=lambda out, _: known[int(out.name)])] * 4, [tmp_path / str(n) for n in range(4)]
-    )
-    known[3] = None
-    assert left.after(0, Finished()) is None
-    left.done(0, 30.0)
-    known[3] = 5.0
-    assert left.after(1, Finished()) == 3 * (0 + 5)
-    left.done(1, 30.0)
-    left.done(2, 0.1)  # was there already
-    assert left.after(2, Finished()) == 2 * 5 and left.after(3, Finished()) == 0
+    left = {(event["at"][:6], event["phase"]) for event in events if "step_seconds_left" in event}
+    assert not any("seconds_left" in event for event in events)  # of all steps
+    assert {phase for step, phase in left if step == "step 1"} > {"calibrate: backward", "convert"}
 
 
 def test_later_steps_use_earlier_ones_by_name(finished):

@@ -16,16 +16,16 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.tasks.loss import LossTask
 from surgery.evaluation import run as runs
+from surgery.evaluation.dry_run import plan_evaluation
 from surgery.evaluation.output import write_report
 from surgery.evaluation.run import Request, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore
-from surgery.forecast.evaluation import plan_evaluation
 from surgery.structures.mla.settings import ConvertSettings
 
 SMALL = {"windows": 3, "length": 40, "decoded": 4, "recall_prompts": 2, "batch_size": 2, "device": "cpu"}
 
-CHEAP = {"tasks": "loss,generate,memory", "contexts": "12,16", "new_tokens": 3, "variants": "int8,mean-pool,window"}
+CHEAP = {"tasks": "loss,generate", "new_tokens": 3, "variants": "int8,mean-pool,window"}
 
 
 def run(checkpoints, baseline, out, *, overwrite=False, restart=False, **settings):
@@ -92,7 +92,6 @@ def test_bytes_are_those_of_the_checkpoints_dtype(whole):
     assert rows["mean-pool 1"]["kv"]["ratio"] == 0.5
     assert rows["window 10"]["kv"]["ratio"] == pytest.approx(0.25, abs=0.04)
     assert 0.5 < rows["int8 KV"]["kv"]["ratio"] < 1
-    assert rows["one"]["results"]["memory"]["dtype"] == "bfloat16"
 
 
 def test_differences_and_divergences_are_to_the_baseline(whole):
@@ -153,7 +152,6 @@ def test_an_interrupted_evaluation_goes_on_unless_it_is_restarted(models, tmp_pa
     monkeypatch.setattr(LossTask, "run", real)
     resumed = run([models[1]], models[0], tmp_path / "out", variants="none")
     straight = run([models[1]], models[0], tmp_path / "straight", variants="none")
-    assert not (tmp_path / "out" / "unfinished").exists()
     for left, right in zip(resumed["rows"], straight["rows"], strict=True):
         assert left["results"] == right["results"] and left["comparison"] == right["comparison"]
     last = None
@@ -167,7 +165,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from surgery.evaluation.store import ResultStore
-from surgery.forecast.evaluation import plan_evaluation
+from surgery.evaluation.dry_run import plan_evaluation
 Path.replace = lambda self, other: os.kill(os.getpid(), signal.SIGKILL)
 ResultStore.open(Path(sys.argv[1])).put("a", {})
 """

@@ -59,7 +59,6 @@ def sample_report(*, limit: int | None = None, rows: int = len(ROWS)) -> dict:
             "needle": {"lengths": LENGTHS, "depths": DEPTHS, "trials": 4, "domain": "code"},
             "ruler": {"lengths": [1024, 2048], "samples": 50, "domain": "code"},
             "generate": {"new_tokens": 64},
-            "memory": {"contexts": [512, 1024, 2048, 4096]},
             "speed": {"contexts": [512, 2048], "batches": [1, 8], "new_tokens": 32},
             "lm-eval:python_names": {"num_fewshot": 0},
         },
@@ -89,7 +88,7 @@ def _row(rng: random.Random, name: str, role: str, variant: dict | None, ratio: 
         "conversion": conversion,
         "results": _results(rng, ratio, worse, growth, converted=bool(rank), baseline=role == "baseline"),
         "comparison": None if role == "baseline" else _comparison(worse),
-        "seconds": {"loss": 12.3, "recall": 8.1, "needle": 60.2, "ruler": 240.5, "speed": 30.0, "memory": 9.0},
+        "seconds": {"loss": 12.3, "recall": 8.1, "needle": 60.2, "ruler": 240.5, "speed": 30.0},
     }
 
 
@@ -167,24 +166,6 @@ def _results(rng: random.Random, ratio: float, worse: float, growth: float, *, c
                 {"prompt": "class Queue:\n", "text": f"    # {HOSTILE}\n    def __init__(self):\n        pass\n"},
             ],
             "new_tokens": 64,
-        },
-        "memory": {
-            "bytes_per_token": BASELINE_BYTES * ratio,
-            "growth_per_token": growth,
-            "weights_bytes": WEIGHTS,
-            "dtype": "bfloat16",
-            "device": "cpu",
-            "contexts": [
-                {
-                    "context": n,
-                    "cache_bytes": round(min(n, n if growth else 256) * BASELINE_BYTES * (ratio if growth else 1)),
-                    "peak_prefill_bytes": None if n == 4096 else 30_000_000 + n * 9000,
-                    "peak_decode_bytes": None if n == 4096 else 3_000_000 + round(n * 4000 * ratio),
-                    "note": "beyond the model's limit of 2048 tokens" if n == 4096 else None,
-                }
-                for n in (512, 1024, 2048, 4096)
-            ],
-            "how": "peak resident memory of the process above the weights",
         },
         "speed": {
             "dtype": "bfloat16",

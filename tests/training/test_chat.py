@@ -49,32 +49,17 @@ def write_lines(path, records):
     return path
 
 
-def test_labels_are_on_what_the_assistant_says():
+def test_conversations_are_rendered_by_the_template():
     tokenizer = tokenizer_with(MARKED)
-    document = ChatEncoder(tokenizer)({"messages": TURNS}, "here")
-    said = [token for token, mark in zip(document.tokens, document.labelled, strict=True) if mark]
-    assert tokenizer.decode(said) == " seven<|endoftext|> none at all<|endoftext|>"
-    assert document.tokens[0] == tokenizer.bos_token_id and not document.labelled[0]
-
-
-def test_a_template_without_marks_labels_everything_and_says_so_once():
-    notes = []
-    encode = ChatEncoder(tokenizer_with(PLAIN), notes.append)
-    documents = [encode({"messages": TURNS}, "here") for _ in range(3)]
-    assert documents[0].labelled is None and not encode.marked
-    assert notes == ["the chat template does not mark what the assistant says: labels are on all tokens"]
-
-
-def test_conversations_without_an_answer_are_left_out():
-    encode = ChatEncoder(tokenizer_with(MARKED))
-    assert encode({"messages": TURNS[:1]}, "here") is None
-    assert encode({"messages": []}, "here") is None
+    tokens = ChatEncoder(tokenizer)({"messages": TURNS}, "here")
+    assert tokens == tokenizer.apply_chat_template(TURNS, tokenize=True, return_dict=True)["input_ids"]
+    assert ChatEncoder(tokenizer)({"messages": []}, "here") == []
 
 
 def test_tools_reach_the_template():
     encode = ChatEncoder(tokenizer_with("{% for t in tools %}{{ t.name }}{% endfor %}"))
-    document = encode({"messages": TURNS, "tools": [{"name": "calculator"}]}, "here")
-    assert demo_tokenizer().decode(document.tokens) == "calculator"
+    tokens = encode({"messages": TURNS, "tools": [{"name": "calculator"}]}, "here")
+    assert demo_tokenizer().decode(tokens) == "calculator"
 
 
 @pytest.mark.parametrize("record", [{}, {"messages": "hello"}, {"messages": ["hello"]}, {"messages": [{"text": "x"}]}])
@@ -134,22 +119,18 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
         list(read_records(tmp_path / name))
 
 
-@pytest.mark.parametrize("template", [MARKED, PLAIN])
-def test_conversations_are_packed_whole_without_planted_facts(tmp_path, template):
-    tokenizer = tokenizer_with(template)
+def test_conversations_are_packed_without_planted_facts(tmp_path):
+    tokenizer = tokenizer_with(MARKED)
     turns = [[{**turn, "content": f"{turn['content']} {n}"} for turn in TURNS] for n in range(30)]
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": messages} for messages in turns])
     healing = opened_data(str(path), tokenizer, tmp_path / "out", 128, held_out=1, recall=1.0)
-    for number in range(healing.describe()["rows"]):
-        row = healing.sequences.sequence(number)
-        # Every conversation begins in the row that holds it, with the template's own bos.
-        bos = (row.tokens == tokenizer.bos_token_id).nonzero()[:, 0].tolist()
-        starts = [(row.documents == document).nonzero()[0].item() for document in range(len(bos))]
-        assert bos == starts and bos[0] == 0
-        labelled = tokenizer.decode(row.tokens[row.labels != IGNORED])
-        assert ("user" in labelled) == (template == PLAIN) and "Recall" not in tokenizer.decode(row.tokens)
-    described = healing.describe()
-    assert described["labels"] == ("assistant" if template == MARKED else "all") and described["recall"] == 0
+    rows = [healing.sequences.sequence(number) for number in range(healing.describe()["rows"])]
+    text = "".join(tokenizer.decode(row.tokens[1:]) for row in rows)
+    assert "[user] how many lines?" in text and "[assistant] seven" in text and "Recall" not in text
+    for row in rows:  # all but the first token of each conversation is predicted
+        firsts = [(row.documents == document).nonzero()[0].item() for document in range(row.documents.max() + 1)]
+        assert (row.labels == IGNORED).nonzero()[:, 0].tolist() == firsts
+    assert healing.describe()["recall"] == 0
 
 
 def test_another_template_is_tokenised_anew(tmp_path):
@@ -166,4 +147,4 @@ def test_datasets_of_conversations(tmp_path):
     source = {"source": f"{tmp_path / 'set'}::train", "format": "chat"}
     data = opened_data([source], tokenizer_with(MARKED), tmp_path / "out", 64, held_out=1)
     row = data.sequences.sequence(0)
-    assert "seven" in tokenizer_with(None).decode(row.tokens[row.labels != IGNORED])
+    assert "seven" in tokenizer_with(None).decode(row.tokens)

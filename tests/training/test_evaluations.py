@@ -52,23 +52,18 @@ def test_what_surgery_eval_has_by_default():
     given = EvalSettings()
     ours = evaluations
     assert (given.windows, given.decoded, given.recall_prompts) == (ours.WINDOWS, ours.DECODED, ours.PROMPTS)
-    assert (given.needle_depths, given.needle_trials) == (ours.DEPTHS, ours.TRIALS)
-    assert (given.ruler_samples, given.seed, RECALL_SEED) == (ours.SAMPLES, ours.SEED, ours.RECALL_SEED)
+    assert (given.seed, RECALL_SEED) == (ours.SEED, ours.RECALL_SEED)
 
 
 def test_the_numbers_are_those_of_surgery_eval(settings, tmp_path):
-    values = settings(evaluate_tasks=["loss", "recall", "needle"], evaluate_data=[], max_steps=2)
+    values = settings(evaluate_data=[], max_steps=2)
     facts = heal_here(values)
     assert [entry["step"] for entry in facts["evaluations"]] == [0, 2]
-    wanted = EvalSettings(
-        tasks=("loss", "recall", "needle"), length=96, needle_lengths=(96,), limit=2, batch_size=2, variants=(),
-        device="cpu",
-    )  # fmt: skip
+    wanted = EvalSettings(tasks=("loss", "recall"), length=96, limit=2, batch_size=2, variants=(), device="cpu")
     report = evaluate(Request((values["out"],), None, tmp_path / "report", wanted), Progress(silent=True)).report
     results, last = report["rows"][0]["results"], facts["evaluations"][-1]
     assert last["loss"]["loss"] == pytest.approx(results["loss"]["loss"], rel=1e-6)
     assert last["loss"]["cached_loss"] == pytest.approx(results["loss"]["cached"]["loss"], rel=1e-6)
-    assert last["needle"]["grid"] == results["needle"]["grid"]
     assert last["recall"] == {"accuracy": results["recall"]["accuracy"]}
     for name, given in facts["evaluation_settings"].items():  # a report tells the modules of the text apart
         assert {**given, "sources": None} == {**report["tasks"][name], "sources": None}
@@ -154,8 +149,7 @@ def test_random_numbers_stay(monkeypatch):
 
 
 def test_numbers_are_those_that_a_tracker_takes():
-    found = {"loss": {"loss": 2.0}, "needle": {"accuracy": 0.5, "grid": [[1.0]], "depths": [0]}}
-    assert scalars(found) == {"loss/loss": 2.0, "needle/accuracy": 0.5}
+    assert scalars({"loss": {"loss": 2.0}, "recall": {"accuracy": 0.5}}) == {"loss/loss": 2.0, "recall/accuracy": 0.5}
 
 
 def test_refusals(settings):
@@ -177,8 +171,6 @@ def test_own_texts(measured):
 @pytest.mark.parametrize("launch", ["gloo", "fsdp2"])
 def test_two_processes_measure_what_one_does(settings, launch):
     one, two = settings(name="one"), settings(name="two", gradient_accumulation=1)
-    for values in (one, two):
-        values["evaluate_tasks"] = ["loss", "recall", "needle"]
     script = {"gloo": ["-m", "surgery.training.heal", "--config"], "fsdp2": [Path(__file__).with_name("test_fsdp2.py")]}
     done = torchrun(*script[launch], settings_file(two))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -186,5 +178,5 @@ def test_two_processes_measure_what_one_does(settings, launch):
     shared = json.loads((Path(two["out"]) / "heal.json").read_text())["evaluations"]
     assert [entry["step"] for entry in shared] == [0, 2, 3]
     for mine, theirs in zip(facts, shared, strict=True):
-        assert theirs["recall"] == mine["recall"] and theirs["needle"] == mine["needle"]
+        assert theirs["recall"] == mine["recall"]
         assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-4)

@@ -181,8 +181,8 @@ def damaged_from(monkeypatch, damage, start, stop):
     """Damages the losses of batches in training, counted from 0."""
     real, calls = Distillation.forward, []
 
-    def forward(self, batch, positions, cached=None, measure=False):
-        total, parts = real(self, batch, positions, cached, measure)
+    def forward(self, batch, positions, measure=False):
+        total, parts = real(self, batch, positions, measure)
         calls.append(measure)
         damaged = not measure and calls.count(False) > start and (stop is None or calls.count(False) <= stop)
         return (damage(total), parts) if damaged else (total, parts)
@@ -267,7 +267,7 @@ def test_students_of_the_own_class(tmp_path, make, masked):
         each.save_pretrained(tmp_path / name)
         add_tokenizer(tmp_path / name)
     values = heal_settings(tmp_path, tmp_path / "student", tmp_path / "source", train="new", max_steps=8)
-    facts = heal_here({**values, "objective": {"kl": 1.0, "attention": 0.1}, "gradient_checkpointing": True})
+    facts = heal_here({**values, "objective": {"kl": 1.0, "hidden": 0.1}, "gradient_checkpointing": True})
     assert facts["held_out"]["last"]["kl"] < facts["held_out"]["first"]["kl"]
     if masked is not None:
         assert facts["document_masks"] is masked
@@ -288,17 +288,6 @@ def test_weights_that_train_are_fp32_and_the_result_is_the_students_dtype(tmp_pa
     assert json.loads((Path(values["out"]) / "config.json").read_text())["dtype"] == "bfloat16"
     kept = load_file(next(Path(f"{values['out']}.run").glob("checkpoints/*6")) / "trained.safetensors")
     assert {each.dtype for each in kept.values()} == {torch.float32}
-
-
-def test_logits_on_disk_take_the_teachers_place(settings, whole, tmp_path):
-    cache = str(tmp_path / "cache")
-    written, read = settings(name="written"), settings(name="read")
-    heal_here({**written, "teacher_logits": cache, "teacher_top_k": 4096})
-    torch.testing.assert_close(losses_of(written), losses_of(whole), rtol=5e-3, atol=1e-4)
-    heal_here({**read, "teacher_logits": cache, "teacher": None})
-    assert losses_of(read) == losses_of(written)
-    with pytest.raises(SurgeryError, match=r"has logits of 16 sequences, the budget needs 20"):
-        heal_here({**read, "max_steps": 5, "teacher_logits": cache, "teacher": None, "overwrite": True})
 
 
 def test_memory_errors_name_the_knobs():

@@ -9,15 +9,15 @@ from surgery.training.data import IGNORED
 from surgery.training.mixture import MixedSequences
 from surgery.training.packing import PackedSequences, Recalls, RowShape
 from surgery.training.shuffling import _mixed, interleaving, shuffled
-from surgery.training.token_file import Document, TokenFile
+from surgery.training.token_file import TokenFile
 
-BOS, EOS, PAD = 1, 0, 2
+BOS, EOS = 1, 0
 
 
 def documents(count, shortest=3, longest=40):
     """Documents of tokens that no other document has, ended by eos."""
     lengths = np.random.default_rng(0).integers(shortest, longest, count).tolist()
-    return [Document([1000 * (number + 1) + place for place in range(n)] + [EOS]) for number, n in enumerate(lengths)]
+    return [[1000 * (number + 1) + place for place in range(n)] + [EOS] for number, n in enumerate(lengths)]
 
 
 def written(folder, texts, limit=None):
@@ -25,11 +25,7 @@ def written(folder, texts, limit=None):
 
 
 def text_shape(length=16):
-    return RowShape(length, BOS, PAD, whole=False)
-
-
-def whole_shape(length=16):
-    return RowShape(length, None, PAD, whole=True)
+    return RowShape(length, BOS)
 
 
 def owners(row):
@@ -37,12 +33,12 @@ def owners(row):
 
 
 def test_a_token_file_gives_back_what_was_written(tmp_path):
-    texts = [Document([5, 6, 7], [0, 1, 1]), Document([]), Document([70_000], [1])]
+    texts = [[5, 6, 7], [], [70_000]]
     made = written(tmp_path, texts)
     again = TokenFile.read(tmp_path / "tokens", {"of": "test"})
     assert len(again) == 2 and again.lengths.tolist() == [3, 1]
     assert [again.document(number) for number in range(2)] == [texts[0], texts[2]]
-    assert again.document(0, 1, 2) == Document([6], [1])
+    assert again.document(0, 1, 2) == [6]
     assert again.sha256 == made.sha256
     assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
 
@@ -54,15 +50,14 @@ def test_a_token_file_of_another_identity_is_not_read(tmp_path):
 
 
 def test_equal_documents_have_equal_hashes_and_others_have_not(tmp_path):
-    one = written(tmp_path / "a", [Document([1, 2]), Document([3])]).sha256
-    assert written(tmp_path / "b", [Document([1, 2]), Document([3])]).sha256 == one
-    assert written(tmp_path / "c", [Document([1]), Document([2, 3])]).sha256 != one
-    assert written(tmp_path / "d", [Document([1, 2], [0, 1]), Document([3], [1])]).sha256 != one
+    one = written(tmp_path / "a", [[1, 2], [3]]).sha256
+    assert written(tmp_path / "b", [[1, 2], [3]]).sha256 == one
+    assert written(tmp_path / "c", [[1], [2, 3]]).sha256 != one
 
 
 def test_a_failed_writing_leaves_nothing(tmp_path):
     def broken():
-        yield Document([1, 2])
+        yield [1, 2]
         raise SurgeryError("line 2 is bad")
 
     with pytest.raises(SurgeryError, match="line 2 is bad"):
@@ -93,7 +88,7 @@ def test_an_epoch_holds_every_token_once_but_for_the_last_row_s_rest(tmp_path):
     rows = [packed.sequence(number).tokens.tolist() for number in range(packed.rows)]
     assert all(len(row) == 16 and row[0] == BOS for row in rows)
     seen = sorted(token for row in rows for token in row[1:] if token != EOS)
-    every = sorted(token for text in texts for token in text.tokens if token != EOS)
+    every = sorted(token for text in texts for token in text if token != EOS)
     assert len(seen) == len(set(seen)) and set(seen) <= set(every) and len(every) - len(seen) < 15
 
 
@@ -132,43 +127,14 @@ def test_labels_and_documents_of_a_row_of_text(tmp_path):
 
 def test_held_out_documents_are_in_no_row_and_do_not_depend_on_the_seed(tmp_path):
     file = written(tmp_path, documents(40))
-    for shape in (text_shape(), whole_shape(48)):
-        one, other = (PackedSequences(file, shape, "test", seed, held_out=4) for seed in (0, 1))
-        assert len(one.held_out) == 4
-        for a, b in zip(one.held_out, other.held_out, strict=True):
-            assert torch.equal(a.tokens, b.tokens)
-        aside = set().union(*map(owners, one.held_out))
-        for packed in (one, other):
-            trained = set().union(*(owners(packed.sequence(number)) for number in range(packed.rows)))
-            assert trained and not aside & trained
-
-
-def test_whole_documents_are_cut_only_at_the_end_of_a_row(tmp_path):
-    texts = documents(40, 3, 30)
-    packed = PackedSequences(written(tmp_path, texts), whole_shape(), "test")
-    found = set()
-    for number in range(packed.rows):
-        row = packed.sequence(number)
-        for document in row.documents.unique().tolist():
-            tokens = row.tokens[row.documents == document].tolist()
-            if set(tokens) == {PAD}:
-                assert (row.labels[row.documents == document] == IGNORED).all()
-                continue
-            owner = tokens[0] // 1000
-            assert tokens == texts[owner - 1].tokens[:16]
-            found.add(owner)
-    assert found == set(range(1, 41))
-    cut = sum(len(text.tokens) > 16 for text in texts)
-    assert packed.describe()["cut_documents"] == cut > 0
-    assert 0.5 < packed.describe()["filled"] < 1
-
-
-def test_a_document_without_labels_before_its_cut_is_left_out(tmp_path):
-    late = Document(list(range(1000, 1020)), [0] * 18 + [1, 1])
-    early = Document(list(range(2000, 2020)), [0, 1] + [0] * 18)
-    packed = PackedSequences(written(tmp_path, [late, early]), whole_shape(), "test")
-    assert packed.rows == 1 and owners(packed.sequence(0)) == {2}
-    assert (packed.sequence(0).labels != IGNORED).nonzero().tolist() == [[1]]
+    one, other = (PackedSequences(file, text_shape(), "test", seed, held_out=4) for seed in (0, 1))
+    assert len(one.held_out) == 4
+    for a, b in zip(one.held_out, other.held_out, strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+    aside = set().union(*map(owners, one.held_out))
+    for packed in (one, other):
+        trained = set().union(*(owners(packed.sequence(number)) for number in range(packed.rows)))
+        assert trained and not aside & trained
 
 
 class Letters:
@@ -199,22 +165,6 @@ def test_a_share_of_the_rows_carries_planted_facts_in_one_document(tmp_path):
         assert torch.equal(row.tokens, packed.sequence(number).tokens)
     assert "Recall" not in letters.text(packed.held_out[0])
     assert packed.data_sha256 != plain.data_sha256
-
-
-def test_planting_keeps_the_bos_of_whole_documents():
-    recalls = Recalls(Letters(), 1.0, 0)
-    for number in range(50):  # with so little room some facts come at the very beginning
-        (planted,) = recalls.planted(number, [Document([BOS, *range(1000, 1100)])], keep_first=True)
-        assert planted.tokens[0] == BOS and len(planted.tokens) == 101 and ord("#") in planted.tokens
-
-
-def test_rows_of_whole_documents_are_planted_too(tmp_path):
-    texts = [Document([BOS, *range(1000 * n, 1000 * n + 599)]) for n in range(1, 4)]
-    file = written(tmp_path, texts)
-    packed = PackedSequences(file, whole_shape(600), "test", recalls=Recalls(Letters(), 1.0, 0))
-    for row in map(packed.sequence, range(3)):
-        assert row.tokens[0] == BOS and "# Recall: the secret key of" in Letters().text(row)
-        assert (row.labels[1:] == row.tokens[1:]).all() and row.labels[0] == IGNORED
 
 
 def test_a_mixture_goes_through_each_source_in_order():

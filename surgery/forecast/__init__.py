@@ -1,1 +1,0 @@
-"""What an evaluation will run, read and hold, before it runs."""
