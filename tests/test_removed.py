@@ -36,10 +36,6 @@ LINES = {
     "stream": ["heal", "builtin", "--config", "{file}"],
     "teacher_logits": ["heal", "builtin", "--teacher-logits", "cache"],
     "teacher_top_k": ["heal", "builtin", "--teacher-top-k", "8"],
-    **{
-        f"objective {name}": ["heal", "builtin", "--config", "{file}"]
-        for name in ("reverse_kl", "jsd", "jsd_beta", "temperature", "attention")
-    },
     "data teacher": ["heal", "builtin", "--data", "teacher"],
     "refine": ["plan", "builtin", "--refine=200k"],
     "heads compare": ["heads", "compare", "a.safetensors", "--measure", "builtin"],
@@ -63,8 +59,7 @@ LINES = {
 def test_a_removed_option_or_value_names_what_to_use_instead(name, tmp_path, monkeypatch, capsys):
     file = tmp_path / "settings.yaml"
     text = f"tasks: ruler\nruler_tasks: {name.partition(' ')[2] or None}\n"
-    text = "data: [{source: org/name, stream: true}]\n" if name == "stream" else text
-    file.write_text(f"objective: {{{name.split()[1]}: 1}}\n" if name.startswith("objective ") else text)
+    file.write_text("data: [{source: org/name, stream: true}]\n" if name == "stream" else text)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("steps: [{compare-heads: {name: both, patterns: [a, b]}}]")
     monkeypatch.chdir(tmp_path)

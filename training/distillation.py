@@ -20,7 +20,7 @@ from surgery.training.chunks import States, chunk_count
 from surgery.training.data import Batch
 from surgery.training.matching import matching_loss, on_teacher_inputs
 from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting
-from surgery.training.recording import decoder_of, recorded, same_layers
+from surgery.training.recording import Recording, decoder_of, recorded, same_layers
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Distillation(nn.Module):
         self._student = (Body.of(student),)  # in tuples, out of sight of nn.Module
         self._teacher = (None if teacher is None else Body.of(teacher.eval().requires_grad_(False)),)
         self._vocabulary = vocabulary_of(student)
-        self._matches = bool(weights.hidden or weights.layerwise)
+        self._matches = bool(weights.hidden or weights.attention or weights.layerwise)
         if teacher is not None:
             check_vocabularies(student, teacher)
         if self._matches:
@@ -126,19 +126,22 @@ class Distillation(nn.Module):
             return combine(weights, {"layerwise": self._layerwise(batch, inputs, positions)})
         with ExitStack() as stack:
             wanted, known = None, None
-            if teacher is not None and (weights.kl or matches):
+            if teacher is not None and (weights.needs_teacher or matches):
                 with torch.no_grad():
-                    known = stack.enter_context(recorded(teacher.model, hidden=True)) if matches else None
+                    known = self._recording(stack, teacher.model) if matches else None
                     hidden = teacher.states(*inputs).flatten(0, 1).index_select(0, index)
                 wanted = States(hidden, teacher.head())
-            own = stack.enter_context(recorded(self.student, hidden=True)) if matches else None
+            own = self._recording(stack, self.student) if matches else None
             states = self._student[0].states(*inputs)
         student = States(states.flatten(0, 1).index_select(0, index), self._student[0].head())
         # The same number of chunks on every process: each gathers a sharded head.
         chunks = chunk_count(batch.labels[:, 1:].numel(), self._vocabulary)
         losses = logit_losses(weights, student, wanted, targets, chunks=chunks, positions=positions)
         if matches:
-            losses["hidden"] = matching_loss(own.hidden, known.hidden, _valid(batch), positions)
+            valid = _valid(batch)
+            for name in ("hidden", "attention"):
+                if getattr(weights, name):
+                    losses[name] = matching_loss(getattr(own, name), getattr(known, name), valid, positions)
         total, parts = combine(weights, losses)
         if measure and wanted is not None:
             only = ObjectiveWeights(kl=0.0, cross_entropy=1.0)
@@ -154,6 +157,11 @@ class Distillation(nn.Module):
         with on_teacher_inputs(self.student, known) as own:
             self._student[0].states(*inputs)
         return matching_loss(own.attention, known.attention, _valid(batch), positions)
+
+    def _recording(self, stack: ExitStack, model: nn.Module) -> Recording:
+        return stack.enter_context(
+            recorded(model, hidden=bool(self.weights.hidden), attention=bool(self.weights.attention))
+        )
 
     def measured(self) -> list[str]:
         """Names of the parts that `forward` gives when it measures."""
@@ -195,7 +203,7 @@ def shard_layers(model: PreTrainedModel) -> None:
 
 def _check_layers(student: PreTrainedModel, teacher: PreTrainedModel | None) -> None:
     if teacher is None:
-        raise SurgeryError("matching layers needs the teacher itself: give it, or set hidden to 0")
+        raise SurgeryError("matching layers needs the teacher itself: give it, or set hidden and attention to 0")
     same_layers(student, list(decoder_of(teacher).layers))
     sizes = [model.get_input_embeddings().weight.shape[1] for model in (student, teacher)]
     if sizes[0] != sizes[1]:

@@ -59,7 +59,7 @@ def matching_loss(
     valid: BoolTensor | None = None,
     positions: float | None = None,
 ) -> Tensor:
-    """The mean over layers of `layer_errors`, a scalar: the parts `hidden` and `layerwise` of the objective."""
+    """The mean over layers of `layer_errors`, a scalar: the parts `hidden` and `attention` of the objective."""
     return layer_errors(student, teacher, valid, positions).mean()
 
 

@@ -1,16 +1,24 @@
-"""What healing minimises: the divergence from the teacher's predictions, and cross-entropy, on logits never held whole.
+"""What healing minimises: divergences from the teacher's distribution, and cross-entropy, on logits never held whole.
 
-With P the teacher's distribution over the next token and Q the student's, the divergence is the forward KL,
-Σ P (log P - log Q) (Hinton et al., arXiv:1503.02531, at temperature 1). All are means over positions, in nats, computed
-in fp32 (fp64 for fp64 heads) of logits that the heads make in their own dtype. Gradients reach the student's hidden
-states and its head.
+With P the teacher's distribution over the next token and Q the student's, both at temperature τ (softmax of logits/τ):
+
+    forward KL    τ² Σ P (log P - log Q)                                     Hinton et al., arXiv:1503.02531
+    reverse KL    τ² Σ Q (log Q - log P)                                     Gu et al., MiniLLM, arXiv:2306.08543
+    JSD(β)        τ² [β KL(P ‖ M) + (1 - β) KL(Q ‖ M)],  M = βP + (1 - β)Q     Agarwal et al., GKD, arXiv:2306.13649
+
+τ² keeps the gradients' size as τ changes. JSD(β)/β tends to the forward KL for β → 0 and JSD(β)/(1 - β) to the reverse
+for β → 1, so that JSD itself tends to 0 at both ends; at β = 0 and 1 exactly it is defined here, as elsewhere, as the
+forward and the reverse KL. Cross-entropy is at temperature 1. All are means over positions, in nats, computed in fp32
+(fp64 for fp64 heads) of logits that the heads make in their own dtype.
+
+Gradients reach the student's hidden states and its head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, log
 
 import torch
 from torch import BoolTensor, LongTensor, Tensor
@@ -21,8 +29,9 @@ from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
 from surgery.training.chunks import States, chunk_count, summed_over_chunks
 
-ON_LOGITS = ("kl", "cross_entropy")
-PARTS = (*ON_LOGITS, "hidden", "layerwise")
+DISTILLED = ("kl", "reverse_kl", "jsd")
+ON_LOGITS = (*DISTILLED, "cross_entropy")
+PARTS = (*ON_LOGITS, "hidden", "attention", "layerwise")
 
 
 @dataclass(frozen=True)
@@ -30,8 +39,10 @@ class ObjectiveWeights(FileSettings):
     """The factors of the parts of the loss; a part of weight 0 is not computed.
 
     Attributes:
-        kl, cross_entropy: of the losses above.
-        hidden: of `matching.matching_loss` on the layers' outputs.
+        kl, reverse_kl, jsd, cross_entropy: of the losses above.
+        jsd_beta: β of the JSD, 0 to 1.
+        temperature: τ of the first three.
+        hidden, attention: of `matching.matching_loss` on the layers' and on the attentions' outputs.
         layerwise: of the same on the attentions' outputs, where each runs on its teacher's input, so that every layer
             trains for itself (CSKV, arXiv:2409.10593): a stage of its own, without other losses.
 
@@ -40,8 +51,13 @@ class ObjectiveWeights(FileSettings):
     """
 
     kl: float = 1.0
+    reverse_kl: float = 0.0
+    jsd: float = 0.0
+    jsd_beta: float = 0.5
+    temperature: float = 1.0
     cross_entropy: float = 0.0
     hidden: float = 0.0
+    attention: float = 0.0
     layerwise: float = 0.0
 
     def __post_init__(self) -> None:
@@ -53,10 +69,16 @@ class ObjectiveWeights(FileSettings):
             raise SurgeryError(f"all objectives have weight 0: give one of {', '.join(PARTS)} a positive one")
         if self.layerwise and len(self.parts()) > 1:
             raise SurgeryError("objective layerwise is a stage of its own: give the other losses to the next")
+        _check(self.temperature, self.jsd_beta)
 
     def parts(self) -> list[str]:
         """Names of the parts that count."""
         return [name for name in PARTS if getattr(self, name)]
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the teacher's distribution is compared with."""
+        return any(getattr(self, name) for name in DISTILLED)
 
 
 def predicting(labels: LongTensor) -> BoolTensor:
@@ -76,7 +98,7 @@ def logit_losses(
     """All parts of the loss that are made of logits, of weight 1, in one pass over the positions.
 
     Args:
-        weights: which parts.
+        weights: which parts, and β and τ.
         student: at the N positions that predict something.
         teacher: at the same, with any hidden size; None if no part needs it. Its gradient is not taken.
         targets: [N] int64, the tokens that come next; None if no part needs them.
@@ -99,7 +121,7 @@ def logit_losses(
         return {}
     vocabulary, count = student.vocabulary(), len(student.hidden)
     columns = {"hidden": student.hidden}
-    if weights.kl:
+    if weights.needs_teacher:
         columns["teacher"] = _teacher_states(teacher, vocabulary)
     if weights.cross_entropy:
         columns["targets"] = targets.to(student.hidden.device)
@@ -110,9 +132,7 @@ def logit_losses(
     def sums(*pieces: Tensor) -> Tensor:
         chunk = dict(zip(columns, pieces, strict=True))
         logits = student._replace(hidden=chunk["hidden"]).logits()
-        losses = {}
-        if weights.kl:
-            losses["kl"] = _forward_kl(logits, teacher._replace(hidden=chunk["teacher"]))
+        losses = _divergences(weights, logits, teacher, chunk) if weights.needs_teacher else {}
         if weights.cross_entropy:
             losses["cross_entropy"] = token_cross_entropy(logits, chunk["targets"], reduction="sum")
         return torch.stack([losses[name] for name in names])
@@ -159,8 +179,36 @@ def _teacher_states(teacher: States | None, vocabulary: int) -> Tensor:
     return teacher.hidden.detach()
 
 
-def _forward_kl(logits: Tensor, teacher: States) -> Tensor:
-    """Forward KL of logits [N, V] from a teacher at the same positions, summed over them."""
+def _divergences(
+    weights: ObjectiveWeights, logits: Tensor, teacher: States, chunk: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Divergences of a chunk, summed over its positions, by the names of `ObjectiveWeights`."""
+    temperature = weights.temperature
     with torch.no_grad():
-        target = log_softmax(teacher.logits().to(logits.device), dim=-1)
-    return (target.exp() * (target - log_softmax(logits, dim=-1))).sum()
+        target = teacher._replace(hidden=chunk["teacher"]).logits().to(logits.device)
+        target = log_softmax(target / temperature, dim=-1)
+    student = log_softmax(logits / temperature, dim=-1)
+    betas = {"kl": 0.0, "reverse_kl": 1.0, "jsd": weights.jsd_beta}
+    return {
+        name: temperature**2 * _divergence(student, target, beta)
+        for name, beta in betas.items()
+        if getattr(weights, name)
+    }
+
+
+def _divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """JSD(β) of log-probabilities [N, m], summed over rows; at temperature 1."""
+    if beta == 0:
+        return (teacher.exp() * (teacher - student)).sum()
+    if beta == 1:
+        return (student.exp() * (student - teacher)).sum()
+    mixture = torch.logaddexp(teacher + log(beta), student + log(1 - beta))
+    of_teacher = (teacher.exp() * (teacher - mixture)).sum()
+    return beta * of_teacher + (1 - beta) * (student.exp() * (student - mixture)).sum()
+
+
+def _check(temperature: float, beta: float = 0.5) -> None:
+    if not (isinstance(temperature, int | float) and isfinite(temperature) and temperature > 0):
+        raise SurgeryError(f"temperature {temperature!r}: a positive number is needed")
+    if not (isinstance(beta, int | float) and 0 <= beta <= 1):
+        raise SurgeryError(f"jsd_beta {beta!r}: a number from 0 to 1 is needed")

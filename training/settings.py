@@ -22,8 +22,9 @@ Evaluation = Literal["loss", "recall"]
 LEARNED_FROM = ("teacher", "objective")
 """Settings that say what is learned from; where none is given, `surgery heal` takes the student's recorded source."""
 
-LOSSES = ("kl", "cross_entropy", "hidden", "layerwise")
-"""Names in an objective."""
+LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy", "hidden", "attention", "layerwise")
+SHAPES = ("jsd_beta", "temperature")
+"""Names in an objective: weights of losses, and what shapes them."""
 SHORT_DTYPES = {name: short for short, name in DTYPE_NAMES.items()}
 
 
@@ -83,7 +84,7 @@ class HealSettings(FileSettings):
     entry_factors: str | None = setting(None, "JSON file of entries that must not move, or move less.", metavar="FILE")
     objective: dict[str, float] = setting(
         factory=dict,
-        help="Weights of kl, cross_entropy and hidden.",
+        help="Weights of kl, reverse_kl, jsd, cross_entropy, hidden and attention, with jsd_beta and temperature.",
         more="Or layerwise alone: every attention against its teacher's on the same input, as a stage before one with "
         "the others. Empty: kl 1, or cross_entropy 1 without a teacher.",
         section="Objective",
@@ -289,12 +290,10 @@ class HealSettings(FileSettings):
         if not isinstance(self.objective, dict):
             raise SurgeryError(f"objective must name losses and their weights, not be {self.objective!r}")
         for name in self.objective:
-            if gone := removal(f"objective {name}"):
-                raise SurgeryError(f"objective: {name} {gone}")
-            if name not in LOSSES:
-                raise SurgeryError(f"objective: unknown loss {name!r}{did_you_mean(str(name), list(LOSSES))}")
-        matched = [name for name in ("hidden", "layerwise") if self.objective.get(name)]
-        distilled = matched + ["kl"] * bool(self.objective.get("kl"))
+            if name not in (*LOSSES, *SHAPES):
+                raise SurgeryError(f"objective: unknown loss {name!r}{did_you_mean(str(name), [*LOSSES, *SHAPES])}")
+        matched = [name for name in ("hidden", "attention", "layerwise") if self.objective.get(name)]
+        distilled = matched + [name for name in ("kl", "reverse_kl", "jsd") if self.objective.get(name)]
         if distilled and self.teacher is None:
             raise SurgeryError(f"objective {distilled[0]} compares with a teacher: give one, or use cross_entropy")
         if self.objective.get("layerwise") and (self.train == "all" or self.gradient_checkpointing):

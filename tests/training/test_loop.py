@@ -267,7 +267,7 @@ def test_students_of_the_own_class(tmp_path, make, masked):
         each.save_pretrained(tmp_path / name)
         add_tokenizer(tmp_path / name)
     values = heal_settings(tmp_path, tmp_path / "student", tmp_path / "source", train="new", max_steps=8)
-    facts = heal_here({**values, "objective": {"kl": 1.0, "hidden": 0.1}, "gradient_checkpointing": True})
+    facts = heal_here({**values, "objective": {"kl": 1.0, "attention": 0.1}, "gradient_checkpointing": True})
     assert facts["held_out"]["last"]["kl"] < facts["held_out"]["first"]["kl"]
     if masked is not None:
         assert facts["document_masks"] is masked

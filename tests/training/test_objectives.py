@@ -2,6 +2,7 @@
 
 import math
 
+import divergences
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from surgery.training.objectives import ObjectiveWeights, combine, logit_losses,
 
 torch.set_num_threads(1)
 N, VOCAB, WIDTH, TEACHER_WIDTH = 23, 41, 6, 9
-ALL = ObjectiveWeights(kl=1, cross_entropy=1)
+ALL = ObjectiveWeights(kl=1, reverse_kl=1, jsd=1, jsd_beta=0.3, temperature=1.7, cross_entropy=1)
 
 
 def pair(dtype=torch.float64, bias: bool = True) -> tuple[States, States, torch.Tensor]:
@@ -30,19 +31,24 @@ def pair(dtype=torch.float64, bias: bool = True) -> tuple[States, States, torch.
     return *states, torch.randint(0, VOCAB, (N,), generator=generator)
 
 
-def plain(student: States, teacher: States, targets: torch.Tensor) -> dict:
+def plain(student: States, teacher: States, targets: torch.Tensor, weights: ObjectiveWeights) -> dict:
     """The formulas as they are written, with probabilities."""
+    tau, beta = weights.temperature, weights.jsd_beta
     logits = student.head(student.hidden)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    q, p = softmax(logits.to(wide), -1), softmax(teacher.head(teacher.hidden).detach().to(wide), -1)
+    q = softmax(logits.to(wide) / tau, -1)
+    p = softmax(teacher.head(teacher.hidden).detach().to(wide) / tau, -1)
+    m = beta * p + (1 - beta) * q
+
+    def kl(a, b):
+        return tau**2 * (a * (a / b).log()).sum(-1).mean()
+
     return {
-        "kl": (p * (p / q).log()).sum(-1).mean(),
+        "kl": kl(p, q),
+        "reverse_kl": kl(q, p),
+        "jsd": beta * kl(p, m) + (1 - beta) * kl(q, m),
         "cross_entropy": whole_cross_entropy(logits.to(wide), targets),
     }
-
-
-def forward_kl(student: States, teacher: States, chunks: int | None = None) -> torch.Tensor:
-    return logit_losses(ObjectiveWeights(), student, teacher, chunks=chunks)["kl"]
 
 
 def gradients(loss: torch.Tensor, states: States) -> list[torch.Tensor]:
@@ -50,10 +56,10 @@ def gradients(loss: torch.Tensor, states: States) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("chunks", [None, 1, 4, 23, 40])
-@pytest.mark.parametrize("name", ["kl", "cross_entropy"])
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "cross_entropy"])
 def test_equals_whole_logits(name, chunks):
     student, teacher, targets = pair()
-    expected = plain(student, teacher, targets)[name]
+    expected = plain(student, teacher, targets, ALL)[name]
     actual = logit_losses(ALL, student, teacher, targets, chunks=chunks)[name]
     assert actual.dtype == torch.float64
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
@@ -63,7 +69,7 @@ def test_equals_whole_logits(name, chunks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_computes_in_fp32(dtype):
     student, teacher, targets = pair(dtype)
-    expected = plain(student, teacher, targets)
+    expected = plain(student, teacher, targets, ALL)
     actual = logit_losses(ALL, student, teacher, targets, chunks=3)
     for name, loss in actual.items():
         assert loss.dtype == torch.float32
@@ -78,17 +84,39 @@ def test_computes_in_fp32(dtype):
 def test_each_alone_is_the_same_part():
     student, teacher, targets = pair()
     parts = logit_losses(ALL, student, teacher, targets, chunks=5)
-    assert list(parts) == ["kl", "cross_entropy"]
-    alone = {"kl": forward_kl(student, teacher, chunks=2)}
-    alone |= logit_losses(ObjectiveWeights(kl=0, cross_entropy=1), student, targets=targets)
+    assert list(parts) == ["kl", "reverse_kl", "jsd", "cross_entropy"]
+    alone = {
+        "kl": divergences.forward_kl(student, teacher, 1.7),
+        "reverse_kl": divergences.reverse_kl(student, teacher, 1.7, chunks=2),
+        "jsd": divergences.jsd(student, teacher, 0.3, 1.7),
+        "cross_entropy": divergences.cross_entropy(student, targets),
+    }
     torch.testing.assert_close(alone, parts)
+
+
+def test_jsd_at_and_near_its_ends():
+    student, teacher, _ = pair()
+    forward, reverse = divergences.forward_kl(student, teacher), divergences.reverse_kl(student, teacher)
+    assert abs(forward - reverse) > 0.1
+    torch.testing.assert_close(divergences.jsd(student, teacher, 0), forward)
+    torch.testing.assert_close(divergences.jsd(student, teacher, 1), reverse)
+    small = 1e-8
+    torch.testing.assert_close(divergences.jsd(student, teacher, small) / small, forward, atol=0, rtol=1e-2)
+    torch.testing.assert_close(divergences.jsd(student, teacher, 1 - small) / small, reverse, atol=0, rtol=1e-2)
+
+
+def test_temperature_keeps_the_size_of_gradients():
+    student, teacher, _ = pair()
+    sizes = [gradients(divergences.forward_kl(student, teacher, tau), student)[0].norm() for tau in (50.0, 100.0)]
+    assert sizes[1] / sizes[0] == pytest.approx(1, abs=0.05)
 
 
 def test_equal_models_have_no_divergence():
     student, _, _ = pair()
-    value = forward_kl(student, student)
-    assert value.item() == pytest.approx(0, abs=1e-12)
-    assert gradients(value, student)[0].abs().max() < 1e-12
+    for loss in (divergences.forward_kl, divergences.reverse_kl, divergences.jsd):
+        value = loss(student, student)
+        assert value.item() == pytest.approx(0, abs=1e-12)
+        assert gradients(value, student)[0].abs().max() < 1e-12
 
 
 def test_the_teacher_gets_no_gradient():
@@ -100,11 +128,11 @@ def test_the_teacher_gets_no_gradient():
 
 def test_frozen_heads_and_heads_of_other_forms():
     student, teacher, _ = pair(bias=False)
-    expected = forward_kl(student, teacher)
+    expected = divergences.forward_kl(student, teacher)
     student.head.requires_grad_(False)
     (wanted,) = torch.autograd.grad(expected, student.hidden)
     for head in (student.head, student.head.weight, lambda hidden: student.head(hidden)):
-        loss = forward_kl(States(student.hidden, head), teacher, chunks=4)
+        loss = divergences.forward_kl(States(student.hidden, head), teacher, chunks=4)
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(torch.autograd.grad(loss, student.hidden)[0], wanted)
 
@@ -117,7 +145,7 @@ def test_tied_heads(chunks):
     head.weight = table.weight
     student = States(table(targets).tanh(), head)
     weights = ObjectiveWeights(kl=1)
-    (expected,) = torch.autograd.grad(plain(student, teacher, targets)["kl"], table.weight, retain_graph=True)
+    (expected,) = torch.autograd.grad(plain(student, teacher, targets, weights)["kl"], table.weight, retain_graph=True)
     (actual,) = torch.autograd.grad(logit_losses(weights, student, teacher, chunks=chunks)["kl"], table.weight)
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
 
@@ -194,8 +222,10 @@ def test_other_parts_than_asked_for_are_not_made():
     [
         ({"kl": -1}, "kl: -1.0 is no weight"),
         ({"hidden": math.nan}, "hidden: nan is no weight"),
-        ({"hidden": "much"}, "hidden must be a number, not 'much'"),
+        ({"attention": "much"}, "attention must be a number, not 'much'"),
         ({"kl": 0}, "all objectives have weight 0"),
+        ({"temperature": 0}, "temperature 0.0: a positive"),
+        ({"jsd_beta": 1.5}, "jsd_beta 1.5"),
         ({"kll": 1}, "did you mean kl"),
     ],
 )
@@ -207,9 +237,9 @@ def test_bad_weights(values, message):
 def test_what_cannot_be_compared():
     student, teacher, _ = pair()
     with pytest.raises(SurgeryError, match="vocabulary of 41, its teacher of 40"):
-        forward_kl(student, States(teacher.hidden, nn.Linear(TEACHER_WIDTH, 40).double()))
+        divergences.forward_kl(student, States(teacher.hidden, nn.Linear(TEACHER_WIDTH, 40).double()))
     with pytest.raises(SurgeryError, match="number of positions: hidden 23, teacher 22"):
-        forward_kl(student, States(teacher.hidden[1:], teacher.head))
+        divergences.forward_kl(student, States(teacher.hidden[1:], teacher.head))
     with pytest.raises(SurgeryError, match="needs the teacher"):
         logit_losses(ObjectiveWeights(), student)
     with pytest.raises(SurgeryError, match="needs the tokens"):

@@ -1,0 +1,25 @@
+"""Each loss on logits alone, as the objective with no other part gives it."""
+
+from torch import LongTensor, Tensor
+
+from surgery.training.chunks import States
+from surgery.training.objectives import ObjectiveWeights, Teacher, logit_losses
+
+
+def forward_kl(student: States, teacher: Teacher, temperature: float = 1.0, **how) -> Tensor:
+    weights = ObjectiveWeights(kl=1.0, temperature=temperature)
+    return logit_losses(weights, student, teacher, **how)["kl"]
+
+
+def reverse_kl(student: States, teacher: Teacher, temperature: float = 1.0, **how) -> Tensor:
+    weights = ObjectiveWeights(kl=0.0, reverse_kl=1.0, temperature=temperature)
+    return logit_losses(weights, student, teacher, **how)["reverse_kl"]
+
+
+def jsd(student: States, teacher: Teacher, beta: float = 0.5, temperature: float = 1.0, **how) -> Tensor:
+    weights = ObjectiveWeights(kl=0.0, jsd=1.0, jsd_beta=beta, temperature=temperature)
+    return logit_losses(weights, student, teacher, **how)["jsd"]
+
+
+def cross_entropy(student: States, targets: LongTensor, **how) -> Tensor:
+    return logit_losses(ObjectiveWeights(kl=0.0, cross_entropy=1.0), student, targets=targets, **how)["cross_entropy"]
