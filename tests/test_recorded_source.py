@@ -75,7 +75,7 @@ def test_a_healing_takes_it_unless_something_else_is_said(converted, tmp_path):
 
     assert teacher() == teacher(length=64) == str(source)
     assert teacher(teacher="other") == "other"
-    assert teacher(objective={"cross_entropy": 1.0}) is None
+    assert teacher(objective={"cross_entropy": 1.0}) is None and teacher(teacher_logits="logits") is None
     config = tmp_path / "heal.yaml"
     config.write_text("teacher: another\n")
     assert teacher(config) is None  # the file's own

@@ -21,6 +21,7 @@ from surgery.training.data import Batch
 from surgery.training.matching import matching_loss, on_teacher_inputs
 from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting
 from surgery.training.recording import Recording, decoder_of, recorded, same_layers
+from surgery.training.top_k import TopK
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Distillation(nn.Module):
 
         Args:
             weights: of the objective.
-            teacher: None where no part needs it.
+            teacher: None where no part needs it, or its logits come with the batch.
             document_masks: whether attention keeps inside of documents, by positions that start anew.
 
         Raises:
@@ -103,12 +104,15 @@ class Distillation(nn.Module):
         if self._matches:
             _check_layers(student, teacher)
 
-    def forward(self, batch: Batch, positions: float, measure: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, batch: Batch, positions: float, cached: TopK | None = None, measure: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Losses of one batch.
 
         Args:
             batch: on the student's device.
             positions: what the sums over predicting positions are divided by.
+            cached: the teacher's logits [B, T - 1], where it is not here itself.
             measure: take cross-entropy and forward KL whatever the objective, and the teacher's own cross-entropy.
 
         Returns:
@@ -131,6 +135,9 @@ class Distillation(nn.Module):
                     known = self._recording(stack, teacher.model) if matches else None
                     hidden = teacher.states(*inputs).flatten(0, 1).index_select(0, index)
                 wanted = States(hidden, teacher.head())
+            elif cached is not None and weights.needs_teacher:
+                length = batch.tokens.shape[1]
+                wanted = cached.map(lambda tensor: tensor[index // length, index % length])
             own = self._recording(stack, self.student) if matches else None
             states = self._student[0].states(*inputs)
         student = States(states.flatten(0, 1).index_select(0, index), self._student[0].head())
@@ -162,6 +169,11 @@ class Distillation(nn.Module):
         return stack.enter_context(
             recorded(model, hidden=bool(self.weights.hidden), attention=bool(self.weights.attention))
         )
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the teacher's logits must come with each batch."""
+        return self.weights.needs_teacher and self._teacher[0] is None
 
     def measured(self) -> list[str]:
         """Names of the parts that `forward` gives when it measures."""

@@ -7,7 +7,7 @@ the tokens of a batch, D the hidden size, L layers and p processes, the peak of 
     gradients             4 N_t            twice that where DDP averages them
     Adam's moments        8 N_t
     other weights         c N_f
-    teacher               c N_s
+    teacher               c N_s            none where its logits come from the disk
     activations           c B T A          A: inputs and outputs of the layers' matrices, L D + the largest layer's with
                                            gradient checkpointing; the attentions' alone where layers train apart
     logits                6 chunks of fp32 logits
@@ -151,7 +151,7 @@ def _memory(
     }
     if processes > 1 and not sharded:
         memory["gradients on their way"] = 4 * trained
-    if teacher is not None:
+    if teacher is not None and settings.teacher_logits is None:
         layers, rest = _layers_and_rest(teacher)
         memory["teacher"] = width * (sum(layers) // (processes if settings.shard_teacher else 1) + rest)
     if sharded:

@@ -137,6 +137,8 @@ def knobs(settings: HealSettings) -> list[str]:
         found.append("dtype bf16")
     if settings.train in ("all", "attention"):
         found.append('train "new" or "lora"' if settings.teacher else 'train "lora"')
+    if settings.teacher is not None:
+        found.append("teacher_logits in place of the teacher")
     found.append(f"a length below {settings.length}")
     found.append("more processes with configs/accelerate/fsdp2.yaml")
     return found

@@ -43,7 +43,7 @@ from surgery.running.unfused import language_model
 from surgery.training.attention import use_attention
 from surgery.training.balanced import balance_latents
 from surgery.training.checkpoints import Checkpoints, latest
-from surgery.training.distillation import Distillation
+from surgery.training.distillation import Distillation, vocabulary_of
 from surgery.training.document_masks import honours_document_masks
 from surgery.training.entry_factors import EntryFactors, adapter_factors, read_factors
 from surgery.training.evaluations import Evaluations
@@ -64,6 +64,7 @@ from surgery.training.preparation import COMPUTED, open_accelerator, prepare
 from surgery.training.run_folder import CHECKPOINT_FILES, LOG, PROOF, RUN_FILES
 from surgery.training.run_log import RunLog, drop_later_lines
 from surgery.training.settings import NO_TRACKER, HealSettings
+from surgery.training.teacher_logits import open_logits
 from surgery.training.trackers import Tracker, check_tracker, start_tracker, tracker_folder
 from surgery.training.trainable import choose_parameters
 from surgery.version import __version__
@@ -147,13 +148,25 @@ class _Run:
         tokenizer = tokenizer_of(student_reader, trust_remote_code=settings.trust_remote_code)
         evaluations = self._evaluations(student, tokenizer)
         data = open_data(settings, tokenizer, self.folder / "data", processes=processes, progress=progress)
+        logits = None
+        if settings.teacher_logits:
+            logits = open_logits(
+                settings,
+                data.sequences,
+                vocabulary_of(student),
+                document_masks=masks,
+                teacher=teacher,
+                teacher_sha256=shas[1],
+                processes=processes,
+                progress=progress,
+            )
         factors = self._choose(student, teacher, factors)
         counts = {
             "trained": sum(each.numel() for each in student.parameters() if each.requires_grad),
             "all": sum(each.numel() for each in student.parameters()),
             "with_factors": len(factors),
         }
-        module, optimizer = prepare(settings, self.accelerator, student, teacher, masks)
+        module, optimizer = prepare(settings, self.accelerator, student, None if logits else teacher, masks)
         distillation: Distillation = self.accelerator.unwrap_model(module)
         known = {"quantization_aware": aware, "document_masks": masks}
         loop = Loop(
@@ -170,6 +183,7 @@ class _Run:
                 log=self.log,
                 progress=progress,
                 identity=_identity(settings, shas, data, processes.count) | known,
+                cached=logits.batch if logits and distillation.needs_logits else None,
                 evaluations=evaluations,
             )
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from surgery.common.human import count, decimal, duration, size, with_perplexity
 from surgery.common.other_threads import other_threads
 from surgery.common.progress import Progress
 from surgery.training.checkpoints import BEST, Checkpoints
-from surgery.training.data import Batch, Row, Sequences, collate, dealt
+from surgery.training.data import Row, Sequences, collate, dealt
 from surgery.training.entry_factors import EntryFactors
 from surgery.training.evaluations import Evaluations, scalars
 from surgery.training.guards import Interrupted, SpikeGuard, StopRequest, memory_errors
@@ -33,6 +33,7 @@ from surgery.training.orthogonal import OrthogonalFactors
 from surgery.training.run_log import RunLog
 from surgery.training.schedule import Budget, Position, learning_rate
 from surgery.training.settings import HealSettings
+from surgery.training.top_k import TopK
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Training:
     Attributes:
         module: gives losses as `distillation.Distillation` does; `names` are the parts of its measurements.
         identity: what may not change when a run is resumed, as plain values.
+        cached: the teacher's logits of sequences by number, or None.
         evaluations: tasks to measure on the way, or None.
     """
 
@@ -57,6 +59,7 @@ class Training:
     log: RunLog
     progress: Progress
     identity: dict[str, Any] = field(default_factory=dict)
+    cached: Callable[[list[int]], TopK] | None = None
     evaluations: Evaluations | None = None
 
 
@@ -133,7 +136,7 @@ class Loop:
                 self._measure()
                 self._evaluate()
             while True:
-                batches = self._next_batches()
+                batches, numbers = self._next_batches()
                 predicted, seconds, asked = self._shared(batches, stop)
                 if asked:
                     self._interrupt(asked, stop)
@@ -141,7 +144,7 @@ class Loop:
                 self.ended = self.ended or self._over()
                 if self.ended:
                     break
-                self._step(batches, predicted)
+                self._step(batches, numbers, predicted)
                 if settings.eval_every is not None and self.at.step % settings.eval_every == 0:
                     self._measure()
                 if settings.evaluate_every is not None and self.at.step % settings.evaluate_every == 0:
@@ -149,13 +152,13 @@ class Loop:
                 self._save_if_due()
             self._finish()
 
-    def _next_batches(self) -> list[Batch]:
+    def _next_batches(self) -> tuple[list, list[list[int]]]:
         settings = self._t.settings
         mine = dealt(self.at.step, self._batch, self._rank, self._processes)
         numbers = [mine[first : first + settings.batch_size] for first in range(0, len(mine), settings.batch_size)]
-        return [collate([self._t.sequences.sequence(number) for number in some]) for some in numbers]
+        return [collate([self._t.sequences.sequence(number) for number in some]) for some in numbers], numbers
 
-    def _shared(self, batches: list[Batch], stop: StopRequest) -> tuple[int, float, int]:
+    def _shared(self, batches: list, stop: StopRequest) -> tuple[int, float, int]:
         """Predicting positions of all processes, the first one's clock, and a signal that any of them got."""
         mine = [float(sum(batch.predicted for batch in batches)), 0.0, float(stop.signal)]
         if self._t.accelerator.is_main_process:
@@ -164,13 +167,13 @@ class Loop:
         # Several processes may have got it: their sum says only that there was one.
         return round(predicted), seconds, (stop.signal or 15) if signals else 0
 
-    def _step(self, batches: list[Batch], predicted: int) -> None:
+    def _step(self, batches: list, numbers: list[list[int]], predicted: int) -> None:
         t, at = self._t, self.at
         began = time.monotonic()
         self._doing = f"step {at.step + 1}"
         rate = self._set_learning_rate()
         with self._drawn_ranks() as share:
-            sums = self._backward(batches, max(1, predicted) / self._averaged)
+            sums = self._backward(batches, numbers, max(1, predicted) / self._averaged)
             drawn = {"latents": self._nested.kept()} if self._nested is not None else {}
         t.factors.before_step()
         norm = t.accelerator.clip_grad_norm_(self._parameters, t.settings.clip or math.inf)
@@ -189,13 +192,14 @@ class Loop:
         left_out = {} if spike is None else {"left_out": True}
         self._report({**losses, **drawn}, rate, norm, time.monotonic() - began, **left_out)
 
-    def _backward(self, batches: list[Batch], positions: float) -> dict[str, Tensor]:
+    def _backward(self, batches: list, numbers: list[list[int]], positions: float) -> dict[str, Tensor]:
         """Accumulates gradients of the batches; gives the sums of the loss and its parts, on their device."""
-        accelerator, module = self._t.accelerator, self._t.module
+        accelerator, module, cached = self._t.accelerator, self._t.module, self._t.cached
         sums: dict[str, Tensor] = {}
-        for batch in batches:
+        for batch, rows in zip(batches, numbers, strict=True):
             with accelerator.accumulate(module):
-                loss, parts = module(batch.to(accelerator.device), positions)
+                logits = None if cached is None else cached(rows).to(accelerator.device)
+                loss, parts = module(batch.to(accelerator.device), positions, logits)
                 accelerator.backward(loss)
             for name, part in {"loss": loss.detach(), **parts}.items():
                 sums[name] = sums[name] + part if name in sums else part

@@ -11,7 +11,10 @@ for β → 1, so that JSD itself tends to 0 at both ends; at β = 0 and 1 exactl
 forward and the reverse KL. Cross-entropy is at temperature 1. All are means over positions, in nats, computed in fp32
 (fp64 for fp64 heads) of logits that the heads make in their own dtype.
 
-Gradients reach the student's hidden states and its head.
+Gradients reach the student's hidden states and its head. Against a teacher of which only the top k tokens are known
+(`top_k.TopK`) all three compare distributions over k + 1 outcomes, the k tokens and "any other". That is never more
+than the divergence over the whole vocabulary, since merging outcomes loses what tells them apart, and equal to it for
+k = V.
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ from torch.nn.functional import log_softmax
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
 from surgery.training.chunks import States, chunk_count, summed_over_chunks
+from surgery.training.top_k import TopK, buckets
+
+Teacher = States | TopK
+"""A teacher that is resident, at the student's positions, or what was kept of it."""
 
 DISTILLED = ("kl", "reverse_kl", "jsd")
 ON_LOGITS = (*DISTILLED, "cross_entropy")
@@ -89,7 +96,7 @@ def predicting(labels: LongTensor) -> BoolTensor:
 def logit_losses(
     weights: ObjectiveWeights,
     student: States,
-    teacher: States | None = None,
+    teacher: Teacher | None = None,
     targets: LongTensor | None = None,
     *,
     chunks: int | None = None,
@@ -112,17 +119,17 @@ def logit_losses(
         Scalars by the names of `ObjectiveWeights`, with gradients if they are enabled; 0 where N is 0.
 
     Raises:
-        SurgeryError: the vocabularies differ in size, or N does.
+        SurgeryError: the vocabularies differ in size, N does, or a kept teacher is asked for a temperature.
     """
     names = [name for name in ON_LOGITS if getattr(weights, name)]
     if weights.cross_entropy and targets is None:
         raise SurgeryError("cross-entropy needs the tokens that come next")
     if not names:
         return {}
-    vocabulary, count = student.vocabulary(), len(student.hidden)
+    vocabulary, count, temperature = student.vocabulary(), len(student.hidden), weights.temperature
     columns = {"hidden": student.hidden}
     if weights.needs_teacher:
-        columns["teacher"] = _teacher_states(teacher, vocabulary)
+        columns |= _teacher_columns(teacher, vocabulary, temperature, student.hidden.device)
     if weights.cross_entropy:
         columns["targets"] = targets.to(student.hidden.device)
     if any(len(column) != count for column in columns.values()):
@@ -163,31 +170,42 @@ def combine(weights: ObjectiveWeights, parts: Mapping[str, Tensor]) -> tuple[Ten
     return total, {name: part.detach() for name, part in parts.items()}
 
 
-def _teacher_states(teacher: States | None, vocabulary: int) -> Tensor:
-    """A teacher's hidden states [N, D], which go in chunks with the student's.
+def _teacher_columns(
+    teacher: Teacher | None, vocabulary: int, temperature: float, device: torch.device
+) -> dict[str, Tensor]:
+    """Per-position tensors of a teacher, by name, which go in chunks with the student's.
 
     Raises:
         SurgeryError: there is no teacher, or its distribution cannot be compared with the student's.
     """
     if teacher is None:
-        raise SurgeryError("a divergence from the teacher needs the teacher")
-    if (size := teacher.vocabulary()) != vocabulary:
+        raise SurgeryError("a divergence from the teacher needs the teacher, or its logits that were kept")
+    is_kept = isinstance(teacher, TopK)
+    size = teacher.vocabulary if is_kept else teacher.vocabulary()
+    if size != vocabulary:
         raise SurgeryError(
             f"the student has a vocabulary of {vocabulary}, its teacher of {size}: they cannot be compared token by"
             " token; give a teacher with the student's vocabulary"
         )
-    return teacher.hidden.detach()
+    if not is_kept:
+        return {"teacher": teacher.hidden.detach()}
+    if temperature != 1:
+        raise SurgeryError(f"temperature {temperature} with a teacher's top tokens: they were kept at temperature 1")
+    return {name: tensor.to(device) for name, tensor in teacher.tensors().items()}
 
 
 def _divergences(
-    weights: ObjectiveWeights, logits: Tensor, teacher: States, chunk: Mapping[str, Tensor]
+    weights: ObjectiveWeights, logits: Tensor, teacher: Teacher, chunk: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Divergences of a chunk, summed over its positions, by the names of `ObjectiveWeights`."""
     temperature = weights.temperature
-    with torch.no_grad():
-        target = teacher._replace(hidden=chunk["teacher"]).logits().to(logits.device)
-        target = log_softmax(target / temperature, dim=-1)
-    student = log_softmax(logits / temperature, dim=-1)
+    if isinstance(teacher, TopK):
+        student, target = buckets(logits, teacher.of({name: chunk[name] for name in teacher.tensors()}))
+    else:
+        with torch.no_grad():
+            target = teacher._replace(hidden=chunk["teacher"]).logits().to(logits.device)
+            target = log_softmax(target / temperature, dim=-1)
+        student = log_softmax(logits / temperature, dim=-1)
     betas = {"kl": 0.0, "reverse_kl": 1.0, "jsd": weights.jsd_beta}
     return {
         name: temperature**2 * _divergence(student, target, beta)

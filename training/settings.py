@@ -19,7 +19,7 @@ NO_TRACKER = "none"
 Evaluation = Literal["loss", "recall"]
 """Tasks of `surgery eval` that a run can take on the way."""
 
-LEARNED_FROM = ("teacher", "objective")
+LEARNED_FROM = ("teacher", "teacher_logits", "objective")
 """Settings that say what is learned from; where none is given, `surgery heal` takes the student's recorded source."""
 
 LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy", "hidden", "attention", "layerwise")
@@ -36,9 +36,17 @@ class HealSettings(FileSettings):
     teacher: str | None = setting(
         None,
         "What to distil from; builtin is the demo model.",
-        unset="the student's source, as its report names it, if objective says nothing either",
+        unset="the student's source, as its report names it, if teacher_logits and objective say nothing either",
         metavar="SRC|builtin|smollm2",
     )
+    teacher_logits: str | None = setting(
+        None,
+        "Folder of the teacher's top logits.",
+        more="With a teacher they are written there before the training, where they are not yet, and the teacher "
+        "leaves the memory; without one they must be there.",
+        metavar="DIR",
+    )
+    teacher_top_k: int = setting(64, "Tokens of each position whose logits are kept in that folder.", least=1)
     out: str = setting(
         "",
         "Folder of the healed checkpoint.",
@@ -235,9 +243,14 @@ class HealSettings(FileSettings):
         """
         from surgery.training.objectives import ObjectiveWeights
 
-        given = self.objective or ({"kl": 1.0} if self.teacher is not None else {"cross_entropy": 1.0})
+        given = self.objective or ({"kl": 1.0} if self.has_teacher else {"cross_entropy": 1.0})
         # Named losses are all there are: a default that nobody asked for would be a surprise.
         return ObjectiveWeights(**{**dict.fromkeys(LOSSES, 0.0), **given})
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether there is something to distil from."""
+        return self.teacher is not None or self.teacher_logits is not None
 
     def _check_together(self) -> None:
         self._check_removed()
@@ -246,6 +259,10 @@ class HealSettings(FileSettings):
         problems = [
             (endless and self.max_seconds is None, "nothing ends the run: give max_tokens, max_seconds or max_steps"),
             (not self.data, "no data: give builtin, a file or a dataset"),
+            (
+                self.teacher_logits is not None and endless,
+                "teacher_logits are of a number of sequences: give max_tokens or max_steps",
+            ),
             (
                 self.train == "new" and self.teacher is None,
                 'train "new" is what the teacher does not have: give the teacher, or use attention',
@@ -294,8 +311,10 @@ class HealSettings(FileSettings):
                 raise SurgeryError(f"objective: unknown loss {name!r}{did_you_mean(str(name), [*LOSSES, *SHAPES])}")
         matched = [name for name in ("hidden", "attention", "layerwise") if self.objective.get(name)]
         distilled = matched + [name for name in ("kl", "reverse_kl", "jsd") if self.objective.get(name)]
-        if distilled and self.teacher is None:
+        if distilled and not self.has_teacher:
             raise SurgeryError(f"objective {distilled[0]} compares with a teacher: give one, or use cross_entropy")
+        if matched and (self.teacher is None or self.teacher_logits is not None):
+            raise SurgeryError(f"objective {matched[0]} needs the teacher itself: its cached logits have no layers")
         if self.objective.get("layerwise") and (self.train == "all" or self.gradient_checkpointing):
             raise SurgeryError(
                 "objective layerwise trains attentions alone and keeps all layers: set train to attention, "

@@ -35,8 +35,6 @@ REMOVED = {
     "peak_tflops": "a dry run takes the speed of this machine; run it where the training will run",
     "utilisation": "a dry run takes the speed of this machine; run it where the training will run",
     "stream": "datasets are always read as streams: say with `tokens` how many to take",
-    "teacher_logits": "the teacher runs beside the student; --launcher fsdp2 with shard_teacher shards it",
-    "teacher_top_k": "the teacher runs beside the student, and all of its logits count",
     "data teacher": "use builtin, or text of your own",
     "calibration self": "--calibration chat samples answers of the model to the prompts of the package",
     "convert wandb": "surgery eval --wandb logs the result beside its source",

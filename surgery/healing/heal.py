@@ -225,7 +225,7 @@ def with_teacher(request: HealRequest, student: CheckpointReader, progress: Prog
 KEPT = ("steps", "sequences_per_step", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "ended", "loss")
 KEPT += ("held_out", "parameters", "precision", "device", "processes", "document_masks", "data", "versions")
 KEPT += ("measuring_seconds", "evaluations", "evaluation_settings", "wandb", "tracker_failed")
-PLACES = ("student", "teacher", "out", "entry_factors", "overwrite", "tracker_folder")
+PLACES = ("student", "teacher", "teacher_logits", "out", "entry_factors", "overwrite", "tracker_folder")
 
 
 def training_settings(

@@ -127,6 +127,7 @@ def test_training_less_takes_less():
     assert peak(train="attention") < peak(train="all")
     assert peak(gradient_checkpointing=True, batch_size=8) < peak(batch_size=8)
     assert peak(dtype="bf16") < peak()
+    assert peak(teacher_logits="cache") < peak()
 
 
 def test_processes_share_what_is_sharded():

@@ -181,8 +181,8 @@ def damaged_from(monkeypatch, damage, start, stop):
     """Damages the losses of batches in training, counted from 0."""
     real, calls = Distillation.forward, []
 
-    def forward(self, batch, positions, measure=False):
-        total, parts = real(self, batch, positions, measure)
+    def forward(self, batch, positions, cached=None, measure=False):
+        total, parts = real(self, batch, positions, cached, measure)
         calls.append(measure)
         damaged = not measure and calls.count(False) > start and (stop is None or calls.count(False) <= stop)
         return (damage(total), parts) if damaged else (total, parts)
@@ -288,6 +288,18 @@ def test_weights_that_train_are_fp32_and_the_result_is_the_students_dtype(tmp_pa
     assert json.loads((Path(values["out"]) / "config.json").read_text())["dtype"] == "bfloat16"
     kept = load_file(next(Path(f"{values['out']}.run").glob("checkpoints/*6")) / "trained.safetensors")
     assert {each.dtype for each in kept.values()} == {torch.float32}
+
+
+def test_logits_on_disk_take_the_teachers_place(settings, tmp_path, student):
+    cache = str(tmp_path / "cache")
+    live, written, read = settings(name="live"), settings(name="written"), settings(name="read")
+    heal_here(live)
+    heal_here({**written, "teacher_logits": cache, "teacher_top_k": 4096})
+    torch.testing.assert_close(losses_of(written), losses_of(live), rtol=5e-3, atol=1e-4)
+    heal_here({**read, "teacher_logits": cache, "teacher": None})
+    assert losses_of(read) == losses_of(written)
+    with pytest.raises(SurgeryError, match=r"has logits of 24 sequences, the budget needs 28"):
+        heal_here({**read, "max_steps": 7, "teacher_logits": cache, "teacher": None, "overwrite": True})
 
 
 def test_memory_errors_name_the_knobs():

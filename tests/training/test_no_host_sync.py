@@ -10,9 +10,11 @@ from no_host_sync import NoHostSync
 from own_models import KINDS, tiny_source
 from training_data import packed_batch
 
+from surgery.training.chunks import States
 from surgery.training.data import IGNORED
 from surgery.training.distillation import Body, Distillation
 from surgery.training.objectives import PARTS, ObjectiveWeights
+from surgery.training.top_k import top_k
 
 LENGTH = 16
 
@@ -41,6 +43,21 @@ def test_a_microbatch_does_not_wait(models, part, own_class, document_masks):
 
 def test_a_microbatch_stays_on_its_device():
     on_device("microbatches")
+
+
+def test_kept_logits_do_not_wait_either(models):
+    teacher, student = models
+    data = packed_batch()
+    body = Body.of(teacher)
+    with torch.no_grad():
+        top = top_k(States(body.states(data.tokens, None)[:, :-1].flatten(0, 1), body.head()), 8)
+    grid = top.map(lambda tensor: tensor.unflatten(0, (2, LENGTH - 1)))
+    module = Distillation(student, ObjectiveWeights()).train()
+    with NoHostSync():
+        loss, _ = module(data, float(data.predicted), grid)
+        loss.backward()
+    flat = data.predicting - data.predicting // LENGTH
+    assert torch.equal(grid.ids[data.predicting // LENGTH, data.predicting % LENGTH], top.ids[flat])
 
 
 @pytest.mark.parametrize("own_class", [False, True])

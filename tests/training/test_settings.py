@@ -39,9 +39,9 @@ def test_shipped_settings_are_the_defaults():
         ({"lora_modules": ["q_proj"]}, 'train is not "lora"'),
         ({"objective": {"revers_kl": 1}}, "did you mean reverse_kl"),
         ({"objective": {"kl": 1}}, "compares with a teacher"),
-        ({"objective": {"hidden": 1}}, "compares with a teacher"),
-        ({"teacher_logits": "cache"}, "was removed"),
+        ({"objective": {"hidden": 1}, "teacher_logits": "cache"}, "needs the teacher itself"),
         ({"objective": {"hidden": 1}, "teacher": "t", "compile": True}, "compile hides"),
+        ({"teacher_logits": "cache", "max_tokens": None, "max_seconds": 5}, "max_tokens or max_steps"),
     ],
 )
 def test_refuses(values, message):

@@ -1,0 +1,264 @@
+"""A teacher's likeliest tokens on disk, so that the teacher need not be in memory while the student trains.
+
+A folder holds `teacher-logits.json`, which says whose logits these are, and shards of equally many sequences,
+`shard-00000.safetensors` and so on, each with the fields of `top_k.TopK`: values [R, T - 1, k], ids and rest. Every
+shard is written whole or not at all, so that an interrupted run goes on with those that are missing, and several
+processes can write different ones.
+
+A position takes 6 k + 4 bytes (k float16 values and int32 ids, one fp32 rest), and a sequence of T tokens has T - 1:
+the last predicts nothing that is there. k = 64 makes 388 bytes a token, of which a billion take 388 GB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, read_json, written_whole
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.running.processes import Processes
+from surgery.training.chunks import States
+from surgery.training.data import Sequences, collate
+from surgery.training.distillation import Body, vocabulary_of
+from surgery.training.settings import HealSettings
+from surgery.training.top_k import TopK, top_k
+
+HEADER = "teacher-logits.json"
+SHARD_BYTES = 256 * 10**6
+"""About how large a shard becomes."""
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class CacheIdentity:
+    """What decides the content of a cache.
+
+    Attributes:
+        model: sha256 of the teacher's weights.
+        data: sha256 of the sequences.
+        sequences: how many, from number 0.
+        length: T, tokens of each.
+        vocabulary: V.
+        k: tokens kept by name.
+    """
+
+    model: str
+    data: str
+    sequences: int
+    length: int
+    vocabulary: int
+    k: int
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of one sequence on disk: (T - 1)·(6 k + 4)."""
+        return (self.length - 1) * (6 * self.k + 4)
+
+
+class TeacherLogits:
+    """A cache of top-k logits in a folder: written shard by shard, read by the number of a sequence."""
+
+    def __init__(self, folder: str | Path, identity: CacheIdentity) -> None:
+        """Opens the folder, or makes it if it is not there or empty.
+
+        Raises:
+            SurgeryError: it holds something else, or logits of another model, other data or other sizes.
+        """
+        self.folder, self.identity = Path(folder), identity
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # One look: another process may write the header meanwhile.
+            names = [name for name in os.listdir(self.folder) if not name.endswith(".partial")]
+            if names and HEADER not in names:
+                raise SurgeryError.at(self.folder, "holds other files than teacher logits; choose another folder")
+        rows = max(1, min(SHARD_BYTES // identity.sequence_bytes, identity.sequences))
+        header = {"format": _FORMAT, **asdict(identity), "sequences_per_shard": rows}
+        if not (self.folder / HEADER).exists():
+            with written_whole(self.folder / HEADER) as part:
+                part.write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+        self._rows = _checked(self.folder / HEADER, header)
+
+    def missing(self) -> list[range]:
+        """The sequences of each shard that is not written yet; none when the cache is complete."""
+        with disk_errors(self.folder):
+            names = set(os.listdir(self.folder))
+        return [self._numbers(shard) for shard in range(self._shards()) if self._path(shard).name not in names]
+
+    def read(self, number: int) -> TopK:
+        """The logits of one sequence: `TopK` of [T - 1] positions, on the CPU. Position t is that after token t.
+
+        Raises:
+            SurgeryError: there is no such sequence, it is not written yet, or its file is damaged.
+        """
+        identity = self.identity
+        if not 0 <= number < identity.sequences:
+            raise SurgeryError.at(
+                self.folder,
+                f"has teacher logits of {identity.sequences} sequences, number {number} is asked"
+                " for; write more of them or train on fewer",
+            )
+        shard, row = divmod(number, self._rows)
+        path = self._path(shard)
+        if not path.is_file():
+            raise SurgeryError.at(path, "is not written yet; let the teacher finish its logits first")
+        try:
+            with disk_errors(path), safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_slice(name)[row] for name in ("values", "ids", "rest")}
+        except (SafetensorError, IndexError) as error:
+            raise SurgeryError.at(path, f"damaged ({error}); remove it and have the teacher write it again") from None
+        return TopK(**tensors, vocabulary=identity.vocabulary)
+
+    def batch(self, numbers: list[int]) -> TopK:
+        """Several sequences: `TopK` of [B, T - 1] positions."""
+        return _joined([self.read(number) for number in numbers], torch.stack)
+
+    def fill(
+        self,
+        states: Callable[[range], States],
+        *,
+        batch: int = 8,
+        processes: Processes | None = None,
+        done: Callable[[int], Any] = int,
+    ) -> None:
+        """Writes all that is missing; each process a share of the shards, and all wait for the last.
+
+        Args:
+            states: the teacher's `States` on the sequences of these numbers, hidden [B, T, D].
+            batch: sequences at a time.
+            processes: that share the work; None for this one alone.
+            done: called with the number of sequences after each batch of this process.
+
+        Raises:
+            SurgeryError: a file cannot be written, or the disk has no room for what is missing.
+        """
+        missing = self.missing()
+        needed = sum(map(len, missing)) * self.identity.sequence_bytes
+        if needed > (free := free_bytes(self.folder)):
+            raise SurgeryError.at(
+                self.folder,
+                f"the missing teacher logits take {format_size(needed)}, the disk has"
+                f" {format_size(free)} free; lower k ({self.identity.k}) or keep fewer sequences",
+            )
+        rank, count = (processes.rank, processes.count) if processes else (0, 1)
+        for numbers in missing[rank::count]:
+            pieces = []
+            for start in range(numbers.start, numbers.stop, batch):
+                some = range(start, min(start + batch, numbers.stop))
+                pieces.append(self._top_of(states(some)))
+                done(len(some))
+            tensors = _joined(pieces, torch.cat).map(Tensor.contiguous).tensors()
+            with written_whole(self._path(numbers.start // self._rows)) as part:
+                part.write_bytes(save(tensors))
+        if processes is not None:
+            processes.wait()
+
+    def _top_of(self, states: States) -> TopK:
+        """Of hidden states [B, T, D], at all positions but the last, on the CPU."""
+        hidden = states.hidden[:, :-1]
+        top = top_k(states._replace(hidden=hidden.flatten(0, 1)), self.identity.k)
+        return top.map(lambda tensor: tensor.unflatten(0, hidden.shape[:2]).cpu())
+
+    def _numbers(self, shard: int) -> range:
+        return range(shard * self._rows, min((shard + 1) * self._rows, self.identity.sequences))
+
+    def _shards(self) -> int:
+        return -(-self.identity.sequences // self._rows)
+
+    def _path(self, shard: int) -> Path:
+        return self.folder / f"shard-{shard:05d}.safetensors"
+
+
+def _joined(pieces: list[TopK], join: Callable[[list[Tensor]], Tensor]) -> TopK:
+    """Several `TopK` as one: their tensors, concatenated or stacked."""
+    return pieces[0].of({name: join([piece.tensors()[name] for piece in pieces]) for name in pieces[0].tensors()})
+
+
+def _checked(path: Path, wanted: dict[str, Any]) -> int:
+    """Sequences in a shard of the cache with that header.
+
+    Raises:
+        SurgeryError: it is of another identity than ``wanted``.
+    """
+    found = read_json(path)
+    if found.get("format") != _FORMAT:
+        raise SurgeryError.at(path, "no header of teacher logits, or of another version; choose another folder")
+    # How sequences are grouped is the cache's own affair.
+    differing = [name for name in wanted if name != "sequences_per_shard" and found.get(name) != wanted[name]]
+    if differing:
+        facts = ", ".join(f"{name} {found.get(name)!r} instead of {wanted[name]!r}" for name in differing)
+        raise SurgeryError(f"{path.parent}: holds teacher logits of something else ({facts}); choose another folder")
+    rows = found.get("sequences_per_shard")
+    if not isinstance(rows, int) or rows < 1:
+        raise SurgeryError.at(path, f"damaged, sequences_per_shard is {rows!r}; choose another folder")
+    return rows
+
+
+def open_logits(
+    settings: HealSettings,
+    sequences: Sequences,
+    vocabulary: int,
+    *,
+    document_masks: bool,
+    teacher: PreTrainedModel | None,
+    teacher_sha256: str | None,
+    processes: Processes,
+    progress: Progress,
+) -> TeacherLogits:
+    """The logits in the folder that the settings name, after the teacher has written those that are missing.
+
+    Args:
+        vocabulary: of the student.
+        document_masks: whether attention keeps inside of documents: logits are of one or the other.
+        teacher: where it is to run; None if all must be there.
+        teacher_sha256: of its weights.
+
+    Raises:
+        SurgeryError: the folder holds logits of something else or too few.
+    """
+    needed = settings.most_steps(processes.count) * settings.global_batch(processes.count)
+    header = Path(settings.teacher_logits) / HEADER
+    known = processes.from_main(lambda: read_json(header) if header.exists() else {})
+    if teacher is None and not known:
+        raise SurgeryError(f"{settings.teacher_logits}: holds no teacher logits; give the teacher too, to write them")
+    kept = known.get("sequences", needed)
+    if kept < needed:
+        raise SurgeryError(
+            f"{settings.teacher_logits}: has logits of {kept} sequences, the budget needs {needed}: lower max_tokens or"
+            " max_steps, or choose another folder"
+        )
+    identity = CacheIdentity(
+        model=teacher_sha256 or known["model"],
+        data=f"{sequences.data_sha256}, attention {'inside documents' if document_masks else 'over whole rows'}",
+        sequences=kept,
+        length=settings.length,
+        vocabulary=vocabulary if teacher is None else vocabulary_of(teacher),
+        k=min(settings.teacher_top_k, vocabulary) if teacher is not None else known["k"],
+    )
+    processes.from_main(lambda: TeacherLogits(settings.teacher_logits, identity) and None)
+    logits = TeacherLogits(settings.teacher_logits, identity)
+    missing = sum(map(len, logits.missing()))
+    if teacher is None and missing:
+        raise SurgeryError(f"{settings.teacher_logits}: {missing} sequences are not written; give the teacher too")
+    if teacher is not None:
+        body = Body.of(teacher)
+        device = next(teacher.parameters()).device
+
+        @torch.no_grad()
+        def states(numbers: range) -> States:
+            batch = collate([sequences.sequence(number) for number in numbers]).to(device)
+            return States(body.states(batch.tokens, batch.position_ids if document_masks else None), body.head())
+
+        with progress.phase("teacher logits", missing, "sequence") as advance:
+            logits.fill(states, batch=settings.batch_size, processes=processes, done=advance)
+    return logits
