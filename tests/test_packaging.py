@@ -17,7 +17,7 @@ from surgery.version import __version__
 ROOT = Path(__file__).resolve().parent.parent
 
 
-release = tool("release")
+release, versions = tool("release"), tool("versions")
 
 
 @pytest.fixture(scope="module")
@@ -178,13 +178,18 @@ def test_what_runs_on_every_push_is_what_people_are_told():
 
 
 def test_both_ends_of_what_is_declared_were_tried(built):
-    """docs/versions.md has rows of every Python that the wheel names, none with failures."""
+    """docs/versions.md has a row of every pair; tools/versions.py takes every bound of the wheel for the floor."""
     held = zipfile.ZipFile(built[1])
     (name,) = (each for each in held.namelist() if each.endswith(".dist-info/METADATA"))
     said = held.read(name).decode()
     minors = re.findall(r"^Classifier: .* Python :: (3\.\d+)$", said, re.MULTILINE)
+    assert {pair.partition(":")[0] for pair in versions.PAIRS} == set(minors)
     assert f"\nRequires-Python: >={minors[0]}\n" in said
-    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    bounds = versions.floors(built[1])
+    assert all(f"Requires-Dist: {each.replace('==', '>=')}" in said.replace("[hf]", "") for each in bounds)
+    assert {"torch", "transformers", "pytest"} < {each.partition("==")[0] for each in bounds}
+    assert not [each for each in bounds if "triton" in each]
+    page = versions.PAGE.read_text(encoding="utf-8")
     rows = re.findall(r"^\| (3\.\d+)\.\d+ \| (\w+) \|.* (\d+) \| (\d+) \| \d+ \| [\d-]+ \|$", page, re.MULTILINE)
-    assert {minor for minor, *_ in rows} == set(minors) and (minors[0], "floor") == rows[0][:2]
+    assert [f"{minor}:{end}" for minor, end, *_ in rows] == list(versions.PAIRS)
     assert all(int(passed) > 100 and failed == "0" for *_, passed, failed in rows)

@@ -1,0 +1,186 @@
+"""Tries the package at both ends of what it declares: Python, and the oldest and newest releases of what it needs.
+
+    python tools/versions.py                  # every pair below, one after the other; writes docs/versions.md
+    python tools/versions.py 3.10:floor       # some of them; rows of others stay as they are
+
+A pair gets an environment of its own, in which pip (or uv, where it is installed, in less time) installs the wheel: at
+the floor with a constraint for every lower bound of pyproject.toml, else the newest that fit each other. There every
+module is imported and a subset of the tests runs on the installed package. An environment takes up to 7 GB on disk
+while its pair is tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from xml.etree import ElementTree
+
+from release import ROOT, build
+
+FLOOR, NEWEST = "floor", "newest"
+PAIRS = ("3.10:floor", "3.11:floor", "3.10:newest", "3.11:newest", "3.12:newest", "3.13:newest")
+EXTRAS = {FLOOR: "train,eval,gguf", NEWEST: "train,eval,gguf,kernels"}
+"""Not the kernels at the floor: wheels of torch bring the Triton that they need, and the oldest torch an older one."""
+TESTS_NEED = ("pytest", "pytest-xdist", "hypothesis")
+ALSO = {FLOOR: (), NEWEST: ("compressed-tensors; python_version >= '3.11'",)}
+"""For tests that are skipped without: it wants a newer torch than the oldest."""
+
+TESTS = (
+    *("tests/test_cli.py", "tests/test_convert.py", "tests/test_convert_low_rank.py", "tests/test_convert_heads.py"),
+    *("tests/test_convert_hybrid.py", "tests/test_convert_cross_layer.py", "tests/test_convert_cache.py"),
+    *("tests/test_slicing.py", "tests/test_tokenizer_class.py", "tests/test_old_checkpoints.py"),
+    *("tests/test_python_api.py", "tests/test_heal.py"),
+    *("tests/checkpoint/test_quantised.py", "tests/checkpoint/test_kept_quantised.py", "tests/checkpoint/test_gguf.py"),
+)
+SHOWN = ("torch", "transformers", "huggingface_hub", "safetensors", "numpy", "accelerate", "peft", "datasets")
+IMPORTS = """
+import importlib, pathlib, surgery
+root, absent, done = pathlib.Path(surgery.__file__).parent, set(), 0
+for path in sorted(root.rglob("*.py")):
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    if parts[-1] == "__main__" or parts[1:] == ("demo", "measure"):  # scripts
+        continue
+    try:
+        importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+        done += 1
+    except ModuleNotFoundError as error:
+        if (error.name or "surgery").split(".")[0] == "surgery":
+            raise
+        absent.add(error.name)
+print(done, *sorted(absent))
+"""
+VERSIONS = (
+    "import importlib.metadata as m, platform, sys; print(platform.python_version(), *map(m.version, sys.argv[1:]))"
+)
+PAGE = ROOT / "docs" / "versions.md"
+INTRODUCTION = f"""# Versions
+
+What `pyproject.toml` declares, tried at both ends: at the floor every requirement has its lower bound, else the
+newest that fit each other. In each environment all modules of the installed wheel are imported, and {len(TESTS)}
+files of tests run on it: the command line, conversions to every target, reload, slices, earlier checkpoints,
+evaluation, healing, quantised sources. Made by `python tools/versions.py`, on x86-64 Linux, without a GPU.
+
+| Python | end | {" | ".join(SHOWN)} | modules imported | tests passed | failed | skipped | date |
+|---|---|{"---|" * len(SHOWN)}---:|---:|---:|---:|---|
+"""
+REMARKS = """
+Triton is not asked for at the floor: each torch brings the one that it needs, and that of the oldest is older than the
+kernels take. For Python 3.10 the newest torch and transformers that can be installed are older ones.
+"""
+
+
+def floors(wheel: Path) -> list[str]:
+    """A constraint for every lower bound that a wheel states, but those of kernels.
+
+    Raises:
+        SystemExit: a package has two of them, of which pip would take one.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        stated = archive.read(name).decode()
+    found: dict[str, str] = {}
+    bounds = re.findall(r"^Requires-Dist: ([\w.-]+)(?:\[.*?\])?>=([\w.]+)(?!.*kernels)", stated, re.MULTILINE)
+    for package, bound in bounds:
+        if found.setdefault(package, bound) != bound:
+            sys.exit(
+                f"versions: pyproject.toml has {package} from {found[package]} and from {bound} on; say one of them"
+            )
+    return [f"{package}=={bound}" for package, bound in found.items()]
+
+
+def interpreter(minor: str) -> str:
+    """The Python of a version such as 3.10, from the path or pyenv's folder.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    for path in (
+        shutil.which(f"python{minor}"),
+        *glob.glob(os.path.expanduser(f"~/.pyenv/versions/{minor}.*/bin/python")),
+    ):
+        asked = [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        if path and subprocess.run(asked, capture_output=True, text=True).stdout.strip() == minor:
+            return path
+    sys.exit(f"versions: there is no Python {minor} on this machine")
+
+
+def try_pair(minor: str, end: str, wheel: Path, folder: Path) -> tuple[str, bool]:
+    """Installs a wheel into a new environment and runs it there.
+
+    Returns:
+        Its row of the table, and whether all passed.
+    """
+    python, report = folder / "venv" / "bin" / "python", folder / "tests.xml"
+    _run(interpreter(minor), "-m", "venv", folder / "venv")
+    constraints = folder / "constraints.txt"
+    constraints.write_text("\n".join(floors(wheel)) if end == FLOOR else "")
+    uv = shutil.which("uv")
+    install = (uv, "pip", "install", "-p", python) if uv else (python, "-m", "pip", "install")
+    _run(*install, "-q", "-c", constraints, f"{wheel}[{EXTRAS[end]}]", *TESTS_NEED, *ALSO[end])
+    versions = _run(python, "-c", VERSIONS, *SHOWN).split()
+    modules, *absent = _run(python, "-c", IMPORTS).split()
+    print(f"{minor} {end}: {modules} modules imported; not here: {', '.join(absent) or 'none'}", flush=True)
+    # The console script, since `python -m pytest` would find the repository's own code before the wheel's.
+    pytest = [folder / "venv" / "bin" / "pytest", "-n", "0", "-q", f"--junitxml={report}", *TESTS]
+    done = subprocess.run([str(each) for each in pytest], cwd=ROOT, env=_environment())
+    suite = ElementTree.parse(report).getroot()[0].attrib
+    failed, skipped = int(suite["failures"]) + int(suite["errors"]), int(suite["skipped"])
+    counts = (modules, int(suite["tests"]) - failed - skipped, failed, skipped, date.today().isoformat())
+    return f"| {' | '.join(map(str, (versions[0], end, *versions[1:], *counts)))} |", not done.returncode
+
+
+def written(rows: dict[str, str]) -> str:
+    """The page, with these rows by their pairs, and those of other pairs as it has them."""
+    old = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
+    kept = {
+        f"{match[1]}:{match[2]}": line for line in old if (match := re.match(r"\| (3\.\d+)\.\d+ \| (\w+) \|", line))
+    }
+    kept |= rows
+    return INTRODUCTION + "".join(f"{kept[pair]}\n" for pair in PAIRS if pair in kept) + REMARKS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pairs", nargs="*", choices=[[], *PAIRS], metavar="PYTHON:END", help=", ".join(PAIRS))
+    asked = parser.parse_args().pairs or PAIRS
+    passed = True
+    with TemporaryDirectory() as folder:
+        wheel = build(ROOT, Path(folder))[1]
+        for pair in asked:
+            with TemporaryDirectory(dir=folder) as own:
+                row, good = try_pair(*pair.split(":"), wheel, Path(own))
+            PAGE.write_text(written({pair: row}), encoding="utf-8")
+            print(row, flush=True)
+            passed &= good
+    sys.exit(0 if passed else "versions: not all passed")
+
+
+def _run(*command: object) -> str:
+    done = subprocess.run([str(each) for each in command], capture_output=True, text=True, env=_environment(), cwd="/")
+    if done.returncode:
+        sys.exit(f"versions: {' '.join(map(str, command[:4]))} failed: {_told(done)}")
+    return done.stdout
+
+
+def _told(done: subprocess.CompletedProcess) -> str:
+    """The end of what a command printed, without warnings."""
+    lines = (done.stdout + done.stderr).splitlines()
+    return "\n".join([line for line in lines if not line.startswith("WARNING")][-30:])
+
+
+def _environment() -> dict[str, str]:
+    """Without the path that would let the repository's own code be found first."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+if __name__ == "__main__":
+    main()
