@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.variants.cache_hook import NoVariant, install, refusals
+from surgery.eval.variants.cache_hook import install
 from surgery.model.cache_argument import CACHE
 from surgery.model.cache_layer import Call, CompactLayer, own_cache
 from surgery.model.quantization import pack, unpack
@@ -178,29 +178,17 @@ def coded_cache(model: PreTrainedModel, name: str, layers: Sequence[CodedLayer],
         chunk: tokens of one pass at most, for layers that are `delayed`; divides their sinks and tiles. 0: any number.
 
     Returns:
-        `model` itself, with a hook on its decoder, and with `kv_bytes(tokens)`, the bytes of its cache by formula.
+        `model` itself, with a hook on its decoder.
 
     Raises:
         NoVariant: the format has no such heads, or the model is no decoder of full attention.
         SurgeryError: it is a variant already. Later: a call with a filled cache of another kind.
     """
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dtype = next(model.parameters()).dtype
-
-    def kv_bytes(tokens: int) -> int:
-        shape = {"batch": 1, "heads": heads, "key_dim": width, "value_dim": width, "dtype": dtype}
-        return sum(layer.predicted_bytes(tokens, **shape) for layer in layers)
-
-    with refusals(NoVariant):
-        kv_bytes(1)
 
     def prepare(decoder: nn.Module, call: Call) -> None:
         own_cache(decoder, call, [layer.fresh() for layer in layers])
 
-    install(model, name, prepare)
-    model.kv_bytes = kv_bytes
+    install(model, name, prepare, layers)
     if chunk:
         model.base_model.forward = wraps(model.base_model.forward)(partial(_chunked, model.base_model.forward, chunk))
     return model
