@@ -30,14 +30,8 @@ def install(
             the cache cannot hold.
         SurgeryError: it is a variant already.
     """
-    check_no_variant(model)
+    check_model(model, name)
     decoder = model.base_model
-    if decoder is model or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-        raise NoVariant(f"{type(model).__name__} is not a decoder with a head: {name} needs a causal language model")
-    if getattr(model.config, "kv_cache", None):
-        raise NoVariant(f"the checkpoint has a quantised KV cache of its own: {name} needs the one that it was made of")
-    with refusals(NoVariant):
-        check_full_attention(model.config, name)
 
     def refusing(module: nn.Module, call: Call) -> None:
         with refusals():
@@ -56,6 +50,18 @@ def install(
     hook_calls(decoder, refusing)
     decoder.surgery_variant, model.kv_bytes = name, kv_bytes
     return model
+
+
+def check_model(model: PreTrainedModel, name: str) -> None:
+    """Raises as `install` does of a model that is no decoder with a head or has no full attention everywhere."""
+    check_no_variant(model)
+    decoder = model.base_model
+    if decoder is model or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        raise NoVariant(f"{type(model).__name__} is not a decoder with a head: {name} needs a causal language model")
+    if getattr(model.config, "kv_cache", None):
+        raise NoVariant(f"the checkpoint has a quantised KV cache of its own: {name} needs the one that it was made of")
+    with refusals(NoVariant):
+        check_full_attention(model.config, name)
 
 
 def check_no_variant(model: PreTrainedModel) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from surgery.eval.variants.coded_cache import CodedLayer, Coder, Parts, packed, rotated, unpacked
 
@@ -73,8 +74,8 @@ def _imbalance(tiles: Tensor) -> Tensor:
     return sum(each.amax((-2, -1), keepdim=True) / each.amin((-2, -1), keepdim=True).clamp(min=1e-8) for each in spread)
 
 
-def kvarn_layers(preset: str, layers: int) -> list[CodedLayer]:
+def kvarn_layers(preset: str, config: PreTrainedConfig) -> list[CodedLayer]:
     """The layers of a cache of one of the `PRESETS`."""
     key_bits, value_bits, tile = PRESETS[preset]
     keys, values = KVarNTiles(key_bits, tile, values=False), KVarNTiles(value_bits, tile, values=True)
-    return [CodedLayer(keys, values, sinks=SINKS) for _ in range(layers)]
+    return [CodedLayer(keys, values, sinks=SINKS) for _ in range(config.num_hidden_layers)]

@@ -12,19 +12,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from surgery.eval.variants.coded_cache import Coder, Parts, packed, rotated, unpacked
+from surgery.eval.variants.coded_cache import CodedLayer, Coder, Parts, packed, rotated, unpacked
 
 BLOCK = 32
 LEAST_ROTATION = 64
+INTERLEAVED = ("llama", "mistral", "mixtral")
+"""Model types whose keys GGUF files permute."""
+
 BITS = {"q8_0": 8, "q5_0": 5, "q4_0": 4}
 
 
 class GgmlBlocks(Coder):
     """Blocks of 32 channels."""
 
-    def __init__(self, format: str, *, values: bool) -> None:
-        self.bits, self.values = BITS[format], values
+    def __init__(self, format: str, *, values: bool, interleaved: bool = False) -> None:
+        """`interleaved`: the channels that RoPE turns together stand side by side, see `INTERLEAVED`."""
+        self.bits, self.values, self.interleaved = BITS[format], values, interleaved
 
     def rotation(self, width: int) -> int:
         """Channels that are rotated together; 1 for none."""
@@ -35,6 +40,8 @@ class GgmlBlocks(Coder):
     def encode(self, tokens: Tensor) -> Parts:
         if tokens.shape[-1] % BLOCK:
             raise ValueError(f"heads of {tokens.shape[-1]} channels: llama.cpp quantises multiples of {BLOCK}")
+        if self.interleaved:
+            tokens = tokens.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
         blocks = rotated(tokens, self.rotation(tokens.shape[-1])).unflatten(-1, (-1, BLOCK))
         if self.bits == 8:
             scale = blocks.abs().amax(-1, keepdim=True) / 127
@@ -54,7 +61,15 @@ class GgmlBlocks(Coder):
             codes = unpacked(parts[0], 4) + (16 * unpacked(parts[2], 1) if self.bits == 5 else 0)
             values = (codes - 2 ** (self.bits - 1)) * parts[1].float()
         values = values.flatten(-2)
-        return rotated(values, self.rotation(values.shape[-1]))
+        values = rotated(values, self.rotation(values.shape[-1]))
+        return values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.interleaved else values
+
+
+def llama_cpp_layers(format: str, config: PreTrainedConfig) -> list[CodedLayer]:
+    """The layers of a cache of this type for keys and for values."""
+    keys = GgmlBlocks(format, values=False, interleaved=config.model_type in INTERLEAVED)
+    values = GgmlBlocks(format, values=True)
+    return [CodedLayer(keys, values) for _ in range(config.num_hidden_layers)]
 
 
 def _inverse(scale: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ and the rest has four even steps; scale and zero are 16 bits each, as the paper'
 last 256 tokens stay as they are. Each head has rotations of its own, which the authors found better than one a layer.
 
 Left out: the bit-reversed order of channels, which changes nothing where a head is one group (up to 128 channels), and
-the Lloyd-Max steps of newer branches. Its rotations are of 30k tokens of GPQA with answers, ours of the text given.
+the Lloyd-Max steps of newer branches. Its rotations are of 30k tokens of GPQA with answers, ours of 4k of other text.
 """
 
 from __future__ import annotations

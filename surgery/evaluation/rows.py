@@ -24,7 +24,7 @@ from surgery.model.quantization import BITS
 SINKS = 4
 """Attention sinks of the window variant, as StreamingLLM (arXiv:2309.17453) recommends."""
 
-CALIBRATION = SequenceRequest(tokens=16_384, length=512, recall=0.0, held_out=0)
+CALIBRATION = SequenceRequest(tokens=4096, length=512, recall=0.0, held_out=0)
 """Text of engines' caches that are calibrated."""
 
 RATIOS = (0.5, 0.25)

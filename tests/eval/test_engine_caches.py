@@ -141,6 +141,10 @@ def test_llama_cpp_rotates_keys_by_the_largest_block_and_values_by_64():
     assert through(keys, torch.zeros(1, 1, 1, 32)).abs().max() == 0
     with pytest.raises(ValueError):
         keys.encode(heads(width=24))
+    # Pairs of RoPE side by side: channel 0 is followed by 32, of which a block of 32 then has 16 each.
+    own, pairs = heads(width=96), torch.arange(96).view(2, 48).T.flatten()
+    turned = llama_cpp_cache.GgmlBlocks("q4_0", values=False, interleaved=True)
+    assert torch.equal(through(turned, own)[..., pairs], through(keys, own[..., pairs]))
 
 
 def test_nvfp4_takes_the_nearest_level_of_a_block():
@@ -175,7 +179,7 @@ def test_turboquant_keys_have_their_norm_and_the_nearest_centroids():
 
 
 def test_turboquant_leaves_two_layers_at_each_end():
-    layers = turboquant_cache.turboquant_layers("turboquant_k8v4", 6)
+    layers = turboquant_cache.turboquant_layers("turboquant_k8v4", LlamaConfig(num_hidden_layers=6))
     exact = [isinstance(layer.key_coder, Exact) for layer in layers]
     assert exact == [True, True, False, False, True, True]
     assert isinstance(layers[2].key_coder, vllm_cache.Fp8)
