@@ -127,13 +127,16 @@ def test_a_recipe_is_listed_without_running(source, tmp_path, monkeypatch, capsy
     assert code == 1 and "did you mean kv_ratio" in told
 
 
-def test_an_evaluation_is_told_in_words_beside_the_best_cheap_baseline():
+def test_an_evaluation_is_told_in_words_beside_the_rivals_next_to_it():
     report = read_report(ROOT / "docs" / "testbed")
     told = {line.partition(":")[0]: line for line in by_checkpoint(report)}
     rows = {row["name"]: row for row in report["rows"]}
     assert set(told) == {name for name, row in rows.items() if row["role"] == "checkpoint"}
     for name, line in told.items():
-        cheap = line.partition("; ")[2].partition(",")[0]
+        larger = line.partition("; larger, ")[2].partition(",")[0]
+        if larger:
+            assert rows[larger]["role"] == "variant" and rows[larger]["kv"]["ratio"] > rows[name]["kv"]["ratio"]
+        cheap = line.partition("; no larger, ")[2].partition(",")[0]
         if not cheap:
             continue
         lost = rows[cheap]["comparison"]["loss"]["difference"]

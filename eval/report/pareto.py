@@ -93,6 +93,11 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
         zorder=1,
         label="no row is better at both",
     )
+    rivals = [p for p in points if p.row.get("role") == HOLLOW]
+    rivals = [rivals[i] for i in unbeaten([(p.x, p.y) for p in rivals], better)]
+    if len(rivals) > 1:
+        line = {"color": MUTED, "linewidth": 1, "linestyle": (0, (1, 2)), "drawstyle": "steps-post", "zorder": 1}
+        ax.plot([p.x for p in rivals], [p.y for p in rivals], **line, label="no cheap baseline is better at both")
     for point in points:
         # Interval ends are drawn as they are: a paired bootstrap interval need not hold its own estimate.
         bar = {"color": point.look.colour, "linewidth": 1.4, "zorder": 2, "gid": None if id(point) in shown else REST}

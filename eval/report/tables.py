@@ -222,12 +222,62 @@ def _memorised(key: str) -> Callable[[Row, Report], Value]:
     return lambda row, report: dig(row, "results", "loss", "memorised", key) if report.get("baseline") else None
 
 
+CONTEXTS = {1024: "1k", 8192: "8k", 32_768: "32k", 131_072: "128k"}
+
+
+def _share_at(tokens: int) -> Measure:
+    """KV bytes at a context by formula, as a share of the baseline's."""
+
+    def value(row: Row, report: Report) -> float | None:
+        pair = [dig(each, "kv", "by_context", str(tokens)) for each in (row, baseline_of(report))]
+        return pair[0] / pair[1] if all(pair) else None
+
+    return Measure(
+        f"KV share, {CONTEXTS[tokens]}",
+        f"KV bytes at {tokens:,} tokens by formula, relative to the baseline's",
+        share,
+        "low",
+        key=f"kv_ratio_{CONTEXTS[tokens]}",
+        value=value,
+        on_terminal=False,
+    )
+
+
+def _loss_at(tokens: int) -> Measure:
+    """The change of the loss of tokens behind half of a context to all of it, where windows are longer than 1k."""
+
+    def value(row: Row, report: Report) -> float | None:
+        if row is (baseline := baseline_of(report)):
+            return None
+        buckets = [dig(each, "results", "loss", "by_position") or [] for each in (row, baseline)]
+        if not all(buckets) or buckets[0][-1]["end"] <= min(CONTEXTS):
+            return None
+        pair = [next((part["loss"] for part in each if part["end"] == tokens), None) for each in buckets]
+        return None if None in pair else pair[0] - pair[1]
+
+    return Measure(
+        f"Δ loss, {CONTEXTS[tokens]}",
+        f"Loss minus the baseline's of the tokens at positions {tokens // 2:,} to {tokens - 1:,}, nats",
+        signed,
+        "low",
+        key=f"loss_change_{CONTEXTS[tokens]}",
+        value=value,
+        on_terminal=False,
+    )
+
+
+def baseline_of(report: Report) -> Row | None:
+    """The row that others are compared with."""
+    return next((row for row in report["rows"] if row["name"] == report.get("baseline")), None)
+
+
 # fmt: off
 HEADLINE: tuple[Measure, ...] = (
     Measure("row", "Name of the row", key="name", value=_at("name")),
     Measure("KV B/token", "Bytes of KV cache held, measured live, for each token at the report's context",
             lambda value: f"{value:,.0f}", "low", key="kv_bytes_per_token", value=_at("kv", "bytes_per_token")),
     Measure("KV share", "KV bytes relative to the baseline's", share, "low", key="kv_ratio", value=_at("kv", "ratio")),
+    *map(_share_at, CONTEXTS),
     Measure("KV peak", "Most bytes that keys and values took, the prompt read in one pass, relative to the baseline's",
             share, "low", key="kv_peak", value=_at("kv", "peak_ratio")),
     Measure("KV footprint", "Share of full causal attention that was computed for the prompt and decoded tokens",
@@ -239,11 +289,15 @@ HEADLINE: tuple[Measure, ...] = (
     Measure("Δ loss", "Loss minus the baseline's on the same tokens, nats a token",
             signed, "low", key="loss_change", compared="loss", is_difference=True,
             value=_at("comparison", "loss", "difference")),
+    *map(_loss_at, CONTEXTS),
     Measure("cached loss (perplexity)", "Loss, nats a token, of the last tokens, decoded one by one by the live cache",
             with_perplexity, "low", key="cached_loss", compared="cached_loss", on_terminal=False,
             value=_at("results", "loss", "cached", "loss")),
     Measure("KL", "Kullback-Leibler divergence KL(baseline ‖ row) of next-token predictions, mean, nats a token",
             _digits(4), "low", key="kl", value=_at("results", "loss", "divergence", "kl")),
+    *(Measure(f"KL, {share}%", f"Divergence that {share}% of the tokens stay below, nats",
+              _digits(3), "low", key=key, value=_at("results", "loss", "divergence", key), on_terminal=False)
+      for share, key in (("99", "kl_99"), ("99.9", "kl_99_9"))),
     Measure("top-1", "Share of positions where the row's most likely token is the baseline's",
             share, "high", key="top1_agreement", value=_at("results", "loss", "divergence", "top1_agreement")),
     Measure("by heart", "Share of tokens that cost the baseline less than 0.1 nats: they hide damage to attention",

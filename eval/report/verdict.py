@@ -1,11 +1,11 @@
-"""What a report says in words: what the best checkpoint costs, and which cheap baseline is as small."""
+"""What a report says in words: what the best checkpoint costs, and the rivals next to it in bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from surgery.common.human import cost, perplexity, perplexity_text, share
-from surgery.eval.report.tables import Report, Row, dig
+from surgery.eval.report.tables import Report, Row, baseline_of, dig
 
 
 def verdict(report: Report) -> list[str]:
@@ -24,9 +24,9 @@ def verdict(report: Report) -> list[str]:
 
 
 def by_checkpoint(report: Report) -> list[str]:
-    """A line for every checkpoint that was compared with a baseline, with the cheap baseline beside it."""
+    """A line for every checkpoint that was compared with a baseline, with the rivals next to it in bytes."""
     return [
-        f"{row['name']}: {share(row['kv']['ratio'])} of the KV bytes for {cost(_lost(row))}{_cheap(row, report)}"
+        f"{row['name']}: {share(row['kv']['ratio'])} of the KV bytes for {cost(_lost(row))}{_rivals(row, report)}"
         for row in compared_rows(report)
     ]
 
@@ -62,7 +62,7 @@ def unbeaten(points: Sequence[tuple[float, float]], better: str = "low") -> list
 
 
 def _told(row: Row, report: Report) -> str:
-    baseline = next((each for each in report["rows"] if each["name"] == report["baseline"]), {})
+    baseline = baseline_of(report) or {}
     held, change = dig(row, "kv", "bytes_per_token"), perplexity(_lost(row)) - 1
     losses = [dig(each, "results", "loss", "loss") for each in (baseline, row)]
     found = [dig(each, "results", "recall", "accuracy") for each in (baseline, row)]
@@ -72,8 +72,8 @@ def _told(row: Row, report: Report) -> str:
         f"perplexity {change:+.1%}" + ("" if None in losses else f" ({_arrow(losses)})"),
         "" if None in found else f"recall {share(found[0])} → {share(found[1])}",
     ]
-    cheap = _cheap(row, report).replace("; ", "; of cheap baselines that are no larger, ", 1)
-    return ", ".join(filter(None, parts)) + cheap + "."
+    rivals = _rivals(row, report).replace("; ", "; rivals next to it in bytes: ", 1)
+    return ", ".join(filter(None, parts)) + rivals + "."
 
 
 def _briefly(row: Row) -> str:
@@ -86,14 +86,17 @@ def _arrow(losses: Sequence[float]) -> str:
     return " → ".join(perplexity_text(perplexity(loss)) for loss in losses)
 
 
-def _cheap(row: Row, report: Report) -> str:
-    """The cheap baseline that loses least of those that keep at most as many bytes."""
-    cheap = [each for each in compared_rows(report, "variant") if each["kv"]["ratio"] <= row["kv"]["ratio"]]
-    if not cheap:
-        return ""
-    best = min(cheap, key=_lost)
-    change = f"{_lost(best):+.4f} (perplexity {perplexity(_lost(best)) - 1:+.1%})"
-    return f"; {best['name']}, {share(best['kv']['ratio'])}: {change}"
+def _rivals(row: Row, report: Report) -> str:
+    """Of the cheap baselines that no other one beats, those next to a row in bytes: no larger, and larger."""
+    rivals, bytes_of = frontier(compared_rows(report, "variant")), lambda each: each["kv"]["ratio"]
+    below = max((each for each in rivals if bytes_of(each) <= bytes_of(row)), key=bytes_of, default=None)
+    above = min((each for each in rivals if bytes_of(each) > bytes_of(row)), key=bytes_of, default=None)
+    return "".join(
+        f"; {where}, {each['name']}, {share(bytes_of(each))}: {_lost(each):+.4f} "
+        f"(perplexity {perplexity(_lost(each)) - 1:+.1%})"
+        for where, each in (("no larger", below), ("larger", above))
+        if each
+    )
 
 
 def _lost(row: Row) -> float:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+import torch
 from transformers import PreTrainedModel
 
-from surgery.eval.kv_cache import GROWTH_STEPS, measure_kv
+from surgery.common.errors import SurgeryError
+from surgery.eval.kv_cache import GROWTH_STEPS, KVUse, measure_kv
 from surgery.eval.kv_flow import UpdateWatch, measure_footprint, measure_peak
 from surgery.eval.session import Session
+from surgery.running.kv_bytes import kv_bytes_of
+
+CONTEXTS = (1024, 8192, 32_768, 131_072)
+"""Tokens for which the bytes are computed too: full-precision tokens flatter nobody at all of them."""
 
 CHUNK = 256
 """Tokens of a prompt at a time, for the peak of a chunked prefill."""
@@ -20,7 +26,7 @@ class KVBytesTask:
     """Reads and decodes to a context of that many tokens and counts what the cache holds then and held at most.
 
     See `surgery.eval.kv_cache.measure_kv` and `surgery.eval.kv_flow`. Models that can tell these numbers beforehand, as
-    this package's own, have them under ``predicted``.
+    this package's own, have them under ``predicted``; bytes at longer contexts are under ``by_context``.
     """
 
     context: int
@@ -46,6 +52,7 @@ class KVBytesTask:
             "chunked_peak_bytes": measure_peak(model, prompt, steps, CHUNK),
             "footprint": measure_footprint(model, prompt, steps),
             "predicted": self._predicted(model, prompt, steps),
+            "by_context": by_context(model, use),
         }
 
     def _predicted(self, model: PreTrainedModel, prompt: int, steps: int) -> dict[str, Any] | None:
@@ -60,3 +67,14 @@ class KVBytesTask:
             }
         except ValueError:  # there are caches whose peak can only be measured
             return None
+
+
+def by_context(model: PreTrainedModel, use: KVUse) -> dict[str, int] | None:
+    """Bytes of one sequence at each of `CONTEXTS`, by formula; None where that does not give the bytes measured."""
+    try:
+        if (formula := getattr(model, "kv_bytes", None)) is None:
+            formula = kv_bytes_of(model.config.to_dict(), getattr(torch, use.dtype))
+        agrees = formula(use.context) == use.held_bytes
+        return {str(tokens): formula(tokens) for tokens in CONTEXTS} if agrees else None
+    except (SurgeryError, ValueError):
+        return None

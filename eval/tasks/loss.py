@@ -149,6 +149,8 @@ class LossTask:
             kl, same = found["kl"].astype(np.float64), found["same"]
             result["divergence"] = {
                 "kl": float(kl.mean()),
+                "kl_99": float(np.quantile(kl, 0.99)),
+                "kl_99_9": float(np.quantile(kl, 0.999)),
                 "top1_agreement": float(same.mean()),
                 "kl_per_sequence": kl.mean(axis=1).tolist(),
                 "agreement_per_sequence": same.mean(axis=1).tolist(),

@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from surgery.common.errors import SurgeryError
-from surgery.model.cache_layer import Call, check_full_attention, hook_calls
+from surgery.model.cache_layer import Call, CompactLayer, check_full_attention, hook_calls
+from surgery.model.cache_prediction import CachedLayer
 
 
 class NoVariant(SurgeryError):
     """A model has no such variant."""
 
 
-def install(model: PreTrainedModel, name: str, prepare: Callable[[nn.Module, Call], None]) -> PreTrainedModel:
+def install(
+    model: PreTrainedModel, name: str, prepare: Callable[[nn.Module, Call], None], layers: Sequence[CompactLayer]
+) -> PreTrainedModel:
     """Has `prepare(decoder, call)` change the arguments of every call of the decoder of `model`; returns `model`.
 
-    A ValueError of `prepare` is raised as SurgeryError.
+    A ValueError of `prepare` is raised as SurgeryError. `model.kv_bytes(tokens)` becomes the bytes of a cache of
+    `layers`, one for each of the model's, by formula.
 
     Raises:
-        NoVariant: the model is no decoder with a head, has a quantised cache, or layers of several kinds.
+        NoVariant: the model is no decoder with a head, has a quantised cache, layers of several kinds, or heads that
+            the cache cannot hold.
         SurgeryError: it is a variant already.
     """
+    check_model(model, name)
+    decoder = model.base_model
+
+    def refusing(module: nn.Module, call: Call) -> None:
+        with refusals():
+            prepare(module, call)
+
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dtype = next(model.parameters()).dtype
+
+    def kv_bytes(tokens: int) -> int:
+        return sum(CachedLayer(layer, 1, heads, width, width, dtype).held(tokens) for layer in layers)
+
+    with refusals(NoVariant):
+        kv_bytes(1)
+    hook_calls(decoder, refusing)
+    decoder.surgery_variant, model.kv_bytes = name, kv_bytes
+    return model
+
+
+def check_model(model: PreTrainedModel, name: str) -> None:
+    """Raises as `install` does of a model that is no decoder with a head or has no full attention everywhere."""
     check_no_variant(model)
     decoder = model.base_model
     if decoder is model or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
@@ -33,14 +62,6 @@ def install(model: PreTrainedModel, name: str, prepare: Callable[[nn.Module, Cal
         raise NoVariant(f"the checkpoint has a quantised KV cache of its own: {name} needs the one that it was made of")
     with refusals(NoVariant):
         check_full_attention(model.config, name)
-
-    def refusing(module: nn.Module, call: Call) -> None:
-        with refusals():
-            prepare(module, call)
-
-    hook_calls(decoder, refusing)
-    decoder.surgery_variant = name
-    return model
 
 
 def check_no_variant(model: PreTrainedModel) -> None:

@@ -38,9 +38,9 @@ def quantize_kv(
         return [QuantizedKVLayer(format, group, window, keys) for _ in range(layers)]
 
     with refusals():
-        new_layers()
+        empty = new_layers()
 
     def prepare(decoder: nn.Module, call: Call) -> None:
         own_cache(decoder, call, new_layers())
 
-    return install(model, f"an {format} KV cache", prepare)
+    return install(model, f"an {format} KV cache", prepare, empty)

@@ -35,7 +35,7 @@ def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedMo
     """
     new_cache = partial(SinkWindowCache, sinks, recent, model.config.num_hidden_layers)
     with refusals():
-        new_cache()
+        empty = new_cache().layers
     attention = model.config._attn_implementation
     if attention not in ATTENTIONS:
         raise NoVariant(
@@ -64,7 +64,7 @@ def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedMo
         eager = decoder.config._attn_implementation == "eager"
         call["attention_mask"] = _additive(visible, decoder.dtype) if eager else visible
 
-    return install(model, f"a window of {recent} tokens and {sinks} sinks", prepare)
+    return install(model, f"a window of {recent} tokens and {sinks} sinks", prepare, empty)
 
 
 def _real_tokens(mask: Tensor | None, batch: int, total: int) -> BoolTensor | None:

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import LongTensor
 from transformers import PreTrainedModel
 
+from surgery.calibration.mixture import build_mixture, shares_of, without_chat
+from surgery.calibration.sequences import SequenceRequest, build_calibration
+from surgery.calibration.text import BUILTIN
 from surgery.common.errors import SurgeryError
+from surgery.eval.variants.engine_cache import CALIBRATED, FORMATS, engine_cache
 from surgery.eval.variants.mean_pool import mean_pool
 from surgery.eval.variants.quantized_kv import quantize_kv
 from surgery.eval.variants.sink_window import sink_window
@@ -18,6 +23,9 @@ from surgery.model.quantization import BITS
 
 SINKS = 4
 """Attention sinks of the window variant, as StreamingLLM (arXiv:2309.17453) recommends."""
+
+CALIBRATION = SequenceRequest(tokens=4096, length=512, recall=0.0, held_out=0)
+"""Text of engines' caches that are calibrated."""
 
 RATIOS = (0.5, 0.25)
 """KV ratios of the variants where there is no smaller checkpoint to match."""
@@ -49,6 +57,8 @@ class Row:
         if self.variant is None:
             return model
         parameters = {name: value for name, value in self.variant.items() if name != "kind"}
+        if parameters.get("format") in CALIBRATED:
+            parameters["tokens"] = _calibration(self.checkpoint)
         return VARIANTS[self.variant["kind"]](model, **parameters)
 
     def identity(self) -> dict[str, Any]:
@@ -60,7 +70,20 @@ class Row:
         }
 
 
-VARIANTS = {"quantized-kv": quantize_kv, "mean-pool": mean_pool, "sink-window": sink_window}
+VARIANTS = {
+    "engine-cache": engine_cache,
+    "quantized-kv": quantize_kv,
+    "mean-pool": mean_pool,
+    "sink-window": sink_window,
+}
+
+
+def _calibration(checkpoint: Checkpoint) -> LongTensor:
+    """Sequences [N, T] of built-in text, of prose and code unless the model is one of code."""
+    tokenizer = checkpoint.tokenizer()
+    if (shares := shares_of(BUILTIN, tokenizer)) is None:
+        return build_calibration(tokenizer, BUILTIN, CALIBRATION).tokens
+    return build_mixture(tokenizer, without_chat(shares), lambda *_: [], CALIBRATION).tokens
 
 
 def plan_variants(
@@ -68,14 +91,16 @@ def plan_variants(
 ) -> tuple[list[Row], list[str]]:
     """Rows of cheap baselines, and notes on those that there are not.
 
-    Quantised caches have the bytes that they have. Pooled heads and windows are made to hold at most as many bytes at
-    ``context`` as each of the ``ratios`` (of the checkpoints beside them) allows.
+    Quantised caches, and those of engines, have the bytes that they have. Pooled heads and windows are made to hold at
+    most as many bytes at ``context`` as each of the ``ratios`` (of the checkpoints beside them) allows.
     """
     ratios = [ratio for ratio in dict.fromkeys(ratios) if 0 < ratio < 1] or list(RATIOS)
     found: dict[str, dict[str, Any]] = {}
     notes = []
     for name in names:
-        if name in BITS:
+        if name in FORMATS or name in CALIBRATED:
+            found[name] = {"kind": "engine-cache", "format": name}
+        elif name in BITS:
             found[f"{name} KV"] = {"kind": "quantized-kv", "format": name}
         elif name == "mean-pool":
             for ratio in ratios:

@@ -11,6 +11,30 @@ from surgery.common.removed import removal
 from surgery.common.setting import DTYPE_NAMES, did_you_mean, setting, settings_of
 from surgery.evaluation.kinds import DEFAULT, TASKS
 
+Variant = Literal[
+    "int8",
+    "int4",
+    "int3",
+    "int2",
+    "mean-pool",
+    "window",
+    "fp8",
+    "fp8_per_token_head",
+    "int8_per_token_head",
+    "int4_per_token_head",
+    "nvfp4",
+    "q8_0",
+    "q5_0",
+    "q4_0",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "turboquant_k3v4_nc",
+    "turboquant_3bit_nc",
+    "kvarn_k4v4_g128",
+    "kvarn_k4v2_g128",
+    "kvarn_k4v2_g64",
+    "oscar_int2",
+]
 NO_VARIANTS = "none"
 HARNESS = "lm-eval:"
 DECODED = 128
@@ -25,9 +49,10 @@ class EvalSettings(FileSettings):
         "loss, recall, needle, ruler, generate, speed, or all of these; lm-eval:TASK. KV bytes are always measured.",
         section="Tasks",
     )
-    variants: tuple[Literal["int8", "fp8", "int4", "int3", "int2", "mean-pool", "window"], ...] = setting(
-        ("int8", "int4", "mean-pool", "window"),
-        "Cheap baselines to measure beside it, at the checkpoints' KV ratios.",
+    variants: tuple[Variant, ...] = setting(
+        ("int8", "int4", "int4_per_token_head", "window"),
+        "Rivals to measure beside it: caches of engines by the engine's name for them, KIVI's (int8, int4, int3, "
+        "int2), and at the checkpoints' KV ratios mean-pool and window.",
         metavar="A,B|none",
     )
     limit: int | None = setting(None, "Samples a task at most, for a quick look; marks the report.", least=1)

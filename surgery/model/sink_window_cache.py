@@ -60,6 +60,13 @@ class SinkWindowLayer(CompactLayer):
         self.sink_keys: Tensor | None = None
         self.sink_values: Tensor | None = None
 
+    def predicted_bytes(
+        self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes of the sinks and of a window without the query's own token."""
+        held = min(tokens, self.sinks + self.recent - 1)
+        return held * batch * heads * (key_dim + value_dim) * dtype.itemsize
+
     def settings(self) -> tuple:
         """Sinks, recent."""
         return self.sinks, self.recent

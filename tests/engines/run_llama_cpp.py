@@ -50,7 +50,7 @@ def main(request_path: str, answer_path: str) -> None:
         json.dump(answer, file)
 
 
-def losses(server: xllamacpp.Server, text: list[int], vocabulary: int) -> list[float]:
+def losses(server: xllamacpp.Server, text: list[int], vocabulary: int) -> list[float | None]:
     """Of every token but the first, given those before it, which the cache holds from one request to the next."""
     found = []
     for place in range(1, len(text)):
@@ -62,7 +62,11 @@ def losses(server: xllamacpp.Server, text: list[int], vocabulary: int) -> list[f
             "temperature": 0.0,
         }
         said = server.handle_completions({**asked, "ignore_eos": False})
-        (step,) = said["choices"][0]["logprobs"]["content"]
+        steps = (said["choices"][0].get("logprobs") or {}).get("content")
+        if not steps:
+            found.append(None)  # what it would have written ends within a character, of which it says nothing
+            continue
+        (step,) = steps
         (found_here,) = (each["logprob"] for each in step["top_logprobs"] if each["id"] == text[place])
         found.append(-found_here)
     return found

@@ -12,6 +12,7 @@ from tiny_models import HELD_OUT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.engines.trials import LLAMA_CPP
+from surgery.eval.variants.engine_cache import engine_cache
 from surgery.export import export_checkpoint
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
@@ -74,6 +75,41 @@ def test_perplexity_is_transformers(to, tmp_path):
         expected = model(torch.tensor([text]), labels=torch.tensor([text])).loss
     assert len(got) == len(text) - 1
     assert math.exp(sum(got) / len(got)) == pytest.approx(math.exp(float(expected)), rel=0.005)
+
+
+@pytest.fixture(scope="module")
+def channels_that_are_large(tmp_path_factory):
+    """A checkpoint with heads of 64, of which two channels of the keys are large, as real ones are; and its GGUF."""
+    folder = tmp_path_factory.mktemp("large")
+    path, _ = Case("llama", "llama_wide", HEADS).make(folder)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data[[5, 37]] *= 8
+        layer.self_attn.q_proj.weight.data.view(8, 64, -1)[:, [5, 37]] /= 8
+    model.save_pretrained(path)
+    return path, export_checkpoint(path, "llama.cpp", weights="f32").path
+
+
+@pytest.mark.parametrize("form", ["q8_0", "q5_0", "q4_0"])
+def test_a_quantised_cache_loses_what_its_variant_loses(form, channels_that_are_large, tmp_path):
+    path, exported = channels_that_are_large
+    text = torch.randint(3, 4096, (96,), generator=torch.Generator().manual_seed(0))
+    asked = {**request(exported, [], form), "flash": True, "text": text.tolist(), "vocabulary": 4096}
+    got = run("llama.cpp", "run_llama_cpp.py", asked, tmp_path)["losses"]
+    known = torch.tensor([each is not None for each in got])
+    got = torch.tensor([each for each in got if each is not None])
+
+    @torch.no_grad()
+    def losses(**of_variant):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        model = engine_cache(model, **of_variant) if of_variant else model
+        logits = model(text[None], use_cache=False).logits[0, :-1]
+        return torch.nn.functional.cross_entropy(logits, text[1:], reduction="none")[known]
+
+    exact, own = losses(), losses(format=form)
+    # llama.cpp quantises queries to q8_0 too, whose error is as large as that of such keys.
+    assert (got - own).norm() < (0.9 if form == "q8_0" else 0.35) * (got - exact).norm()
+    assert float(got.mean()) == pytest.approx(float(own.mean()), abs=0.01)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "f16", "q8_0"])

@@ -51,15 +51,27 @@ def test_a_variant_is_seen_through():
     assert measure_footprint(model, 20, 5) == seen / causal_entries(25)
 
 
-def test_the_task_says_what_was_predicted_and_what_was_measured():
-    class Alone:
-        class processes:
-            from_main = staticmethod(lambda function: function())
+class Alone:
+    """A session of one process."""
 
+    class processes:
+        from_main = staticmethod(lambda function: function())
+
+
+def test_the_task_says_what_was_predicted_and_what_was_measured():
     found = KVBytesTask(40).run(KINDS["hybrid"](tiny_source("llama")), Alone)
     for name, value in found["predicted"].items():
         assert found[name] == pytest.approx(value, rel=1e-12), name
     assert KVBytesTask(40).run(tiny_source("llama"), Alone)["predicted"] is None
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_bytes_at_longer_contexts_are_by_the_formula_of_the_measured_ones(kind):
+    source = tiny_source("llama")
+    model = KINDS[kind](source) if kind else source
+    found = KVBytesTask(40).run(model, Alone)["by_context"]
+    expected = model.kv_cache_bytes if kind else lambda batch, tokens: tokens * found["1024"] // 1024
+    assert found == {str(tokens): expected(1, tokens) for tokens in (1024, 8192, 32_768, 131_072)}
 
 
 def test_impossible_sizes_are_refused():

@@ -56,6 +56,9 @@ def test_divergence_from_the_baseline(checkpoints, tokenizer, text):
     with torch.no_grad():
         p, q = (model(text.tokens, use_cache=False).logits[:, :-1].double().log_softmax(-1) for model in (one, other))
     assert found["kl_per_sequence"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean(1).tolist(), rel=1e-4)
+    kl = (p.exp() * (p - q)).sum(-1)
+    expected = torch.quantile(kl, torch.tensor([0.99, 0.999], dtype=kl.dtype)).tolist()
+    assert [found["kl_99"], found["kl_99_9"]] == pytest.approx(expected, rel=1e-3)
     assert found["top1_agreement"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
 
 

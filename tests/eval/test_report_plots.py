@@ -57,6 +57,13 @@ def test_frontier(points, better, expected):
     assert unbeaten(points, better) == expected
 
 
+def test_pareto_joins_the_rivals_that_no_other_one_beats():
+    (ax,) = pareto.loss(sample_report()).axes
+    lines = {line.get_label(): line for line in ax.lines}
+    rivals = lines["no cheap baseline is better at both"]
+    assert sorted(rivals.get_xdata()) == [0.25, 0.3125, 0.5625] and "no row is better at both" in lines
+
+
 def test_pareto_shows_changes_intervals_and_kinds():
     report = sample_report()
     (ax,) = pareto.loss(report).axes

@@ -7,6 +7,7 @@ from sample_report import sample_report
 from surgery.common.errors import SurgeryError
 from surgery.eval.report import csv_file
 from surgery.eval.report.tables import bounds, by_bytes, columns, described, headline, interval, scalars, signed
+from surgery.eval.tasks.loss import position_buckets
 
 
 @pytest.fixture
@@ -39,6 +40,23 @@ def test_headline_columns_and_their_order(report):
         "lm-eval:python_names.acc",
     ]
     assert all(column.about for column in columns(report))
+
+
+def test_bytes_and_losses_at_contexts(report):
+    for number, each in enumerate(report["rows"]):
+        each["kv"]["by_context"] = {"1024": 1000 - 100 * number, "8192": 8000, "32768": 32_000, "131072": 0}
+    shown = {column.key: column for column in columns(report)}
+    assert [key for key in shown if key.startswith("kv_ratio_")] == ["kv_ratio_1k", "kv_ratio_8k", "kv_ratio_32k"]
+    second = report["rows"][1]
+    assert shown["kv_ratio_1k"].value(second, report) == 0.9 and shown["kv_ratio_8k"].value(second, report) == 1
+    assert not any(key.startswith("loss_change_") for key in shown)  # windows of 1k: Δ loss says the same
+    edges = position_buckets(8192)
+    for number, each in enumerate(report["rows"]):
+        parts = [{"start": a, "end": b, "loss": 2 + number * (b == 8192), "tokens": 1} for a, b in edges]
+        each["results"]["loss"]["by_position"] = parts
+    shown = {column.key: column for column in columns(report)}
+    assert shown["loss_change_1k"].value(second, report) == 0 and shown["loss_change_8k"].value(second, report) == 1
+    assert shown["loss_change_8k"].value(report["rows"][0], report) is None and "loss_change_32k" not in shown
 
 
 def test_a_column_is_shown_only_if_a_row_has_it(report):

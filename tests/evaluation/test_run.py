@@ -25,7 +25,7 @@ from surgery.structures.mla.settings import ConvertSettings
 
 SMALL = {"windows": 3, "length": 40, "decoded": 4, "recall_prompts": 2, "batch_size": 2, "device": "cpu"}
 
-CHEAP = {"tasks": "loss,generate", "new_tokens": 3, "variants": "int8,mean-pool,window"}
+CHEAP = {"tasks": "loss,generate", "new_tokens": 3, "variants": "int8,mean-pool,window,fp8,oscar_int2"}
 
 
 def run(checkpoints, baseline, out, *, overwrite=False, restart=False, **settings):
@@ -71,18 +71,25 @@ def test_rows_and_roles(whole):
         "mean-pool 1": "variant",
         "window 20": "variant",
         "window 10": "variant",
+        "fp8": "variant",
+        "oscar_int2": "variant",
     }
+    for name, row in rows_of(report).items():  # by formula what was measured, and so at any context
+        assert row["kv"]["by_context"]["1024"] > 0, name
+    assert rows_of(report)["fp8"]["kv"]["ratio"] == 0.5
     assert report["baseline"] == "one" and report["settings"]["dtype"] == "float32"
 
 
 @pytest.mark.parametrize(("family", "has"), [("gemma3_window", {"mean-pool 1"}), ("qwen3_next_state", set())])
 def test_variants_that_a_model_does_not_have_are_left_out_with_a_note(tmp_path, capsys, family, has):
     source = make_checkpoint(tmp_path / "source", family)
-    settings = EvalSettings(**{**SMALL, "tasks": "loss"})
+    settings = EvalSettings(**{**SMALL, "tasks": "loss", "variants": "int8,oscar_int2,mean-pool,window"})
     report = evaluate(Request((str(source),), str(source), tmp_path / "out", settings, command=""), Progress()).report
     assert rows_of(report).keys() == {"source"} | has
     said = capsys.readouterr().err
-    assert "no int8 KV: " in said and "no window 20: " in said and ("no mean-pool 1: " in said) == (not has)
+    for variant in ("int8 KV", "oscar_int2", "window 20"):
+        assert f"no {variant}: " in said
+    assert ("no mean-pool 1: " in said) == (not has)
 
 
 def test_bytes_are_those_of_the_checkpoints_dtype(whole):

@@ -1,8 +1,11 @@
+from typing import get_args
+
 import pytest
 
 from surgery.common.errors import SurgeryError
+from surgery.eval.variants.engine_cache import CALIBRATED, FORMATS
 from surgery.evaluation.kinds import DEFAULT
-from surgery.evaluation.settings import EvalSettings
+from surgery.evaluation.settings import EvalSettings, Variant
 
 
 def test_lists_may_be_strings_or_single_values():
@@ -49,3 +52,8 @@ def test_unknown_settings_of_a_file_are_refused(tmp_path):
     with pytest.raises(SurgeryError) as caught:
         EvalSettings.from_file(path)
     assert (caught.value.setting, caught.value.hint) == ("taks", "tasks") and str(path) in str(caught.value)
+
+
+def test_every_cache_of_an_engine_can_be_asked_for():
+    others = {"int8", "int4", "int3", "int2", "mean-pool", "window"}
+    assert set(get_args(Variant)) == {*FORMATS, *CALIBRATED, *others}

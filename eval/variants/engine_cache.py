@@ -1,0 +1,69 @@
+"""The KV caches that engines serve without a conversion, by the names that engines give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import LongTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from surgery.common.errors import SurgeryError
+from surgery.eval.variants import kvarn_cache, llama_cpp_cache, oscar_cache, turboquant_cache
+from surgery.eval.variants.cache_hook import NoVariant, check_model, refusals
+from surgery.eval.variants.coded_cache import CodedLayer, Coder, coded_cache
+from surgery.eval.variants.kvarn_cache import kvarn_layers
+from surgery.eval.variants.llama_cpp_cache import llama_cpp_layers
+from surgery.eval.variants.nvfp4_cache import Nvfp4
+from surgery.eval.variants.turboquant_cache import turboquant_layers
+from surgery.eval.variants.vllm_cache import Fp8, Int4PerTokenHead, PerTokenHead
+
+Layers = Callable[[PreTrainedConfig], Sequence[CodedLayer]]
+"""Makes the layers of a cache, one for each of a model's."""
+
+
+def _alike(coder: Coder) -> Layers:
+    """Layers that keep keys and values in one format."""
+    return lambda config: [CodedLayer(coder, coder) for _ in range(config.num_hidden_layers)]
+
+
+FORMATS: dict[str, Layers] = {
+    "fp8": _alike(Fp8()),
+    "fp8_per_token_head": _alike(PerTokenHead("fp8")),
+    "int8_per_token_head": _alike(PerTokenHead("int8")),
+    "int4_per_token_head": _alike(Int4PerTokenHead()),
+    "nvfp4": _alike(Nvfp4()),
+    **{name: partial(llama_cpp_layers, name) for name in llama_cpp_cache.BITS},
+    **{name: partial(turboquant_layers, name) for name in turboquant_cache.PRESETS},
+    **{name: partial(kvarn_layers, name) for name in kvarn_cache.PRESETS},
+}
+"""Formats that need a config only, by the engine's name."""
+
+CALIBRATED = ("oscar_int2",)
+"""Formats that need text."""
+
+
+def engine_cache(model: PreTrainedModel, format: str, tokens: LongTensor | None = None) -> PreTrainedModel:
+    """Make every attention of `model` read keys and values as an engine's cache of a format holds them.
+
+    Args:
+        format: one of `FORMATS` or `CALIBRATED`.
+        tokens: calibration sequences [N, T] of a format that is calibrated.
+
+    Raises:
+        NoVariant: the model has no such heads or no full attention everywhere.
+        SurgeryError: an unknown format, no tokens where some are needed, or the model is a variant already.
+    """
+    check_model(model, f"the cache {format}")
+    if format in CALIBRATED:
+        if tokens is None:
+            raise SurgeryError(f"{format} is calibrated: give tokens")
+        with refusals(NoVariant):
+            rotations = oscar_cache.oscar_rotations(model, tokens)
+        layers, chunk = oscar_cache.oscar_layers(rotations), oscar_cache.CHUNK
+    elif format in FORMATS:
+        layers = FORMATS[format](model.config.get_text_config(decoder=True))
+        chunk = kvarn_cache.PRESETS[format][2] if format in kvarn_cache.PRESETS else 0
+    else:
+        raise SurgeryError(f"a cache of {format!r}: choose of {', '.join([*FORMATS, *CALIBRATED])}")
+    return coded_cache(model, f"the cache {format}", layers, chunk)

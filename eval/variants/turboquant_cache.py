@@ -1,0 +1,106 @@
+"""The TurboQuant presets of vLLM (`--kv-cache-dtype turboquant_…`).
+
+Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate", arXiv:2504.19874, as vLLM
+0.32 has it (`model_executor/layers/quantization/turboquant`): keys are divided by their norm, rotated by a Hadamard
+matrix and rounded to the Lloyd-Max centroids of N(0, 1/d), with the norm in fp16; the presets ending in `nc` scale the
+rounded vector back to norm 1. Values have even steps, with scale and zero in fp16 a token and head. `k8v4` has keys in
+fp8. The first two and the last two layers stay as they are.
+
+Left out: the paper's second stage (QJL), as in vLLM; and that vLLM reads a prompt's own keys unquantised.
+`tests/engines/test_vllm_formats.py` compares with vLLM's kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from surgery.eval.variants.coded_cache import CodedLayer, Coder, Exact, Parts, packed, rotated, unpacked
+from surgery.eval.variants.vllm_cache import Fp8
+
+PRESETS = {
+    "turboquant_k8v4": (8, 4),
+    "turboquant_4bit_nc": (4, 4),
+    "turboquant_k3v4_nc": (3, 4),
+    "turboquant_3bit_nc": (3, 3),
+}
+"""Bits of keys and of values; 8 is fp8."""
+
+BOUNDARY = 2
+"""Layers at each end that vLLM leaves alone."""
+
+LLOYD_STEPS, TRAPEZOIDS = 200, 200
+
+
+class LloydMaxKeys(Coder):
+    """Rotated directions on Lloyd-Max centroids, norms in fp16."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def encode(self, tokens: Tensor) -> Parts:
+        width = tokens.shape[-1]
+        norms = tokens.float().norm(dim=-1, keepdim=True)
+        directions = rotated(tokens.float() / (norms + 1e-8), width)
+        levels = lloyd_max(width, self.bits).to(tokens.device)
+        codes = torch.bucketize(directions, (levels[1:] + levels[:-1]) / 2, right=True)
+        return packed(codes, self.bits), norms.half()
+
+    def decode(self, parts: Parts) -> Tensor:
+        codes, norms = unpacked(parts[0], self.bits).long(), parts[1].float()
+        directions = lloyd_max(codes.shape[-1], self.bits).to(norms.device)[codes]
+        directions = directions / (directions.square().sum(-1, keepdim=True) + 1e-16).sqrt()
+        return rotated(norms * directions, codes.shape[-1])
+
+
+class EvenValues(Coder):
+    """Even steps between the least and the greatest value of a token and head, which fp16 holds."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def encode(self, tokens: Tensor) -> Parts:
+        tokens = tokens.float()
+        least, most = tokens.amin(-1, keepdim=True), 2**self.bits - 1
+        scale = ((tokens.amax(-1, keepdim=True) - least) / most).clamp(min=1e-8)
+        codes = ((tokens - least) / scale + 0.5).trunc().clamp(0, most)
+        return packed(codes, self.bits), scale.half(), least.half()
+
+    def decode(self, parts: Parts) -> Tensor:
+        return unpacked(parts[0], self.bits) * parts[1].float() + parts[2].float()
+
+
+def turboquant_layers(preset: str, config: PreTrainedConfig) -> list[CodedLayer]:
+    """The layers of a cache of one of the `PRESETS`."""
+    key_bits, value_bits = PRESETS[preset]
+    layers = config.num_hidden_layers
+    ends = min(BOUNDARY, layers // 2)
+    keys, values = Fp8() if key_bits == 8 else LloydMaxKeys(key_bits), EvenValues(value_bits)
+    inner = range(ends, layers - ends)
+    return [CodedLayer(keys, values) if index in inner else CodedLayer(EXACT, EXACT) for index in range(layers)]
+
+
+EXACT = Exact()
+
+
+@lru_cache
+def lloyd_max(width: int, bits: int) -> Tensor:
+    """The centroids [2^bits] of N(0, 1/width), ascending, by Lloyd's iteration from even ones.
+
+    Means between two edges are by vLLM's trapezoids, whose error of 1e-4 decides codes at the edge between two.
+    """
+    count = 2**bits
+    levels = 3.5 * ((2 * torch.arange(count, dtype=torch.float64) + 1) / count - 1)
+    far = torch.full((1,), 10.5, dtype=torch.float64)
+    for _ in range(LLOYD_STEPS):
+        edges = torch.cat([-far, (levels[1:] + levels[:-1]) / 2, far])
+        steps = torch.linspace(0, 1, TRAPEZOIDS + 1, dtype=torch.float64)
+        places = edges[:-1, None] + (edges[1:] - edges[:-1])[:, None] * steps
+        density = torch.exp(-places.square() / 2)
+        density[:, [0, -1]] /= 2
+        levels = (places * density).sum(1) / density.sum(1)
+    return (levels / math.sqrt(width)).float()
