@@ -4,7 +4,7 @@
 `fp8_per_token_head` have a scale in fp32 for each token and head; `int4_per_token_head` (vLLM #40835) rotates by random
 signs and a Hadamard matrix (QuaRot, arXiv:2404.00456), has a zero point besides, and keeps that in the four lowest bits
 of its scale. Arithmetic as in vLLM 0.32, `v1/attention/ops/int4_per_token_head.py` and
-`triton_reshape_and_cache_flash.py`; `tests/engines/test_vllm_formats.py` holds it to the bit.
+`triton_reshape_and_cache_flash.py`; `tests/engines/test_vllm_formats.py` compares it with them.
 
 Left out: vLLM quantises queries to fp8 too where the backend multiplies in fp8, and its GPU kernels rotate in bf16.
 """
