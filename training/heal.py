@@ -36,6 +36,7 @@ from surgery.common.machine_faults import told
 from surgery.common.ownership import first_foreign, inventory, matching, remove_owned
 from surgery.common.progress import Progress
 from surgery.model import register
+from surgery.model.parts import entries_of
 from surgery.running.models import causal_model, tokenizer_of
 from surgery.running.processes import Processes
 from surgery.running.source_check import open_source
@@ -185,6 +186,7 @@ class _Run:
                 identity=_identity(settings, shas, data, processes.count) | known,
                 cached=logits.batch if logits and distillation.needs_logits else None,
                 evaluations=evaluations,
+                keeps_best=any(entry.quantizes for entry in entries_of(student.config.get_text_config())),
             )
         )
         self._loop(loop, counts)
@@ -362,9 +364,9 @@ def _summary(loop: Loop, settings: HealSettings, processes: int) -> dict[str, An
         "held_out": {
             "first": at.first_held_out,
             "last": at.last_held_out,
-            "best_cross_entropy": at.best_held_out,
+            f"best_{loop.judge}": at.best_held_out,
             "best_step": at.best_step,
-            "written": "best" if settings.patience is not None else "last",
+            "written": "best" if loop.takes_best else "last",
         },
         "evaluations": at.evaluations,
     }

@@ -45,6 +45,8 @@ class Training:
         identity: what may not change when a run is resumed, as plain values.
         cached: the teacher's logits of sequences by number, or None.
         evaluations: tasks to measure on the way, or None.
+        keeps_best: whether the state of least held-out KL divergence is written, the start included: of models that
+            read values in bits, where a step that is too large undoes what the conversion has.
     """
 
     accelerator: Accelerator
@@ -61,6 +63,7 @@ class Training:
     identity: dict[str, Any] = field(default_factory=dict)
     cached: Callable[[list[int]], TopK] | None = None
     evaluations: Evaluations | None = None
+    keeps_best: bool = False
 
 
 class Loop:
@@ -90,6 +93,16 @@ class Loop:
         self._orthogonal = OrthogonalFactors(student) if settings.orthogonal else None
         if self._nested is not None:
             training.identity |= {"nested_ranks": list(settings.nested_ranks), "orthogonal": settings.orthogonal}
+
+    @property
+    def judge(self) -> str:
+        """The held-out loss that says which state is best."""
+        return "kl" if self._t.keeps_best and "kl" in self._t.names else "cross_entropy"
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether the best state is written, not the last."""
+        return self._t.keeps_best or self._t.settings.patience is not None
 
     def resume(self) -> bool:
         """Goes on from the newest whole checkpoint; false if there is none.
@@ -276,6 +289,8 @@ class Loop:
             values, judged = self._held_out_losses()
         at.measured_step = at.step
         at.last_held_out, at.first_held_out = values, at.first_held_out or values
+        if self.judge == "kl":
+            judged = values["kl"]
         better = at.best_held_out is None or judged < at.best_held_out
         at.waited = 0 if better else at.waited + 1
         if better:
@@ -287,11 +302,9 @@ class Loop:
             for name, value in values.items()
         )
         t.progress.note(f"held out after step {at.step}: {parts}")
-        if t.settings.patience is None:
-            return
-        if better:
+        if better and self.takes_best:
             self._save(BEST)
-        elif at.waited >= t.settings.patience:
+        elif t.settings.patience is not None and at.waited >= t.settings.patience:
             self.ended = f"held-out loss has not fallen for {at.waited} measurements"
 
     def _held_out_losses(self) -> tuple[dict[str, float], float]:
@@ -367,16 +380,16 @@ class Loop:
         )
 
     def _finish(self) -> None:
-        """Measures at the end, saves, and takes the best state back where patience asked for it."""
+        """Measures at the end, saves, and takes the best state back where that is asked for."""
         t, at = self._t, self.at
         if at.measured_step != at.step:
             self._measure()
         self._evaluate()
         if at.step != self._saved_step:
             self._save()
-        if t.settings.patience is not None and at.best_step != at.step:
+        if self.takes_best and at.best_step not in (None, at.step):
             t.checkpoints.load(t.checkpoints.folder / BEST)
-            t.progress.note(f"the state after step {at.best_step} has the lowest held-out loss: it is taken")
+            t.progress.note(f"the state after step {at.best_step} has the lowest held-out {self.judge}: it is written")
         t.log.write("end", step=at.step, why=self.ended, seconds=at.seconds)
         t.progress.note(f"{self.ended}: {at.step} steps, {count(at.tokens)} tokens in {duration(at.seconds)}")
 
