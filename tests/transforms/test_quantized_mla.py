@@ -42,7 +42,7 @@ def layer(request):
 def converted(layer, runs):
     anatomy, inputs, statistics = layer
     centred = quantized_mla.centred(statistics)
-    basis = mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)
+    basis = mla.key_basis(quantized_mla.METHOD, anatomy, centred, None)
     return quantized_mla.convert_layer(anatomy, centred, basis, runs, inputs, first=2)
 
 
@@ -76,7 +76,7 @@ def test_wide_fields_hold_the_channels_of_most_energy(layer):
     result = converted(layer, RUNS)
     bits = torch.tensor(TokenFormat((*RUNS[0], *RUNS[1])).bits())
     centred = quantized_mla.centred(statistics)
-    basis = mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)
+    basis = mla.key_basis(quantized_mla.METHOD, anatomy, centred, None)
     components = quantized_mla.spectra(anatomy, centred, basis).components
     wide = sorted(components.tolist(), reverse=True)[:4]
     frequencies = anatomy.inv_freq[basis.frequency]

@@ -254,8 +254,8 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
     def _calibrated(self, work: Work, layer: int) -> Calibrated:
         """A layer in float64, its centred statistics, and the basis of its keys."""
         anatomy, (statistics, _) = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)
-        basis = mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)
-        return anatomy, quantized_mla.centred(statistics), basis
+        centred = quantized_mla.centred(statistics)
+        return anatomy, centred, mla.key_basis(quantized_mla.METHOD, anatomy, centred, None)
 
     @torch.no_grad()
     def _inputs(self, layer: StreamedLayer, hidden: Tensor) -> Tensor:
