@@ -37,10 +37,10 @@ def test_the_result_computes_and_caches_what_was_promised(name, conversions):
 
 def test_more_bytes_lose_less(conversions):
     few, many = (
-        conversions("llama", ConvertSettings(**{**AUTO, "kv_ratio": ratio})).report.layers for ratio in (0.08, 0.15)
+        sum(layer.measured["quantized"] for layer in conversions("llama", ConvertSettings(**settings)).report.layers)
+        for settings in ({**AUTO, "kv_ratio": 0.08}, AUTO)
     )
-    for less, more in zip(few, many, strict=True):
-        assert 0 < more.measured["quantized"] < less.measured["quantized"] < 1
+    assert 0 < many < few
 
 
 @pytest.mark.parametrize(
