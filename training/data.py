@@ -64,7 +64,7 @@ class Batch:
     @property
     def packed(self) -> bool:
         """Whether a row holds several documents."""
-        return any(len(row) > 1 for row in self.spans)
+        return holds_several(self.spans)
 
     @property
     def position_ids(self) -> LongTensor:
@@ -87,6 +87,11 @@ class Batch:
         """The batch on a device."""
         tensors = (self.tokens, self.labels, self.documents, self.predicting)
         return Batch(*(moved(tensor, torch.device(device)) for tensor in tensors), self.spans)
+
+
+def holds_several(spans: Sequence[Sequence[slice]]) -> bool:
+    """Whether some row has the spans of several documents."""
+    return any(len(row) > 1 for row in spans)
 
 
 def _spans(documents: list[int]) -> tuple[slice, ...]:

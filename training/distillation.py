@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from surgery.common.errors import SurgeryError
 from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.training.chunks import States, chunk_count
-from surgery.training.data import Batch
+from surgery.training.data import Batch, holds_several
+from surgery.training.known_documents import known_documents
 from surgery.training.matching import matching_loss, on_teacher_inputs
 from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting
 from surgery.training.recording import Recording, decoder_of, recorded, same_layers
@@ -53,12 +54,16 @@ class Body:
         Args:
             spans: tokens of each document of each row, by which the positions start again, where that is known.
         """
+        packed = None if spans is None else position_ids is not None and holds_several(spans)
         call = {"input_ids": tokens, "use_cache": False}
         if position_ids is not None:
             call["position_ids"] = position_ids
-            if spans is not None and hasattr(self.model.config, "attention_layers"):  # read by the host
-                call["documents"] = spans
-        return self.model.base_model(**call).last_hidden_state if self.splits else self.model(**call).logits
+        if packed and hasattr(self.model.config, "attention_layers"):  # this package's class, which would look itself
+            call["documents"] = spans
+        with known_documents(packed):
+            if self.splits:
+                return self.model.base_model(**call).last_hidden_state
+            return self.model(**call).logits
 
     def head(self) -> nn.Module:
         """What makes logits of `states`."""

@@ -34,7 +34,7 @@ def test_a_microbatch_does_not_wait(models, part, own_class, document_masks):
     weights = ObjectiveWeights(**{"kl": 0.0, part: 1.0})
     module = Distillation(student, weights, teacher, document_masks=document_masks).train()
     data = packed_batch()
-    with NoHostSync(allow_transformers=True):  # which looks for documents in positions
+    with NoHostSync():
         loss, parts = module(data.to("cpu"), float(data.predicted))
         loss.backward()
     assert loss.isfinite() and parts[part] == loss
