@@ -6,6 +6,7 @@ One budget of bytes is spent over the rotated keys and the latents of all layers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -46,6 +47,8 @@ QUANTIZED = "quantized"
 REASON = "a cache of packed rows is of the custom model class"
 MEASURED_SEQUENCES = 1
 """Calibration sequences on which the loss of each layer is measured. KL divergences settle on a thousand tokens."""
+ROUNDS = 2
+"""Of measuring and spending. With one, a layer of SmolLM2-135M at a quarter was left with an output error of 44%."""
 LARGEST_FACTOR = 1e4
 
 
@@ -151,7 +154,8 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         """Chooses the bits of every channel of all layers.
 
         To second order energies say what a layer loses; really it is several times as much, and not by one factor. So
-        what is planned by them is measured, one layer at a time, and the budget spent again by what was found.
+        what is planned by them is measured, one layer at a time, and the budget spent again by what was found. A layer
+        that then gets less may lose far more than its factor says: it is measured once more, and the larger one counts.
         """
         spectra = {}
         with work.progress.phase("weigh bits", len(self.layers)) as advance:
@@ -162,21 +166,28 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
                 self._frequencies[layer] = basis.frequency[order]
                 advance()
         plans, predicted = self._spend(spectra, dict.fromkeys(self.layers, 1.0))
-        with work.progress.phase("measure what each layer loses", self.opened.stream.num_layers) as advance:
-            tokens = work.texts.calibration[:MEASURED_SEQUENCES]
-            measured = single_layer_divergences(
-                self.opened.stream,
-                tokens,
-                self.layers,
-                lambda index, layer: self._simulated(self._converted(work, index, layer, plans[index])),
-                work.settings.batch_size,
-                advance,
-            )
-        for layer in self.layers:
-            self._factors[layer] = min(measured[layer] / max(predicted[layer], 1e-30), LARGEST_FACTOR)
-        self._plans, _ = self._spend(spectra, self._factors)
+        steps = ROUNDS * self.opened.stream.num_layers
+        with work.progress.phase("measure what each layer loses", steps) as advance:
+            for _ in range(ROUNDS):
+                measured = self._measured(work, plans, advance)
+                for layer in self.layers:
+                    factor = min(measured[layer] / max(predicted[layer], 1e-30), LARGEST_FACTOR)
+                    self._factors[layer] = max(factor, self._factors.get(layer, 0.0))
+                plans, predicted = self._spend(spectra, self._factors)
+        self._plans = plans
         writer = self._writer(self._plans)
         return replanned_tensors(self.opened, writer.copied, writer.plan, self.kept)
+
+    def _measured(self, work: Work, plans: Plans, advance: Callable[[], None]) -> dict[int, float]:
+        """What the model loses where one layer alone follows its plan."""
+        return single_layer_divergences(
+            self.opened.stream,
+            work.texts.calibration[:MEASURED_SEQUENCES],
+            self.layers,
+            lambda index, layer: self._simulated(self._converted(work, index, layer, plans[index])),
+            work.settings.batch_size,
+            advance,
+        )
 
     def _spend(self, spectra: dict[int, LayerSpectra], factors: dict[int, float]) -> tuple[Plans, dict[int, float]]:
         """The runs of every layer by energies times a factor, and the loss that energies predict of each."""
