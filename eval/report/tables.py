@@ -223,6 +223,7 @@ def _memorised(key: str) -> Callable[[Row, Report], Value]:
 
 
 CONTEXTS = {1024: "1k", 8192: "8k", 32_768: "32k", 131_072: "128k"}
+"""Tokens for which KV bytes are computed too, and their names: full-precision tokens flatter nobody at all of them."""
 
 
 def _share_at(tokens: int) -> Measure:

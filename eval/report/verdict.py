@@ -1,4 +1,4 @@
-"""What a report says in words: what the best checkpoint costs, and the rivals next to it in bytes."""
+"""A report in words: the cost of the best checkpoint, and the rivals next to it in bytes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _arrow(losses: Sequence[float]) -> str:
 
 
 def _rivals(row: Row, report: Report) -> str:
-    """Of the cheap baselines that no other one beats, those next to a row in bytes: no larger, and larger."""
+    """The nearest cheap baselines in bytes that no other one beats: one no larger than a row, and one larger."""
     rivals, bytes_of = frontier(compared_rows(report, "variant")), lambda each: each["kv"]["ratio"]
     below = max((each for each in rivals if bytes_of(each) <= bytes_of(row)), key=bytes_of, default=None)
     above = min((each for each in rivals if bytes_of(each) > bytes_of(row)), key=bytes_of, default=None)

@@ -11,11 +11,9 @@ from transformers import PreTrainedModel
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import GROWTH_STEPS, KVUse, measure_kv
 from surgery.eval.kv_flow import UpdateWatch, measure_footprint, measure_peak
+from surgery.eval.report.tables import CONTEXTS
 from surgery.eval.session import Session
 from surgery.running.kv_bytes import kv_bytes_of
-
-CONTEXTS = (1024, 8192, 32_768, 131_072)
-"""Tokens for which the bytes are computed too: full-precision tokens flatter nobody at all of them."""
 
 CHUNK = 256
 """Tokens of a prompt at a time, for the peak of a chunked prefill."""

@@ -29,7 +29,7 @@ from surgery.model.cache_layer import Call, CompactLayer, own_cache
 from surgery.model.quantization import pack, unpack
 
 Parts = tuple[Tensor, ...]
-"""What a coder stores: tensors [B, H, tiles, ...]."""
+"""Tensors [B, H, tiles, ...] that a coder stores."""
 
 
 class Coder(ABC):
@@ -84,7 +84,7 @@ class CodedLayer(CompactLayer):
 
     @property
     def delayed(self) -> bool:
-        """Whether tokens are read in full precision before they are coded."""
+        """True if tokens are read in full precision before they are coded."""
         return self.window > 0 or self.key_coder.tile > 1
 
     def settings(self) -> tuple:
@@ -128,7 +128,7 @@ class CodedLayer(CompactLayer):
         return read, read_values
 
     def _coded(self, tokens: int) -> int:
-        """Of so many tokens after the first ones, those that are coded."""
+        """Count the coded ones of so many tokens after the first ones."""
         return max(0, tokens - self.window) // self.key_coder.tile * self.key_coder.tile
 
     def _code(self) -> None:

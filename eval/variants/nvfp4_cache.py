@@ -3,7 +3,8 @@
 As in vLLM 0.32, `quantization/utils/nvfp4_emulation_utils.py`, with a global scale of 1, which vLLM takes where a
 checkpoint has no KV scales; `tests/engines/test_vllm_formats.py` compares. 4.5 bits a value.
 
-Left out: engines multiply queries in fp8, and calibrated global scales, which only move the range of the e4m3 scales.
+SGLang's and TensorRT-LLM's were not tried. Left out: engines multiply queries in fp8, and calibrated global scales,
+which only move the range of the e4m3 scales.
 """
 
 from __future__ import annotations
