@@ -28,7 +28,7 @@ from surgery.architectures.spec import MLASpec
 from surgery.checkpoint import TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.families.rope import default_theta
-from surgery.transforms.latent_layer import LatentLayer
+from surgery.transforms.latent_layer import LatentLayer, interleaving
 
 MODEL_TYPE = "deepseek_v3"
 INPUT_NORM = "model.layers.{layer}.input_layernorm.weight"
@@ -319,11 +319,6 @@ class StockMLA:
 def zero_rows(tensor: Tensor, rows: int) -> Tensor:
     """``tensor`` [..., n, m] with zeros behind its rows, [..., rows, m]."""
     return torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[-2]))
-
-
-def interleaving(rope_dim: int) -> Tensor:
-    """Where row j of an interleaved layout is found in the half-split one."""
-    return torch.arange(rope_dim).view(2, -1).T.flatten()
 
 
 def _frequency_factors(inv_freq: Tensor, base: float) -> list[float]:

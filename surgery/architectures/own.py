@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from surgery.architectures.deepseek_v3 import interleaving
 from surgery.architectures.own_class import own_config
 from surgery.architectures.spec import MLASpec
 from surgery.checkpoint import TensorSpec
@@ -62,8 +60,7 @@ class OwnMLA:
 
     def tensors(self, layer: int, converted: LatentLayer) -> dict[str, Tensor]:
         """A layer's new tensors, as planned."""
-        rank, spec = converted.rank, self.spec
-        order = torch.cat([torch.arange(rank), rank + interleaving(converted.rope_dim)])
+        spec, order = self.spec, converted.neighbouring()
         factor = converted.source.rope_factor**2  # the rest of the scale is the class's own
         result = {
             "kv_down.weight": converted.down[order],

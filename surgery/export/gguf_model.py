@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from surgery.architectures.decilm import feed_forward_width
-from surgery.architectures.deepseek_v3 import interleaving
 from surgery.architectures.neutral_norm import OLD_SCALE, recognised_norm
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.gguf_model import IN_LAYER, OUTSIDE, QK_NORMS, llama3_factors
 from surgery.common.errors import SurgeryError
 from surgery.engines.facts import DECILM, MLA
 from surgery.engines.llama_cpp import LLAMAS
+from surgery.transforms.latent_layer import interleaving
 
 ARCHITECTURES = {MLA: "deepseek2", DECILM: "deci", **dict.fromkeys(LLAMAS, "llama")}
 NAMES = {name.removesuffix(".weight"): stored.removesuffix(".weight") for stored, name in OUTSIDE.items()}

@@ -101,7 +101,7 @@ class QuantizedLatentAttention(LatentAttention):
         if self.key_norm_eps is not None:
             half = rows[..., packed:].contiguous().view(torch.float16).to(values.dtype)
             gains.append(_with_gradient(half, new))
-        if torch.is_grad_enabled() and values.requires_grad:
+        if values.requires_grad:
             read = _with_gradient(read, self.quantizer.unclipped(values))
         return layer.with_first(read), gains
 

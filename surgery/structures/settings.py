@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -118,6 +119,17 @@ def check_more_bits(settings: StructureSettings, *names: str) -> None:
     for name in names:
         if getattr(settings, name) is not None and not settings.quantizes:
             raise SurgeryError(f"{name} are of a quantised cache: give bits too")
+
+
+def refuse_changed(changed: Mapping[str, bool], reason: str) -> None:
+    """Raises SurgeryError where settings that others decide are not at their default.
+
+    Args:
+        changed: by name.
+        reason: says what decides them.
+    """
+    if names := [name for name, is_changed in changed.items() if is_changed]:
+        raise SurgeryError(f"{reason}: leave {', '.join(names)} at the default", setting=names[0])
 
 
 def refuse_engine(settings: StructureSettings) -> None:

@@ -1,4 +1,4 @@
-"""What a model loses where one layer alone is converted, for every layer, in one pass over the layers."""
+"""Loss of a model of which one layer alone is converted, for every layer, in one pass over the layers."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def single_layer_divergences(
     divergences, count = dict.fromkeys(states, 0.0), tokens.numel()
     rows = source.flatten(0, 1).split(TOKENS_AT_ONCE)
     for place, reference in enumerate(rows):
-        wanted = stream.logits(reference).float().log_softmax(-1)
+        of_source = stream.logits(reference).float().log_softmax(-1)
         for index, hidden in states.items():
-            found = stream.logits(hidden.flatten(0, 1).split(TOKENS_AT_ONCE)[place]).float().log_softmax(-1)
-            divergences[index] += float((wanted.exp() * (wanted - found)).sum(dtype=torch.float64)) / count
+            converted = stream.logits(hidden.flatten(0, 1).split(TOKENS_AT_ONCE)[place]).float().log_softmax(-1)
+            divergences[index] += float((of_source.exp() * (of_source - converted)).sum(dtype=torch.float64)) / count
     return divergences

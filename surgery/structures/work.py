@@ -6,6 +6,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import torch
+from torch import Tensor
+
 from surgery.calibration import layer_statistics
 from surgery.calibration.layer_statistics import BasisOf
 from surgery.calibration.library import StatisticsLibrary
@@ -14,6 +17,7 @@ from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.progress import Progress
+from surgery.running.layer_stream import StreamedLayer
 from surgery.running.processes import ALONE, Processes
 from surgery.running.source import OwnSource, Source
 from surgery.structures.converted_layers import ConvertedLayers
@@ -63,6 +67,12 @@ class Work(Generic[Opened, Settings]):
     def gather(self, *, gradients: bool = True, basis_of: BasisOf | None = None, first: int = 0) -> None:
         """Fills the library, by :func:`surgery.calibration.layer_statistics.gather`."""
         layer_statistics.gather(self, gradients=gradients, basis_of=basis_of, first=first)
+
+    @torch.no_grad()
+    def attention_inputs(self, index: int, layer: StreamedLayer) -> Tensor:
+        """What enters a layer's attention in the source model, of the calibration text [N, T, D]."""
+        stream, rows = self.opened.stream, self.store.load(index).split(self.settings.batch_size)
+        return torch.cat([layer.attention_inputs(part.to(stream.device, stream.dtype)) for part in rows])
 
     def stage_runs(
         self, stages: tuple[str, ...], *, exact: Collection[str] = (), steps: Collection[str] = ()

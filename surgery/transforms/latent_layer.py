@@ -29,6 +29,11 @@ Read = Callable[[Tensor], Tensor]
 """What a cache gives back of values [B, T, r + ρ]."""
 
 
+def interleaving(rope_dim: int) -> Tensor:
+    """Where row j of an interleaved layout is found in the half-split one."""
+    return torch.arange(rope_dim).view(2, -1).T.flatten()
+
+
 @dataclass(frozen=True)
 class LatentLayer:
     """One attention layer in latent form; queries, norms, scale and window stay those of ``source``."""
@@ -48,6 +53,10 @@ class LatentLayer:
     @property
     def rope_dim(self) -> int:
         return 2 * len(self.inv_freq)
+
+    def neighbouring(self) -> Tensor:
+        """Return the channels [r + ρ] in the order of the custom model class, whose rotary pairs are neighbours."""
+        return torch.cat([torch.arange(self.rank), self.rank + interleaving(self.rope_dim)])
 
     def to(self, *args, **kwargs) -> LatentLayer:
         """A copy with every tensor but ``inv_freq`` moved or cast."""

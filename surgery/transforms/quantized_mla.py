@@ -43,10 +43,17 @@ class LayerSpectra:
     components: Tensor
     values: Tensor
 
+    @property
+    def order(self) -> Tensor:
+        """All components by descending energy."""
+        return self.components.argsort(descending=True, stable=True)
+
     def sections(self, factor: float = 1.0) -> list[Section]:
         """Return the sections of a row, latent and shared key, with energies times a factor."""
-        components = self.components.sort(descending=True).values
-        return [Section(factor * self.values, least=1), Section(factor * components, unit=2)]
+        return [
+            Section(factor * self.values, least=1),
+            Section(factor * self.components[self.order], unit=2),
+        ]
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,7 @@ def convert_layer(
     anatomy: AttentionAnatomy,
     statistics: LayerStatistics,
     basis: KeyBasis,
+    order: Tensor,
     runs: tuple[Runs, Runs],
     inputs: Tensor,
     first: int,
@@ -92,27 +100,22 @@ def convert_layer(
         anatomy: the layer in float64.
         statistics: centred ones, without the first tokens.
         basis: of its keys.
+        order: of its components, by descending energy.
         runs: of the latent and of the shared key.
         inputs: of its attention, calibration tokens [N, T, D].
         first: tokens that the cache keeps in full precision.
     """
     latent_order, rope_order = (unit_order(each, unit) for each, unit in zip(runs, (1, 2), strict=True))
-    rotated = by_energy(anatomy, statistics, basis)
     rank = min(len(latent_order), anatomy.kv_heads * anatomy.value_dim)
-    converted = mla.convert_layer(METHOD, anatomy, statistics, basis, rotated, rank)
+    converted = mla.convert_layer(METHOD, anatomy, statistics, basis, order, rank)
     layer = _in_order(converted.truncated, latent_order, rope_order)
     quantizer = TokenQuantizer(TokenFormat((*runs[0], *runs[1])))
     body = inputs[:, first:].flatten(0, 1)
     chosen = torch.linspace(0, len(body) - 1, min(FIT_TOKENS, len(body))).long()
     down = layer.to(body.device, torch.float32)
-    values = nn.functional.linear(body[chosen].float(), down.down, down.down_bias)[:, neighbours(layer)].cpu()
+    values = nn.functional.linear(body[chosen].float(), down.down, down.down_bias)[:, layer.neighbouring()].cpu()
     fit_steps(quantizer, values, statistics.token_weight[chosen], layer.rank)
     return QuantizedLatents(layer, quantizer, float(quantizer.clipped(values).double().mean()))
-
-
-def by_energy(anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis) -> Tensor:
-    """Return all components by descending energy."""
-    return mla.component_energies(anatomy, statistics, basis).argsort(descending=True, stable=True)
 
 
 def fit_steps(quantizer: TokenQuantizer, values: Tensor, weight: Tensor, rank: int) -> None:
@@ -137,15 +140,9 @@ def fit_steps(quantizer: TokenQuantizer, values: Tensor, weight: Tensor, rank: i
     quantizer.step = steps
 
 
-def neighbours(layer: LatentLayer) -> Tensor:
-    """Return the channels of a layer in the order of the model class, whose rotary pairs are neighbours."""
-    rope = torch.arange(layer.rope_dim).view(2, -1).mT.flatten()
-    return torch.cat([torch.arange(layer.rank), layer.rank + rope])
-
-
 def reader(layer: LatentLayer, quantizer: TokenQuantizer, first: int) -> Read:
     """Return what a cache gives back of a layer's unrotated values [B, T, r + ρ]."""
-    order = neighbours(layer)
+    order = layer.neighbouring()
     back = order.argsort()
 
     def read(values: Tensor) -> Tensor:
@@ -160,31 +157,32 @@ def row_frequencies(inv_freq: Tensor, frequency: Tensor, runs: Runs) -> Tensor:
 
     Args:
         inv_freq: of the family, [d/2].
-        frequency: index of each rotated component, by descending energy.
+        frequency: index of each component, by descending energy.
         runs: of the shared key.
     """
-    rates = torch.cat([inv_freq[frequency], inv_freq.new_zeros(1)])
-    order = torch.tensor(unit_order(runs, 2), dtype=torch.long)
-    return rates[order.clamp(max=len(frequency))]
+    return _take_or_zero(inv_freq[frequency], torch.tensor(unit_order(runs, 2), dtype=torch.long))
 
 
 def _in_order(layer: LatentLayer, latent_order: list[int], rope_order: list[int]) -> LatentLayer:
     """The same layer with its channels in the order of a row; what has no channel becomes zeros."""
     rank, pairs = layer.rank, layer.rope_dim // 2
-    nothing = rank + 2 * pairs  # the place of a channel of zeros
     latent = torch.tensor(latent_order)
     component = torch.tensor(rope_order, dtype=torch.long)
     parts = [(latent, rank, 0), (component, pairs, rank), (component, pairs, rank + pairs)]
-    order = torch.cat([torch.where(ranks < count, start + ranks, nothing) for ranks, count, start in parts])
-
-    def in_order(tensor: Tensor, dim: int, order: Tensor = order) -> Tensor:
-        return torch.cat([tensor, torch.zeros_like(tensor.narrow(dim, 0, 1))], dim).index_select(dim, order)
-
+    order = torch.cat([torch.where(places < count, start + places, len(layer.down)) for places, count, start in parts])
     return replace(
         layer,
-        down=in_order(layer.down, 0),
-        down_bias=None if layer.down_bias is None else in_order(layer.down_bias, 0),
-        query_up=in_order(layer.query_up, -1),
-        value_up=in_order(layer.value_up, -1, latent.clamp(max=rank)),
-        inv_freq=torch.cat([layer.inv_freq, layer.inv_freq.new_zeros(1)])[component.clamp(max=pairs)],
+        down=_take_or_zero(layer.down, order, 0),
+        down_bias=None if layer.down_bias is None else _take_or_zero(layer.down_bias, order),
+        query_up=_take_or_zero(layer.query_up, order),
+        value_up=_take_or_zero(layer.value_up, latent),
+        inv_freq=_take_or_zero(layer.inv_freq, component),
     )
+
+
+def _take_or_zero(tensor: Tensor, places: Tensor, dim: int = -1) -> Tensor:
+    """Return what stands at some places of a dimension, zeros for places behind its end."""
+    shape = list(tensor.shape)
+    shape[dim] = 1
+    padded = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    return padded.index_select(dim, places.clamp(max=tensor.shape[dim]))

@@ -43,7 +43,8 @@ def converted(layer, runs):
     anatomy, inputs, statistics = layer
     centred = quantized_mla.centred(statistics)
     basis = mla.key_basis(quantized_mla.METHOD, anatomy, centred, None)
-    return quantized_mla.convert_layer(anatomy, centred, basis, runs, inputs, first=2)
+    order = quantized_mla.spectra(anatomy, centred, basis).order
+    return quantized_mla.convert_layer(anatomy, centred, basis, order, runs, inputs, first=2)
 
 
 def output_error(layer, result) -> float:

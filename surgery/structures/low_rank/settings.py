@@ -9,7 +9,7 @@ from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.structures.kept_layers import keep_layers
-from surgery.structures.settings import StructureSettings
+from surgery.structures.settings import StructureSettings, refuse_changed
 
 Method = Literal["fisher", "separate", "svd-llm", "asvd", "cskv", "palu", "think"]
 
@@ -69,11 +69,9 @@ class LowRankSettings(StructureSettings):
             chosen |= {"allocate": self.allocate not in ("auto", "spectrum"), "method": self.method != "fisher"}
             chosen |= {"keys": self.keys != "channel", "hadamard": self.hadamard}
             chosen |= {"calibration": self.calibration == NO_CALIBRATION}
-            if wrong := [name for name, unlike in chosen.items() if unlike]:
-                raise SurgeryError(
-                    f"bits auto chooses ranks and bits by the loss, of method fisher on text, with scales by channel: "
-                    f"leave {', '.join(wrong)} at the default"
-                )
+            refuse_changed(
+                chosen, "bits auto chooses ranks and bits by the loss, of method fisher on text, with scales by channel"
+            )
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""

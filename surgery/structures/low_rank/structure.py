@@ -242,7 +242,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         with stream.layer(index) as layer:
             inputs, shared = None, None
             if stop - start > 1:
-                inputs = self._source_inputs(layer, work.store.load(index))
+                inputs = work.attention_inputs(index, layer)
             if index > start:
                 latents = torch.cat(self._group.latents, dim=-1)
                 live = anatomy.to(stream.device, stream.dtype)
@@ -281,13 +281,6 @@ class LowRank(Structure[Source, LowRankSettings]):
             earlier.append(module)
             makers[name] = lambda module=module: module
         return runs.advance(layer, anatomy, makers, makers)
-
-    @torch.no_grad()
-    def _source_inputs(self, layer: StreamedLayer, hidden: Tensor) -> Tensor:
-        """What enters the attention in the source model, [N, T, D]."""
-        stream = self.opened.stream
-        rows = hidden.split(self.asked.batch_size)
-        return torch.cat([layer.attention_inputs(part.to(stream.device, stream.dtype)) for part in rows])
 
 
 def _group_of(layer: int, earlier: tuple[int, ...]) -> tuple[int, int]:

@@ -11,13 +11,24 @@ from surgery.architectures.own import OwnMLA
 from surgery.architectures.spec import MLASpec
 from surgery.checkpoint import TensorSpec
 from surgery.checkpoint.carry_over import EMBEDDING, HEAD
+from surgery.common.errors import SurgeryError
 from surgery.engines.limits import MLALimits, mla_limits
 from surgery.families.anatomy import AttentionAnatomy
+from surgery.families.rope import unchanged_length
 from surgery.running.source import Source
 from surgery.structures.base import replanned_tensors
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla.plans import MLAPlan
 from surgery.structures.mla.settings import ConvertSettings
+
+
+def refuse_longrope(opened: Source) -> None:
+    """Raises SurgeryError where frequencies change with the length of the text."""
+    if unchanged_length(opened.config) is not None:
+        raise SurgeryError(
+            "RoPE longrope changes its frequencies with the length of the text, and the key that heads of MLA share "
+            "rotates by one list of them: convert --to lowrank instead"
+        )
 
 
 def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: AttentionAnatomy) -> int:

@@ -20,7 +20,6 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import share, short
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.families.rope import unchanged_length
 from surgery.model.token_format import Runs, TokenFormat
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import StreamedLayer
@@ -28,7 +27,7 @@ from surgery.running.source import Source
 from surgery.structures.base import Foreseen, Outcome, Structure, replanned_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import converted_layers, kept_layers
-from surgery.structures.mla.output import mla_spec
+from surgery.structures.mla.output import mla_spec, refuse_longrope
 from surgery.structures.mla.report import EXACT_STAGES
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.passing import pass_kept
@@ -96,12 +95,7 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
 
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
-        if unchanged_length(opened.config) is not None:
-            raise SurgeryError(
-                "RoPE longrope changes its frequencies with the length of the text, and the key that heads of MLA "
-                "share rotates by one list of them: convert --to lowrank instead",
-                setting="bits",
-            )
+        refuse_longrope(opened)
         if any(window is not None for window in opened.windows):
             raise SurgeryError(
                 "layers with a sliding window cannot keep a cache of packed rows: leave out --bits auto",
@@ -122,7 +116,7 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
                 setting="kv_ratio",
             )
         self._plans: Plans | None = None
-        self._frequencies: dict[int, Tensor] = {}
+        self._orders: dict[int, Tensor] = {}
         self._factors: dict[int, float] = {}
 
     def foresee(self) -> Foreseen:
@@ -160,10 +154,8 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         spectra = {}
         with work.progress.phase("weigh bits", len(self.layers)) as advance:
             for layer in self.layers:
-                anatomy, centred, basis = self._calibrated(work, layer)
-                spectra[layer] = quantized_mla.spectra(anatomy, centred, basis)
-                order = quantized_mla.by_energy(anatomy, centred, basis)
-                self._frequencies[layer] = basis.frequency[order]
+                spectra[layer] = quantized_mla.spectra(*self._calibrated(work, layer))
+                self._orders[layer] = spectra[layer].order
                 advance()
         plans, predicted = self._spend(spectra, dict.fromkeys(self.layers, 1.0))
         steps = ROUNDS * self.opened.stream.num_layers
@@ -184,7 +176,9 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
             self.opened.stream,
             work.texts.calibration[:MEASURED_SEQUENCES],
             self.layers,
-            lambda index, layer: self._simulated(self._converted(work, index, layer, plans[index])),
+            lambda index, layer: self._simulated(
+                self._converted(work, index, layer, plans[index], self._calibrated(work, index))
+            ),
             work.settings.batch_size,
             advance,
         )
@@ -234,8 +228,8 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
             pass_kept(self.opened, index, runs, work.converted)
             return QuantizedLayerReport(index)
         with self.opened.stream.layer(index) as layer:
-            anatomy, _, basis = self._calibrated(work, index)
-            result = self._converted(work, index, layer, self._plans[index])
+            anatomy, _, basis = calibrated = self._calibrated(work, index)
+            result = self._converted(work, index, layer, self._plans[index], calibrated)
             errors = runs.advance(layer, anatomy, self._forms(anatomy, basis, result), (QUANTIZED,))
         tensors = writer.tensors(index, result.layer.to("cpu", torch.float64))
         work.converted.save(index, tensors | writer.quantizer_tensors(index, result.quantizer))
@@ -258,22 +252,17 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         read = quantized_mla.reader(result.layer, result.quantizer, self.settings.first_tokens)
         return SimulatedAttention(result.layer.to(stream.device, stream.dtype), read=read)
 
-    def _converted(self, work: Work, index: int, layer: StreamedLayer, runs: tuple[Runs, Runs]) -> QuantizedLatents:
-        inputs = self._inputs(layer, work.store.load(index))
-        return quantized_mla.convert_layer(*self._calibrated(work, index), runs, inputs, self.settings.first_tokens)
+    def _converted(
+        self, work: Work, index: int, layer: StreamedLayer, runs: tuple[Runs, Runs], calibrated: Calibrated
+    ) -> QuantizedLatents:
+        inputs, first = work.attention_inputs(index, layer), self.settings.first_tokens
+        return quantized_mla.convert_layer(*calibrated, self._orders[index], runs, inputs, first)
 
     def _calibrated(self, work: Work, layer: int) -> Calibrated:
         """A layer in float64, its centred statistics, and the basis of its keys."""
         anatomy, (statistics, _) = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)
         centred = quantized_mla.centred(statistics)
         return anatomy, centred, mla.key_basis(quantized_mla.METHOD, anatomy, centred, None)
-
-    @torch.no_grad()
-    def _inputs(self, layer: StreamedLayer, hidden: Tensor) -> Tensor:
-        """What enters the attention in the source model, [N, T, D]."""
-        stream = self.opened.stream
-        rows = hidden.split(self.settings.batch_size)
-        return torch.cat([layer.attention_inputs(part.to(stream.device, stream.dtype)) for part in rows])
 
     def _likely(self) -> Plans:
         """The same bytes in every layer, half of them for the latent."""
@@ -289,9 +278,10 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         for layer in range(opened.layers):
             inv_freq, plan = opened.family.rotation(opened.config, layer).inv_freq, plans.get(layer)
             latent, rope = plan or ((), ())
-            order = self._frequencies.get(layer, torch.arange(opened.first.kv_heads * len(inv_freq)) % len(inv_freq))
+            order = self._orders.get(layer, torch.arange(opened.first.kv_heads * len(inv_freq)))
             ranks.append(TokenFormat(latent).channels)
-            frequencies.append(quantized_mla.row_frequencies(inv_freq, order, rope))
+            # Component c * pairs + l turns at frequency l (`energy_basis`).
+            frequencies.append(quantized_mla.row_frequencies(inv_freq, order % len(inv_freq), rope))
             runs.append(plan)
         spec = mla_spec(opened, tuple(ranks), tuple(frequencies))
         return OwnQuantizedMLA(spec, tuple(runs), self.settings.first_tokens)

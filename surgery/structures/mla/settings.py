@@ -15,6 +15,7 @@ from surgery.structures.settings import (
     StructureSettings,
     check_more_bits,
     check_spectrum,
+    refuse_changed,
     refuse_engine,
     rope_bits,
     with_formats,
@@ -103,12 +104,14 @@ class ConvertSettings(StructureSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits == "auto":
-            self._check_auto()
-        elif self.quantizes:
+        if self.bits is not None:
+            if self.bits == "auto":
+                self._check_auto()
             refuse_engine(self)
             if self.carrier == "stock":
-                raise SurgeryError("bits: stock deepseek_v3 keeps a plain cache; drop --carrier stock")
+                raise SurgeryError(
+                    "bits: stock deepseek_v3 keeps a plain cache; drop --carrier stock", setting="carrier"
+                )
             object.__setattr__(self, "carrier", "own")
         elif self.engine is not None:
             self._check_engine()
@@ -160,16 +163,7 @@ class ConvertSettings(StructureSettings):
             )
         }
         chosen |= {"allocate": self.allocate == "uniform", "calibration": self.calibration == NO_CALIBRATION}
-        if wrong := [name for name, differs in chosen.items() if differs]:
-            raise SurgeryError(
-                f"bits auto chooses components, their rotation and their bits by the loss, of method fisher on text: "
-                f"leave {', '.join(wrong)} at the default",
-                setting=wrong[0],
-            )
-        refuse_engine(self)
-        if self.carrier == "stock":
-            raise SurgeryError("bits: stock deepseek_v3 keeps a plain cache; drop --carrier stock", setting="carrier")
-        object.__setattr__(self, "carrier", "own")
+        refuse_changed(chosen, "bits auto chooses components and their bits by the loss, of method fisher on text")
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""

@@ -21,7 +21,6 @@ from surgery.common.progress import Progress
 from surgery.engines.limits import FAST_ROPE, FAST_WIDTH
 from surgery.families import LATENT_FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.families.rope import unchanged_length
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
@@ -31,7 +30,7 @@ from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla import bench
 from surgery.structures.mla.budget import candidate_splits
 from surgery.structures.mla.forecast import Forecast, forecast
-from surgery.structures.mla.output import all_tensors, carrier_of, reserved_numbers
+from surgery.structures.mla.output import all_tensors, carrier_of, refuse_longrope, reserved_numbers
 from surgery.structures.mla.plans import (
     ROTATION_WEIGHTS,
     SPLIT_SEQUENCES,
@@ -73,11 +72,7 @@ class MLA(Structure[Source, ConvertSettings]):
 
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
-        if unchanged_length(opened.config) is not None:
-            raise SurgeryError(
-                "RoPE longrope changes its frequencies with the length of the text, and the key that heads of MLA "
-                "share rotates by one list of them: convert --to lowrank instead"
-            )
+        refuse_longrope(opened)
         if opened.reader.stored_names and opened.family.axes and mla.METHODS[settings.method].folds:
             raise SurgeryError(
                 f"method {settings.method} takes neighbouring rotary pairs for one, and in a picture those of "
