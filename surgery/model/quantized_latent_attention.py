@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from .attention_functions import attend, gated, project_queries, rotate_pairs, scaled_by_position
+from .attention_functions import attend, gated, own_softmax, project_queries, rotate_pairs, scaled_by_position
+from .blockwise_rows import BLOCK, MOST_QUERIES, BlockwiseRows
 from .cache_argument import takes_cache
 from .latent_attention import LatentAttention
 from .left_padding import LeftPadding, layer_of
@@ -45,6 +46,7 @@ class QuantizedLatentAttention(LatentAttention):
         super().__init__(stock, entry)
         self.entry = entry
         self.quantizer = TokenQuantizer(entry.format)
+        self.blocks: BlockwiseRows | None = None  # made by the first step that reads so
 
     def initialize_weights(self) -> None:
         """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
@@ -71,39 +73,74 @@ class QuantizedLatentAttention(LatentAttention):
         batch, num_tokens, _ = hidden_states.shape
         new = self.cache_layer_of(self.entry, None, None)
         layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
-        seen = layer.get_seq_length()
-        read, gains = self._read(self.kv_down(hidden_states).unsqueeze(1), hidden_states, layer)
-        latent, k_rope = read.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-
-        places = torch.arange(read.shape[2], device=read.device)[None]
-        cos, sin = self.rotary(places if axis_positions is None else axis_positions)
+        seen, values = layer.get_seq_length(), self.kv_down(hidden_states).unsqueeze(1)
+        rows, irms = self._cached(values, hidden_states, layer)
         query, gate = project_queries(self, hidden_states)
-        query = self._latent_query(query, cos[..., seen:, :], sin[..., seen:, :])
+        query = torch.einsum("bthd,hdk->bhtk", query, self.query_up)
+        places = torch.arange(seen + num_tokens, device=values.device)[None]
         query = scaled_by_position(self, query, places[:, seen:] if position_ids is None else position_ids)
-        positional = torch.cat((rotate_pairs(k_rope, cos, sin), *gains), dim=-1)
-        kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
-        out, weights = attend(self, query, *self._latent_key_value(latent, positional), attention_mask, **kwargs)
+        if axis_positions is None and self._reads_in_blocks(query, layer):
+            out, weights = self._attend_in_blocks(query, rows, layer, attention_mask).transpose(1, 2), None
+        else:
+            cos, sin = self.rotary(places if axis_positions is None else axis_positions)
+            read, gains = self._read(rows, values, irms, layer)
+            latent, k_rope = read.split((self.kv_lora_rank, self.rope_dim), dim=-1)
+            content, turned = query.split((self.kv_lora_rank, self.rope_dim), dim=-1)
+            query = torch.cat((content, rotate_pairs(turned, cos[..., seen:, :], sin[..., seen:, :])), dim=-1)
+            positional = torch.cat((rotate_pairs(k_rope, cos, sin), *gains), dim=-1)
+            kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
+            out, weights = attend(self, query, *self._latent_key_value(latent, positional), attention_mask, **kwargs)
         out = gated(torch.einsum("bthr,hvr->bthv", out, self.value_up), gate)
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
 
-    def _read(
+    def _cached(
         self, values: torch.Tensor, hidden_states: torch.Tensor, layer: TokenCacheLayer
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Cache new tokens [B, 1, T, r + ρ]; what is read of all [B, 1, S, r + ρ], and gains of a key norm."""
-        packed, gains = self.quantizer.format.row_bytes, []
-        rows = self.quantizer.encode(values.detach())
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Cache new tokens [B, 1, T, r + ρ]; rows of all [B, 1, S, ·], and new inverse rms of a key norm."""
+        rows, irms = self.quantizer.encode(values.detach()), None
         if self.key_norm_eps is not None:
-            new = self._key_irms(hidden_states)
-            half = new.detach().to(torch.float16).contiguous()
+            irms = self._key_irms(hidden_states)
+            half = irms.detach().to(torch.float16).contiguous()
             rows = torch.cat((rows, half.view(torch.uint8)), dim=-1)
-        rows, _ = layer.update(rows, values)
-        read = self.quantizer.decode(rows[..., :packed], values.dtype)
-        if self.key_norm_eps is not None:
-            half = rows[..., packed:].contiguous().view(torch.float16).to(values.dtype)
-            gains.append(_with_gradient(half, new))
+        return layer.update(rows, values)[0], irms
+
+    def _read(
+        self, rows: torch.Tensor, values: torch.Tensor, irms: torch.Tensor | None, layer: TokenCacheLayer
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What is read of rows [B, 1, S, ·]: values [B, 1, S, r + ρ], and gains of a key norm."""
+        read, gains = self.quantizer.decode(rows[..., : self.quantizer.format.row_bytes], values.dtype), []
+        if irms is not None:
+            gains.append(_with_gradient(self._gains(rows).to(values.dtype), irms))
         if values.requires_grad:
             read = _with_gradient(read, self.quantizer.unclipped(values))
         return layer.with_first(read), gains
+
+    def _gains(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gains of a key norm in rows [B, 1, S, ·], fp16 [B, 1, S, G]."""
+        return rows[..., self.quantizer.format.row_bytes :].contiguous().view(torch.float16)
+
+    def _reads_in_blocks(self, query: torch.Tensor, layer: TokenCacheLayer) -> bool:
+        """Whether queries [B, H, T, ·] are few enough for `BlockwiseRows`, on a device and in a form that it has."""
+        length, reach = layer.get_seq_length(), layer.padding.most + layer.first
+        fits = query.shape[2] <= MOST_QUERIES and reach <= min(length, BLOCK // 2)
+        plain = query.device.type == "cpu" and query.dtype != torch.float64 and not self.training
+        sdpa = self.config._attn_implementation == "sdpa" and not own_softmax(self.config)
+        return fits and plain and sdpa and not query.requires_grad and not torch.compiler.is_compiling()
+
+    def _attend_in_blocks(
+        self, query: torch.Tensor, rows: torch.Tensor, layer: TokenCacheLayer, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Outputs [B, H, T, r] of queries that are not rotated [B, H, T, r + ρ]."""
+        if self.blocks is None:
+            self.blocks = BlockwiseRows(self.entry.latent_runs, self.entry.rope_runs, self.rotary.inv_freq)
+        gains = None
+        if self.key_norm_eps is not None:
+            gains = self._gains(rows)[:, 0].mT.float()  # [B, G, S]
+            gains = gains.repeat_interleave(self.num_key_value_groups, dim=1)[:, :, None]
+        query, rows = query * self.scaling, rows.squeeze(1)
+        first = layer.values.squeeze(1)
+        out = self.blocks.attend(query, rows, first, self.quantizer, layer.padding, mask=mask, gains=gains)
+        return out.to(query.dtype)
 
 
 def _with_gradient(read: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,205 @@
+"""Attention of few queries over a cache of packed rows, block by block, on a CPU.
+
+Decoding reads the whole cache for one token. To unpack it at once would write, and read again, a copy of the cache that
+is many times its size. Here a block of tokens is unpacked into one small buffer, multiplied by the queries, and the
+next one takes its memory; the softmax is the running one of FlashAttention (arXiv:2205.14135). All in fp32.
+
+Columns of the buffer are fields of bytes: the first fields of all bytes of a section, then the second ones and so on.
+One shift and one mask then unpack many runs at once. Steps and means of latents are folded into queries and outputs;
+shared keys are dequantized, and rotated by their position within the block alone, the queries by what is left.
+
+Shapes: B batch, T new tokens, S tokens in the cache, n tokens of a block, r rank, ρ width of the shared key.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from .left_padding import LeftPadding
+from .token_format import PATTERNS, Runs, TokenFormat
+from .token_quantizer import TokenQuantizer
+
+BLOCK = 640
+"""Most tokens of a block: enough for products to run at full speed, and a buffer that stays in the L2 cache."""
+MOST_QUERIES = 16
+"""Query tokens; more of them are worth unpacking the cache at once."""
+
+_workspace = threading.local()
+
+
+class _Section:
+    """Bytes of a row that hold one part of it.
+
+    Attributes:
+        spans: per field of a byte, the first byte that has such a field; shifts and masks from there on, uint8.
+        channels: channel of each column, within the section; 0 where a byte lacks the field.
+        real: 1 for columns that have a channel, else 0.
+    """
+
+    def __init__(self, runs: Runs, start: int) -> None:
+        patterns = [PATTERNS[name] for name, count in runs for _ in range(count)]
+        # Of each byte the channel of its first field, and how far apart the channels of its fields are.
+        bytes_of, channel, self.spans, channels = [], 0, [], []
+        for name, count in runs:
+            bytes_of += [(channel + byte, count) for byte in range(count)]
+            channel += count * len(PATTERNS[name])
+        for field in range(max(map(len, patterns), default=0)):
+            first = next(byte for byte, pattern in enumerate(patterns) if len(pattern) > field)
+            fields = [pattern if len(pattern) > field else None for pattern in patterns[first:]]
+            shifts = [sum(pattern[:field]) if pattern else 0 for pattern in fields]
+            masks = [(1 << pattern[field]) - 1 if pattern else 0 for pattern in fields]
+            span = slice(start + first, start + len(patterns))
+            self.spans.append((span, torch.tensor(shifts).byte(), torch.tensor(masks).byte()))
+            channels += [
+                begin + field * count if pattern else -1
+                for (begin, count), pattern in zip(bytes_of[first:], fields, strict=True)
+            ]
+        index = torch.tensor(channels, dtype=torch.long)
+        self.real, self.channels, self.width = (index >= 0).float(), index.clamp_min(0), len(channels)
+
+    def unpack(self, rows: Tensor, out: Tensor, codes: Tensor) -> None:
+        """Unpack rows [B, n, bytes] → out [B, n, width] fp32, by way of `codes` [B, n, ≥ bytes] uint8."""
+        column = 0
+        for number, (span, shifts, masks) in enumerate(self.spans):
+            source, size = rows[..., span], span.stop - span.start
+            part = codes[..., :size]
+            if number:
+                source = torch.bitwise_right_shift(source, shifts, out=part)
+            torch.bitwise_and(source, masks, out=part)
+            out[..., column : column + size].copy_(part)
+            column += size
+
+    def columns(self, values: Tensor) -> Tensor:
+        """Values of channels [..., channels] → of columns [..., width], zero where a byte lacks the field."""
+        return values[..., self.channels] * self.real
+
+    def channel_sums(self, columns: Tensor, channels: int) -> Tensor:
+        """Columns [..., width] → channels [..., channels]."""
+        return columns.new_zeros(*columns.shape[:-1], channels).index_add_(-1, self.channels, columns * self.real)
+
+
+class BlockwiseRows:
+    """Reads the rows of one layer."""
+
+    def __init__(self, latent_runs: Runs, rope_runs: Runs, inv_freq: Tensor) -> None:
+        """`inv_freq`: [ρ/2], of the shared key's pairs of neighbouring channels."""
+        self._rank = TokenFormat(latent_runs).channels
+        self._latent = _Section(latent_runs, 0)
+        self._rope = _Section(rope_runs, TokenFormat(latent_runs).row_bytes)
+        self._inv_freq = inv_freq.double()[self._rope.channels[0::2] // 2]
+        self._turns = self._turned(torch.arange(BLOCK))
+
+    def attend(
+        self,
+        query: Tensor,
+        rows: Tensor,
+        first: Tensor,
+        quantizer: TokenQuantizer,
+        padding: LeftPadding,
+        *,
+        mask: Tensor | None = None,
+        gains: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to all rows.
+
+        Args:
+            query: of the newest tokens, not rotated, times the attention's scale [B, H, T, r + ρ].
+            rows: packed [B, S, bytes]; behind the packed values there may be others.
+            first: first tokens in full precision [B, F, r + ρ], with the padding no more than half a block.
+            quantizer: of the rows.
+            padding: of each row of the batch.
+            mask: bool, true where a key is seen, or additive [B or 1, 1, T, S]; None is causal.
+            gains: factors of the scores [B, H, 1, S].
+
+        Returns:
+            Weighted sums of latents [B, H, T, r] fp32.
+        """
+        rank, latent, length, tokens = self._rank, self._latent, rows.shape[1], query.shape[2]
+        step, offset = quantizer.step, quantizer.mean - 0.5 * quantizer.highest * quantizer.step
+        rope_step, rope_offset = self._rope.columns(step[rank:]), self._rope.columns(offset[rank:])
+        query = query.float()
+        content = latent.columns(query[..., :rank] * step[:rank])
+        # What offsets of latents add to every score: softmax drops it, unless keys have gains.
+        constant = (query[..., :rank] * offset[:rank]).sum(-1, keepdim=True)
+        turning = torch.view_as_complex(self._rope.columns(query[..., rank:]).unflatten(-1, (self._rope.width // 2, 2)))
+        units = (first.float()[..., :rank] - offset[:rank]) / step[:rank]
+        exact = torch.cat((latent.columns(units), self._rope.columns(first.float()[..., rank:])), dim=-1)
+        index = (padding.on(rows.device)[:, None] + torch.arange(first.shape[1]))[..., None].expand_as(exact)
+        places = torch.arange(length - tokens, length)
+
+        sums = _RunningSoftmax()
+        size = -(-length // -(-length // BLOCK))
+        for start in range(0, length, size):
+            block = rows[:, start : start + size]
+            values, codes = _memory(*block.shape, latent.width + self._rope.width)
+            keys = values[..., latent.width :]
+            latent.unpack(block, values, codes)
+            self._rope.unpack(block, keys, codes)
+            torch.addcmul(rope_offset, keys, rope_step, out=keys)
+            if not start:
+                values.scatter_(1, index, exact)
+            torch.view_as_complex(keys.unflatten(-1, (self._rope.width // 2, 2))).mul_(self._turns[: block.shape[1]])
+            turned = torch.view_as_real(turning * self._turned(places - start)).flatten(-2)
+            scores = (torch.cat((content, turned), dim=-1).flatten(1, 2) @ values.mT).unflatten(1, query.shape[1:3])
+            if gains is not None:
+                scores = (scores + constant) * gains[..., start : start + size]
+            sums.add(_masked(scores, mask, places, start), values[..., : latent.width])
+        out = sums.result()
+        return latent.channel_sums(out, rank) * step[:rank] + offset[:rank]
+
+    def _turned(self, places: Tensor) -> Tensor:
+        """Places [n] → e^{jθ n} [n, ρ/2] complex64, worked out in fp64."""
+        angles = places[:, None].double() * self._inv_freq
+        return torch.complex(angles.cos(), angles.sin()).to(torch.complex64)
+
+
+class _RunningSoftmax:
+    """Sums of values that softmax weighs, whose scores come in blocks."""
+
+    def __init__(self) -> None:
+        self._highest: Tensor | None = None
+
+    def add(self, scores: Tensor, values: Tensor) -> None:
+        """Take scores [B, H, T, n], finite, of values [B, n, d]."""
+        highest = scores.amax(-1, keepdim=True)
+        if self._highest is not None:
+            highest = torch.maximum(highest, self._highest)
+        weights = (scores - highest).exp_()
+        total, out = weights.sum(-1, keepdim=True), (weights.flatten(1, 2) @ values).unflatten(1, scores.shape[1:3])
+        if self._highest is not None:
+            shrunk = (self._highest - highest).exp_()
+            total, out = total.addcmul_(self._total, shrunk), out.addcmul_(self._out, shrunk)
+        self._highest, self._total, self._out = highest, total, out
+
+    def result(self) -> Tensor:
+        """Return the weighted sums [B, H, T, d]."""
+        return self._out / self._total
+
+
+def _masked(scores: Tensor, mask: Tensor | None, places: Tensor, start: int) -> Tensor:
+    """Scores [B, H, T, n] of the keys from `start` on; those that are not seen finite and far below all others."""
+    least, stop = torch.finfo(scores.dtype).min, start + scores.shape[-1]
+    if mask is None:
+        if len(places) == 1:
+            return scores
+        return scores.masked_fill(places[:, None] < torch.arange(start, stop), least)
+    mask = mask[..., start:stop]
+    return scores.masked_fill(~mask, least) if mask.dtype == torch.bool else (scores + mask).clamp_min(least)
+
+
+def _memory(batch: int, tokens: int, row_bytes: int, width: int) -> tuple[Tensor, Tensor]:
+    """Values [batch, tokens, width] fp32 and codes [batch, tokens, row_bytes] uint8, in memory of this thread."""
+    parts = []
+    for name, dtype, last in (("values", torch.float32, width), ("codes", torch.uint8, row_bytes)):
+        size, held = batch * tokens * last, getattr(_workspace, name, None)
+        if held is None or held.numel() < size:
+            with torch.inference_mode(False):  # else no later call outside that mode could write to it
+                held = torch.empty(size, dtype=dtype)
+            setattr(_workspace, name, held)
+        parts.append(held[:size].view(batch, tokens, last))
+    return parts[0], parts[1]
