@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def inspect(model: Model, *, allow_pickle: bool = False) -> Inspection:
-    """What attention a model has, what it caches, and what it can be converted to: ``surgery inspect``.
+    """Inspect a model's attention, its cache and its possible conversions, as ``surgery inspect`` does.
 
     Args:
         model: see :mod:`surgery.api.given_models`.

@@ -220,7 +220,7 @@ def _convert(
 
 
 def _first_source(model: Checkpoint) -> Checkpoint | str | None:
-    """What a result was made from in the first place, as far back as that can be read."""
+    """Return the first source of a result, as far back as that can be read."""
     source = model.source
     while isinstance(source, Checkpoint) and source.source is not None:
         source = source.source

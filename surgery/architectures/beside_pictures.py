@@ -1,4 +1,4 @@
-"""What is written of a model of pictures and text, in its class or in ours: config.json, and names of tensors."""
+"""Result of a vision-language model, in its class or in ours: config.json, and names of tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def whole_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, 
 
 
 def whole_names(reader: CheckpointReader, config: dict[str, Any], tensors: Iterable[str]) -> dict[str, str]:
-    """How the files of a result name ``tensors``, which are those of a language model and what is beside it.
+    """Map ``tensors``, those of a language model and of the parts next to it, to their names in the files of a result.
 
     The own class is read under the names of the source's class alone, which published checkpoints need not have.
     """

@@ -1,4 +1,4 @@
-"""Which class carries a conversion, and why."""
+"""Choice of the class that carries a conversion, and its reasons."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ LARGEST_QUERY = 2.0**15
 
 
 def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, beside: str | None = None) -> list[str]:
-    """Why the stock class cannot carry a conversion; empty if it can.
+    """Return why the stock class cannot carry a conversion; empty if it can.
 
     Args:
         config: the source's config.json.
@@ -215,7 +215,7 @@ class StockMLA:
         }
 
     def copied(self, names: list[str]) -> list[str]:
-        """Which of the source's attention tensors of a layer are kept as they are: none."""
+        """Return which of the source's attention tensors of a layer stay unchanged: none."""
         return []
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:

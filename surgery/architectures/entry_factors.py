@@ -1,4 +1,5 @@
-"""What training must leave as it is in a checkpoint, so that its class goes on computing what it is meant to.
+"""Tensors that training must leave unchanged or scale, so that a checkpoint's class goes on computing what it is meant
+to.
 
 Stock MLA classes normalise the latent, and conversions make that norm the identity (:mod:`.neutral_norm`). Its weight
 must not move, nor a channel that is constant, nor what reads it: behind the norm it may be in the thousands, and one

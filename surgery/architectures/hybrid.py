@@ -153,7 +153,7 @@ def moved_names(reader: CheckpointReader, layer: int) -> list[str]:
 
 
 def moved_tensors(reader: CheckpointReader, layer: int, order: list[int]) -> dict[str, Tensor]:
-    """Those tensors with the KV heads in another order, in their own dtype."""
+    """Return those tensors with the KV heads in another order, in their own dtype."""
     prefix = ATTENTION_PREFIX.format(layer=layer)
     found = {name.removeprefix(prefix): reader.tensor(name) for name in moved_names(reader, layer)}
     return {prefix + name: tensor.contiguous() for name, tensor in permute_heads(found, order).items()}
@@ -179,5 +179,5 @@ def _units_of_blocks(blocks: Sequence[Block]) -> tuple[Unit, ...]:
 
 
 def compensation_bytes(head_dim: int) -> int:
-    """What a compensated head keeps besides its window: the sums of dropped keys and values, in float32."""
+    """Return the bytes of a compensated head besides its window: the sums of dropped keys and values, in float32."""
     return 2 * head_dim * torch.float32.itemsize

@@ -72,7 +72,7 @@ class OwnLowRank:
         return own_config(source, entries)
 
     def copied(self, names: Sequence[str]) -> list[str]:
-        """Which of the source's attention tensors of a layer are kept as they are."""
+        """Return which of the source's attention tensors of a layer stay unchanged."""
         kept = "q_proj.bias", "q_norm.", "k_norm.", "o_proj.bias", "sinks"
         kept += ("k_proj.", "v_proj.") if self.window else ()
         return [name for name in names if name.rpartition("self_attn.")[2].startswith(kept)]

@@ -37,7 +37,7 @@ class OwnMLA:
         return own_config(source, layers)
 
     def copied(self, names: list[str]) -> list[str]:
-        """Which of the source's attention tensors of a layer are kept as they are."""
+        """Return which of the source's attention tensors of a layer stay unchanged."""
         kept = ["q_proj.", "q_norm.", "o_proj.bias", "sinks"]
         if self.spec.key_norm_eps is not None:
             kept.append("k_proj.")  # gives the exact key norm its inverse RMS

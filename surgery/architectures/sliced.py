@@ -32,7 +32,7 @@ Ranks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """What stays of a tensor: some indices along one dimension, and what they are multiplied by."""
+    """Slice of a tensor: some indices along one dimension, and the factors they are multiplied by."""
 
     dim: int
     kept: tuple[int, ...]
@@ -125,7 +125,7 @@ class LatentModel:
         return entry.width(SimpleNamespace(**self.config)) - sum(entry.ranks)
 
     def sliced(self, ranks: Ranks) -> LatentModel:
-        """The same model with the first so many latents of every block.
+        """Return the same model with the first so many latents of every block.
 
         Raises:
             SurgeryError: the stock class has one rank for all layers.
@@ -153,11 +153,11 @@ class LatentModel:
 
     @property
     def down_name(self) -> str:
-        """Of the projection whose first outputs are the latents."""
+        """Name of the projection whose first outputs are the latents."""
         return "kv_a_proj_with_mqa" if self.stock else "kv_down"
 
     def cuts(self, layer: int, ranks: Ranks) -> dict[str, Cut]:
-        """What stays of a layer's attention tensors, by their names within it; some may not exist."""
+        """Return the cuts of a layer's attention tensors, by their names within it; some may not exist."""
         if self.stock:
             return self._stock_cuts(layer, ranks)
         if isinstance(self.entries[layer], LowRankEntry):
@@ -224,7 +224,7 @@ def _firsts(sizes: Iterable[int], kept: Sequence[int]) -> tuple[int, ...]:
 
 
 def _stock_norm(path: Path, reader: CheckpointReader) -> NeutralNorm:
-    """How a stock checkpoint's latent norms are neutralised.
+    """Return the way to neutralise a stock checkpoint's latent norms.
 
     Raises:
         SurgeryError: one of them is a real norm, as in DeepSeek's own models.

@@ -49,7 +49,7 @@ class SmallerLatents:
         return {name: TensorSpec(spec.dtype, changed.get(name, spec.shape)) for name, spec in tensors.items()}
 
     def reasons(self) -> list[str]:
-        """Why the class is what it is, and what of the source is not there."""
+        """Return the reasons for the class, and the parts of the source that are missing."""
         found = ["the source's own class holds another rank"]
         if further := {name.split(".")[2] for name in self.reader.names() if is_further(name, self.layers)}:
             found.append(f"layers that predict further tokens are left out ({len(further)})")

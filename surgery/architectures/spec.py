@@ -1,4 +1,4 @@
-"""What a converted model looks like, independently of the class that will carry it."""
+"""Converted model, independent of the class that will carry it."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def filled_cache(model, batch: int, context: int, device: torch.device, steps: i
 
 @torch.no_grad()
 def is_plain(model, device: torch.device) -> bool:
-    """Whether a model caches nothing but keys and values of all tokens."""
+    """Return whether a model caches nothing but keys and values of all tokens."""
     layers = getattr(_probe(model, 1, device), "layers", [])
     return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
 

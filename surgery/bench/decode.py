@@ -58,7 +58,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """What is measured.
+    """Settings of a measurement of decoding.
 
     Attributes:
         contexts: tokens of the cache.
@@ -264,7 +264,7 @@ def _graph_seconds(step: Callable[[], Any], device: torch.device) -> tuple[float
 
 
 def _against_source(rows: list[dict]) -> None:
-    """How many times the source's tokens a second, as it is and at the same place, a row reaches."""
+    """Add to each row the ratio of its tokens a second to the source's, at the same context and batch."""
     measured = [row for row in rows if "tokens_per_second" in row]
     sources = {
         (row["model"], row["context"], "largest" if row["largest"] else row["batch"]): row["tokens_per_second"]

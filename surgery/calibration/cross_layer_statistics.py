@@ -1,4 +1,4 @@
-"""What the layers of a group have to do with each other: the joint second moment of their keys and values."""
+"""Joint second moment of the keys and values of a group's layers."""
 
 from __future__ import annotations
 

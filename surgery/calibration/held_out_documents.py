@@ -38,8 +38,8 @@ MOST_MODULES = 64
 
 
 def default_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """What fits a model where nobody names a text: the files that ship, which real language models know by heart, for
-    a model of code such as the demo's, and prose and code of what is installed for others."""
+    """Return the default texts of a model: the files that ship, which real language models have memorised, for a model
+    of code such as the demo's, and prose and code of what is installed for others."""
     return (BUILTIN,) if len(tokenizer) < SMALL_VOCABULARY else (PROSE, CODE)
 
 

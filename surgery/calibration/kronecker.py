@@ -136,7 +136,7 @@ def _mean(
 
 
 def _any(batches: Sequence[Tensor]) -> bool:
-    """Whether a row of these is not zero."""
+    """Return whether any row is not zero."""
     return any(bool(batch.any()) for batch in batches)
 
 

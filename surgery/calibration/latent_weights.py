@@ -1,4 +1,4 @@
-"""What the weights alone say of an MLA layer, where there is no text to calibrate on."""
+"""Statistics of an MLA layer from its weights alone, for when there is no text to calibrate on."""
 
 from __future__ import annotations
 

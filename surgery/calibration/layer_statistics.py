@@ -36,7 +36,7 @@ BasisOf = Callable[[AttentionAnatomy, LayerStatistics], "KeyBasis"]
 
 
 class Calibrated(Protocol):
-    """What is calibrated, on which text, and where what is learnt of it goes: a conversion's work.
+    """Calibration of one conversion: its source, its text, and the library that takes the statistics.
 
     Attributes:
         texts: whose calibration tokens [N, T] are swept over; the weights alone where there are none.
@@ -120,7 +120,7 @@ def _facts(
     basis_of: BasisOf | None,
     first: int,
 ) -> dict[str, Any]:
-    """All that statistics follow from. Which basis lags are taken in is a matter of the method."""
+    """Return everything that determines the statistics. The basis in which lags are taken is chosen by the method."""
     return {
         "source": opened.reader.fingerprint(),
         "tokens": token_hash(tokens),

@@ -46,7 +46,7 @@ Conversations = Callable[[bool, int], list[list[int]]]
 
 
 def shares_of(calibration: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, float] | None:
-    """What a calibration setting says of several kinds of text; None where it names one plain source.
+    """Return the shares of several kinds of text in a calibration setting; None where it names one plain source.
 
     Args:
         calibration: "builtin", a kind, or shares such as "prose=0.5,code=0.25,notes.txt=0.25", of any sum.
@@ -89,7 +89,7 @@ def _parsed(calibration: str) -> dict[str, float]:
 
 
 def without_chat(shares: Mapping[str, float]) -> dict[str, float]:
-    """The same with prose in the place of conversations."""
+    """Return the same shares with prose in the place of conversations."""
     rest = {name: share for name, share in shares.items() if name != CHAT}
     if CHAT in shares:
         rest[PROSE] = rest.get(PROSE, 0.0) + shares[CHAT]
@@ -180,7 +180,7 @@ def named_text(
     *,
     bos: int | Literal["tokenizer"] | None = "tokenizer",
 ) -> CalibrationSet:
-    """As `build_calibration`, `count` sequences of one of `TEXTS` and held-out ones of what is installed."""
+    """Build ``count`` sequences of one of `TEXTS` and held-out ones of installed text, as `build_calibration` does."""
     documents, unseen, wording = TEXTS[name]
     length, recall, seed = request.length, request.recall, request.seed
     calibration, other = Pool(pool_size(count, length)), Pool(pool_size(held_out, length))

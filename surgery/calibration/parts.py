@@ -51,7 +51,7 @@ class Parts:
         return slice(self._batches[part][0].start, self._batches[part][-1].stop)
 
     def own_rows(self, part: int) -> slice:
-        """The same of a part of this process, among those that it has."""
+        """Return the rows of a part among those of this process."""
         rows, before = self.rows(part), self._before[part]
         return slice(rows.start - before, rows.stop - before)
 
@@ -89,7 +89,7 @@ class Parts:
         return torch.cat(kept) if kept else None
 
     def take(self, snapshots: Snapshots, loop: str, state: Callable[[], dict]) -> None:
-        """Has the main process keep a state, in whose making all have their share."""
+        """Save a state on the main process; all processes take part in making it."""
         if self.processes.from_main(snapshots.due):
             made = state()
             self.processes.from_main(lambda: snapshots.take(loop, lambda: made))

@@ -1,4 +1,4 @@
-"""What a user can ask of every conversion: its text, where and in what layers run. Needs no torch."""
+"""Settings of every conversion: its text, and where and in which dtype layers run. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_CALIBRATION = "none"
 
 @dataclass(frozen=True)
 class ConversionSettings(FileSettings):
-    """What all conversions can be asked for."""
+    """Base settings of all conversions."""
 
     kv_ratio: float | None = setting(
         None,
@@ -95,11 +95,11 @@ class ConversionSettings(FileSettings):
 
     @classmethod
     def needless(cls, given: Callable[[str], str | None]) -> str | None:
-        """What to do in place of a conversion, by the texts of options, where there is something better."""
+        """Return advice where something is better than a conversion with these options; None where nothing is."""
         return None
 
     def ending(self, target: str) -> str:
-        """Of the default name of the output."""
+        """Return the ending of the output's default name."""
         return target
 
     def deciding(self) -> dict[str, Any]:

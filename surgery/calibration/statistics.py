@@ -1,4 +1,4 @@
-"""What a conversion knows of one layer: second moments of its keys and values, of their loss gradients, and lags.
+"""Statistics of one layer: second moments of its keys and values, of their loss gradients, and lags.
 
 Plain moments are averages over tokens. What an error costs the loss is said by the two factors of
 `surgery.calibration.kronecker`, in which tokens count by what they meet.
@@ -74,7 +74,7 @@ class LayerStatistics:
 
     @property
     def metric(self) -> Tensor | None:
-        """What an error of z costs, beside :attr:`met_moment`; a plain moment of gradients without weights."""
+        """Cost of an error of z, next to :attr:`met_moment`; without weights, a plain moment of gradients."""
         return self.gradient if self.weighted_gradient is None else self.weighted_gradient
 
     @property
@@ -156,7 +156,7 @@ class MomentAccumulator:
             _add(sums, "input_energy", precision.total(x.square()))
 
     def collect(self, add: Callable[[int], None]) -> None:
-        """Has ``add`` add all batches of a part, by its number, on the process that has it, and sums over the parts."""
+        """Call ``add`` for all batches of a part, by its number, on the process that has it, and sum over the parts."""
 
         def sums(part: int) -> dict[str, Any]:
             add(part)
@@ -240,7 +240,7 @@ def raw_key_gradient(keys: Tensor, gradient: Tensor, gain: Tensor, weight: Tenso
 
 @dataclass
 class LagStatistics:
-    """How rotation matters to each component of a key basis, over the lags that attention really uses.
+    """Effect of rotation on each component of a key basis, over the lags that attention really uses.
 
     With p the attention of head h, ``energy = Σ p |q'|² |k'|²`` and ``turned = Σ p |q'|² |k'|² exp(iθ(n-m))``. The
     constant that best replaces the rotation is ``turned / energy``; what it leaves is ``energy - |turned|²/energy``.
@@ -320,5 +320,5 @@ def _rows(keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _wide(rows: Tensor) -> Tensor:
-    """In float32 at least: moments of 16-bit products may be of no inverse."""
+    """Return rows in float32 at least: moments of 16-bit products may have no inverse."""
     return rows.float() if rows.itemsize < 4 else rows

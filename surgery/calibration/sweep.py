@@ -50,7 +50,7 @@ class BoundaryStore(LayerFiles):
         self.filled = False
 
     def fill_when_asked(self, sweep: Callable[[], object]) -> None:
-        """Has ``sweep``, which saves all boundaries here, run when the first is loaded, if ever one is."""
+        """Run ``sweep``, which saves all boundaries here, once the first is loaded."""
         self._sweep = sweep
 
     def save(self, index: int, hidden: Tensor, first: int = 0, of: int | None = None) -> None:
@@ -74,7 +74,7 @@ class BoundaryStore(LayerFiles):
                 give_back(hidden)
 
     def load(self, index: int) -> Tensor:
-        """What entered a layer [N, T, D], mapped from its file: to be read, not to be changed."""
+        """Return the inputs of a layer [N, T, D], mapped from their file and read-only."""
         if self._sweep:
             sweep, self._sweep = self._sweep, None
             sweep()

@@ -1,4 +1,4 @@
-"""Where calibration and training text comes from: one source name in, documents out, one at a time.
+"""Calibration and training text: one source name in, documents out, one at a time.
 
 A source is "builtin", a local file, or the name of a dataset on the Hugging Face Hub. Nothing is ever downloaded
 without a line on standard error that says what.

@@ -1,4 +1,4 @@
-"""How well a source knows the text that it is calibrated on and measured with."""
+"""Fit of a calibration text: how well a source predicts the text that it is calibrated on and measured with."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def measure_fit(
 
 
 def _by_kind(losses: Tensor, order: Sequence[str] | None) -> dict[str, dict[str, float]]:
-    """Of losses [N, T - 1] of sequences."""
+    """Group the losses [N, T - 1] of sequences by kind of text."""
     kinds = list(order or ["text"] * len(losses))[: len(losses)]
     fit = {}
     for kind in dict.fromkeys(kinds):
@@ -63,7 +63,7 @@ def _by_kind(losses: Tensor, order: Sequence[str] | None) -> dict[str, dict[str,
 
 
 def misfits(fit: dict[str, dict[str, float]], *, chats: bool) -> list[str]:
-    """What is wrong with a calibration text, a line each.
+    """Return what is wrong with a calibration text, a line each.
 
     Args:
         chats: whether the source is a model for conversations, and none are in the text.

@@ -114,7 +114,8 @@ def load_texts(
 def _builder(
     opened, tokenizer, settings: ConversionSettings, progress: Progress, run_source: bool
 ) -> Callable[[float], CalibrationSet]:
-    """What makes the sequences, given the share of them with planted recalls. The source writes only once."""
+    """Return the function that makes the sequences, given the share of them with planted recalls. The source writes
+    only once."""
     from surgery.calibration.mixture import CHAT, build_mixture, shares_of, without_chat
     from surgery.calibration.sequences import SequenceRequest, build_calibration
     from surgery.calibration.text import BUILTIN
@@ -135,7 +136,7 @@ def _builder(
 def _with_held_out(
     build: Callable[[float], CalibrationSet], tokenizer, settings: ConversionSettings
 ) -> Callable[[float], CalibrationSet]:
-    """The same with held-out sequences of a text of one's own."""
+    """Extend a builder by held-out sequences of the user's text."""
     from surgery.calibration.sequences import CalibrationSet, SequenceRequest, build_calibration, token_hash
 
     def replaced(recall: float) -> CalibrationSet:
@@ -176,7 +177,7 @@ def _whole_model(opened):
 
 
 def _too_large_to_load(opened) -> str | None:
-    """Why the source is not loaded as a whole without being asked to; None where it can be."""
+    """Return why the source is not loaded whole by default; None where it can be."""
     import psutil
 
     weights = sum(opened.reader.info(name).nbytes for name in opened.reader.names())

@@ -89,7 +89,7 @@ class CarriedFiles:
         return [name for name in self.names if kind_of(name) is Kind.CODE]
 
     def record(self, written: Collection[str]) -> dict[str, list[str]]:
-        """What a report says of them.
+        """Return the report's record of the files.
 
         Args:
             written: names of all files of the result; one of those is not left out, it was replaced.
@@ -175,7 +175,7 @@ def _own_entries(config: Any, modules: Collection[str]) -> Any:
 
 
 def _is_own(value: Any, modules: Collection[str]) -> bool:
-    """Whether an ``auto_map`` names classes of these modules alone."""
+    """Return whether an ``auto_map`` names classes of these modules alone."""
     if not isinstance(value, dict):
         return False
     return all(isinstance(each, str) and each.rpartition(".")[0] in modules for each in value.values())

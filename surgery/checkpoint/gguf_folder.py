@@ -22,7 +22,7 @@ from surgery.common.temporary import TemporaryFolder
 
 @dataclass(frozen=True)
 class GgufFolder:
-    """What a file holds, and the folder with its config.json and tokenizer."""
+    """Contents of a GGUF file, and the folder with its config.json and tokenizer."""
 
     file: Path
     model: GgufModel

@@ -1,4 +1,4 @@
-"""What a GGUF file holds, said as a Hugging Face checkpoint: config.json, tensor names, order of rows, dtype.
+"""Hugging Face view of a GGUF file: config.json, tensor names, order of rows, dtype.
 
 Names and metadata keys are those of llama.cpp's converter, which also rewrites two things: rows of q and k of ``llama``
 models are permuted for rotations of neighbouring numbers, and llama3's RoPE scaling is stored as a tensor of factors.
@@ -216,7 +216,8 @@ def _scaled(path: Path, rope: dict[str, Any], factors: GgufTensor | None, head_d
 
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """By what Llama 3's scaling divides each frequency, [d/2] float32; llama.cpp reads it as ``rope_freqs``."""
+    """Return the divisors of each frequency in Llama 3's scaling, [d/2] float32; llama.cpp reads them as
+    ``rope_freqs``."""
     freqs = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * freqs / (2 * math.pi)

@@ -16,12 +16,12 @@ _UNWANTED = ["consolidated*", "*/*.safetensors", "*/*.bin"]
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether ``source`` reads like ``org/name``."""
+    """Return whether ``source`` reads like ``org/name``."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source) is not None
 
 
 def is_downloaded(name: str) -> bool:
-    """Whether a file of a repository, by its path there, comes with :func:`download`."""
+    """Return whether :func:`download` fetches a file of a repository, by its path there."""
     return any(fnmatch(name, kind) for kind in _FILES) and not any(fnmatch(name, kind) for kind in _UNWANTED)
 
 

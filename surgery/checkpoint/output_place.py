@@ -1,4 +1,4 @@
-"""Where the output of a verb goes, and what it may not replace. Needs no torch."""
+"""Output path of a command, and the paths that it may not replace. Needs no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def default_output(source: str | Path, target: str) -> Path:
 
 
 def working_output(source: str | Path, ending: str) -> Path:
-    """In the working folder, named after the source; beside the source where the working folder lies in it."""
+    """Return a path in the working folder, named after the source; next to the source where that lies in the working
+    folder."""
     beside, folder = default_output(source, ending), Path.cwd()
     place = Path(source).resolve()
     return beside if place in (folder, *folder.parents) else Path(beside.name)
@@ -45,7 +46,7 @@ def refuse_inside(source: Path, out: Path) -> None:
 def settle_output(
     source: str | Path, read: Path | None, out: str | Path | None, target: str, *, overwrite: bool
 ) -> Path:
-    """Where the output goes.
+    """Settle the output path.
 
     Args:
         read: the folder or file that ``source`` is read from; None for a hub model that nobody fetched yet.

@@ -1,4 +1,4 @@
-"""Has what prepares pictures for a converted model load as it does for the source.
+"""Image processor of a converted model, loaded as for the source.
 
 transformers finds its class by the model type where no file names it, and a conversion changes that type.
 """

@@ -142,7 +142,8 @@ class CheckpointReader:
     def seen_as(
         self, config: dict[str, Any], parts: Mapping[str, Mapping[str, int]], *, put_back: bool = False
     ) -> CheckpointReader:
-        """The same weights with another config, some tensors being rows of stored ones (see :class:`RowSliceStore`).
+        """Return a view of the same weights with another config, some tensors being rows of stored ones (see
+        :class:`RowSliceStore`).
 
         Its ``path`` is a temporary folder with that config and links to the sidecars, but for remote code, which is
         that of the stored names. With ``put_back`` each part is a whole tensor under another name, and what is made
@@ -155,7 +156,7 @@ class CheckpointReader:
         return view
 
     def corrected(self, config: dict[str, Any]) -> CheckpointReader:
-        """The same checkpoint with another config.json; itself, where that is the same.
+        """Return the same checkpoint with another config.json; itself if that is equal.
 
         Its fingerprint is that of the files. Its ``path`` is a temporary folder with that config and links to the rest.
         """
@@ -186,7 +187,7 @@ class CheckpointReader:
         return self._view(config, DequantisedStore(self._store, found.matrices), found.name, code=True)
 
     def in_dtype(self, dtype: torch.dtype) -> CheckpointReader:
-        """The same weights, rounded to a dtype as they are read; itself, where they have it."""
+        """Return the same weights, rounded to a dtype as they are read; itself if they have it."""
         store = CastStore(self._store, dtype)
         if store.infos == self._store.infos:
             return self
@@ -195,7 +196,7 @@ class CheckpointReader:
     def _view(
         self, config: dict[str, Any], store: Store, dequantised_from: str | None, *, code: bool
     ) -> CheckpointReader:
-        """The same checkpoint with another config and tensors; with its remote code, or without."""
+        """Return the same checkpoint with another config and tensors; with its remote code, or without."""
         folder = temporary_folder() / self.name
         with disk_errors(folder):
             folder.mkdir()
@@ -233,11 +234,12 @@ class CheckpointReader:
 
     @property
     def as_stored(self) -> CheckpointReader:
-        """The same without dequantisation, but of a GGUF file, whose numbers are read in no other way."""
+        """The same checkpoint without dequantisation; a GGUF file is always dequantised."""
         return self._behind if isinstance(self._store, DequantisedStore) and self._behind is not None else self
 
     def stored_parts(self, name: str) -> dict[str, TensorInfo]:
-        """What a quantised matrix is in :attr:`as_stored`; nothing for tensors that are read as they are stored."""
+        """Return the parts of a quantised matrix in :attr:`as_stored`; none for tensors that are read as they are
+        stored."""
         return self._store.parts(name) if isinstance(self._store, DequantisedStore) else {}
 
     def model_folder(self) -> Path:
@@ -289,7 +291,7 @@ class CheckpointReader:
         return {name: self.tensor(name) for name in self._names_of(prefix)}
 
     def read_ahead(self, prefix: str) -> None:
-        """Has the system read the tensors of a module while this process does something else; returns at once."""
+        """Prefetch the tensors of a module while this process does something else; return at once."""
         self._ahead.ask(place for name in self._names_of(prefix) for place in self._store.places(name))
 
     def _names_of(self, prefix: str) -> list[str]:
@@ -341,7 +343,7 @@ class CheckpointReader:
 
     @property
     def files(self) -> FolderFiles:
-        """What lies beside weights and config.json in the folder that was opened, or that a GGUF file stands for."""
+        """Files next to weights and config.json in the folder that was opened, or that a GGUF file stands for."""
         return self._files if self._behind is None else self._behind.files
 
     def sidecars(self) -> list[Path]:
@@ -383,7 +385,7 @@ class CheckpointReader:
         return self._identity
 
     def recall(self, known: Identity | None) -> bool:
-        """Whether the fingerprint needs no reading: taken before, or by an earlier run of files with this stamp."""
+        """Return whether the fingerprint needs no read: known, or from an earlier run of files with this stamp."""
         if self._behind is not None:
             return self._behind.recall(known)
         if self._identity is None and known is not None and known.stamp == self._stamp == self.stamp():

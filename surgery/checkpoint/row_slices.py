@@ -58,7 +58,7 @@ class RowSliceStore:
             self.infos[name] = replace(info, shape=(rows.count, *rest), nbytes=info.nbytes // count * rows.count)
 
     def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
-        """As :meth:`Store.read`."""
+        """Read as :meth:`Store.read` does."""
         if name not in self._slices:
             self._store.read(name, ranges, out)
             return
@@ -72,7 +72,7 @@ class RowSliceStore:
             self._store.read(part.stored, list(_within(part.rows, row, ranges)), out)
 
     def places(self, name: str) -> list[Place]:
-        """As :meth:`Store.places`: the whole of the tensor that it is rows of."""
+        """Return the byte ranges as :meth:`Store.places` does: those of the whole tensor whose rows it is."""
         return self._store.places(self._slices[name].stored if name in self._slices else name)
 
     def _transposed(self, stored: str) -> Tensor:
@@ -83,7 +83,7 @@ class RowSliceStore:
 
 
 def _within(rows: Rows, row: int, ranges: ByteRanges) -> Iterator[tuple[int, int]]:
-    """Where bytes [start, stop) of rows one behind the other are in what these are rows of, of ``row`` bytes each."""
+    """Map bytes [start, stop) of consecutive rows, each of ``row`` bytes, to bytes of the tensor that holds them."""
     for start, stop in ranges:
         before = 0
         for first, last in rows.runs:

@@ -71,7 +71,7 @@ class Snapshots:
         return damaged
 
     def due(self) -> bool:
-        """Whether the last state of any loop is old enough for another."""
+        """Return whether the last state of any loop is old enough for another."""
         return self.folder is not None and time.monotonic() - self._written >= INTERVAL
 
     def take(self, loop: str, state: Callable[[], dict[str, Any]]) -> None:
@@ -93,7 +93,7 @@ class Snapshots:
         self._written = time.monotonic()
 
     def taken(self, loop: str = "*") -> bool:
-        """Whether there is a state of this loop; without a name, of any."""
+        """Return whether there is a state of this loop; without a name, of any."""
         return self.folder is not None and any(self.folder.glob(f"{loop}.state"))
 
     def _path(self, loop: str) -> Path:

@@ -1,4 +1,4 @@
-"""Has a converted checkpoint cut text into the tokens that its source does.
+"""Tokenizer class of a converted checkpoint, chosen so that text is cut into the source's tokens.
 
 transformers chooses the class of a tokenizer by the model type too: for some types, qwen2 among them, it takes a class
 of its own whatever ``tokenizer_config.json`` names, because published ones name a wrong one (DeepSeek's distillations
@@ -60,7 +60,7 @@ def _copy_as_loaded(source: Path, writer: CheckpointWriter) -> None:
 
 
 class Cutting(NamedTuple):
-    """What a tokenizer's class is called, and the ids that it makes of the samples."""
+    """Tokenizer's class name, and the ids that it makes of the samples."""
 
     name: str
     ids: list[list[int]]
@@ -76,7 +76,7 @@ _KNOWN: dict[str, Cutting | None] = {}
 
 
 def _cutting(folder: Path) -> Cutting | None:
-    """How the tokenizer of a folder cuts; None where there is none that transformers can read."""
+    """Return the tokens of a folder's tokenizer; None where there is none that transformers can read."""
     key = _key(folder)
     if key not in _KNOWN:
         _KNOWN[key] = _measured(folder)

@@ -1,4 +1,4 @@
-"""What a conversion that was interrupted had finished, kept for the same conversion to resume from.
+"""Unfinished conversion: the finished parts of an interrupted one, from which the same conversion resumes.
 
 It lies in the ``.partial`` folder of the output, which is locked from the beginning: two conversions to one output are
 kept apart.
@@ -96,7 +96,7 @@ class Unfinished:
             self._progress.note(f"{self.staging.partial} keeps what was finished; --restart discards it")
 
     def _same_work(self) -> bool:
-        """Whether what is there was begun on the same source and facts.
+        """Return whether the unfinished work was begun on the same source and facts.
 
         Raises:
             SurgeryError: it was not, and holds something to resume from.

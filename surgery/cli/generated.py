@@ -54,13 +54,14 @@ class SettingOption:
 
     @property
     def panel(self) -> str:
-        """Of the section, or of the only target that has it."""
+        """Panel of the help: its section, or the only target that has it."""
         if self.targets > 1 and len(self.settings) == 1:
             return f"--to {next(iter(self.settings))}"
         return self.first.said.section
 
     def parameters(self) -> list[inspect.Parameter]:
-        """Of the function that typer sees: the option, and a hidden one for each of its old flags."""
+        """Return the parameters of the function that typer sees: the option, and a hidden one for each of its old
+        flags."""
         flag, metavar, kind = self.flag, self.metavar, str | None
         if self.first.said.repeated:
             kind = list[str] | None
@@ -83,7 +84,7 @@ class SettingOption:
 
     @property
     def help(self) -> str:
-        """What the settings say, their values and defaults; of which targets, where that is not all the same."""
+        """Help text: the settings' help, values and defaults, with their targets where these differ."""
         parts = []
         for text, targets in self._by_target(lambda each: each.said.help):
             unsaid = self.targets == 1 or len(self.settings) == 1 or len(targets) == self.targets
@@ -107,7 +108,7 @@ class SettingOption:
 
 @dataclass(frozen=True)
 class Given:
-    """What a command line gives of settings."""
+    """Settings of a command line."""
 
     classes: Mapping[str, type]
     values: tuple[tuple[SettingOption, Any], ...]
@@ -156,7 +157,7 @@ def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Cal
 
 
 def _in_flags(told: str, given: Iterable[SettingOption]) -> str:
-    """What is wrong with a setting, by the flag that gave it."""
+    """Rewrite a message about a setting with the flag that set it."""
     for option in given:
         for name in {setting.name for setting in option.settings.values()}:
             beginning = "" if "_" in name else "(?:^|(?<=, and ))"  # inside of a sentence they are words
@@ -165,7 +166,7 @@ def _in_flags(told: str, given: Iterable[SettingOption]) -> str:
 
 
 def _options(classes: Mapping[str, type]) -> list[SettingOption]:
-    """Of all classes, panel by panel."""
+    """Return the options of all classes, panel by panel."""
     found: dict[str, dict[str, Setting]] = {}
     for target, cls in classes.items():
         for each in settings_of(cls).values():
@@ -179,7 +180,7 @@ def _options(classes: Mapping[str, type]) -> list[SettingOption]:
 
 
 def _rank(panel: str) -> int:
-    """Of several targets: their sizes first, what only one of them has before what every conversion has."""
+    """Rank the panels of several targets: sizes first, a single target's options before those of every conversion."""
     last = (INPUTS, MACHINE, OUTPUT)
     return 0 if panel == "Budget" else 2 if panel.startswith("--to") else 3 if panel in last else 1
 

@@ -1,4 +1,5 @@
-"""What verbs share: --quiet, a log of long ones, help without types of flags, suggestions for the verbs of a group."""
+"""Parts that commands share: --quiet, a log of long ones, help without types of flags, suggestions for commands of a
+group."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ class _PlainHelp:
 
 
 def _nothing(ctx: Any) -> None:
-    """Of what is not shown."""
+    """Show nothing, in place of a hidden part of the help."""
 
 
 def _name_of(argument: Any) -> Callable[[Any], list[str]]:

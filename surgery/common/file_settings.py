@@ -79,7 +79,7 @@ MOST_VALUES = 100_000
 
 
 def read_yaml(path: str | Path) -> Any:
-    """What a YAML file holds, as plain values; None for an empty one.
+    """Read a YAML file as plain values; None for an empty one.
 
     Raises:
         SurgeryError: it cannot be read, is no YAML, asks for objects, or its aliases stand for too much.

@@ -1,4 +1,4 @@
-"""What a conversion, its healings and their evaluations are filed under, wherever they are followed."""
+"""Lineage: the id under which a conversion, its healings and their evaluations are filed wherever they are tracked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lineage(report: Mapping[str, Any]) -> str:
 
 
 def lineage_of(folder: str | Path) -> str | None:
-    """That of the checkpoint in a folder; None where no conversion of this package made it."""
+    """Return the lineage of the checkpoint in a folder; None where no conversion of this package made it."""
     try:
         return lineage(json.loads((Path(folder) / REPORT).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):

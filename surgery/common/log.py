@@ -25,7 +25,7 @@ JSON_LINES = ".jsonl"
 
 
 def is_verbose() -> bool:
-    """Whether lines with times and memory are wanted on standard error, also of a terminal."""
+    """Return whether standard error gets lines with times and memory, also on a terminal."""
     return VERBOSE in os.environ
 
 
@@ -50,7 +50,7 @@ def log(event: str, text: str, **facts: object) -> None:
 
 @contextmanager
 def logged(command: str, file: Path | None, *, verbose: bool, **facts: object) -> Iterator[None]:
-    """Has the work of the block logged; of several processes that do the same work, the first logs.
+    """Log the work of the block; of several processes that do the same work, the first logs.
 
     Raises:
         SurgeryError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""What a bug report needs to know of the machine: versions, cores, memory; no paths and no names."""
+"""Machine facts for a bug report: versions, cores, memory; no paths and no names."""
 
 from __future__ import annotations
 

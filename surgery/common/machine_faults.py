@@ -1,4 +1,4 @@
-"""What machines do to programs, memory that ends and disks that fail, as one line."""
+"""Messages of one line for faults of the machine: memory that runs out and disks that fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNWRITTEN = ("PytorchStreamWriter", "unexpected pos", "No space left on device"
 
 
 def told(error: BaseException) -> str | None:
-    """What to say of an error that is the machine's; None for one of the program's own.
+    """Return the message for an error of the machine; None for one of the program's own.
 
     Errors of files that a verb was asked to read or write are told where they happen, with what to do; this is for the
     temporary ones, and for memory, which can end anywhere.

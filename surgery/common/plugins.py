@@ -1,5 +1,5 @@
-"""What can be plugged in: registries of the project's own things, those that a program registers, and those that
-installed packages announce by entry points. No torch, no import of a package before one of its kind is asked for.
+"""Plug-in registries: the project's own things, those that a program registers, and those that installed packages
+announce by entry points. No torch, no import of a package before one of its kind is needed.
 
 A package names what it brings in its pyproject.toml, one group a kind::
 
@@ -27,7 +27,7 @@ _registered: dict[str, dict[str, Any]] = {}
 
 
 def load(place: str) -> Any:
-    """What stands at module:name."""
+    """Return the object at module:name."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 

@@ -58,7 +58,7 @@ class Progress:
         self.expected = dict(work)
 
     def step(self, number: int, of: int) -> contextlib.AbstractContextManager[None]:
-        """The same for one of several steps whose number is known."""
+        """Show one of several steps whose number is known."""
         return self.at(f"{number} of {of}")
 
     @contextlib.contextmanager

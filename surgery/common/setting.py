@@ -26,7 +26,7 @@ DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64":
 
 @dataclass(frozen=True)
 class Said:
-    """What a field says of itself.
+    """Metadata of a settings field: help, limits, command-line names.
 
     Attributes:
         help: one line, for the command line and the files.
@@ -191,13 +191,13 @@ def settings_of(cls: type) -> dict[str, Setting]:
 
 
 def names_of(cls: type) -> dict[str, str]:
-    """What a file may call the settings of a class, and their names: the names themselves, and those of flags."""
+    """Map the spellings that a file may use, names and flags, to the names of a class's settings."""
     settings = settings_of(cls)
     return {each.flag: name for name, each in settings.items()} | {name: name for name in settings}
 
 
 def _said(cls: type, name: str) -> Said:
-    """What a class and those that it builds on say of a field."""
+    """Return the metadata of a field, merged over a class and its bases."""
     said = Said()
     for each in filter(is_dataclass, reversed(cls.__mro__)):
         own = next((own.metadata.get("said") for own in fields(each) if own.name == name), None)

@@ -50,7 +50,7 @@ class TemporaryFolder:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a path lies in a folder of this kind."""
+    """Return whether a path lies in a folder of this kind."""
     return any(each.name.startswith(PREFIX) for each in (path, *path.parents) if each.parent == _place())
 
 

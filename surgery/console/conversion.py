@@ -1,4 +1,4 @@
-"""What the verbs print on standard output: tables for people, or with ``as_json`` one JSON object and nothing else."""
+"""Standard output of conversions: tables for people, or with ``as_json`` one JSON object and nothing else."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
 
 
 def _numbers(kv: dict, target: dict) -> list[tuple[str, str, str]]:
-    """How many numbers are kept and how, of conversions that end in a quantised cache."""
+    """Return rows on the number and the format of the cached values, for conversions that end in a quantised cache."""
     if "numbers_bytes_per_token" not in target:
         return []
     kept = share(target["numbers_bytes_per_token"] / kv["source_bytes_per_token"])
@@ -288,7 +288,7 @@ def _parts(parts: dict[str, int]) -> str:
 
 
 def _held(verdict: Verdict) -> str | None:
-    """What an engine allocates for a token, and for a request beside its tokens."""
+    """Return the bytes that an engine allocates for a token, and for a request in addition to its tokens."""
     if verdict.cache_bytes_per_token is None:
         return None
     once = verdict.cache_bytes_per_request

@@ -1,4 +1,4 @@
-"""What the verb ``heal`` prints: a table for people, or with ``as_json`` one JSON object and nothing else."""
+"""Output of ``surgery heal``: a table for people, or with ``as_json`` one JSON object and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `surgery inspect` prints."""
+"""Output of `surgery inspect`."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _cached_heads(facts: dict) -> str:
 
 
 def _windows(windows: list[int | None]) -> list[str]:
-    """What is to be said of them: a line, or nothing where there are none."""
+    """Return one line on the windows, or none where there are none."""
     limited = [window for window in windows if window is not None]
     sizes = ", ".join(f"{window:,}" for window in sorted(set(limited)))
     return [f"{sizes} tokens in {len(limited)} of {len(windows)} layers"] if limited else []

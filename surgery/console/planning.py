@@ -1,4 +1,4 @@
-"""What `surgery plan` prints."""
+"""Output of `surgery plan`."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _next_best(plan) -> str:
 
 
 def _texts(plan) -> str:
-    """How many texts rows were measured on: all on as many, or some on more."""
+    """Return how many texts the rows were measured on: the same number for all, or more for some."""
     return " or ".join(map(str, sorted({len(row.by_text) for row in plan.rows})))
 
 

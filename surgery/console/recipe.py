@@ -1,4 +1,4 @@
-"""What `surgery run` prints: the steps of a recipe, and what they made."""
+"""Output of `surgery run`: the steps of a recipe, and their results."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from surgery.engines.verdict import NOT_TRIED, OPEN, REFUSED, loads, ran, told_r
 
 
 def of_conversion(report: dict[str, Any]) -> str:
-    """Of a `surgery_report.json`."""
+    """Return the verdict on a `surgery_report.json`."""
     first, last, kv = report["ladder"][0], report["ladder"][-1], report["kv"]
     # What drops tokens has a share that falls with the length, and is looked at for its peak.
     at = f" at {kv['measured_at_tokens']:,} tokens" if "peak_ratio" in kv else ""
@@ -28,7 +28,7 @@ def of_conversion(report: dict[str, Any]) -> str:
 
 
 def of_healing(healing: dict[str, Any]) -> str | None:
-    """Of a healing that was measured beside its source."""
+    """Return the verdict on a healing that was measured together with its source."""
     rows = {row["name"]: row for row in healing["table"] or []}
     if "healed" not in rows:
         return None
@@ -39,7 +39,7 @@ def of_healing(healing: dict[str, Any]) -> str | None:
 
 
 def where_it_loads(engines: Mapping[str, Any]) -> str:
-    """Of a report's table of engines, all of which are named."""
+    """Return the engines that load the result, by the report's table, in which all are named."""
     verdicts = {engine: said for engine, said in engines.items() if not isinstance(said, str)}
     taking = [
         engine if ran(said) else f"{engine} (by its own check, not run)"

@@ -61,7 +61,7 @@ DEMO_MODELS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What stock transformers says of one checkpoint.
+    """Measurement of one checkpoint by stock transformers.
 
     Attributes:
         model_class: the class it was loaded as.
@@ -144,7 +144,8 @@ def run_demo(
 
 
 def measure_with_stock_transformers(checkpoints: list[Path], shown: DemoModel) -> tuple[str, list[Measured]]:
-    """What is asked, and measurements of checkpoints of one tokenizer, the first's, without this package to import.
+    """Return the question, and measurements of checkpoints of one tokenizer, the first's, in a program that does not
+    import this package.
 
     Raises:
         SurgeryError: the process failed, with its last line.
@@ -196,7 +197,7 @@ def question(tokenizer, text: str) -> tuple[str, list[int], int]:
 
 
 def first_key(tokenizer, held_out: dict) -> tuple[str, list[int], int]:
-    """The same of the first recall prompt, of which what was planted and what is asked is shown."""
+    """Return the first recall prompt: planted line and question for display, its tokens, the length of the answer."""
     tokens, answer = held_out["prompts"][0], held_out["answers"][0]
     start = int(answer.nonzero()[0])
     *before, asked = tokenizer.decode(tokens[:start], skip_special_tokens=True).splitlines()

@@ -25,7 +25,7 @@ from surgery.running.unfused import unfused
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What an evaluation would do; plain values only. Sizes in bytes.
+    """Dry run of an evaluation, as plain values. Sizes in bytes.
 
     Attributes:
         rows: models, the baseline first: name, role, path, dtype, bytes of the weights as they are measured, of the
@@ -109,7 +109,7 @@ def _kv_bytes_of(reader: CheckpointReader, dtype: torch.dtype) -> KVBytes | None
 
 
 def _numbers(reader: CheckpointReader) -> int:
-    """Of the weights; a copy of tied embeddings counts once."""
+    """Count the elements of the weights; a copy of tied embeddings counts once."""
     copies = {"lm_head.weight"} if reader.config.get("tie_word_embeddings") else set()
     infos = [reader.info(name) for name in reader.names() if name not in copies]
     return sum(info.nbytes // info.dtype.itemsize for info in infos)

@@ -103,7 +103,7 @@ class Checkpoint:
         return tokenizer_of(self.reader, called=self.given, trust_remote_code=self.trust_remote_code)
 
     def conversion(self) -> dict[str, Any] | None:
-        """What the report of this package's own conversions says, as far as evaluation reports show it."""
+        """Return the facts of this package's conversion report that evaluation reports show."""
         path = self.reader.path / REPORT
         if not path.exists():
             return None

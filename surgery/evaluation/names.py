@@ -1,4 +1,4 @@
-"""How models of an evaluation are named on the command line and in recipes. Needs no torch."""
+"""Names of an evaluation's models on the command line and in recipes. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes before an evaluation measures, and all that its dry run does: opened models, texts, checked names."""
+"""Preparation of an evaluation, shared with its dry run: opened models, texts, checked names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Conversations = Callable[[Checkpoint, PreTrainedTokenizerBase, EvalSettings], li
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for.
+    """Request for an evaluation.
 
     Attributes:
         checkpoints: folders, hub ids, or NAME=one of those.
@@ -72,7 +72,7 @@ class Prepared:
 
     @property
     def baseline(self) -> Row | None:
-        """What the others are compared with."""
+        """Row with which the others are compared."""
         return next((row for row in self.rows if row.role == "baseline"), None)
 
     @property
@@ -134,7 +134,7 @@ def prepare(request: Request, progress: Progress, conversations: Conversations) 
 
 
 def _default_out(row: Row) -> Path:
-    """In the working folder, named after a row."""
+    """Return a path in the working folder, named after a row."""
     return working_output(row.checkpoint.given, "eval").with_name(f"{file_name(row.name, 'report')}-eval")
 
 

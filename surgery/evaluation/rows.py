@@ -62,7 +62,7 @@ class Row:
         return VARIANTS[self.variant["kind"]](model, **parameters)
 
     def identity(self) -> dict[str, Any]:
-        """Which model this is, whatever it is called."""
+        """Return the identity of the model, independent of its name."""
         return {
             "sha256": self.checkpoint.sha256,
             "config_sha256": self.checkpoint.config_sha256,

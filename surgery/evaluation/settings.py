@@ -1,4 +1,4 @@
-"""What a user can ask of an evaluation, with the defaults in one place."""
+"""Settings of an evaluation, with the defaults in one place."""
 
 from __future__ import annotations
 
@@ -141,5 +141,6 @@ class EvalSettings(FileSettings):
             raise SurgeryError(f"decoded must be 0 or at most length - 2 = {self.length - 2}, not {self.decoded}")
 
     def quality_dtype(self, device: str) -> str:
-        """What quality is measured in on a kind of device: CPUs are slow in half precision and differ in it."""
+        """Return the dtype of quality measurements on a kind of device: CPUs are slow in half precision and differ in
+        it."""
         return "float32" if self.dtype == "auto" and device == "cpu" else self.dtype

@@ -1,4 +1,4 @@
-"""What tasks are built from: the settings of an evaluation, the tokenizer, and the texts, read when first asked for."""
+"""Data from which tasks are built: the settings of an evaluation, the tokenizer, and the texts, read on first use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_CONTEXTS = 4
 
 @dataclass(frozen=True)
 class TaskData:
-    """The same for every model of a report.
+    """Data of an evaluation's tasks, the same for every model of a report.
 
     Attributes:
         limit: positions of the model; None where its config names none.
@@ -53,7 +53,7 @@ class TaskData:
 
     @property
     def domain(self) -> str:
-        """What needle and ruler prompts are made of: "code" or "text"."""
+        """Domain of needle and ruler prompts: "code" or "text"."""
         if self.settings.domain != "auto":
             return self.settings.domain
         return "code" if set(self.settings.data) <= {BUILTIN, "code"} else "text"

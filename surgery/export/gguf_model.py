@@ -96,7 +96,7 @@ class GGUFModel:
         return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
     def kv_heads(self, layer: int) -> int:
-        """As in the checkpoint."""
+        """Return the KV heads of a layer in the checkpoint."""
         config = self.reader.config
         heads = config["num_attention_heads"]
         if self.architecture == "deci":
@@ -186,7 +186,7 @@ class GGUFModel:
         yield GGUFTensor(new, tuple(info.shape), info.dtype, read, self._is_tiny(layer, part))
 
     def _is_tiny(self, layer: int, part: str) -> bool:
-        """Whether a tensor makes latents as small as earlier versions wrote them."""
+        """Return whether a tensor makes latents as small as earlier versions wrote them."""
         if part != "self_attn.kv_a_proj_with_mqa":
             return False
         norm = recognised_norm(self.reader.tensor(f"model.layers.{layer}.self_attn.kv_a_layernorm.weight"), None)

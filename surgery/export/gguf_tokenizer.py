@@ -133,7 +133,7 @@ def _tokens(path: Path, said: dict[str, Any], vocabulary: int) -> tuple[list[str
 
 
 def _adds_first_token(said: dict[str, Any]) -> bool:
-    """Whether every text begins with a special token."""
+    """Return whether every text begins with a special token."""
     post = said.get("post_processor") or {}
     templates = [step.get("single") for step in post.get("processors", [post]) if step.get("single")]
     return any("SpecialToken" in template[0] for template in templates)

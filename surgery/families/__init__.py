@@ -114,7 +114,7 @@ def any_family_of(config: dict) -> Family:
 
 
 def family_around(model_type: str) -> Family | None:
-    """What a model of that type has around its attention, whichever kind that is of."""
+    """Return the family of a model type for everything but attention, whichever kind its attention is of."""
     return FAMILIES.get(model_type) or LATENT_FAMILIES.get(model_type)
 
 

@@ -62,7 +62,7 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Projection:
-    """What an attention layer computes from its input before any rotation, ``...`` being batch and sequence.
+    """Projections of an attention layer before any rotation, ``...`` being batch and sequence.
 
     With a key norm the keys come in two factors: ``k`` carries the norm's weight and ``key_gain`` the inverse RMS,
     so that the key itself is ``k * key_gain[..., None]``. ``k`` is then linear in the input, which is what a latent
@@ -78,7 +78,7 @@ class Projection:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAnatomy:
-    """What the anatomies of all kinds of attention have in common."""
+    """Base class of the anatomies of all kinds of attention."""
 
     PROJECTIONS: ClassVar[tuple[tuple[str, str], ...]]
     """Fields of weights, and what they are called in checkpoints."""
@@ -91,7 +91,7 @@ class LayerAnatomy:
 
     @property
     def softmax(self) -> Softmax:
-        """How products of queries and keys become weights."""
+        """Softmax: how products of queries and keys become weights."""
         return Softmax(self.scale, self.softcap, self.sinks)
 
     def open_gate(self, x: Tensor) -> Tensor | None:
@@ -99,7 +99,7 @@ class LayerAnatomy:
         return None if self.gate is None else _heads(x, self.gate, self.gate_bias).sigmoid()
 
     def gated(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """What the output projection reads, [..., H, e]: mixed values behind the gate, if there is one."""
+        """Return the input of the output projection, [..., H, e]: attention values times the gate, if there is one."""
         return mixed if self.gate is None else mixed * self.open_gate(x)
 
     def to(self, *args, **kwargs) -> Self:
@@ -173,7 +173,7 @@ class AttentionAnatomy(LayerAnatomy):
         return self.kv_heads * (self.head_dim + self.value_dim)
 
     def stored(self, heads: Tensor) -> Tensor:
-        """What belongs to rows of queries or keys, [heads, d] or [heads, d, ...], in the checkpoint's order of rows."""
+        """Reorder rows of queries or keys, [heads, d] or [heads, d, ...], to the checkpoint's order."""
         return heads if self.order is None else heads[:, self.order.argsort().to(heads.device)]
 
     def with_scaled_queries(self, factor: float) -> AttentionAnatomy:

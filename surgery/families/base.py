@@ -1,4 +1,4 @@
-"""What a family file declares, and how a declaration becomes the anatomy of a layer."""
+"""Declaration of a model family, and its translation to the anatomy of a layer."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ FURTHER = "num_nextn_predict_layers"
 
 
 def is_further(name: str, layers: int) -> bool:
-    """Whether a tensor is of a layer behind the model's."""
+    """Return whether a tensor belongs to an MTP layer, after the model's own layers."""
     start, found, rest = name.partition(LAYER_PREFIX.partition("{")[0])
     number = rest.partition(".")[0]
     return bool(found) and not start and number.isdecimal() and int(number) >= layers
 
 
 def keeps_state(config, layer: int) -> bool:
-    """Whether ``layer_types`` gives a layer linear attention: a state of one size, no keys and values."""
+    """Return whether ``layer_types`` gives a layer linear attention: a state of one size, no keys and values."""
     types = getattr(config, "layer_types", None)
     return bool(types) and types[layer] == "linear_attention"
 
 
 def default_scale(config) -> float:
-    """What most families multiply logits of attention by."""
+    """Return the scale of the attention logits in most families."""
     return head_shape(config)[2] ** -0.5
 
 
@@ -78,7 +78,7 @@ def per_layer(config) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a layer rotates: frequencies [d/2], the factor of YaRN, and :attr:`AttentionAnatomy.order`."""
+    """Rotation of a layer: frequencies [d/2], the factor of YaRN, and :attr:`AttentionAnatomy.order`."""
 
     inv_freq: Tensor
     factor: float
@@ -87,7 +87,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Family:
-    """How one model family names, biases, rotates, scales, normalises and masks its attention, and what is around it.
+    """Model family: how it names, biases, rotates, scales, normalises and masks its attention, and what is around it.
 
     All families here keep ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` apart under ``model.layers.N.self_attn``,
     or are read as if they did (``renamed``, :mod:`surgery.families.fused`).
@@ -188,7 +188,7 @@ class Family:
         rotation = self.rotation(config, layer)
 
         def rows(name: str, *shape: int) -> Tensor | None:
-            """Of queries or keys, or of their norms: [..., d, ...] in half-split order."""
+            """Read a tensor of queries, keys or their norms, [..., d, ...], in half-split order."""
             value = tensor(name, *shape)
             if value is None or rotation.order is None:
                 return value
@@ -204,7 +204,7 @@ class Family:
             return HeadNorm(rows(f"{name}.weight", *shape) + self.norm_offset, config.rms_norm_eps)
 
         def queries(kind: str, *shape: int) -> tuple[Tensor | None, Tensor | None]:
-            """Of queries, in half-split order, and of their gates."""
+            """Read the queries in half-split order, and their gates."""
             if not self.output_gate:
                 return rows(f"q_proj.{kind}", heads, head_dim, *shape), None
             both = tensor(f"q_proj.{kind}", heads, 2 * head_dim, *shape)

@@ -15,7 +15,7 @@ from surgery.families.rope import check_not_dynamic
 
 @dataclass(frozen=True)
 class FusedFamily:
-    """How such a checkpoint is read.
+    """Family of checkpoints with fused projections.
 
     Attributes:
         config: from its config.json, that of the family that it is read as.
@@ -61,7 +61,7 @@ def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _phi3_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """How it rotates, in the words of ``rope_parameters``."""
+    """Translate the rotation of a Phi-3 config to ``rope_parameters``."""
     said = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = said.get("rope_type", said.get("type", "default"))
     part = said.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0

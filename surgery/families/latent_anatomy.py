@@ -24,7 +24,7 @@ from surgery.families.anatomy import HeadNorm, LayerAnatomy, Projection
 
 @dataclass(frozen=True)
 class LatentProjection(Projection):
-    """What an MLA layer computes from its input before any rotation.
+    """Projections of an MLA layer before any rotation.
 
     ``q`` [..., H, ρ] and ``k`` [..., 1, ρ] are what is rotated, ``v`` [..., 1, r] is the latent behind its norm.
     """
@@ -92,7 +92,7 @@ class LatentAnatomy(LayerAnatomy):
         return linear(x, self.down[: self.rank], bias)
 
     def gain(self, latent: Tensor) -> Tensor:
-        """What the norm multiplies a latent [..., r] by, [..., 1]."""
+        """Return the factor by which the norm multiplies a latent [..., r], [..., 1]."""
         return (latent.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
     def project(self, x: Tensor) -> LatentProjection:

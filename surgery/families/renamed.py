@@ -15,7 +15,7 @@ FUSED = "self_attn.qkv_proj."
 
 @dataclass(frozen=True)
 class Renamed:
-    """How a family's tensors and config are called elsewhere.
+    """Other spellings of a family's tensors and config.
 
     Attributes:
         names: patterns of its names, and the other families' names for them, applied one after the other. What holds
@@ -33,7 +33,7 @@ class Renamed:
     transposed: bool = False
 
     def parts(self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, Rows]]:
-        """Of stored tensors, by their shapes, the names that they are read under and the rows that those are.
+        """Map stored tensors, by their shapes, to the names that they are read under and their rows.
 
         Args:
             config: what :attr:`config` gives.

@@ -26,7 +26,7 @@ TOWERS = (*HOLD_OWN, "llama4")
 
 
 def text_names(names: Collection[str], where: str) -> dict[str, str]:
-    """Of the language model's tensors among ``names``, how the family that it is read as calls them.
+    """Map the language model's tensors among ``names`` to the names of its family.
 
     Raises:
         SurgeryError: there is no language model among them.
@@ -39,7 +39,7 @@ def text_names(names: Collection[str], where: str) -> dict[str, str]:
 
 
 def _within(name: str, prefix: str) -> bool:
-    """Whether a tensor is the language model's; of ``model.`` others may be parts too."""
+    """Return whether a tensor is the language model's; other parts may begin with ``model.`` too."""
     return name.startswith(tuple(prefix + part for part in ("embed_tokens.", "layers.", "norm.")))
 
 

@@ -1,4 +1,4 @@
-"""What an interrupted scoring goes on from: named tensors in one file, replaced whole."""
+"""Journal from which an interrupted scoring resumes: named tensors in one file, replaced whole."""
 
 from __future__ import annotations
 

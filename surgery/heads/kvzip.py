@@ -1,4 +1,4 @@
-"""What heads look at when the model repeats its context.
+"""KVzip: attention of the heads while the model repeats its context.
 
 KVzip (Kim et al., arXiv:2505.23416): a model that is asked to repeat a text attends to the pairs that it needs to say
 what is in it, whatever will be asked later. A pair's score is its largest attention over the queries of the repetition

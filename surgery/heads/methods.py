@@ -19,7 +19,7 @@ SCORERS: Registry[str | Scorer] = Registry(
 
 
 def scorer(name: str) -> Scorer:
-    """What scores heads by the method of this name.
+    """Return the scorer of a method.
 
     Raises:
         SurgeryError: there is no such method.

@@ -1,4 +1,4 @@
-"""Where a pattern of heads goes, and what it may not replace. Needs no torch."""
+"""Output path of a pattern of heads, and the paths that it may not replace. Needs no torch."""
 
 from __future__ import annotations
 

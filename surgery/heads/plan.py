@@ -1,4 +1,4 @@
-"""From scores and a byte budget to a plan: which heads stay full, which stream, which stream with a compensation token.
+"""Plan of heads from scores and a byte budget: which stay full, which stream, which stream with a compensation token.
 
 What can stream is a *unit*: KV heads of one layer that share what they cache. Of plain attention every KV head is one;
 heads that are rebuilt from one latent are one together, since the latent of a token goes only if nobody reads it.
@@ -20,7 +20,7 @@ Units = Sequence[Sequence[tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """What becomes of every KV head.
+    """Plan of every KV head.
 
     Attributes:
         full: bool [L, G], heads that keep their whole context; all others stream.

@@ -101,7 +101,7 @@ class PruLongObjective:
         return {"log_alpha": self.log_alpha, "multipliers": self.multipliers, "chance_sum": self.chance_sum}
 
     def backward(self, step: int, sequence: int) -> Tensor:
-        """Of the mean loss of a sequence's tokens, under gates that are drawn for it."""
+        """Backpropagate the mean loss of a sequence's tokens, under gates that are drawn for it."""
         # A generator on the CPU looks at the low 32 bits only.
         noise = torch.Generator().manual_seed((self._seed * 1_000_003 + sequence) % 2**32)
         gates = sampled_gates(self.log_alpha, noise)

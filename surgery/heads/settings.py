@@ -1,4 +1,4 @@
-"""What a user can ask of the scoring of heads, with the defaults in one place."""
+"""Settings of the scoring of heads, with the defaults in one place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``surgery heal`` would take, from shapes alone."""
+"""Dry run of ``surgery heal``, from shapes alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from surgery.training.preparation import COMPUTED, PRECISIONS
 
 @dataclass(frozen=True)
 class HealingPlan:
-    """What a healing would take; plain values only.
+    """Dry run of a healing, as plain values.
 
     Attributes:
         settings: of the training.

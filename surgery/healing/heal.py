@@ -65,7 +65,7 @@ EVALUATION = "evaluation"
 
 @dataclass(frozen=True)
 class HealRequest:
-    """What was asked for.
+    """Request for a healing.
 
     Attributes:
         student: the converted checkpoint.
@@ -207,7 +207,7 @@ def _owned(work: Path) -> IsOwned:
 
 
 def with_teacher(request: HealRequest, student: CheckpointReader, progress: Progress) -> HealRequest:
-    """The same request with the student's recorded source for a teacher, where nothing is said to distil from.
+    """Return the request with the student's recorded source as its teacher, where it names none.
 
     An objective of one's own may do without; the default one would turn into another without a word.
 
@@ -264,7 +264,7 @@ def _teacher(settings: HealSettings) -> str | None:
 
 
 def healed_already(request: HealRequest) -> bool:
-    """Whether the output is there, healed from the same student and teacher with the same settings.
+    """Return whether the output exists, healed from the same student and teacher with the same settings.
 
     A setting that was not known when it was made counts as its default.
 
@@ -316,7 +316,7 @@ def _train(
 
 
 def _trained_already(work: Path, settings: HealSettings) -> bool:
-    """Whether a training with these settings was finished before, and only what comes after it is missing."""
+    """Return whether a training with these settings was finished before, and only the steps after it are missing."""
     try:
         made = json.loads((work / TRAINED / FACTS).read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError):

@@ -1,4 +1,4 @@
-"""How a training is started: alone, as several processes of this machine, or as an accelerate configuration says.
+"""Start of a training: alone, as several processes of this machine, or by an accelerate configuration.
 
 Configurations that ship are called by their names: ``fsdp2`` is ``configs/accelerate/fsdp2.yaml``.
 """
@@ -44,14 +44,14 @@ def check_processes(processes: object) -> None:
 
 
 def count_processes(processes: int | None, launcher: Path | None) -> int:
-    """How many there will be: as many as are asked for, else what the configuration says, else one."""
+    """Return the number of processes: the user's, else the configuration's, else one."""
     if processes is not None:
         return processes
     return 1 if launcher is None else int(read_mapping(launcher).get("num_processes") or 1)
 
 
 def is_sharded(launcher: Path | None) -> bool:
-    """Whether a configuration has weights that train in parts on its processes."""
+    """Return whether a configuration has weights that train in parts on its processes."""
     return launcher is not None and read_mapping(launcher).get("distributed_type") in SHARDED
 
 
@@ -111,7 +111,7 @@ def outside(environment: dict[str, str]) -> dict[str, str]:
 
 
 def ended(code: int) -> str:
-    """How a process ended, in words; below zero its exit code is the signal that ended it."""
+    """Describe in words how a process ended; an exit code below zero is the signal that ended it."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name

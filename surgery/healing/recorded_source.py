@@ -45,7 +45,7 @@ def _reports(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _places(converted: Path, source: dict[str, Any]) -> Iterator[Path]:
-    """Where a source of that name may be; only what is there, or on the hub."""
+    """Yield the paths at which a source of that name may be; only existing ones, or one on the hub."""
     name, shipped = source["path"], demo_model()
     candidates = [converted.absolute().parent / name, Path(name).absolute()]
     candidates += [shipped] if name in (BUILTIN, shipped.name) else []

@@ -1,4 +1,4 @@
-"""What to take, as far as it is known before any text was read: the best in quality, the smallest, one for each engine.
+"""Advice before any text was read: the conversion of the best quality, the smallest, one for each engine.
 
 Bytes and engines are those of this checkpoint. What loses least is not: requests have their places from SmolLM2-135M
 (docs/results.md), where a quarter of the bytes cost 0.0002 nats in low rank with chosen bits, 0.0118 as a plain 4-bit

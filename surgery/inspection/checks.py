@@ -67,12 +67,12 @@ class Checked:
 
     @property
     def failed(self) -> list[Check]:
-        """Those that did not pass."""
+        """Checks that did not pass."""
         return [check for check in self.checks if check.outcome == FAILED]
 
 
 class _NotChecked(Exception):
-    """Why something could not be looked at."""
+    """Reason for which something could not be checked."""
 
 
 def verify_checkpoint(

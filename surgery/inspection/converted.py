@@ -1,4 +1,4 @@
-"""What `surgery inspect` says of a checkpoint that caches latents already: of the project's own class, or MLA."""
+"""Inspection of a checkpoint that caches latents already: of the custom model class, or MLA."""
 
 from __future__ import annotations
 

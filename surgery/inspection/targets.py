@@ -1,4 +1,4 @@
-"""What a checkpoint can become: every target foreseen, with the class, the bytes and the engines."""
+"""Possible targets of a checkpoint: the forecast of each, with the class, the bytes and the engines."""
 
 from __future__ import annotations
 

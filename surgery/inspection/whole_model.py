@@ -22,7 +22,7 @@ TOLERANCE = 1e-3
 
 @torch.no_grad()
 def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed: int) -> str:
-    """What was found equal.
+    """Check that the model's logits depend on neither the pieces of a prompt nor other rows; return what was equal.
 
     Scales and bases are of groups of tokens: where a group begins hangs on padding, and a pass over them is not the one
     that makes them.

@@ -1,4 +1,4 @@
-"""What could be done: every structure's candidates, sized so that their bytes keep to the shares that are looked at."""
+"""Candidates of every structure, sized so that their bytes fit the shares that are weighed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Sized:
 
     @property
     def name(self) -> str:
-        """As an option of ``surgery convert`` says it."""
+        """Name, as an option of ``surgery convert``."""
         return _named(self.target, self.asked)
 
     def caches(self) -> list[QuantizedKVLayer | None]:
@@ -90,7 +90,7 @@ class Candidates:
                     yield found
 
     def smallest(self) -> list[Sized]:
-        """Those whose size can be chosen, each at the least of a few ratios that it takes."""
+        """Return the candidates whose size can be chosen, each at the smallest of a few ratios that it takes."""
         found = []
         for target, asked in [(target, asked) for target, asked, candidate in self._allowed() if candidate.scales]:
             made = (self.sized(target, {"kv_ratio": ratio, **asked}, None) for ratio in SMALL_RATIOS)
@@ -98,7 +98,7 @@ class Candidates:
         return found
 
     def _allowed(self) -> Iterator[tuple[Target, dict[str, Any], Candidate]]:
-        """What is weighed, and what is asked for with it."""
+        """Yield the candidates to weigh, with the settings that go with them."""
         for target, candidate in allowed_candidates(self._opened.reader.config, self._settings):
             yield target, {**candidate.settings, **self._own_of(target)}, candidate
 
@@ -159,7 +159,7 @@ class Candidates:
         return Sized(target, asked, settings, structure, config, held, unspent, engines)
 
     def _own_of(self, target: Target) -> dict[str, Any]:
-        """What the plan is given and only some structures take: the engine, to keep to its limits, and the heads, with
+        """Return the plan's settings that only some structures take: the engine, whose limits hold, and the heads, with
         the context at which their bytes are counted."""
         heads = {"heads": self._settings.heads, "context": self._settings.tokens} if self._settings.heads else {}
         given = {"engine": self._settings.engine, **heads}
@@ -167,7 +167,7 @@ class Candidates:
 
 
 def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterator[tuple[Target, Candidate]]:
-    """What is weighed of every target that may be chosen, of the source of this config.json."""
+    """Yield the candidates of every target that may be chosen, for the source of this config.json."""
     for target in TARGETS.working().values():
         if target.fixed or not settings.allows(target.name):
             continue
@@ -181,7 +181,7 @@ def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterat
 
 
 def named_candidates(target: Target, config: dict[str, Any]) -> list[Candidate]:
-    """What is weighed of a target; nothing where it starts from heads and the source of this config.json is MLA."""
+    """Return the candidates of a target; none where it needs heads and the source of this config.json is MLA."""
     structure = target.structure()
     if config["model_type"] in LATENT_FAMILIES and not structure.takes_latents:
         return []

@@ -35,7 +35,8 @@ class Increase:
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> Increase:
-        """Of the differences by text: Student's t (of so few a bootstrap is too narrow) and `OTHER_TEXT`."""
+        """Estimate the increase from the differences by text: Student's t (a bootstrap of so few is too narrow) and
+        `OTHER_TEXT`."""
         mean, count = fmean(differences), len(differences)
         if count == 1:
             return cls(mean, None, None)
@@ -61,7 +62,7 @@ def student_t(freedom: int, level: float = LEVEL) -> float:
 
 @dataclass(frozen=True)
 class Scored:
-    """What held-out text says of a model.
+    """Held-out measurement of a model.
 
     Attributes:
         losses: of each text, nats per token.
@@ -79,7 +80,7 @@ class Scored:
     divergence: float = 0.0
 
     def with_more(self, other: Scored) -> Scored:
-        """Of these texts and of others, with as many prompts a text."""
+        """Return the measurement on these texts and on others with as many prompts a text."""
         texts, others = len(self.losses), len(other.losses)
 
         def mean(own: float | None, more: float | None) -> float | None:
@@ -157,13 +158,13 @@ def _loop(candidates: Sequence[Sized], held_out: HeldOut) -> str:
 
 
 def _token_losses(work: Work, held_out: HeldOut, hidden: Tensor) -> Tensor:
-    """Of the texts [N, T - 1], from final hidden states [N, T, D]."""
+    """Return the token losses of the texts [N, T - 1], from final hidden states [N, T, D]."""
     texts = held_out.texts
     return work.opened.stream.token_losses(hidden[:texts], held_out.tokens[:texts]).view(texts, -1)
 
 
 def _score(work: Work, held_out: HeldOut, hidden: Tensor, losses: Tensor, source: Tensor) -> Scored:
-    """Of final hidden states [N, T, D] and token losses, the model's and the source's."""
+    """Score final hidden states [N, T, D] and the token losses of the model and of the source."""
     recall, answers = held_out.answered(work.opened.stream, hidden)
     divergence = float((losses - source).square().mean()) / 2
     return Scored(losses.mean(1).tolist(), answers, recall, divergence)

@@ -42,7 +42,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """What a budget can buy; plain values only.
+    """Plan for a budget, as plain values.
 
     Attributes:
         budget: bytes, share of the source's, context and batch; or the most loss that is allowed.
@@ -62,18 +62,19 @@ class Plan:
 
     @property
     def chosen(self) -> Row:
-        """What to convert to."""
+        """Conversion to take."""
         return self.rows[self.choice]
 
     @property
     def alike(self) -> int:
-        """How many rows keep to the bytes that the texts cannot tell from the one that costs least; 0 of a loss."""
+        """Number of rows within the bytes that the texts cannot tell from the one of the lowest cost; 0 for a limit on
+        the loss."""
         share = self.budget["kv_ratio"]
         return 0 if share is None else len(alike(self.rows, share))
 
     @property
     def next_best(self) -> Row | None:
-        """What would be chosen, were there nothing of its structure and bits."""
+        """Row that would be chosen without the best one's structure and bits."""
         chosen, share = self.chosen, self.budget["kv_ratio"]
         others = [row for row in self.rows if (row.to, row.asked.get("bits")) != (chosen.to, chosen.asked.get("bits"))]
         try:

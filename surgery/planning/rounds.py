@@ -41,7 +41,7 @@ class Rounds:
         self.scores: Scores = []
 
     def rows(self) -> list[Row]:
-        """Of all that were tried, in that order."""
+        """Return the rows of all candidates that were tried, in that order."""
         return self._told(self.tried, self.scores)
 
     def add(self, candidates: Sequence[Sized], *, twice: bool = True) -> None:

@@ -108,7 +108,7 @@ def _training(report) -> str:
 
 
 def _measured(calibration: dict) -> str:
-    """What the losses of the stages are of."""
+    """Describe the text on which the losses of the stages were measured."""
     source, share = calibration.get("source"), calibration.get("recall")
     if source == NO_CALIBRATION:
         return "Without text no loss was measured; `surgery eval` measures it."
@@ -145,7 +145,7 @@ def _source_code(report) -> str:
 
 
 def _shape(source: dict, target: dict) -> str:
-    """What of each token is cached, in words."""
+    """Describe in words what is cached of each token."""
     if "parts" in target:
         parts = [f"{len(part['layers'])} layers {part['to']}" for part in target["parts"]]
         return ", ".join([*parts, *([f"{len(target['kept_layers'])} as they are"] if target["kept_layers"] else [])])
@@ -169,7 +169,7 @@ def _shape(source: dict, target: dict) -> str:
 
 
 def _codes(target: dict) -> str:
-    """How a cache is quantised, in words; nothing where it is not."""
+    """Describe in words how a cache is quantised; empty where it is not."""
     cache = target.get("kv_cache")
     if cache is None:
         return ""
@@ -181,7 +181,7 @@ def _codes(target: dict) -> str:
 
 
 def _kept(report) -> str:
-    """What stayed as it was stored; a training writes all of it as numbers."""
+    """Describe the parts that stayed as they were stored; a training writes all of them unquantised."""
     if not report.settings.get("keep_quantised") or report.healing:
         return ""
     codes = in_markdown(report.source["dequantised_from"])
@@ -195,7 +195,7 @@ def _range(numbers: list[int]) -> str:
 
 
 def _stage_table(healing: dict) -> Table:
-    """What each stage of a healing trained on, and took."""
+    """Build the table of the stages of a healing: training data and cost."""
     columns = [
         Column("stage"),
         Column("trains", key="trains"),

@@ -1,4 +1,4 @@
-"""What the hub reads of a model card: its YAML head, with measurements as a model-index.
+"""Front matter of a model card for the hub: its YAML head, with measurements as a model-index.
 
 https://huggingface.co/docs/hub/model-cards, section on metadata; `model-index` as huggingface_hub reads it.
 """
@@ -44,12 +44,12 @@ def front_matter(report, name: str, *, base_model: str | None = None, inherited:
 
 
 def reads_pictures(target: dict[str, Any]) -> bool:
-    """Whether what a conversion made is a model of pictures and text, by what loads it."""
+    """Return whether the result of a conversion is a vision-language model, by the class that loads it."""
     return PICTURES in str(target["engines"].get("transformers"))
 
 
 def of_source(folder: Path) -> dict[str, Any]:
-    """What a checkpoint inherits from its source's card, which lies beside it."""
+    """Return the metadata that a checkpoint inherits from its source's card, which lies next to it."""
     try:
         head = (folder / SOURCE_CARD).read_text(encoding="utf-8").split("---\n")[1]
         # Plain texts: safe_load raises ValueError for dates that do not exist, and takes the language `no` for false.

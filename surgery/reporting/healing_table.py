@@ -63,7 +63,7 @@ def gap_closed(quality: list[dict[str, Any]]) -> float | None:
 
 
 def stage_facts(healing: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each stage took and how it trained, in words and numbers."""
+    """Return the cost and the training of each stage, in words and numbers."""
     return [_facts(stage) for stage in stages(healing)]
 
 
@@ -89,7 +89,7 @@ def _dtype(precision: str) -> str:
 
 
 def _compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two stages were measured on the same data, by the loss of the source that both have."""
+    """Return whether two stages were measured on the same data, by the loss of the source that both have."""
     if not ({"source", "converted", "healed"} <= one.keys() and "source" in other):
         return False
     first, second = one["source"]["loss"], other["source"]["loss"]

@@ -16,7 +16,7 @@ OF_THE_HUB = ".gitattributes"
 
 @dataclass(frozen=True)
 class Publication:
-    """What was asked for.
+    """Request to publish a checkpoint.
 
     Attributes:
         repo: org/name.
@@ -31,7 +31,7 @@ class Publication:
     overwrite: bool = False
 
     def check_names(self) -> None:
-        """What can be refused without a network.
+        """Refuse what can be refused without a network.
 
         Raises:
             SurgeryError: a name is none of the hub's.
@@ -41,7 +41,7 @@ class Publication:
                 raise SurgeryError(f"{flag} {name}: not a name on the hub; give org/name")
 
     def check(self) -> None:
-        """What can be refused before the work: asks the hub, and changes nothing there.
+        """Refuse what can be refused before the work: ask the hub, and change nothing there.
 
         Raises:
             SurgeryError: a wrong name, nobody is logged in, the namespace is another's, or the repository holds files.

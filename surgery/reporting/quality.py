@@ -1,4 +1,4 @@
-"""What a conversion and its healing changed, in bytes, loss and recall: the tables of screens and of the model card."""
+"""Changes by a conversion and its healing in bytes, loss and recall: the tables of screens and of the model card."""
 
 from __future__ import annotations
 

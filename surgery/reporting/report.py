@@ -69,7 +69,7 @@ class Report:
 
     @classmethod
     def of(cls, written: dict) -> Report:
-        """From a report as it was written, by any version."""
+        """Read a report that any version wrote."""
         known = {each.name for each in fields(cls)}
         return cls(**{name: value for name, value in written.items() if name in known})
 
@@ -85,7 +85,7 @@ class Report:
 
 @dataclass(frozen=True)
 class SourceShape:
-    """What a report says of the source's attention; ``dtype`` is that of its weights."""
+    """Shape of the source's attention in a report; ``dtype`` is that of its weights."""
 
     heads: int
     kv_heads: int
@@ -95,14 +95,15 @@ class SourceShape:
 
     @classmethod
     def of(cls, opened) -> SourceShape:
-        """Of a checkpoint of a family; its KV bytes at an infinite window."""
+        """Return the shape of a checkpoint of a family; its KV bytes at an infinite window."""
         first = opened.first
         kv_bytes = kv_bytes_of(opened.reader.config, first.o.dtype)(1)
         return cls(first.heads, first.kv_heads, first.head_dim, first.o.dtype, kv_bytes)
 
     @classmethod
     def of_config(cls, config, dtype: torch.dtype, kv_bytes_per_token: float) -> SourceShape:
-        """Of any checkpoint whose bytes are known; one converted before has the heads of its own source."""
+        """Return the shape of any checkpoint whose bytes are known; one converted before has the heads of its own
+        source."""
         return cls(*head_shape(config), dtype, kv_bytes_per_token)
 
 

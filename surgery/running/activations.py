@@ -67,11 +67,11 @@ class ActivationMemory:
         return tensor
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """The same numbers on the host; its own where there is no limit and it is there already."""
+        """Return the tensor on the host; itself where there is no limit and it is there already."""
         return tensor.cpu() if self._limit is None else self.copy(tensor)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The same numbers, to go on with."""
+        """Copy the tensor within the limit, and give back the pages of the source."""
         held = self.empty(tensor.shape, tensor.dtype, tensor.device)
         for rows, source in zip(held, tensor, strict=True):
             rows.copy_(source)
@@ -92,7 +92,7 @@ def map_file(path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype) 
 
 
 def in_file(tensor: Tensor) -> bool:
-    """Whether a tensor was past the limit."""
+    """Return whether a tensor was past the limit."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _MAPS
 
 

@@ -326,12 +326,12 @@ class StreamedLayer:
                 layer.self_attn = module
 
     def attention_inputs(self, hidden: Tensor) -> Tensor:
-        """What enters the layer's attention, [B, T, D]: normalised, where the family has a norm before it."""
+        """Return the inputs of the layer's attention, [B, T, D]: normalised, where the family has a norm before it."""
         norm = getattr(self.model.layers[0], "input_layernorm", None)
         return hidden if norm is None else norm(hidden)
 
     def decode(self, hidden: Tensor, prompt: int, cache) -> Tensor:
-        """The same output computed through a live cache: the first ``prompt`` tokens at once, then one by one."""
+        """Return the same output through a live cache: the first ``prompt`` tokens at once, then one by one."""
         pieces = [hidden[:, :prompt], *hidden[:, prompt:].split(1, dim=1)]
         outputs = [
             self.model(inputs_embeds=piece, use_cache=True, **{CACHE: cache}) for piece in pieces if piece.shape[1]

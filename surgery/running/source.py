@@ -28,7 +28,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention
 
 
 class RunSettings(Protocol):
-    """Where layers run, and in what: names of a device, or "auto", and of a dtype."""
+    """Device and dtype of the layers that run: the names of a device, or "auto", and of a dtype."""
 
     device: str
     dtype: str
@@ -70,7 +70,7 @@ class Source(Opened):
 
     @classmethod
     def of(cls, reader: CheckpointReader, settings: RunSettings, family: Family | None = None) -> Source:
-        """The same of a checkpoint whose files are open.
+        """Open the source of a checkpoint whose files are open.
 
         Args:
             family: None for that of its config, among those of keys and values of heads.
@@ -174,7 +174,7 @@ class OwnSource(Opened):
 
 
 def attention_dtype(reader: CheckpointReader) -> torch.dtype:
-    """Of the attention's tensors, in the first layer that has them."""
+    """Return the dtype of the attention's tensors, in the first layer that has them."""
     return reader.info(next(filter(OUTPUT.fullmatch, reader.names()))).dtype
 
 
@@ -190,7 +190,7 @@ def open_any(reader: CheckpointReader, settings: RunSettings) -> Source | OwnSou
 
 
 def is_absent(device: str) -> bool:
-    """Whether a device is of a kind that torch knows, and not on this machine."""
+    """Return whether a device is of a kind that torch knows, and not on this machine."""
     try:
         torch.device("cpu" if device == "auto" else device)
         checked_device(device)

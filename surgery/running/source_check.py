@@ -79,7 +79,7 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
 
 
 def _is_refused(model_type: str) -> bool:
-    """Whether families have a message of their own for a model type."""
+    """Return whether families have a message of their own for a model type."""
     family = LATENT_FAMILIES.get(model_type)
     return model_type in WHY_NOT or (family is not None and family.inside is not None)
 
@@ -167,7 +167,7 @@ def _stored_name(reader: CheckpointReader, name: str) -> str | None:
 
 
 def _equal(reader: CheckpointReader, name: str, other: str) -> bool:
-    """Whether two matrices hold the same values, whatever their dtypes."""
+    """Return whether two matrices hold the same values, whatever their dtypes."""
     rows = reader.info(name).shape[0]
     slices = (torch.arange(start, min(start + ROWS, rows)) for start in range(0, rows, ROWS))
     return all(torch.equal(reader.rows(name, index).float(), reader.rows(other, index).float()) for index in slices)

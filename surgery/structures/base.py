@@ -1,4 +1,4 @@
-"""What a structure is to the converter: the questions that it is asked, in this order, and what it answers with.
+"""Abstract base class of a conversion target. The converter calls its methods in the order in which they stand here.
 
 A structure is a subclass of :class:`Structure` in a folder of its own; one object of it is one conversion.
 :mod:`surgery.structures.converter` owns the order of events, :mod:`surgery.structures.registry` knows the names.
@@ -43,7 +43,7 @@ LONG = 2**20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a conversion has to say once every layer's new tensors are written.
+    """Result of a conversion once every layer's new tensors are written.
 
     Attributes:
         config: the config.json of the result.
@@ -77,7 +77,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What is known of a conversion before any work.
+    """Forecast of a conversion, made before any work.
 
     Attributes:
         config: config.json of the result, with an exact cache; where work decides a part, that part as it is likely.
@@ -103,7 +103,8 @@ class Foreseen:
     sized: bool = True
 
     def engines_of(self, reader: CheckpointReader, config: dict[str, Any]) -> dict[str, dict]:
-        """What engines say of the result of a source, whose config.json is ``config`` with its ``kv_cache``."""
+        """Return the table of engines for the result of a source, whose config.json is ``config`` with its
+        ``kv_cache``."""
         if self.engines is None or "kv_cache" in config or reader.stored_names:
             return engine_table(whole_config(reader, config))
         return self.engines
@@ -111,7 +112,7 @@ class Foreseen:
 
 @dataclass(frozen=True)
 class Request:
-    """What may be asked of a target by who knows no more of a checkpoint than its files: ``surgery inspect`` shows it.
+    """Options of a target that `surgery inspect` lists before any calibration.
 
     Attributes:
         flags: behind ``--to NAME``, with a space before them; ``settings`` says the same.
@@ -182,7 +183,8 @@ class Structure(ABC, Generic[Opened, Settings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """What ``surgery plan`` weighs of this structure, for a source of this config.json; nothing by default.
+        """Return the settings of this structure that `surgery plan` weighs for a source of this config.json; none by
+        default.
 
         A structure that names some has :meth:`closed_form`, or :meth:`pass_group` of layers that it groups.
         """
@@ -190,12 +192,13 @@ class Structure(ABC, Generic[Opened, Settings]):
 
     @classmethod
     def bench_configs(cls) -> Mapping[str, ConfigOf]:
-        """What ``surgery bench decode`` fills at random, by what follows the target's name; nothing by default."""
+        """Return the configs that `surgery bench decode` fills at random, by suffix of the target's name; none by
+        default."""
         return {}
 
     @abstractmethod
     def foresee(self) -> Foreseen:
-        """What can be said before any work: of the class that will carry the result, its bytes, what it will take.
+        """Forecast the class that will carry the result, its bytes and the cost of the work.
 
         Once the budget is spent (:meth:`plan`), with what that settled.
         """

@@ -137,7 +137,7 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
 
 
 def _have_share(asked: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
-    """What a process does that is not the main one: its share of sweeps, in the folder of that."""
+    """Run the share of the sweeps of a process that is not the main one, in the main process's folder."""
     snapshots = Snapshots(together.from_main(Path))
     work = Work.in_folder(snapshots, asked.opened, settings, texts, Progress(silent=True), together)
     asked.gather(work)

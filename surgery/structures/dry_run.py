@@ -43,7 +43,7 @@ REPORT_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What a conversion would do; plain values only. Sizes in bytes, times in seconds.
+    """Dry run of a conversion, as plain values. Sizes in bytes, times in seconds.
 
     Attributes:
         source: path, shape, dtype, bytes of its weights.

@@ -1,4 +1,4 @@
-"""How much memory, disk and operations a conversion takes, from shapes alone.
+"""Memory, disk and operations of a conversion, estimated from shapes alone.
 
 Numbers are counted in the symbols of :mod:`surgery.families.anatomy`, with n = G (d + e) the KV width of a layer, T the
 length of a sequence, N calibration and M held-out sequences, B the batch, V the vocabulary, P the parameters of the
@@ -38,7 +38,7 @@ def seconds_of(flops: int | None, flops_per_second: float | None) -> float | Non
 
 @dataclass(frozen=True)
 class Demand:
-    """What a structure computes, in the numbers that its cost follows from.
+    """Quantities of a structure's work from which its cost follows.
 
     Attributes:
         cached: numbers that the result caches per token and layer.
@@ -101,7 +101,7 @@ class Workload:
     def of(
         cls, opened: Source | OwnSource, settings: ConversionSettings, tokens: dict[str, int], demand: Demand
     ) -> Workload:
-        """Of an opened checkpoint, and tokens as the dry run counts them."""
+        """Build the workload of an opened checkpoint from the token counts of a dry run."""
         config, stored = opened.config, opened.weight_dtype.itemsize
         heads, kv_heads, head_dim = opened.family.shape(config) if isinstance(opened, Source) else head_shape(config)
         expert = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
@@ -234,7 +234,7 @@ class Workload:
         return self.layer_parameters * (self.stored + self.compute)
 
     def _vocabulary_bytes(self) -> int:
-        """Of one slice of the vocabulary and of logits over it: these, what is less the normaliser, and their sums."""
+        """Return the bytes of one slice of the vocabulary: its weights, logits, log-probabilities and their sums."""
         rows = min(self.vocabulary, VOCABULARY_SLICE)
         tokens = min(self.batch * self.length, TOKEN_SLICE)
         return rows * self.hidden * (self.stored + self.compute) + 4 * 3 * rows * tokens

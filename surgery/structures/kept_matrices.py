@@ -25,7 +25,7 @@ Parts = dict[str, dict[str, TensorInfo]]
 
 
 def asked_to_keep(settings: ConversionSettings) -> bool:
-    """Whether settings, which need not have the one, ask for it."""
+    """Return whether quantised matrices are to be kept. Settings need not have the option."""
     return getattr(settings, "keep_quantised", False)
 
 
@@ -76,7 +76,8 @@ def kept_matrices(reader: CheckpointReader, settings: ConversionSettings, tensor
 
 
 def quantisation_entry(reader: CheckpointReader, tensors: Mapping[str, TensorSpec], kept: Parts) -> dict[str, Any]:
-    """What config.json of the result says of kept matrices: as the source's, with all others excluded by name."""
+    """Return the ``quantization_config`` of a result with kept matrices: the source's, with all other modules excluded
+    by name."""
     if not kept:
         return {}
     said = reader.as_stored.config["quantization_config"]

@@ -13,7 +13,7 @@ from surgery.structures.base import LONG, Foreseen
 
 
 def source_kv_bytes(opened: Source | OwnSource) -> float:
-    """Of the source, per token."""
+    """Return the KV bytes per token of the source."""
     if isinstance(opened, Source):
         return SourceShape.of(opened).kv_bytes_per_token
     config = opened.reader.config
@@ -31,7 +31,8 @@ def final_config(foreseen: Foreseen, settings: ConversionSettings) -> dict[str, 
 def kv_bytes(
     foreseen: Foreseen, config: dict[str, Any], opened: Source | OwnSource, settings: ConversionSettings
 ) -> float:
-    """Of the result, per token: with its bits, or of the budget where bits are chosen with the ranks."""
+    """Return the KV bytes per token of the result: with its bits, or of the budget where bits are chosen with the
+    ranks."""
     if not (config.get("kv_cache") and foreseen.sized):
         return foreseen.kv_bytes_per_token
     tokens = getattr(settings, "context", None) or LONG

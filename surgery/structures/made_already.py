@@ -16,7 +16,7 @@ from surgery.structures.request import ConversionRequest
 
 
 def is_made_already(request: ConversionRequest, progress: Progress, *, remedy: str) -> bool:
-    """Whether the output of a request is there, as it asks for it; a note tells so.
+    """Return whether the output of a request exists and matches its settings; a note then says so.
 
     Raises:
         SurgeryError: something else is there; ``remedy`` says what to do.
@@ -30,7 +30,7 @@ def is_made_already(request: ConversionRequest, progress: Progress, *, remedy: s
 
 
 def is_conversion_of(out: Path, source: str | Path, settings: ConversionSettings) -> bool:
-    """Whether a folder holds the conversion of a source with these settings.
+    """Return whether a folder holds the conversion of a source with these settings.
 
     A setting that was not known when it was made counts as its default.
     """

@@ -79,7 +79,7 @@ def build_report(
 
 
 def _target(work: Work, outcome: Outcome, name: str) -> dict:
-    """What the model became, with the class that carries it and the engines that load that."""
+    """Build the report's entry of the target: name, class and the engines that load it."""
     # A slice stays what it was; the number of KV heads decides between two names of one conversion.
     target, to = TARGETS.get(outcome.target["to"]), outcome.target["to"]
     config = whole_config(work.opened.reader, outcome.final_config or outcome.config)

@@ -1,4 +1,5 @@
-"""What ``--to`` can name: for each target its settings and its structure. Needs no torch before it converts."""
+"""Registry of the names that ``--to`` takes, with the settings and structure of each. Needs no torch before it
+converts."""
 
 from __future__ import annotations
 
@@ -73,11 +74,11 @@ class Target:
         return self.settings_class.from_mapping({**read, **given, **self.fixed}, where)
 
     def ending_of(self, settings: ConversionSettings) -> str:
-        """Of the default name of the output."""
+        """Return the ending of the output's default name."""
         return settings.ending(self.ending or self.name)
 
     def check_places(self, source: str, out: Path | None, settings: ConversionSettings, *, overwrite: bool) -> Path:
-        """Where the output goes; what a conversion would refuse of it at first sight, before torch is loaded for it.
+        """Return the output path, and refuse what needs no torch to be refused.
 
         Raises:
             SurgeryError: there is no such checkpoint, or the output is there already or is the source.

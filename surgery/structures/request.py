@@ -1,4 +1,4 @@
-"""What a conversion and its dry run begin with: the source opened, the output's place settled, the structure asked."""
+"""Start of a conversion and of its dry run: open the source, settle the output path, make the structure."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class StageRuns:
         self._stream.run_layer(layer, self.hidden["source"], self._batch_size)
 
     def sample(self) -> Tensor:
-        """What the source hands to its next layer, of the sequences on which errors are measured."""
+        """Return the source's inputs to its next layer, for the sequences on which errors are measured."""
         return self.hidden["source"][:ERROR_SEQUENCES].to(self._stream.device, self._stream.dtype)
 
     def scores(self) -> dict[str, Score]:
@@ -120,7 +120,7 @@ class StageRuns:
 
     @cached_property
     def _source_losses(self) -> Tensor:
-        """Of all tokens of text, once all layers have passed."""
+        """Losses of all tokens of text in the source, once all layers have passed."""
         texts = self._held_out.texts
         return self._stream.token_losses(self.hidden["source"][:texts], self._held_out.tokens[:texts])
 

@@ -1,4 +1,4 @@
-"""What a running conversion has in hand, and the ways through the layers that structures share."""
+"""Context of a running conversion, and the passes through the layers that structures share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Settings = TypeVar("Settings", bound=ConversionSettings)
 
 @dataclass(frozen=True)
 class Work(Generic[Opened, Settings]):
-    """What a conversion has in hand once it runs.
+    """Context of a running conversion.
 
     Attributes:
         library: statistics of every layer, once they are gathered.
@@ -70,7 +70,7 @@ class Work(Generic[Opened, Settings]):
 
     @torch.no_grad()
     def attention_inputs(self, index: int, layer: StreamedLayer) -> Tensor:
-        """What enters a layer's attention in the source model, of the calibration text [N, T, D]."""
+        """Return the inputs [N, T, D] of a layer's attention in the source model on the calibration text."""
         stream, rows = self.opened.stream, self.store.load(index).split(self.settings.batch_size)
         return torch.cat([layer.attention_inputs(part.to(stream.device, stream.dtype)) for part in rows])
 
@@ -88,7 +88,7 @@ class Work(Generic[Opened, Settings]):
         *types: type,
         settled: Callable[[int], bool] = lambda layer: True,
     ) -> list[Any]:
-        """What ``convert`` says of every layer; goes on after the last layer that is surely done.
+        """Return the results of ``convert`` for every layer; resume after the last layer that is certainly done.
 
         Args:
             convert: carries the stages through a layer; all else that it makes is on disk.

@@ -24,14 +24,14 @@ often that two threads, asleep as they wait, took 59 ms for what one did in 13 (
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``torch.linalg.eigh``, on one thread where that is sooner, or on the solver's device."""
+    """Compute ``torch.linalg.eigh``, on one thread where that is sooner, or on the solver's device."""
     with torch_threads(_worth(matrix)):
         values, vectors = torch.linalg.eigh(matrix.to(solver_of(matrix)))
         return values.to(matrix.device), vectors.to(matrix.device)
 
 
 def eigvalsh(matrix: Tensor) -> Tensor:
-    """As ``torch.linalg.eigvalsh``, on one thread where that is sooner, or on the solver's device."""
+    """Compute ``torch.linalg.eigvalsh``, on one thread where that is sooner, or on the solver's device."""
     with torch_threads(_worth(matrix)):
         return torch.linalg.eigvalsh(matrix.to(solver_of(matrix))).to(matrix.device)
 

@@ -114,7 +114,7 @@ def choose_widths(layers: Sequence[Sequence[Choice]], total: int) -> list[tuple[
 
 
 def _dropped(energies: Tensor) -> Tensor:
-    """What ranks of 1, 2, … leave out."""
+    """Return the energies that ranks of 1, 2, … leave out."""
     return torch.cat([energies.flip(0).cumsum(0).flip(0)[1:], energies.new_zeros(1)])
 
 

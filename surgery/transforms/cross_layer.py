@@ -216,7 +216,7 @@ class SimulatedKeysValues(SimulatedMember):
 
     @property
     def parts(self) -> list[int]:
-        """Of all keys, of all values."""
+        """Numbers of dims of all keys and of all values."""
         return [self.source.k.shape[:2].numel(), self.source.v.shape[:2].numel()]
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
@@ -248,7 +248,7 @@ class SimulatedLatents(SimulatedMember):
 
     @property
     def parts(self) -> list[int]:
-        """Of the latent."""
+        """Number of dims of the latent."""
         return [self.source.rank]
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:

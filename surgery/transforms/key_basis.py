@@ -37,7 +37,7 @@ class KeyBasis:
         return _real_rows(self.key[components])
 
     def dual_rows(self, components: Tensor) -> Tensor:
-        """As :meth:`key_rows` for the query side, in which gradients with respect to the components live."""
+        """Return :meth:`key_rows` for the query side, in which gradients with respect to the components live."""
         return _real_rows(self.query[components])
 
     def query_columns(self, components: Tensor, heads: int) -> Tensor:

@@ -30,7 +30,7 @@ Read = Callable[[Tensor], Tensor]
 
 
 def interleaving(rope_dim: int) -> Tensor:
-    """Where row j of an interleaved layout is found in the half-split one."""
+    """Return the position of row j of an interleaved layout in the half-split one."""
     return torch.arange(rope_dim).view(2, -1).T.flatten()
 
 
@@ -63,7 +63,7 @@ class LatentLayer:
         return moved(self, *args, **kwargs)
 
     def rescaled(self, latent: float, rope_key: float) -> LatentLayer:
-        """The same function with latents and rotary keys multiplied by these numbers, exact for powers of two."""
+        """Return the same function with latents and rotary keys times these factors, exact for powers of two."""
         rank, width = self.rank, len(self.down)
         made = torch.full((width,), latent, dtype=self.down.dtype, device=self.down.device)
         made[rank:] = rope_key
@@ -76,7 +76,7 @@ class LatentLayer:
         )
 
     def compress(self, x: Tensor, read: Read | None = None) -> tuple[Tensor, Tensor]:
-        """What is read of inputs ``x`` [B, T, D]: latents [B, T, r] and rotated keys [B, T, ρ].
+        """Compress inputs ``x`` [B, T, D] to what attention reads: latents [B, T, r] and rotated keys [B, T, ρ].
 
         Args:
             read: what a cache gives back of [B, T, r + ρ] that it keeps before the rotation; itself if None.

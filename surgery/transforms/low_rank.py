@@ -50,7 +50,7 @@ class LowRankConversion:
 
 @dataclass(frozen=True)
 class SharedMoments:
-    """What a layer's bias-free ``z`` has to do with the latents that earlier layers have cached of the same token.
+    """Second moments of a layer's bias-free ``z`` with the latents that earlier layers have cached of the same token.
 
     Here keys carry the weight of a key norm, as in :class:`LayerStatistics`, and tokens the weights of its
     ``met_moment``.
@@ -189,7 +189,7 @@ def _check_statistics(method: str, anatomy: AttentionAnatomy, statistics: LayerS
 
 
 def _key_scale(anatomy: AttentionAnatomy) -> Tensor:
-    """What ``z`` has to be divided by to get keys before their norm, [n]; infinite where the norm's weight is zero."""
+    """Return the divisors [n] of ``z`` that give keys before their norm; infinite where the norm's weight is zero."""
     scale = torch.ones(anatomy.kv_width, dtype=anatomy.k.dtype)
     if anatomy.k_norm is not None:
         weight = anatomy.k_norm.weight
@@ -252,7 +252,7 @@ def _relevance(anatomy: AttentionAnatomy, statistics: LayerStatistics, energy: T
 
 
 def _numbers(anatomy: AttentionAnatomy, block: Block) -> Tensor:
-    """Where the numbers that a block serves stand in ``z``: keys, then values."""
+    """Return the positions in ``z`` of the elements that a block serves: keys, then values."""
     keys = torch.arange(anatomy.kv_heads * anatomy.head_dim).view(anatomy.kv_heads, -1)
     values = keys.numel() + torch.arange(anatomy.kv_heads * anatomy.value_dim).view(anatomy.kv_heads, -1)
     return torch.cat([keys[list(block.keys)].flatten(), values[list(block.values)].flatten()])

@@ -53,11 +53,11 @@ class LowRankLayer:
         return moved(self, *args, **kwargs)
 
     def key_mask(self) -> Tensor:
-        """Which columns of ``key_up`` may differ from zero, bool [G, s + r]."""
+        """Return the columns of ``key_up`` that may differ from zero, bool [G, s + r]."""
         return self._mask(lambda block: block.keys)
 
     def value_mask(self) -> Tensor:
-        """Which columns of ``value_up`` may, bool [G, s + r]."""
+        """Return the columns of ``value_up`` that may differ from zero, bool [G, s + r]."""
         return self._mask(lambda block: block.values)
 
     def _mask(self, heads) -> Tensor:
@@ -70,7 +70,7 @@ class LowRankLayer:
         return mask
 
     def latents(self, x: Tensor) -> Tensor:
-        """What the cache holds of inputs ``x`` [B, T, D]: [B, T, r]."""
+        """Return the cached latents [B, T, r] of inputs ``x`` [B, T, D]."""
         return x @ self.down.mT
 
     def rebuilt(self, latents: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ class SimulatedLowRank(nn.Module):
         return output(self.layer.source, mixed.transpose(1, 2), inputs)
 
     def _visible(self, tokens: int, device: torch.device) -> Tensor:
-        """Which keys each query sees, bool [T, T], or [T, 2T] with exact ones behind the rebuilt ones."""
+        """Return the mask of visible keys by query, bool [T, T], or [T, 2T] with exact ones after the rebuilt ones."""
         place = torch.arange(tokens, device=device)
         lag = place[:, None] - place
         seen = lag >= 0

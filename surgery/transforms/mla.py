@@ -61,7 +61,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Split:
-    """How one KV budget is spent, the same in every layer: ρ rotary dimensions and a latent of rank r."""
+    """Split of one KV budget, the same in every layer: ρ rotary dimensions and a latent of rank r."""
 
     rope_dim: int
     rank: int
@@ -113,7 +113,7 @@ def lag_basis(method: Method) -> Callable[[AttentionAnatomy, LayerStatistics], K
 def component_costs(
     method: Method, anatomy: AttentionAnatomy, statistics: LayerStatistics, lags: LagStatistics | None
 ) -> Tensor:
-    """What taking RoPE from each component costs, [P]; comparable within a layer."""
+    """Return the cost of taking RoPE from each component, [P]; comparable within a layer."""
     if method.lags:
         return lags.cost()
     # MHA2MLA's 2-norm strategy (arXiv 2502.14837, section 3.1.1), query heads of a group added up.

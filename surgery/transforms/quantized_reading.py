@@ -1,4 +1,4 @@
-"""What attention reads of a quantised cache while it decodes, simulated in one pass over a text.
+"""Reading of a quantised cache by attention in decoding, simulated in one pass over a text.
 
 Tokens are quantised a group at a time (:class:`surgery.model.quantized_cache.QuantizedKVLayer`), so a query reads the
 quantised values of complete groups and the latest tokens, and the first, as they came. In one pass every query finds
@@ -31,7 +31,7 @@ def as_quantized(cache: QuantizedKVLayer, keys: Tensor, values: Tensor) -> tuple
 
 
 def seen_as_they_came(cache: QuantizedKVLayer, tokens: int, device: torch.device) -> Tensor:
-    """Which of the earlier tokens each query reads exactly, bool [T, T]; its own group may end with it."""
+    """Return the mask of earlier tokens that each query reads exactly, bool [T, T]; its own group may end with it."""
     place = torch.arange(tokens, device=device)
     behind = place - cache.sinks
     complete = (behind + 1 - cache.window).clamp_min(0).div(cache.group, rounding_mode="floor") * cache.group

@@ -91,6 +91,6 @@ def _axes(up: Tensor, kept: Tensor, moment: Tensor) -> tuple[Tensor, float]:
 
 @torch.no_grad()
 def norm_error(source: LatentAnatomy, smaller: LatentAnatomy, inputs: Tensor) -> float:
-    """By how much the smaller layer's norm is off: the root mean square of δ over attention inputs [..., D]."""
+    """Return how far the smaller layer's norm is off: the root mean square of δ over attention inputs [..., D]."""
     gains = [layer.gain(layer.latent(inputs)) for layer in (smaller, source)]
     return float((gains[0] / gains[1] - 1).square().mean().sqrt())

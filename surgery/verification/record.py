@@ -1,4 +1,4 @@
-"""What the report beside a checkpoint says of it, for ``surgery verify``: whoever sent it, it may be damaged."""
+"""Facts of the report next to a checkpoint, for ``surgery verify``: whoever sent it, it may be damaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST = 2**16
 
 @dataclass(frozen=True)
 class Recorded:
-    """As far as the report says it; each is None where it does not.
+    """Facts of a report; each is None where it is missing.
 
     Attributes:
         there: whether there is a report.
@@ -35,7 +35,7 @@ class Recorded:
 
     @classmethod
     def beside(cls, folder: Path) -> Recorded:
-        """Of a folder.
+        """Read the facts of a folder.
 
         Raises:
             SurgeryError: there is a report, and it is damaged.

@@ -41,7 +41,7 @@ QUANTIZED_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Verification:
-    """What a written checkpoint did when it was loaded again.
+    """Measurements of a written checkpoint that was loaded again.
 
     Attributes:
         score: loss and recall.
@@ -188,7 +188,7 @@ def _decode(layer: StreamedLayer, hidden: Tensor, cache, watch: FlowWatch | None
 
 
 def prompt_of(tokens: int) -> int:
-    """How many of that many tokens are taken for the prompt."""
+    """Return how many of that many tokens are the prompt."""
     return max(1, tokens - STEPS)
 
 

@@ -1,4 +1,4 @@
-"""What a recipe would take: the dry runs of its steps' verbs, one after the other. Nothing of it is run.
+"""Dry run of a recipe: the dry runs of its steps' commands, one after the other. None of it is run.
 
 A checkpoint that an earlier step would make is stood in for by its shapes alone, in a temporary folder. Where they are
 not enough, as for a slice, which needs the report, or where a pattern or a plan is still to be made, a step can be told

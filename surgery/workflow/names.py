@@ -1,4 +1,5 @@
-"""What the steps of a recipe name: each other, checkpoints and pattern files; all of it there before the first runs."""
+"""Names in the steps of a recipe: other steps, checkpoints and pattern files, which must exist before the first step
+runs."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def _named(step: Step, settings: dict[str, tuple[str, ...]]) -> list[str]:
 
 
 def _why(name: str, made: dict[str, str], later: list[str]) -> str | None:
-    """What is wrong with a name that a step could have meant."""
+    """Explain a name that a step could have meant."""
     if name in later:
         return f"{name} is not made by an earlier step; move it up"
     if name in made:

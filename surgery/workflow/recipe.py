@@ -312,7 +312,7 @@ def _row(given: str, finished: Finished) -> str:
 
 
 def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:
-    """Whether a pattern is there, of that source with those settings.
+    """Return whether a pattern of that source with those settings exists.
 
     Raises:
         SurgeryError: there is one of others.

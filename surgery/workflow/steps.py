@@ -1,4 +1,4 @@
-"""What a step of a recipe is, and what steps hand on to those behind them."""
+"""Step of a recipe, and the results that steps pass on to later ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Step:
 
 @dataclass
 class Finished:
-    """What a recipe made: checkpoints, patterns and plans by step, and the last report with its files.
+    """Results of a recipe: checkpoints, patterns and plans by step, and the last report with its files.
 
     ``restart`` is of `surgery.workflow.recipe.run_recipe`.
     """
@@ -40,7 +40,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a step would take, as the dry run of its verb says; None of what that does not. Sizes in bytes.
+    """Forecast of a step, from the dry run of its command; None where that gives no figure. Sizes in bytes.
 
     Attributes:
         host, device: memory at the most, of the machine and of its accelerator.

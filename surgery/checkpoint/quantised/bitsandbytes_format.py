@@ -30,7 +30,7 @@ MAX_STATE_BYTES = 1 << 16
 
 
 def bitsandbytes(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
-    """As transformers saves models that bitsandbytes quantised.
+    """Read models that bitsandbytes quantised, as transformers saves them.
 
     Raises:
         SurgeryError: tensors that do not fit each other.
@@ -123,7 +123,7 @@ def _table_matrix(module: str, kind: str, store: Store, dtype: torch.dtype) -> B
 
 
 def _state(module: str, kind: str, store: Store) -> tuple[dict[str, Any], tuple[int, int], int, int | None]:
-    """What is said in JSON: all of it, the matrix's shape, numbers of a block, and factors of a nested block."""
+    """Read the JSON state: all of it, the matrix's shape, elements of a block, and factors of a nested block."""
     name, info = module + STATE + kind, beside(module, STATE + kind, store)
     raw = torch.empty(min(info.nbytes, MAX_STATE_BYTES), dtype=torch.uint8)
     store.read(name, [(0, len(raw))], raw)

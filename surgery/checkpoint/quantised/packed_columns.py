@@ -33,7 +33,7 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def gptq(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
-    """As AutoGPTQ and GPTQModel write it.
+    """Read the format of AutoGPTQ and GPTQModel.
 
     Raises:
         SurgeryError: a format of them that is not read, or tensors that do not fit each other.
@@ -52,7 +52,7 @@ def gptq(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation
 
 
 def awq(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
-    """As AutoAWQ writes it for its "gemm" kernels.
+    """Read the format of AutoAWQ for its "gemm" kernels.
 
     Raises:
         SurgeryError: the packing of other kernels, or tensors that do not fit each other.

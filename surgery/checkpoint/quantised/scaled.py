@@ -30,7 +30,7 @@ FORMATS = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 
 
 def fp8(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation | None:
-    """Of block-quantised models; None where the config states no blocks."""
+    """Read block-quantised FP8 models; None where the config states no blocks."""
     if (block := _block(said)) is None:
         return None
     matrices = {module + WEIGHT: _by_block(module, store, block) for module in modules(store, INVERSE)}
@@ -38,7 +38,7 @@ def fp8(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation 
 
 
 def compressed_tensors(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
-    """As that package writes them.
+    """Read the format of the compressed-tensors package.
 
     Raises:
         SurgeryError: a format of it that is not read.
@@ -137,7 +137,7 @@ def _scales(
 
 
 def _complete(matrices: dict[str, Scaled], store: Store) -> dict[str, Matrix]:
-    """The same, once it is sure that nothing is left of a format that was not understood."""
+    """Return the same matrices after checking that no tensor of an unknown part of the format is left."""
     parts = {part for matrix in matrices.values() for part in matrix.parts}
     for name, info in store.infos.items():
         if name.endswith(UNKNOWN):
@@ -173,7 +173,7 @@ def _check_compressed(said: dict[str, Any]) -> None:
 
 
 def _bits(said: dict[str, Any]) -> int:
-    """Of packed weights, one number for all groups of modules.
+    """Return the bits of packed weights, one number for all groups of modules.
 
     Raises:
         SurgeryError: it says several, or others than are read.

@@ -1,4 +1,4 @@
-"""What structures of streaming heads and layers have in common: the plan of a pattern, and what it loses as masks."""
+"""Parts that streaming heads and streaming layers share: the plan of a pattern, and its loss simulated by masks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class HybridLayerReport:
         return "full heads", "streaming heads", "compensated"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         kinds = (self.full_heads, self.streaming_heads, self.compensated_heads)
         return tuple(" ".join(map(str, heads)) or "-" for heads in kinds)
 
@@ -89,7 +89,7 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
         self._entries = model.entries(self._plan)
 
     def _made_of(self, model: StreamableModel) -> StreamableModel:
-        """What streams as one."""
+        """Return the model that streams these layers or heads."""
         return model
 
     @classmethod

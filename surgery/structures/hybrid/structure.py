@@ -49,8 +49,8 @@ class Hybrid(Streaming):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """As many full heads as the budget holds, of the pattern that the plan is given, alone and in 8 and 4 bits; and
-        whole layers where a stock class has both kinds."""
+        """Return as many full heads as the budget holds, of the plan's pattern, alone and in 8 and 4 bits; and whole
+        layers where a stock class has both kinds."""
         if config["model_type"] == MODEL_TYPE:
             return []
         layers = [Candidate({"granularity": "layer"})] if config["model_type"] in CARRIERS else []
@@ -112,7 +112,7 @@ class Hybrid(Streaming):
 def _facts(
     plan: HeadPlan, pattern: HeadPattern | None, kv_ratio: float, context: int, settings: HybridSettings
 ) -> dict:
-    """What the report says of the plan."""
+    """Return the plan's entries of the report."""
     return {
         "sinks": plan.sinks,
         "recent": plan.recent,

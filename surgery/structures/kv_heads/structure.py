@@ -76,7 +76,7 @@ class HeadsLayerReport:
         return "merged KV heads", "keys, predicted", "values, predicted"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         groups = "  ".join("+".join(map(str, group)) for group in self.groups)
         return groups, short(self.key_error), short(self.value_error)
 
@@ -135,7 +135,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         return {"": half_the_heads}
 
     def foresee(self) -> Foreseen:
-        """As if layers that may differ kept alike, but for one."""
+        """Forecast the conversion as if layers that may differ kept alike, but for one."""
         opened, settings, first = self.opened, self.settings, self.opened.first
         kv_heads = [self._budget // opened.layers] * opened.layers
         if settings.allocate == "spectrum":

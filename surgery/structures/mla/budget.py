@@ -1,4 +1,4 @@
-"""From a KV budget to the splits between rotary dimensions and latent that are worth trying."""
+"""Splits of a KV budget between rotary dimensions and latent that are worth trying."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _engine_sizes(
 
 
 def default_pairs(anatomy: AttentionAnatomy) -> int:
-    """How many of the highest frequencies are a grid of default RoPE: all, unless a scaling bends the lower ones."""
+    """Count the highest frequencies that are a grid of default RoPE: all, unless a scaling bends the lower ones."""
     count = anatomy.head_dim // 2
     while count > 1 and default_theta(anatomy.inv_freq[:count]) is None:
         count -= 1

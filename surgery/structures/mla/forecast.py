@@ -1,4 +1,4 @@
-"""What can be said of a conversion before it starts: the class that will carry it, its KV bytes and its engines.
+"""Forecast of an MLA conversion: the class that will carry it, its KV bytes and its engines.
 
 One thing is open then: which frequencies keep RoPE, where they are free to be chosen. Many engines load the grid of
 default RoPE only. Small budgets often choose just that (the highest frequencies, once each), larger ones do not, so

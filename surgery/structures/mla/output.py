@@ -1,4 +1,4 @@
-"""What carries an MLA conversion: the class, and what it caches beside latents and rotated keys."""
+"""Output of an MLA conversion: its class, and what it caches next to latents and rotated keys."""
 
 from __future__ import annotations
 

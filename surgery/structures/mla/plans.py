@@ -64,11 +64,11 @@ class MLAPlan:
         return mla.convert_layer(self.method, anatomy, statistics, basis, rotated, rank, lags)
 
     def all_ranks(self, layers: int) -> tuple[int, ...]:
-        """Of every layer; 0 for those that are kept."""
+        """Return the rank of every layer; 0 for those that are left unchanged."""
         return self.ranks or tuple(0 if layer in self.kept else self.split.rank for layer in range(layers))
 
     def facts(self) -> dict[str, float]:
-        """For the report: rotary dimensions and rank of a layer, on average where layers differ."""
+        """Return the report's facts: rotary dimensions and rank of a layer, on average where layers differ."""
         if self.weight is None:
             return asdict(self.split)
         spread = [layer for layer, rank in enumerate(self.ranks) if rank]
@@ -152,7 +152,8 @@ class Planner:
         return converted_layers(self.kept, self.opened.layers)
 
     def _options(self, anatomy: AttentionAnatomy, layer: int, sizes: list[int]) -> list[tuple[Tensor, Choice]]:
-        """Of each number of rotated components: how many of each frequency, and what that costs and leaves."""
+        """Return, for each number of rotated components, how many there are of each frequency, their cost and their
+        error."""
         statistics, lags = self.library.load(layer)
         basis = mla.key_basis(self.method, anatomy, statistics, None)
         turned = mla.rotation_energies(anatomy, statistics, basis, lags)
@@ -169,7 +170,7 @@ class Planner:
         return list(zip(counts, choices, strict=True))
 
     def _of_all(self, counts: dict[int, Tensor], pairs: int) -> tuple[Tensor, ...]:
-        """Of every layer; nothing of those that are kept."""
+        """Return the counts of every layer; empty for those that are left unchanged."""
         return tuple(counts.get(layer, _highest(pairs, 0)) for layer in range(self.opened.layers))
 
 
@@ -196,7 +197,7 @@ def search_plans(plans: list[MLAPlan], losses_of: Callable[[list[MLAPlan]], list
 
 
 def most_tried(count: int) -> int:
-    """How many of so many plans `search_plans` tries at most: one half and the next."""
+    """Return the most plans that `search_plans` tries of ``count``: one half and the next."""
     return min(count, (count + 3) // 2)
 
 

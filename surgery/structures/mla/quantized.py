@@ -79,7 +79,7 @@ class QuantizedLayerReport:
         return "latent", "rotated", "bytes a token", "loss over predicted", "clipped"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         return self.rank or "kept", self.rope_dim, self.row_bytes, short(self.factor), share(self.clipped)
 
 
@@ -120,7 +120,7 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         self._factors: dict[int, float] = {}
 
     def foresee(self) -> Foreseen:
-        """As if all layers had one row of 4 bits a value; its bytes are those of the budget."""
+        """Forecast the conversion as if all layers had one row of 4 bits a value; its bytes are those of the budget."""
         writer, config = self._writer(self._plans or self._likely()), self.opened.reader.config
         spec = writer.spec
         result, first = writer.config(config), self.settings.first_tokens
@@ -171,7 +171,7 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         return replanned_tensors(self.opened, writer.copied, writer.plan, self.kept)
 
     def _measured(self, work: Work, plans: Plans, advance: Callable[[], None]) -> dict[int, float]:
-        """What the model loses where one layer alone follows its plan."""
+        """Return the loss increase of the model where one layer alone follows its plan."""
         return single_layer_divergences(
             self.opened.stream,
             work.texts.calibration[:MEASURED_SEQUENCES],
@@ -265,7 +265,7 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         return anatomy, centred, mla.key_basis(quantized_mla.METHOD, anatomy, centred, None)
 
     def _likely(self) -> Plans:
-        """The same bytes in every layer, half of them for the latent."""
+        """Return plans of equal bytes in every layer, half of them for the latent."""
         pieces, first = int(self.row_budget) // self.granule, self.opened.first
         most = first.kv_heads * first.head_dim // 2 // self.granule  # all components in 4 bits
         rope = min(pieces // 2, most) * self.granule

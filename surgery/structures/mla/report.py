@@ -1,4 +1,4 @@
-"""What the report of an MLA conversion says of the target and of each layer."""
+"""Report of an MLA conversion: its target and its layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LayerReport:
         return "rank", "rotated", "RoPE, predicted", "latent, predicted"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         return self.rank or "kept", self.rope_dim, share(self.rope_error), share(self.latent_error_share)
 
     @classmethod

@@ -77,7 +77,7 @@ class SmallerLayerReport:
         return "rank", "latent, predicted", "norm off by"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         return self.rank, share(self.latent_error_share), share(self.norm_error)
 
 
@@ -206,7 +206,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 
 
 def wanted_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
-    """How many latents are kept: half of them where nothing is asked for.
+    """Return the number of latents of the result: half of the source's unless the settings say otherwise.
 
     Raises:
         SurgeryError: not fewer than the source has, or none; or the rotary dimensions are asked to change.

@@ -94,18 +94,19 @@ class MLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """In stock where that can, in the own class, and there with a latent of 8 bits beside exact rotated keys."""
+        """Return MLA in the stock class where that can hold it, in the custom class, and there with a latent of 8 bits
+        next to full-precision rotated keys."""
         if config["model_type"] in LATENT_FAMILIES:
             return SmallerMLA.candidates(config)
         return [Candidate({}), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
-        """In stock, and in the own class."""
+        """Return configs in the stock class and in the custom model class."""
         return {"": bench.stock_mla, "-own": bench.own_mla}
 
     def foresee(self) -> Foreseen:
-        """Of the split that caches most, and frequencies that keep RoPE may be open, until one is chosen."""
+        """Forecast the split that caches most; the frequencies that keep RoPE may be open until one is chosen."""
         opened, settings, method = self.opened, self.settings, mla.METHODS[self.settings.method]
         forecasts = [forecast(opened, split, settings) for split in self.splits]
         chosen = max(forecasts, key=lambda found: found.kv_bytes_per_token)
@@ -137,7 +138,7 @@ class MLA(Structure[Source, ConvertSettings]):
 
     @property
     def lag_basis(self) -> BasisOf | None:
-        """Of methods that choose frequencies by what attention does over lags."""
+        """Key basis of methods that choose frequencies by the attention over lags."""
         return mla.lag_basis(mla.METHODS[self.settings.method])
 
     def gather(self, work: Work) -> None:
@@ -236,7 +237,8 @@ class MLA(Structure[Source, ConvertSettings]):
 
 
 def _unlikely(plan: MLAPlan) -> float:
-    """How far a plan is from the middle of those that were chosen by trying, where nothing can be tried."""
+    """Return the distance of a plan from the middle of those that trials chose, for sources on which nothing can be
+    tried."""
     if plan.weight is not None:
         return abs(plan.weight - UNTRIED_WEIGHT)
     return abs(plan.split.rope_dim - (plan.split.rope_dim + plan.split.rank) / 3)

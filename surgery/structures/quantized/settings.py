@@ -1,4 +1,4 @@
-"""What a user can ask of a quantised cache. Needs no torch."""
+"""Settings of a quantised cache. Needs no torch."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ class QuantizedSettings(StructureSettings):
         return target
 
     def kv_cache(self) -> dict[str, int | str]:
-        """What config.json of the own class says."""
+        """Return the ``kv_cache`` entry of the custom model class's config.json."""
         said = {**super().kv_cache(), "window": self.window}
         return with_formats(said, streaming_format=self.streaming_bits, rope_format=self.rope_bits)

@@ -63,7 +63,7 @@ class QuantizedLayerReport:
         return ("keys share a scale by",)
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         return (self.keys_by,)
 
 
@@ -125,7 +125,7 @@ def measure_quantized(
 
 
 def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> tuple[Outcome, Verification]:
-    """Has a checkpoint of the own class, written and not yet committed, keep its cache quantised.
+    """Quantise the cache of a checkpoint of the custom model class that is written and not yet committed.
 
     Nothing is written twice but config.json and, with ``hadamard``, the tensors that take the rotation. What was
     written is compared with the simulation before, as it computes with an exact cache.
@@ -187,7 +187,7 @@ def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> 
 
 
 def in_own_class(outcome: Outcome) -> Outcome:
-    """The same result carried by the own class, which alone keeps a quantised cache."""
+    """Return the same result in the custom model class, which alone keeps a quantised cache."""
     target = outcome.target
     if target["model_type"] != MODEL_TYPE:
         target = {**target, "model_type": MODEL_TYPE, "reasons": [REASON]}
@@ -196,5 +196,5 @@ def in_own_class(outcome: Outcome) -> Outcome:
 
 
 def quantized_facts(settings: StructureSettings) -> dict:
-    """What a report's target says of a quantised cache."""
+    """Return the facts of a quantised cache for a report's target."""
     return {"kv_cache": settings.kv_cache(), "hadamard": settings.hadamard, "losses_read": LOSSES_READ}

@@ -1,4 +1,4 @@
-"""What slices of a checkpoint would compute, before any is written: the whole model with latents set to zero."""
+"""Simulation of slices before any is written: the whole model with latents set to zero."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEFORE, SLICED = "before slicing", "sliced"
 
 @dataclass(frozen=True)
 class MeasuredSlice:
-    """What held-out text says of the best candidate.
+    """Held-out measurement of the best candidate.
 
     Attributes:
         losses: of all candidates; None where there is no text.
@@ -75,7 +75,7 @@ def measure_slices(
 
 @torch.no_grad()
 def _attention_outputs(layer: StreamedLayer, inputs: Tensor) -> list[Tensor]:
-    """What the attention of each loaded layer puts out, [B, T, D]."""
+    """Return the attention outputs of each loaded layer, [B, T, D]."""
     outputs: list[Tensor] = []
     hooks = [
         block.self_attn.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
@@ -89,7 +89,7 @@ def _attention_outputs(layer: StreamedLayer, inputs: Tensor) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _silenced(layer: StreamedLayer, name: str, kept: list[tuple[int, ...]]) -> Iterator[None]:
-    """Has the projections of that name in each loaded layer put out zero but for some rows, for a ``with`` block."""
+    """Zero all but some output rows of the projections of that name in each loaded layer, for a ``with`` block."""
     projections = [getattr(block.self_attn, name) for block in layer.model.layers]
     original = [[parameter.clone() for parameter in down.parameters()] for down in projections]
     with torch.no_grad():

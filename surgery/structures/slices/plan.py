@@ -1,4 +1,4 @@
-"""How a slice spends its budget: the latents that every block keeps, by what its conversion reported they are worth."""
+"""Budget of a slice: the latents that every block keeps, by the worth that its conversion reported for them."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class SlicedLayerReport:
         return "rank", "rotated", "RoPE, predicted", "latent, predicted"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         return self.rank, self.rope_dim, share(self.rope_error), share(self.latent_error_share)
 
 
@@ -81,7 +81,7 @@ class Slice(Structure[OwnSource, SliceSettings]):
         return OwnSource.open(reader, settings)
 
     def foresee(self) -> Foreseen:
-        """Of the first way to spend the budget; all take the same bytes."""
+        """Forecast the first way to spend the budget; all take the same bytes."""
         opened, ranks = self.opened, self._candidates[next(iter(self._candidates))]
         smaller, dtype = self._whole.sliced(ranks), opened.weight_dtype
         held = kv_bytes_of(smaller.config, dtype)(1)
@@ -122,7 +122,7 @@ class Slice(Structure[OwnSource, SliceSettings]):
 
 
 def _target(smaller: LatentModel, origin: Origin, bytes_per_token: float) -> dict:
-    """What the origin's report says of its target, with the new ranks."""
+    """Return the target of the origin's report with the new ranks."""
     ranks = [sum(blocks) for blocks in smaller.ranks]
     target = {**origin.target, "sliced": True, "ratio_to_original": bytes_per_token / origin.source_bytes}
     if "ranks" in target:
