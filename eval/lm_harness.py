@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def task_identity(task: str, include_path: Path | None) -> dict[str, Any]:
-    """What tells one version of a task from another, without loading its data.
+    """Return the facts that tell one version of a task from another, without loading its data.
 
     Returns:
         `folder_sha256` of all files under `include_path` (None without one), data and code of user tasks included;

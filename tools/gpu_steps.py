@@ -106,7 +106,7 @@ def _pytest(plugin: str, setup: Setup, workers: int) -> list[str]:
 
 
 def _compiled(setup: Setup) -> dict[str, str]:
-    """What the programs are for: the device that the first step found, and the cases of the steps to come."""
+    """Return the compilation targets: the device that the first step detected, and the cases of later steps."""
     try:
         device = json.loads((setup.work / "facts.jsonl").read_text(encoding="utf-8").splitlines()[-1])["device"]
         target = int("".join(device["capability"].split("."))), device["processors"]
@@ -287,7 +287,7 @@ def shape(out: Path, device: str, tiny: bool) -> None:
 
 
 def _surgery(*arguments: object) -> dict[str, Any]:
-    """What a command prints with --json, run in this process: another would import everything again."""
+    """Return the output of a command with --json, run in this process: another would import everything again."""
     from surgery.cli import main as surgery
 
     sys.argv[:] = ["surgery", *map(str, arguments), "--json"]

@@ -38,7 +38,8 @@ Line = dict[str, Any]
 
 
 def lines_of(model: str, work: Path, unseen: int) -> list[Line]:
-    """What plans weigh at all shares and the pairs: predicted and measured increases, with 95% intervals by text."""
+    """Return the candidates of plans at all shares and the pairs: predicted and measured increases, with 95% intervals
+    by text."""
     text = {"calibration_length": LENGTH, "context": str(LENGTH), "held_out": SEEN + unseen}
     settings, progress = PlanSettings(**text, keep_statistics=str(work / "statistics")), Progress()
     opened = Source.open(model_named(model), settings)
@@ -72,7 +73,8 @@ def increase(losses: list[float], source: list[float]) -> tuple[float, float, fl
 
 
 def facts(lines: list[Line]) -> dict[str, float]:
-    """How good predictions were: rank correlation, median error, those within a fifth or 0.01 nats, and intervals."""
+    """Return the accuracy of predictions: rank correlation, median error, those within a fifth or 0.01 nats, and
+    intervals."""
     pairs = [(float(line["predicted"]), float(line["measured"])) for line in lines]
     # An increase of less than 0.01 nats is within the noise of the texts.
     near = [abs(p - m) <= max(0.2 * abs(m), 0.01) for p, m in pairs]

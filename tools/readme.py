@@ -34,7 +34,7 @@ BEGIN, END = "<!-- made by tools/readme.py -->\n", "<!-- end -->"
 
 
 def hook(report: dict[str, Any]) -> str:
-    """What stands beneath the picture."""
+    """Return the sentence beneath the picture."""
     chosen = {column.key: column for column in columns(report)}
     source, best = (next(row for row in report["rows"] if row["name"] == name) for name in ("source", SHOWN_FIRST))
     share, source_perplexity, perplexity, recall = (
@@ -48,7 +48,7 @@ def hook(report: dict[str, Any]) -> str:
 
 
 def caption(report: dict[str, Any], healed: dict[str, Any]) -> str:
-    """How it was measured."""
+    """Return the sentence about the measurement."""
     settings, timed = report["settings"], healed["rows"][0]["results"]["speed"]
     seconds = [row["conversion"]["healing"]["seconds"] for row in healed["rows"] if row["name"].endswith("-healed")]
     contexts = " and ".join(f"{each:,}" for each in _rates(healed["rows"][0]))
@@ -66,7 +66,8 @@ def caption(report: dict[str, Any], healed: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any], healed: dict[str, Any]) -> str:
-    """In Markdown: the source, then what else is shown by its bytes; MLA, its healing and speeds are of the second."""
+    """Return the Markdown table: the source, then the other rows by their bytes; MLA, its healing and speeds are of the
+    second."""
     chosen = {column.key: column for column in columns(report)}
     rows = [(row, report) for row in report["rows"] if row["name"] not in LEFT_OUT]
     rows += [(row, healed) for row in healed["rows"] if row["role"] != "baseline"]

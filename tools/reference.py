@@ -95,7 +95,7 @@ def _function(name: str) -> str:
 
 
 def _line(text: str) -> str:
-    """In a cell of a table."""
+    """Escape a text for a cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

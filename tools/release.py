@@ -31,7 +31,7 @@ BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sy
 
 
 class NotReady(Exception):
-    """What keeps a release from being made, in one line."""
+    """Reason for which a release cannot be made, in one line."""
 
 
 def check_versions(root: Path = ROOT) -> str:

@@ -1,4 +1,4 @@
-"""What conversions of large models take, on checkpoints of their shapes: foreseen without weights, or measured.
+"""Cost of conversions of large models, on checkpoints of their shapes: forecast without weights, or measured.
 
     PYTHONPATH=. python tools/scale.py llama3-8b llama3-70b llama3-405b
     PYTHONPATH=. python tools/scale.py llama3-8b --weights FOLDER --to mla --kv-ratio 0.28125 --calibration none
@@ -102,7 +102,7 @@ def make_random(folder: Path, config: dict) -> None:
 
 
 def convert(source: Path, *arguments: str) -> dict:
-    """What ``surgery convert --json`` prints."""
+    """Return the output of ``surgery convert --json``."""
     command = [sys.executable, "-m", "surgery", "convert", str(source), "--out", str(source.parent / "out"), "--json"]
     done = subprocess.run([*command, *arguments], stdout=subprocess.PIPE)
     if not done.stdout:

@@ -44,7 +44,7 @@ class _Bundle:
 
     @property
     def trains(self) -> bool:
-        """Whether both sides do."""
+        """Whether both sides train."""
         return bool(self.read) and all(map(_trains, (*self.made, *self.read)))
 
     def rescale(self) -> int:
@@ -96,7 +96,8 @@ def _own(attention: nn.Module | None) -> Iterator[_Bundle]:
 
 
 def _stock(attention: nn.Module, held: Mapping[int, Tensor]) -> Iterator[_Bundle]:
-    """Of a family's MLA: latents behind no norm but for those that never move, and rotary pairs that are interleaved.
+    """Yield the bundles of a family's MLA: latents without a norm but for those that never move, and interleaved rotary
+    pairs.
 
     Makers of latents behind a norm that does nothing are `held` back, all or some.
     """
@@ -121,6 +122,6 @@ def _parameters(projection: nn.Linear) -> list[Tensor]:
 
 
 def _trains(view: Tensor) -> bool:
-    """Whether the parameter that a view is of trains; views made without gradients do not say so themselves."""
+    """Return whether the parameter that a view is of trains; views made without gradients do not know."""
     base = view if view._base is None else view._base
     return base.requires_grad

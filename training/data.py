@@ -1,4 +1,4 @@
-"""What a training step is given: rows of tokens, their labels, and which document every token belongs to.
+"""Batch of a training step: rows of tokens, their labels, and which document every token belongs to.
 
 `surgery.training.open_data.open_data` builds the sequences. A position in the data is one number, and step s of global
 batch size b takes sequences s·b to (s + 1)·b - 1, whatever the number of processes: that is what makes runs resumable
@@ -90,7 +90,7 @@ class Batch:
 
 
 def holds_several(spans: Sequence[Sequence[slice]]) -> bool:
-    """Whether some row has the spans of several documents."""
+    """Return whether some row has the spans of several documents."""
     return any(len(row) > 1 for row in spans)
 
 

@@ -66,7 +66,7 @@ class Body:
             return self.model(**call).logits
 
     def head(self) -> nn.Module:
-        """What makes logits of `states`."""
+        """Return the module that makes logits of `states`."""
         return self.model.get_output_embeddings() if self.splits else nn.Identity()
 
 
@@ -84,7 +84,7 @@ class Distillation(nn.Module):
         *,
         document_masks: bool = False,
     ) -> None:
-        """Of models that are loaded and not wrapped.
+        """Prepare the losses of models that are loaded and not wrapped.
 
         Args:
             weights: of the objective.
@@ -162,7 +162,7 @@ class Distillation(nn.Module):
         return total, parts
 
     def _layerwise(self, batch: Batch, inputs: tuple, positions: float) -> Tensor:
-        """How far each attention's output is from its teacher's on the same input."""
+        """Return the distance of each attention's output from its teacher's on the same input."""
         teacher = self._teacher[0]
         with torch.no_grad(), recorded(teacher.model, attention=True, inputs=True) as known:
             teacher.states(*inputs)

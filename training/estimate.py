@@ -50,7 +50,7 @@ LOGIT_TENSORS = 6
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a healing will take.
+    """Forecast of a healing.
 
     Attributes:
         parameters: of the student, those that train, and the teacher's.
@@ -73,7 +73,7 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Of one device."""
+        """Peak bytes of one device."""
         return sum(self.memory.values())
 
     def to_dict(self) -> dict[str, Any]:

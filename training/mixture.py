@@ -44,6 +44,6 @@ class MixedSequences:
 
 
 def shares_of(count: int, weights: Sequence[float]) -> list[int]:
-    """How many of the first `count` sequences of a mixture are each part's."""
+    """Return how many of the first `count` sequences of a mixture each part has."""
     order = interleaving(weights)
     return np.bincount(order[np.arange(count) % len(order)], minlength=len(weights)).tolist()

@@ -41,14 +41,14 @@ def set_dtypes(model: nn.Module, computed: torch.dtype) -> None:
 
 
 def set_quantization_aware(model: nn.Module, aware: bool) -> bool:
-    """Whether training reads what the model's quantised cache would give, once that was asked of those that can."""
+    """Switch whether training reads the model's quantised cache; return whether it now does."""
     if hasattr(model, "quantization_aware"):
         model.quantization_aware = aware
     return bool(getattr(model, "quantization_aware", False))
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What trains, whole and on the CPU; all processes call it, since those of a sharded model must."""
+    """Return the tensors that train, whole and on the CPU; all processes of a sharded model must call it."""
     return {name: _whole(each).cpu().clone() for name, each in model.named_parameters() if each.requires_grad}
 
 

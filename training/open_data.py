@@ -1,4 +1,4 @@
-"""From the names of sources to the sequences of a run: tokenises what is not tokenised yet, and mixes."""
+"""Data of a run from the names of its sources: tokenises what is not tokenised yet, and mixes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from surgery.training.token_file import TokenFile
 
 @dataclass(frozen=True)
 class HealingData:
-    """What a run trains on, and what its held-out loss is taken on.
+    """Training sequences of a run, and those of its held-out loss.
 
     Attributes:
         sequences: endless rows to train on.

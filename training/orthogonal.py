@@ -41,7 +41,7 @@ class Metric:
 
     @classmethod
     def of(cls, up: Tensor, where: str) -> Metric:
-        """That in which the columns of `up` [n, r] are orthonormal.
+        """Build the metric in which the columns of `up` [n, r] are orthonormal.
 
         Raises:
             SurgeryError: they are not independent.
@@ -64,7 +64,7 @@ class OrthogonalFactors:
     """Makes the columns orthonormal again that read the latents of a student, block by block."""
 
     def __init__(self, student: nn.Module) -> None:
-        """Of a student with the weights that it was loaded with, which say the metric.
+        """Take the metric from a student with the weights that it was loaded with.
 
         Raises:
             SurgeryError: parameters are sharded or do not train, latents are read by several layers, or columns are

@@ -31,7 +31,7 @@ HELD_OUT_DOCUMENTS, DOCUMENT_ORDER, ROW_ORDER = range(3)
 
 @dataclass(frozen=True)
 class RowShape:
-    """How rows are laid out.
+    """Layout of rows.
 
     Attributes:
         length: tokens T of a row.
@@ -190,7 +190,7 @@ class _Layout:
         self.rows = int(self._offsets[-1]) // shape.room
 
     def pieces(self, file: TokenFile, row: int) -> list[list[int]]:
-        """What documents contribute to a row, in order."""
+        """Return the pieces of documents in a row, in order."""
         start, end = row * self._room, (row + 1) * self._room
         pieces = []
         for place in range(int(np.searchsorted(self._offsets, start, side="right")) - 1, len(self._documents)):

@@ -1,4 +1,4 @@
-"""What a user can ask of a healing, with the defaults in one place."""
+"""Settings of a healing, with the defaults in one place."""
 
 from __future__ import annotations
 
@@ -342,5 +342,5 @@ class HealSettings(FileSettings):
 
 
 def named(pattern: str, name: str) -> bool:
-    """Whether a name fits a pattern with * and ?; a pattern also fits the names that end in `.pattern`."""
+    """Return whether a name fits a pattern with * and ?; a pattern also fits the names that end in `.pattern`."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")

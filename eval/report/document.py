@@ -64,7 +64,7 @@ def finish(report: Report) -> Report:
 
 
 def dig(value: Any, *path: str) -> Any:
-    """What lies at a path of keys in nested dicts; None if any step is missing."""
+    """Return the value at a path of keys in nested dicts; None if any step is missing."""
     for key in path:
         if not isinstance(value, dict):
             return None

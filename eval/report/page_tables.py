@@ -95,7 +95,7 @@ def recall(report: Report) -> Table | None:
 
 
 def ruler(report: Report) -> Table | None:
-    """What the heat map cannot say: averages by length, and what a star means."""
+    """Build the table that completes the heat map: averages by length, and the meaning of a star."""
     lengths = {n for row in report["rows"] for n in dig(row, "results", "ruler", "lengths") or {}}
     lengths = sorted(lengths, key=int)
     lines = []

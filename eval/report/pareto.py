@@ -166,7 +166,7 @@ def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point
 
 
 def _box(mark: tuple, width: float, height: float, place: tuple, scale: float) -> tuple:
-    """What a name takes at a place around its point: left, bottom, right, top in pixels."""
+    """Return the box of a name at a side of its point: left, bottom, right, top in pixels."""
     dx, dy, ha, va = place
     left = mark[0] + dx * scale - {"left": 0, "center": width / 2, "right": width}[ha]
     bottom = mark[1] + dy * scale - {"bottom": 0, "center": height / 2, "top": height}[va]

@@ -113,7 +113,7 @@ def layer_errors(report: Report) -> Figure | None:
 
 
 def _place(layer: int | str) -> float:
-    """Where a layer is drawn; layers that share latents, such as "4-7", in their middle."""
+    """Return the coordinate of a layer; layers that share latents, such as "4-7", get their middle."""
     first, _, last = str(layer).partition("-")
     return (float(first) + float(last or first)) / 2
 
@@ -153,7 +153,7 @@ def _with_legend(figure: Figure, axes: list[Axes]) -> Figure:
 
 
 def positive(value: float | None) -> bool:
-    """Whether a logarithmic axis can show it."""
+    """Return whether a logarithmic axis can show a value."""
     return value is not None and math.isfinite(value) and value > 0
 
 

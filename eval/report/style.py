@@ -1,4 +1,4 @@
-"""How all plots of a report look: one colour a row, one set of lines, and the same bytes for the same report."""
+"""Style of all plots of a report: one colour a row, one set of lines, and the same bytes for the same report."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ STYLE = {
 
 
 class Look(NamedTuple):
-    """How one row is drawn in every plot; those that others beat at both bytes and loss can be turned off."""
+    """Style of one row in every plot; those that others beat at both bytes and loss can be turned off."""
 
     colour: str
     dashes: str | tuple

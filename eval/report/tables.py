@@ -59,7 +59,7 @@ class Measure(Column):
         return (() if self.is_difference else (form(change["difference"]),)) + interval(change, form)
 
     def verdict(self, row: Row) -> Literal["better", "worse"] | None:
-        """Whether the interval of the change lies on one side of zero, and on which."""
+        """Return on which side of zero the interval of the change lies; None if it holds zero."""
         ends = bounds(self.change(row) or {})
         if ends is None or self.better is None or ends[0] <= 0 <= ends[1]:
             return None
@@ -195,7 +195,7 @@ def lm_eval_tasks(row: Row) -> list[str]:
 
 
 def described(row: Row) -> str:
-    """What a row is, in a few words: ``baseline``, ``mla, fisher, healed``, ``quantized-kv, bits 4, group 32``."""
+    """Describe a row in a few words: ``baseline``, ``mla, fisher, healed``, ``quantized-kv, bits 4, group 32``."""
     variant, conversion = row.get("variant"), row.get("conversion")
     if variant:
         rest = [f"{key.replace('_', ' ')} {value}" for key, value in variant.items() if key != "kind"]
@@ -336,7 +336,7 @@ def _lm_eval_columns(report: Report) -> list[Measure]:
 
 
 def _headline_columns(report: Report) -> list[Measure]:
-    """Of tasks whose results say themselves what their number is: `surgery.eval.session.Task.run`."""
+    """Return the columns of tasks whose results define their own headline: `surgery.eval.session.Task.run`."""
     told = {
         name: result["headline"]
         for row in report["rows"]

@@ -118,7 +118,7 @@ def group(row: Row, report: Report) -> str | None:
 
 
 def config(row: Row, report: Report) -> dict[str, Any]:
-    """What decided the numbers of a row. Layers of a conversion are left to a table."""
+    """Return the settings that determine a row's numbers. Layers of a conversion are left to a table."""
     told = {
         key: report.get(key)
         for key in (

@@ -9,7 +9,8 @@ from surgery.eval.report.tables import Report, Row, baseline_of, dig
 
 
 def verdict(report: Report) -> list[str]:
-    """What the checkpoint that loses least costs, and which smaller ones no checkpoint beats at both bytes and loss.
+    """Return the verdict: the bytes and loss of the checkpoint of the lowest loss, and the smaller ones that none beats
+    at both.
 
     Nothing where no checkpoint was compared with a baseline.
     """

@@ -38,7 +38,7 @@ class RotatedInt2(Coder):
 
     @property
     def rotation(self) -> Tensor:
-        """In a module, as weights are: what walks a cache for its bytes must not count it."""
+        """Rotation, held in a module as weights are: a walk over the cache for its bytes must not count it."""
         return self.weights[0]
 
     def encode(self, tokens: Tensor) -> Parts:
