@@ -108,7 +108,7 @@ def picture_models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """That of the demo model; not to be changed."""
+    """Return the tokenizer of the demo model; not to be changed."""
     from tiny_models import DEMO
     from transformers import AutoTokenizer
 

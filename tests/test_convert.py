@@ -55,7 +55,7 @@ def converted(checkpoints, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def elsewhere(converted, tmp_path_factory):
-    """What a family's result computes in another process, on all held-out tokens."""
+    """Return the outputs of a family's result in another process, on all held-out tokens."""
 
     @cache
     def get(name: str):
@@ -71,7 +71,7 @@ def simulated_logits(result: Conversion, runs: StageRuns) -> torch.Tensor:
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of the sequences that b has: a form that nothing is chosen of is simulated on a few texts."""
+    """Return the relative difference on the sequences of b: a form without choices is simulated on a few texts."""
     return float((a[: len(b)] - b).abs().max() / b.abs().max())
 
 

@@ -120,7 +120,7 @@ def test_an_mla_checkpoint(mla, tmp_path, name, hadamard):
 
 
 def test_a_latent_is_rotated_exactly(mla):
-    """In float64, whatever the file's dtype rounds: scores and outputs of the latent are those of before."""
+    """Rotate in float64, whatever the file's dtype rounds: scores and outputs of the latent are those of before."""
     reader = CheckpointReader.open(mla("llama_bias"))
     config = AutoConfig.from_pretrained(reader.path)
     prefix = "model.layers.1.self_attn."

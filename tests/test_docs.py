@@ -26,7 +26,7 @@ HEAVY = re.compile(r"surgery (run |bench )")
 
 
 def anchors(page: Path) -> set[str]:
-    """Those of a page's headings, as mkdocs and repositories make them."""
+    """Return the anchors of a page's headings, as mkdocs and repositories make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}

@@ -92,7 +92,7 @@ def most_allocated(work):
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_memory_of_a_batch_with_gradients(family, tmp_path):
-    """Of experts a token passes several, each as wide as the feed-forward block of a model without."""
+    """Count several experts a token, each as wide as the feed-forward block of a model without."""
     config = CONFIGS[family]()
     config.intermediate_size, config.vocab_size = 512, 64
     random_model(config, 0).save_pretrained(tmp_path / "wide")

@@ -111,7 +111,7 @@ def test_the_training_of_a_killed_healing_saves_and_ends(tmp_path):
 
 
 def test_it_does_so_where_nobody_asked_how_the_healing_ended(tmp_path):
-    """What started it lives on and reaps nothing, as the first process of a container may do: it stays a zombie."""
+    """Start from a process that lives on and reaps nothing, as the first of a container may do: it stays a zombie."""
     saved, ready = tmp_path / "saved", tmp_path / "ready"
     starter = subprocess.Popen([sys.executable, "-c", STARTER, str(saved), str(ready)])
     try:

@@ -46,7 +46,7 @@ def content(folder):
 
 @pytest.fixture
 def places(checkpoints, tmp_path):
-    """What commands name: all but the output is there."""
+    """Return the paths that commands take: all but the output exist."""
     source = checkpoints("llama")
     recipe = tmp_path / "recipe.yaml"
     step = {"name": "half", "source": str(source), "kv_ratio": 0.5, "calibration": "none"}
@@ -84,7 +84,7 @@ def test_the_second_is_refused_and_the_first_ends_well(verb, places, tmp_path, m
 
 
 def test_a_training_that_goes_on_by_itself_keeps_its_folder(checkpoints, tmp_path):
-    """That of a `surgery heal` which was killed, or one that was started without it."""
+    """Protect the folder of a `surgery heal` which was killed, or of a training that was started without it."""
     source = checkpoints("llama")
     values = heal_settings(tmp_path, source, source)
     run = tmp_path / "healed.run"

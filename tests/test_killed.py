@@ -101,7 +101,7 @@ GO_ON = ("eval", "run")
 
 @pytest.fixture
 def places(checkpoints, tmp_path):
-    """What commands name, but for the output."""
+    """Return the paths that commands take, but for the output."""
     source, heal, recipe = checkpoints("llama"), tmp_path / "heal.yaml", tmp_path / "recipe.yaml"
     training = {"data": [str(HELD_OUT)], "length": 32, "held_out": 2, "max_steps": 12, "batch_size": 1}
     training |= {"max_tokens": None, "gradient_accumulation": 1, "save_every": 2, "eval_every": 6, "recall": 0.0}

@@ -1,4 +1,4 @@
-"""Which frequencies keep RoPE: each layer's own where a class holds them, one list for all where it does not."""
+"""Frequencies that keep RoPE: each layer's own where a class holds them, one list for all where it does not."""
 
 from types import SimpleNamespace
 

@@ -324,7 +324,7 @@ def healing_folder(root: Path) -> WorkFolder:
 
 
 def runs(root: Path):
-    """What runs do to these, in one way or another."""
+    """Return the runs that touch these files, in one way or another."""
     yield lambda: write_result(root / "out", overwrite=True)
     yield lambda: write_result(root / "other", overwrite=True)
     yield lambda: write_result(root / "new", overwrite=True)
@@ -393,7 +393,7 @@ def test_whatever_is_planted_stays(seed, tmp_path, monkeypatch):
 
 
 def test_runs_replace_and_remove_what_is_theirs(tmp_path, monkeypatch):
-    """The same without anything planted: the test above would pass if nothing were ever removed."""
+    """Run the same without anything planted: the test above would pass if nothing were ever removed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     world(tmp_path)
     for step in (*list(runs(tmp_path))[:3], healing_folder(tmp_path).clear, healing_folder(tmp_path).remove):

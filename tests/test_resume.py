@@ -130,7 +130,7 @@ def own_source(checkpoints, tmp_path):
 
 @pytest.fixture
 def read(monkeypatch):
-    """Of every reading of all weights, where they were."""
+    """Record where the source was whenever all of its weights were read."""
     hashed, places = CheckpointReader._hashed, []
     monkeypatch.setattr(CheckpointReader, "_hashed", lambda self, *of: places.append(self.path) or hashed(self, *of))
     return places
@@ -138,7 +138,7 @@ def read(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(checkpoints, tmp_path_factory):
-    """Of a conversion that nobody stopped."""
+    """Return a conversion that nobody stopped."""
     out = tmp_path_factory.mktemp("whole") / "small"
     convert_checkpoint(checkpoints("llama"), out, settings_of("gqa"))
     return results(out)

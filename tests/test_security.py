@@ -1,4 +1,4 @@
-"""What SECURITY.md promises that no other test holds, and that the tests it names are there."""
+"""Promises of SECURITY.md that no other test guards, and the tests that it names."""
 
 import json
 import re

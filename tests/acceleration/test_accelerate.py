@@ -70,7 +70,7 @@ def no_grad():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often each operator ran as a kernel: a fallback to its reference would pass every comparison."""
+    """Count how often each operator ran as a kernel: a fallback to its reference would pass every comparison."""
     counted = {}
 
     run = Plan.__call__

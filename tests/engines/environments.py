@@ -29,7 +29,7 @@ class NotInstallable(Exception):
 
 
 def folder_of(engine: str) -> Path:
-    """Where its environment lies; the name holds the versions."""
+    """Return the folder of an engine's environment; the name holds the versions."""
     root = os.environ.get("SURGERY_ENGINES")
     root = Path(root) if root else Path.home() / ".cache" / "model-surgery" / "engines"
     return root / "-".join(PACKAGES[engine]).replace("==", "-")

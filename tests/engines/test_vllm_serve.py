@@ -1,4 +1,4 @@
-"""Why vLLM does not serve a checkpoint, in one line each; tests/test_vllm_serve.py does without vLLM."""
+"""Checkpoints that vLLM does not serve, with one line of reasons each; tests/test_vllm_serve.py does without vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ended(folder: Path, *command, **variables) -> tuple[int, str, str]:
 
 
 def refused(folder: Path, model: Path, *flags: str, **variables) -> str:
-    """All that is said where vLLM is not started."""
+    """Return the whole output where vLLM does not start."""
     status, out, err = ended(folder, "surgery_vllm.serve", model, *QUICK, *flags, **variables)
     assert status == 2 and not out
     (line,) = err.splitlines()

@@ -55,7 +55,7 @@ def inputs(anatomy, count: int = 64) -> torch.Tensor:
 
 
 def statistics_of(anatomy, x: torch.Tensor) -> LayerStatistics:
-    """Of inputs, with a random metric."""
+    """Return the statistics of inputs, with a random metric."""
     projection = anatomy.project(x)
     rows = torch.cat([projection.k.flatten(2), projection.v.flatten(2)], dim=-1).flatten(0, 1)
     root = torch.randn(rows.shape[1], rows.shape[1], generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -352,7 +352,7 @@ def test_without_text_the_weights_choose(checkpoints, tmp_path):
 
 @pytest.mark.parametrize("norm", ["tiny", pytest.param("constant", marks=pytest.mark.slow)])
 def test_what_was_converted_before_becomes_smaller_again(checkpoints, tmp_path, norm):
-    """Whose norms do nothing, by eps or by a channel of a large constant."""
+    """Convert sources whose norms do nothing, by eps or by a channel of a large constant."""
     settings = {"llama_bias": {"latent_norm": "constant"}, "llama": {"latent_norm": "tiny"}}
     name = "llama" if norm == "tiny" else "llama_bias"
     asked = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4, **settings[name])

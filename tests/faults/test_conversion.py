@@ -43,7 +43,7 @@ def test_files_that_cannot_grow(conversion, size):
 
 
 def full_at(monkeypatch, name, code, number):
-    """Has the n-th call of a function of os fail."""
+    """Let the n-th call of a function of os fail."""
     real, calls = getattr(os, name), []
 
     def failing(*arguments, **options):
@@ -86,7 +86,7 @@ def test_a_disk_that_cannot_be_read(conversion, monkeypatch, number):
 
 
 def when_layers_are_done(monkeypatch, happens):
-    """Has something happen between two layers."""
+    """Let something happen between two layers."""
     advance = StageRuns.advance
 
     def then(*arguments, **options):
@@ -145,7 +145,7 @@ def test_a_clock_that_jumps(conversion, monkeypatch, jump):
 @pytest.mark.parametrize("old", [False, True], ids=["new", "over an old one"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_signal_while_a_slow_disk_renames(conversion, monkeypatch, when, old):
-    """As on a network disk: the process is asked to stop while the output gets its name."""
+    """Stop the process while the output is renamed, as on a slow network disk."""
     if old:
         assert conversion.run()[0] == 0
         before = (conversion.out / "surgery_report.json").read_bytes()

@@ -1,4 +1,4 @@
-"""What is put in a journal is there when it is opened again, and nothing else is."""
+"""Journal: its entries are there when it is opened again, and nothing else is."""
 
 import signal
 

@@ -54,7 +54,7 @@ def begin(*arguments):
 
 
 def uses(folder):
-    """What reads the report, up to where its work begins."""
+    """Return the readers of the report, each up to the start of its work."""
     reader, settings = CheckpointReader.open(folder), SliceSettings(kv_ratio=0.3)
 
     def healing():

@@ -77,7 +77,7 @@ def agree_behind_padding(actual, expected, padding, tolerance=1e-10):
 
 
 def random_entry(rng: random.Random) -> dict | None:
-    """Of one layer: all full, all streaming, all compensated, any mix, or the stock attention."""
+    """Draw an entry of one layer: all full, all streaming, all compensated, any mix, or the stock attention."""
     full, compensated = rng.choice([(4, 0), (0, 0), (0, 4), (2, 0), (1, 1), (0, 1), (3, 1), (2, 1)])
     order = rng.sample(range(KV_HEADS), KV_HEADS)
     window = {"sinks": rng.choice([0, 1, 4]), "recent": rng.choice([1, 2, 7, 16])}

@@ -239,7 +239,7 @@ def lossless_hybrid(source: PreTrainedModel) -> SurgeryForCausalLM:
 
 
 def streaming_latent_config(source: PreTrainedModel, sinks: int, recent: int, **overrides) -> SurgeryConfig:
-    """That of `lossless_config`, whose last layer streams."""
+    """Return `lossless_config` with a last layer that streams."""
     entries = lossless_config(source).attention_layers
     entries[-1]["streaming"] = {"sinks": sinks, "recent": recent}
     return SurgeryConfig.from_base(source.config, entries, experts_implementation="eager", **overrides)

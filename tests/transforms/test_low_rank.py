@@ -64,7 +64,7 @@ def bias_free(layer: AttentionAnatomy, x: Tensor) -> Tensor:
 
 
 def lost(converted: LowRankConversion, x: Tensor, shared: Tensor | None = None) -> Tensor:
-    """What is missing of the bias-free keys and values [tokens, n]."""
+    """Return the error of the bias-free keys and values [tokens, n]."""
     layer = converted.layer
     latents = x @ layer.down.mT
     latents = latents if shared is None else torch.cat([shared, latents], dim=-1)
@@ -401,7 +401,7 @@ def test_refusals():
 
 
 def test_a_prefix_of_the_latents_is_the_smaller_layer():
-    """On real weights: what rank 64 chooses are the first 64 of rank 128, but for one factor."""
+    """Compare on real weights: the choices of rank 64 are the first 64 of rank 128, but for one factor."""
     layer = Source.open(DEMO, ConversionSettings()).anatomy(3).to(torch.float64)
     statistics = swept(layer)
     half, quarter = (low_rank_layer(layer, statistics, blocks_for("fisher", layer, rank)) for rank in (128, 64))
