@@ -44,7 +44,7 @@ class _Bundle:
 
     @property
     def trains(self) -> bool:
-        """Whether both sides train."""
+        """Return whether both sides train."""
         return bool(self.read) and all(map(_trains, (*self.made, *self.read)))
 
     def rescale(self) -> int:

@@ -63,7 +63,7 @@ class Batch:
 
     @property
     def packed(self) -> bool:
-        """Whether a row holds several documents."""
+        """Return whether a row holds several documents."""
         return holds_several(self.spans)
 
     @property

@@ -177,7 +177,7 @@ class Distillation(nn.Module):
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the teacher's logits must come with each batch."""
+        """Return whether the teacher's logits must come with each batch."""
         return self.weights.needs_teacher and self._teacher[0] is None
 
     def measured(self) -> list[str]:

@@ -123,7 +123,7 @@ class _Run:
 
     @property
     def sharded(self) -> bool:
-        """Whether accelerate shards what trains."""
+        """Return whether accelerate shards what trains."""
         return self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
     def train(self, student_reader: CheckpointReader, teacher_reader: CheckpointReader | None) -> dict[str, Any]:

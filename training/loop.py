@@ -101,7 +101,7 @@ class Loop:
 
     @property
     def takes_best(self) -> bool:
-        """Whether the best state is written, not the last."""
+        """Return whether the best state is written, not the last."""
         return self._t.keeps_best or self._t.settings.patience is not None
 
     def resume(self) -> bool:

@@ -84,7 +84,7 @@ class ObjectiveWeights(FileSettings):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether an objective compares with the teacher's distribution."""
+        """Return whether an objective compares with the teacher's distribution."""
         return any(getattr(self, name) for name in DISTILLED)
 
 

@@ -249,7 +249,7 @@ class HealSettings(FileSettings):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether there is something to distil from."""
+        """Return whether there is something to distil from."""
         return self.teacher is not None or self.teacher_logits is not None
 
     def _check_together(self) -> None:

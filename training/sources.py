@@ -56,7 +56,7 @@ class TextSource(FileSettings):
 
     @property
     def is_chat(self) -> bool:
-        """Whether its records are conversations; looks into the file where the format is "auto"."""
+        """Return whether its records are conversations; looks into the file where the format is "auto"."""
         return self.format == "chat" or (self.format == "auto" and self._is_file and holds_conversations(self._path))
 
     @property

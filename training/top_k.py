@@ -54,7 +54,7 @@ class TopK:
 
     @property
     def whole(self) -> bool:
-        """Whether it has the logits of the whole vocabulary."""
+        """Return whether it has the logits of the whole vocabulary."""
         return self.values.shape[-1] == self.vocabulary
 
 

@@ -128,7 +128,7 @@ def _is_online(settings: HealSettings) -> bool:
 
 
 def _has_key() -> bool:
-    """Return whether wandb has a key, from the environment or the netrc file. wandb itself would ask at the terminal."""
+    """Return whether wandb has a key in the environment or the netrc file. wandb itself would ask at the terminal."""
     from requests.utils import get_netrc_auth
 
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):

@@ -20,7 +20,7 @@ class Carrier:
 
     @property
     def stock(self) -> bool:
-        """Whether it is a class of transformers."""
+        """Return whether it is a class of transformers."""
         return isinstance(self.writer, StockMLA)
 
 

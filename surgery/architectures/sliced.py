@@ -93,7 +93,7 @@ class LatentModel:
 
     @property
     def stock(self) -> bool:
-        """Whether it is of a class of transformers."""
+        """Return whether it is of a class of transformers."""
         return self.norm is not None
 
     @cached_property

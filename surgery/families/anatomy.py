@@ -46,7 +46,7 @@ class HeadNorm:
 
     @property
     def joint(self) -> bool:
-        """Whether one mean is taken over all heads."""
+        """Return whether one mean is taken over all heads."""
         return self.weight.ndim == 2
 
     def gain(self, x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class Softmax:
 
     @property
     def plain(self) -> bool:
-        """Whether PyTorch's fused attention computes it."""
+        """Return whether PyTorch's fused attention computes it."""
         return self.softcap is None and self.sinks is None
 
     def logits(self, products: Tensor) -> Tensor:

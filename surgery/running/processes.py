@@ -62,7 +62,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints and writes."""
+        """Return whether this process prints and writes."""
         return self.rank == 0
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], done: Callable[[], Any] = int) -> list:

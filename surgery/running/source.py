@@ -131,13 +131,13 @@ class Source(Opened):
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys of some layer pass a norm."""
+        """Return whether queries and keys of some layer pass a norm."""
         unweighted = (self.family.unit_norm(self.config, layer) for layer in range(self.layers))
         return any(name.endswith(".q_norm.weight") for name in self.reader.names()) or any(unweighted)
 
     @property
     def mlp_bias(self) -> bool:
-        """Whether feed-forward layers have biases."""
+        """Return whether feed-forward layers have biases."""
         return any(".mlp." in name and name.endswith(".bias") for name in self.reader.names())
 
     def input_scale(self, layer: int) -> Tensor:
