@@ -82,11 +82,11 @@ def placed(out: str | Path | None, name: str) -> Iterator[tuple[Path, TemporaryF
     if out is not None:
         yield Path(out), None
         return
-    kept = TemporaryFolder("result")
+    temporary = TemporaryFolder("result")
     try:
-        yield kept.path / name, kept
+        yield temporary.path / name, temporary
     except BaseException:
-        kept.remove()
+        temporary.remove()
         raise
 
 

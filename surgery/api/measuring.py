@@ -76,11 +76,11 @@ def plan(
     """
     from surgery.planning.settings import PlanSettings
 
-    asked = PlanSettings.from_mapping(settings, "plan")
+    plan_settings = PlanSettings.from_mapping(settings, "plan")
     with on_disk(model, tokenizer, tokenized=True) as source:
         from surgery.planning.plan import make_plan
 
-        return make_plan(source.path, asked, allow_pickle=allow_pickle, progress=Progress(silent=not progress))
+        return make_plan(source.path, plan_settings, allow_pickle=allow_pickle, progress=Progress(silent=not progress))
 
 
 def verify(model: Model, *, device: str = "auto", seed: int = 0, progress: bool = True) -> Checked:
@@ -147,9 +147,9 @@ def evaluate(
     from surgery.evaluation.settings import EvalSettings
 
     read = {} if config is None else read_mapping(find_shipped(config, "configs"))
-    asked = EvalSettings.from_mapping({**read, **settings}, "evaluate" if config is None else str(config))
+    eval_settings = EvalSettings.from_mapping({**read, **settings}, "evaluate" if config is None else str(config))
     with ExitStack() as opened:
-        given = _rows(models, tokenizer, opened)
+        rows = _rows(models, tokenizer, opened)
         compared = None if baseline is None else opened.enter_context(on_disk(baseline, tokenizer))
         folder = Path(opened.enter_context(TemporaryFolder("eval")) if out is None else out)
         from surgery.evaluation.output import track
@@ -157,10 +157,10 @@ def evaluate(
         from surgery.evaluation.run import evaluate as run
 
         request = Request(
-            given,
+            rows,
             None if compared is None else compared.path,
             folder,
-            asked,
+            eval_settings,
             command="surgery.evaluate",
             title=title,
             writes=out is not None,
@@ -168,10 +168,10 @@ def evaluate(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
-        found = run(request, Progress(silent=not progress))
-        if asked.wandb and found.is_main:
-            track(found.report, folder, asked.wandb, asked.wandb_mode)
-        return Evaluated.of(found.report, None if out is None else folder)
+        result = run(request, Progress(silent=not progress))
+        if eval_settings.wandb and result.is_main:
+            track(result.report, folder, eval_settings.wandb, eval_settings.wandb_mode)
+        return Evaluated.of(result.report, None if out is None else folder)
 
 
 def score_heads(
@@ -209,16 +209,16 @@ def score_heads(
     from surgery.heads.settings import SUFFIX, HeadSettings
 
     read = {} if config is None else read_mapping(find_shipped(config, "configs"))
-    asked = HeadSettings.from_mapping({**read, "method": method, **settings}, "score_heads")
+    head_settings = HeadSettings.from_mapping({**read, "method": method, **settings}, "score_heads")
     with (
         on_disk(model, tokenizer) as source,
-        placed(out, f"{source.name}-heads-{method}{SUFFIX}") as (place, kept),
+        placed(out, f"{source.name}-heads-{method}{SUFFIX}") as (place, temporary),
     ):
         from surgery.heads.scoring import score_heads as score
 
-        said = {"overwrite": overwrite, "allow_pickle": allow_pickle, "progress": Progress(silent=not progress)}
-        scored = score(source.path, place, asked, **said)
-        return ScoredHeads(scored.path, scored.pattern, _kept=kept)
+        options = {"overwrite": overwrite, "allow_pickle": allow_pickle, "progress": Progress(silent=not progress)}
+        scored = score(source.path, place, head_settings, **options)
+        return ScoredHeads(scored.path, scored.pattern, _kept=temporary)
 
 
 def _rows(models: Any, tokenizer: PreTrainedTokenizerBase | None, opened: ExitStack) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
         if processes.is_main:
             _from_weights(opened, library, progress, basis_of)
         return
-    stream, kept = opened.stream, None
+    stream, cache = opened.stream, None
 
     def forward(snapshots: Snapshots | None = None, processes: Processes = ALONE) -> Tensor:
         with progress.phase("calibrate: forward", stream.num_layers) as advance:
@@ -83,8 +83,8 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
         return
 
     if settings.keep_statistics:
-        kept = KeptStatistics(settings.keep_statistics, _facts(opened, tokens, settings, gradients, basis_of, first))
-        if processes.from_main(lambda: kept.read_into(library)):
+        cache = KeptStatistics(settings.keep_statistics, _facts(opened, tokens, settings, gradients, basis_of, first))
+        if processes.from_main(lambda: cache.read_into(library)):
             progress.note(f"statistics: those kept in {settings.keep_statistics}")
             store.fill_when_asked(forward)
             return
@@ -107,8 +107,8 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
             reached = layer.index
             del layer  # before the next one is there
         advance(reached)
-    if kept:
-        processes.from_main(lambda: kept.keep(library))
+    if cache:
+        processes.from_main(lambda: cache.keep(library))
     parts.take(snapshots, "statistics", lambda: {"boundaries": store.filled})
 
 

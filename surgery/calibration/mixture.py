@@ -222,14 +222,14 @@ def _chat_part(
 ) -> CalibrationSet:
     """Conversations one after the other, cut into sequences; none is used twice."""
     rows, documents = [], []
-    for unseen, wanted in ((False, count), (True, held_out)):
-        found = conversations(unseen, wanted * length) if wanted else []
-        ids = [token for conversation in found for token in conversation]
+    for unseen, number in ((False, count), (True, held_out)):
+        part = conversations(unseen, number * length) if number else []
+        ids = [token for conversation in part for token in conversation]
         bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         ids = ids[1:] if ids[:1] == bos else ids
         size = length - len(bos)
-        cut = [bos + ids[index * size : (index + 1) * size] for index in range(wanted)]
-        rows.append(torch.tensor(cut, dtype=torch.long).reshape(wanted, length))
-        documents.append(len(found))
+        cut = [bos + ids[index * size : (index + 1) * size] for index in range(number)]
+        rows.append(torch.tensor(cut, dtype=torch.long).reshape(number, length))
+        documents.append(len(part))
     described = {"documents": documents[0], "held_out_documents": documents[1], "held_out_source": "other prompts"}
     return CalibrationSet(*rows, described)

@@ -73,5 +73,5 @@ def docstrings(source: bytes) -> str:
     except (SyntaxError, ValueError):  # a few modules are written for another version
         return ""
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
-    return "\n\n".join(filter(None, found))
+    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    return "\n\n".join(filter(None, texts))

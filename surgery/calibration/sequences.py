@@ -213,10 +213,10 @@ def _check_pools(calibration: Pool, other: Pool, source: str) -> None:
     """Refuses a source with less text than is to be drawn."""
     for pool, use in ((calibration, "calibration"), (other, "held-out sequences")):
         if lacks(pool):
-            wanted = -(-pool.target // SPREAD)
+            least = -(-pool.target // SPREAD)
             raise SurgeryError(
                 f"{source} has too little text: {len(pool.ids)} tokens, in {pool.documents} documents, for {use} that "
-                f"need {wanted}; give more text or ask for fewer or shorter sequences"
+                f"need {least}; give more text or ask for fewer or shorter sequences"
             )
 
 

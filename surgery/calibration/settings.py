@@ -94,7 +94,7 @@ class ConversionSettings(FileSettings):
     """Whether the result keeps a quantised cache."""
 
     @classmethod
-    def needless(cls, given: Callable[[str], str | None]) -> str | None:
+    def needless(cls, option: Callable[[str], str | None]) -> str | None:
         """Return advice where something is better than a conversion with these options; None where nothing is."""
         return None
 
@@ -111,7 +111,7 @@ class ConversionSettings(FileSettings):
         parse_size(self.max_shard_size, "max_shard_size")
         if self.activation_memory is not None:
             parse_size(self.activation_memory, "activation_memory")
-        if gone := removal(f"calibration {self.calibration}"):
-            raise SurgeryError(f"calibration {self.calibration} {gone}")
+        if notice := removal(f"calibration {self.calibration}"):
+            raise SurgeryError(f"calibration {self.calibration} {notice}")
         if self.held_out_text in ("builtin", NO_CALIBRATION, self.calibration):
             raise SurgeryError(f"held_out_text {self.held_out_text}: name a text that is not the calibration's own")

@@ -160,11 +160,11 @@ class MomentAccumulator:
 
         def sums(part: int) -> dict[str, Any]:
             add(part)
-            found, self._sums[part] = self._sums[part], {}
-            return {name: self._processes.sendable(value) for name, value in found.items()}
+            partial, self._sums[part] = self._sums[part], {}
+            return {name: self._processes.sendable(value) for name, value in partial.items()}
 
-        for found in self._processes.in_turn(sums, range(len(self._sums))):
-            for name, value in found.items():
+        for partial in self._processes.in_turn(sums, range(len(self._sums))):
+            for name, value in partial.items():
                 _add(self._total, name, value)
 
     def result(self) -> LayerStatistics:
@@ -173,19 +173,19 @@ class MomentAccumulator:
             self.collect(lambda part: None)
         total, count = self._total, self._total.pop("tokens")
         means = {"gradient": None} | {name: summed / count for name, summed in total.items()}
-        held, how = self._held, {"device": self._device, "processes": self._processes}
+        sums, how = self._held, {"device": self._device, "processes": self._processes}
         factors = None
         if self._gradients:
-            factors = kronecker_factors(held["rows"], held["gradients"], means["gradient"], **how)
+            factors = kronecker_factors(sums["rows"], sums["gradients"], means["gradient"], **how)
         weighted = self._weighted(factors) if factors else {}
         means = {name: mean if mean is None else mean.cpu() for name, mean in means.items()}
         return LayerStatistics(tokens=count, **means, **weighted)
 
     def _weighted(self, factors: KroneckerFactors) -> dict[str, Tensor]:
-        held, processes, raw_metric = self._held, self._processes, None
-        mean = weighted_mean(held["rows"], factors.token_weights, device=self._device, processes=processes)
+        sums, processes, raw_metric = self._held, self._processes, None
+        mean = weighted_mean(sums["rows"], factors.token_weights, device=self._device, processes=processes)
         if self._key_norm is not None:
-            raw = held["raw_gradients"]
+            raw = sums["raw_gradients"]
             raw_metric = weighted_moment(raw, factors.gradient_weights, device=self._device, processes=processes)
         return {
             "weighted_moment": factors.moment,

@@ -68,14 +68,14 @@ def misfits(fit: dict[str, dict[str, float]], *, chats: bool) -> list[str]:
     Args:
         chats: whether the source is a model for conversations, and none are in the text.
     """
-    found = []
+    lines = []
     for kind, measured in fit.items():
         loss = f"{measured['loss']:.2f} nats per token (perplexity {perplexity_text(perplexity(measured['loss']))})"
-        said = f"the source's loss on the {kind} is {loss}"
+        loss_text = f"the source's loss on the {kind} is {loss}"
         if measured["loss"] > FAR_OFF:
-            found.append(f"{said}: it was not trained on such text; give --calibration text that it was trained on")
+            lines.append(f"{loss_text}: it was not trained on such text; give --calibration text that it was trained on")
         elif measured["loss"] < BY_HEART:
-            found.append(f"{said}: it knows it by heart, which hides damage; give other text with --calibration")
+            lines.append(f"{loss_text}: it knows it by heart, which hides damage; give other text with --calibration")
     if chats:
-        found.append("the source is a model for conversations and calibrated without: add chat=0.2 to --calibration")
-    return found
+        lines.append("the source is a model for conversations and calibrated without: add chat=0.2 to --calibration")
+    return lines

@@ -36,8 +36,8 @@ def download(repo: str, *, revision: str | None, allow_pickle: bool) -> Path:
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=_FILES, ignore_patterns=_UNWANTED))
         if allow_pickle and not any(folder.glob("*.safetensors")):
-            wanted = _FILES + _PICKLES
-            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+            names = _FILES + _PICKLES
+            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=names, ignore_patterns=_UNWANTED))
     except Exception as error:  # the hub's own errors, those of its HTTP library, the disk's
         raise SurgeryError(f"{repo}: no such folder, and from the hub: {reason(error, revision)}") from error
     return folder

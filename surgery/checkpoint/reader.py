@@ -180,11 +180,11 @@ class CheckpointReader:
 
     def _dequantised(self) -> CheckpointReader:
         """A view of quantised weights without quantisation; itself, where there are none that can be read."""
-        found = quantisation_of(self.config, self._store)
-        if found is None:
+        quantisation = quantisation_of(self.config, self._store)
+        if quantisation is None:
             return self
         config = {name: value for name, value in self.config.items() if name != "quantization_config"}
-        return self._view(config, DequantisedStore(self._store, found.matrices), found.name, code=True)
+        return self._view(config, DequantisedStore(self._store, quantisation.matrices), quantisation.name, code=True)
 
     def in_dtype(self, dtype: torch.dtype) -> CheckpointReader:
         """Return the same weights, rounded to a dtype as they are read; itself if they have it."""
@@ -311,18 +311,18 @@ class CheckpointReader:
         info = self.info(name)
         if len(info.shape) != 2:
             raise SurgeryError.at(self.path, f"{name} is {describe(info)}, not a matrix with rows")
-        wanted, inverse = torch.unique(index.cpu(), return_inverse=True)
-        if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < info.shape[0]:
-            bad = int(wanted[0] if wanted[0] < 0 else wanted[-1])
+        unique, inverse = torch.unique(index.cpu(), return_inverse=True)
+        if len(unique) and not 0 <= int(unique[0]) <= int(unique[-1]) < info.shape[0]:
+            bad = int(unique[0] if unique[0] < 0 else unique[-1])
             raise SurgeryError.at(
                 self.path, f"row {bad} of {name}, which has {info.shape[0]} rows; does the tokenizer match the model?"
             )
         row_bytes = info.shape[1] * info.dtype.itemsize
-        ranges = [(start * row_bytes, stop * row_bytes) for start, stop in _runs(wanted)]
-        found = torch.empty(len(wanted), row_bytes, dtype=torch.uint8)
-        self._store.read(name, ranges, found.reshape(-1))
+        ranges = [(start * row_bytes, stop * row_bytes) for start, stop in _runs(unique)]
+        buffer = torch.empty(len(unique), row_bytes, dtype=torch.uint8)
+        self._store.read(name, ranges, buffer.reshape(-1))
         # Gathered as bytes, which every release of torch can index, unlike the rarer dtypes.
-        rows = found if index.ndim == 1 and torch.equal(wanted, index.cpu()) else found[inverse.reshape(-1)]
+        rows = buffer if index.ndim == 1 and torch.equal(unique, index.cpu()) else buffer[inverse.reshape(-1)]
         return rows.view(info.dtype).reshape(*index.shape, info.shape[1])
 
     def chunks(self, name: str) -> Iterator[Tensor]:

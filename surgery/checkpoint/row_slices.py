@@ -46,11 +46,11 @@ class RowSliceStore:
                 self.infos[stored] = info
 
     def _add(self, stored: str, info: TensorInfo, parts: Mapping[str, int | Rows]) -> None:
-        wanted, first = {}, 0
+        slices, first = {}, 0
         for name, rows in parts.items():
-            wanted[name] = Rows(((first, first + rows),)) if isinstance(rows, int) else rows
-            first += wanted[name].count
-        for name, rows in wanted.items():
+            slices[name] = Rows(((first, first + rows),)) if isinstance(rows, int) else rows
+            first += slices[name].count
+        for name, rows in slices.items():
             count, *rest = reversed(info.shape) if rows.transposed else info.shape
             if first != count:
                 raise SurgeryError(f"{stored}: {count} rows do not fit the config, wanted {first}")
@@ -66,8 +66,8 @@ class RowSliceStore:
         row = self.infos[name].nbytes // part.rows.count
         if part.rows.transposed:
             flat = as_bytes(torch.cat([self._transposed(part.stored)[slice(*run)] for run in part.rows.runs]))
-            found = torch.cat([flat[start:stop] for start, stop in ranges])
-            out[: len(found)] = found
+            selected = torch.cat([flat[start:stop] for start, stop in ranges])
+            out[: len(selected)] = selected
         else:
             self._store.read(part.stored, list(_within(part.rows, row, ranges)), out)
 
@@ -77,9 +77,9 @@ class RowSliceStore:
 
     def _transposed(self, stored: str) -> Tensor:
         info = self._store.infos[stored]
-        found = torch.empty(info.nbytes, dtype=torch.uint8)
-        self._store.read(stored, [(0, info.nbytes)], found)
-        return found.view(info.dtype).reshape(info.shape).T
+        buffer = torch.empty(info.nbytes, dtype=torch.uint8)
+        self._store.read(stored, [(0, info.nbytes)], buffer)
+        return buffer.view(info.dtype).reshape(info.shape).T
 
 
 def _within(rows: Rows, row: int, ranges: ByteRanges) -> Iterator[tuple[int, int]]:

@@ -45,9 +45,9 @@ def read_rows(ranges: ByteRanges, columns: int, itemsize: int, rows: Callable[[i
         for first in range(start // row_bytes, last, step):
             after = min(first + step, last)
             begin, end = max(0, start - first * row_bytes), min(stop, after * row_bytes) - first * row_bytes
-            wanted = as_bytes(rows(first, after))[begin:end]
-            out[: len(wanted)] = wanted
-            out = out[len(wanted) :]
+            chunk = as_bytes(rows(first, after))[begin:end]
+            out[: len(chunk)] = chunk
+            out = out[len(chunk) :]
 
 
 class SafetensorsStore:

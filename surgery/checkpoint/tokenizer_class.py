@@ -36,17 +36,17 @@ def keep_tokens(source: Path, writer: CheckpointWriter) -> None:
     Raises:
         SurgeryError: the copy cuts text otherwise with that class too.
     """
-    wanted = _cutting(source)
-    if wanted is None or _cuts_alike(writer.partial, wanted):
+    expected = _cutting(source)
+    if expected is None or _cuts_alike(writer.partial, expected):
         return
     path = writer.partial / CONFIG
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    writer.write_json(CONFIG, {**config, "tokenizer_class": wanted.name})
-    if not _cuts_alike(writer.partial, wanted):
+    writer.write_json(CONFIG, {**config, "tokenizer_class": expected.name})
+    if not _cuts_alike(writer.partial, expected):
         _copy_as_loaded(source, writer)
-    if not _cuts_alike(writer.partial, wanted):
+    if not _cuts_alike(writer.partial, expected):
         raise SurgeryError(
-            f"{source}: its tokenizer, {wanted.name}, is not taken for the converted model's type and another "
+            f"{source}: its tokenizer, {expected.name}, is not taken for the converted model's type and another "
             "would cut text otherwise; load it and save it with save_pretrained, then convert"
         )
 
@@ -66,9 +66,9 @@ class Cutting(NamedTuple):
     ids: list[list[int]]
 
 
-def _cuts_alike(folder: Path, wanted: Cutting) -> bool:
-    found = _cutting(folder)
-    return found is not None and found.ids == wanted.ids
+def _cuts_alike(folder: Path, expected: Cutting) -> bool:
+    cutting = _cutting(folder)
+    return cutting is not None and cutting.ids == expected.ids
 
 
 _KNOWN: dict[str, Cutting | None] = {}
@@ -100,7 +100,7 @@ def _measured(folder: Path) -> Cutting | None:
 
 def _key(folder: Path) -> str:
     """Hash of all files but weights; of config.json of what says which class a tokenizer gets."""
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in WEIGHTS or not path.is_file():
             continue
@@ -108,5 +108,5 @@ def _key(folder: Path) -> str:
         if path.name == "config.json":
             config = json.loads(content)
             content = json.dumps([config.get(name) for name in OF_A_CONFIG]).encode()
-        made.update(f"{path.name}\0{len(content)}\0".encode() + content)
-    return made.hexdigest()
+        digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()

@@ -68,15 +68,15 @@ class Unfinished:
         self._threads, self._restart = torch.get_num_threads(), restart
 
     def __enter__(self) -> Unfinished:
-        kept = self._same_work()
-        self.staging.create(keep_unfinished=kept)
+        resumes = self._same_work()
+        self.staging.create(keep_unfinished=resumes)
         try:
             with disk_errors(self.folder):
                 self.folder.mkdir(exist_ok=True)
             begun = {"source": self._source.identity(), "facts": self._facts, "threads": self._threads}
             write_whole(self.folder / _FACTS, json.dumps(begun))
         except BaseException:
-            self.staging.discard(keep_unfinished=kept)
+            self.staging.discard(keep_unfinished=resumes)
             raise
         self.snapshots = Snapshots(self.folder)
         if damaged := self.snapshots.discard_damaged():
@@ -115,8 +115,8 @@ class Unfinished:
             )
         if others:
             return False
-        if said := other_threads(threads, self._threads):
-            self._progress.note(f"{self.staging.partial}: {said}")
+        if warning := other_threads(threads, self._threads):
+            self._progress.note(f"{self.staging.partial}: {warning}")
         return True
 
     def _others(self, begun: Identity, facts: Any) -> list[str]:
@@ -135,8 +135,8 @@ class Unfinished:
         if self._restart or not path.is_file():
             return None, None, None
         try:
-            found = json.loads(path.read_text())
-            return Identity(*found["source"]), dict(found["facts"]), found["threads"]
+            marker = json.loads(path.read_text())
+            return Identity(*marker["source"]), dict(marker["facts"]), marker["threads"]
         except (OSError, ValueError, KeyError, TypeError):
             return None, None, None
 

@@ -58,8 +58,8 @@ class ConvertVerb(Verb):
 def _examples_of(to: str) -> str:
     """The verb's help with the examples of one target."""
     paragraphs = inspect.cleandoc(convert.__doc__).split("\n\n")
-    said = [each for each in paragraphs if "--to " not in each or f"--to {to} " in each]
-    return "\n\n".join(said)
+    selected = [each for each in paragraphs if "--to " not in each or f"--to {to} " in each]
+    return "\n\n".join(selected)
 
 
 def convert(

@@ -70,8 +70,8 @@ def evaluate(
         find_local(name_and_path(row)[1])  # refuses what is none before torch is loaded for it
         return row
 
-    asked = given.of(EvalSettings)
-    settings = EvalSettings.from_file(config, **asked) if config else EvalSettings(**asked)
+    from_options = given.of(EvalSettings)
+    settings = EvalSettings.from_file(config, **from_options) if config else EvalSettings(**from_options)
     models, compared = tuple(map(named, checkpoints)), None if baseline is None else named(baseline)
 
     from surgery.common.progress import Progress

@@ -67,8 +67,8 @@ class SettingOption:
             kind = list[str] | None
         elif self.first.kinds == (bool,):
             flag, metavar, kind = f"{self.flag}/--no-{self.flag.strip('-')}", None, bool | None
-        said = {"metavar": metavar, "help": self.help, "rich_help_panel": self.panel}
-        options = {self.key: typer.Option(flag, *self.first.said.also, **said)}
+        details = {"metavar": metavar, "help": self.help, "rich_help_panel": self.panel}
+        options = {self.key: typer.Option(flag, *self.first.said.also, **details)}
         options |= {key: typer.Option(old, metavar=metavar, hidden=True) for key, old in self.old.items()}
         return [_parameter(key, Annotated[kind, option], None) for key, option in options.items()]
 
@@ -98,12 +98,12 @@ class SettingOption:
         defaults = self._by_target(_default)
         return " ".join(parts) + (f" [{_told(defaults)}]" if defaults else "")
 
-    def _by_target(self, said: Callable[[Setting], str]) -> list[tuple[str, list[str]]]:
-        found: dict[str, list[str]] = {}
+    def _by_target(self, text_of: Callable[[Setting], str]) -> list[tuple[str, list[str]]]:
+        targets: dict[str, list[str]] = {}
         for target, each in self.settings.items():
-            if text := said(each):
-                found.setdefault(text, []).append(target)
-        return list(found.items())
+            if text := text_of(each):
+                targets.setdefault(text, []).append(target)
+        return list(targets.items())
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ class Given:
             SurgeryError: one is no setting of this class, or of another kind.
         """
         target = next(target for target, each in self.classes.items() if each is cls)
-        found = {}
+        values = {}
         for option, value in self.values:
             setting = option.settings.get(target)
             if setting is None:
                 raise SurgeryError(f"{option.flag} is for {', '.join(option.settings)}; {where} has no such setting")
-            found[setting.name] = setting.converted(value, option.flag)
-        return {name: value for name, value in found.items() if value is not None}
+            values[setting.name] = setting.converted(value, option.flag)
+        return {name: value for name, value in values.items() if value is not None}
 
     def get(self, key: str) -> Any:
         """The text of an option, if it is given."""
@@ -156,23 +156,23 @@ def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Cal
     return called
 
 
-def _in_flags(told: str, given: Iterable[SettingOption]) -> str:
+def _in_flags(message: str, given: Iterable[SettingOption]) -> str:
     """Rewrite a message about a setting with the flag that set it."""
     for option in given:
         for name in {setting.name for setting in option.settings.values()}:
             beginning = "" if "_" in name else "(?:^|(?<=, and ))"  # inside of a sentence they are words
-            told = re.sub(rf"{beginning}(?<![\w-]){name}(?= (?:['\d-]|(?:must|is|are|and)\b))", option.flag, told)
-    return told
+            message = re.sub(rf"{beginning}(?<![\w-]){name}(?= (?:['\d-]|(?:must|is|are|and)\b))", option.flag, message)
+    return message
 
 
 def _options(classes: Mapping[str, type]) -> list[SettingOption]:
     """Return the options of all classes, panel by panel."""
-    found: dict[str, dict[str, Setting]] = {}
+    by_flag: dict[str, dict[str, Setting]] = {}
     for target, cls in classes.items():
         for each in settings_of(cls).values():
             if not each.said.in_file:
-                found.setdefault(each.flag, {})[target] = each
-    options = [SettingOption(key, settings, len(classes)) for key, settings in found.items()]
+                by_flag.setdefault(each.flag, {})[target] = each
+    options = [SettingOption(key, settings, len(classes)) for key, settings in by_flag.items()]
     order = list(dict.fromkeys(each.panel for each in options))
     if len(classes) > 1:
         order.sort(key=_rank)
@@ -192,12 +192,12 @@ def _taken(option: SettingOption, values: dict[str, Any]) -> Any:
         SurgeryError: two of its flags give it.
     """
     flags = {option.key: option.flag, **option.old}
-    given = {flag: value for key, flag in flags.items() if (value := values.pop(key)) not in (None, [])}
-    if len(given) > 1:
-        raise SurgeryError(f"{' and '.join(given)} are the same: give one of them")
-    for flag in given.keys() - {option.flag}:
+    by_flag = {flag: value for key, flag in flags.items() if (value := values.pop(key)) not in (None, [])}
+    if len(by_flag) > 1:
+        raise SurgeryError(f"{' and '.join(by_flag)} are the same: give one of them")
+    for flag in by_flag.keys() - {option.flag}:
         print(f"surgery: note: {flag} is {option.flag} now", file=sys.stderr)
-    return next(iter(given.values()), None)
+    return next(iter(by_flag.values()), None)
 
 
 def _default(setting: Setting) -> str:

@@ -47,8 +47,8 @@ def score(
     from surgery.checkpoint.named_models import find_model, model_named, output_of
     from surgery.heads.place import check_pattern, default_pattern
 
-    asked = given.of(HeadSettings)
-    settings = HeadSettings.from_file(config, **asked) if config else HeadSettings(**asked)
+    from_options = given.of(HeadSettings)
+    settings = HeadSettings.from_file(config, **from_options) if config else HeadSettings(**from_options)
     called, out = checkpoint, output_of(checkpoint, out, f"heads-{settings.method}{SUFFIX}")
     # Before torch is loaded for it: places that would be refused later.
     check_pattern(out.expanduser() if out else default_pattern(model_named(called), settings.method), overwrite)

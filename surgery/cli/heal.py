@@ -87,16 +87,16 @@ def heal(
     check_processes(processes)
     if wandb is not None and given.get("tracker") not in (None, "wandb"):
         raise SurgeryError(f"--wandb {wandb} and --tracker {given.get('tracker')}: give one of them")
-    asked = given.of(HealSettings) | ({} if wandb is None else {"tracker": "wandb", "project": wandb})
+    from_options = given.of(HealSettings) | ({} if wandb is None else {"tracker": "wandb", "project": wandb})
     read = read_mapping(config) if config else {}
-    if isinstance(teacher := asked.get("teacher", read.get("teacher")), str):
-        asked["teacher"] = model_named(teacher)
-    HealSettings.from_mapping({"teacher": "its source", **read, **asked}, str(config or "heal"))
+    if isinstance(teacher := from_options.get("teacher", read.get("teacher")), str):
+        from_options["teacher"] = model_named(teacher)
+    HealSettings.from_mapping({"teacher": "its source", **read, **from_options}, str(config or "heal"))
     student, out = model_named(checkpoint), output_of(checkpoint, out, "healed")
     # Before torch is loaded for it: places that would be refused later.
     settle_output(student, find_local(student), out, "healed", overwrite=overwrite)
-    if "teacher" in asked:
-        find_local(asked["teacher"])
+    if "teacher" in from_options:
+        find_local(from_options["teacher"])
 
     from surgery.common.progress import Progress
     from surgery.console.heal import show_healed, show_plan
@@ -106,7 +106,7 @@ def heal(
         student,
         out,
         config,
-        asked,
+        from_options,
         processes=processes,
         launcher=None if launcher is None else find_launcher(launcher),
         measure={} if measure else None,

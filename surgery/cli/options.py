@@ -16,9 +16,9 @@ OUTPUT = "Output"
 MACHINE = "Machine"
 
 
-def config_file(given: Path | None) -> Path | None:
+def config_file(path: Path | None) -> Path | None:
     """The file of a ``--config``."""
-    return None if given is None else find_shipped(given, "configs")
+    return None if path is None else find_shipped(path, "configs")
 
 
 def command_line() -> str:

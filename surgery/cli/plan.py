@@ -53,8 +53,8 @@ def plan_(
     """
     from surgery.checkpoint.named_models import find_model
 
-    asked = given.of(PlanSettings)
-    settings = PlanSettings.from_mapping({**(read_mapping(config) if config else {}), **asked}, "plan")
+    from_options = given.of(PlanSettings)
+    settings = PlanSettings.from_mapping({**(read_mapping(config) if config else {}), **from_options}, "plan")
     source = find_model(checkpoint)
     for file, name in ((out, "--out"), (plot, "--plot")):
         if file is not None:
@@ -71,8 +71,8 @@ def plan_(
     from surgery.planning.plan import make_plan
     from surgery.planning.plan_file import write_plan
 
-    kept = {"out": out, "restart": restart}
-    plan = make_plan(source, settings, called=checkpoint, allow_pickle=allow_pickle, **kept, progress=Progress())
+    output = {"out": out, "restart": restart}
+    plan = make_plan(source, settings, called=checkpoint, allow_pickle=allow_pickle, **output, progress=Progress())
     if out is not None:
         write_plan(plan, out)
     if plot is not None:

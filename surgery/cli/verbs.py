@@ -65,8 +65,8 @@ class _PlainHelp:
     default as options made of settings have it."""
 
     def get_params(self, ctx) -> list:
-        found = super().get_params(ctx)
-        for each in found:
+        params = super().get_params(ctx)
+        for each in params:
             if each.param_type_name == "argument" and each.required:
                 # Newer typer adds a type in brackets, and braces to the usage.
                 each.display_type_rich, each.get_usage_pieces = _nothing, _name_of(each)
@@ -74,7 +74,7 @@ class _PlainHelp:
                 each.metavar = ""
             elif getattr(each, "show_default", False) and each.default is not None and not each.required:
                 each.help, each.show_default = f"{each.help} [{each.default}]", False
-        return found
+        return params
 
     def format_help(self, ctx, formatter) -> None:
         options = [each for each in self.get_params(ctx) if each.param_type_name == "option"]
@@ -108,8 +108,8 @@ class Verb(_PlainHelp, TyperCommand):
         for flag in (arg.split("=", 1)[0] for arg in args):
             if flag.startswith("--") and flag not in known:
                 name = flag.removeprefix("--no-").strip("-").replace("-", "_")
-                if gone := removal(name) or removal(f"{ctx.info_name} {name}"):
-                    raise SurgeryError(f"{flag} {gone}")
+                if notice := removal(name) or removal(f"{ctx.info_name} {name}"):
+                    raise SurgeryError(f"{flag} {notice}")
         return super().parse_args(ctx, args)
 
 
@@ -124,8 +124,8 @@ class Verbs(_PlainHelp, TyperGroup):
 
 def _refuse_removed_verb(ctx: Any, args: list[str]) -> None:
     name = f"{ctx.info_name if ctx.parent else 'surgery'} {args[0]}" if args else ""
-    if gone := removal(name):
-        raise SurgeryError(f"{name} {gone}")
+    if notice := removal(name):
+        raise SurgeryError(f"{name} {notice}")
 
 
 def equip(app: typer.Typer, *group: str) -> None:
@@ -142,8 +142,8 @@ def equip(app: typer.Typer, *group: str) -> None:
 
 def _with_lines(text: str) -> str:
     """A verb's help with its examples one below the other, where Markdown would make paragraphs or a box of them."""
-    told, mark, examples = re.split(r"(Examples?:)\n\n", text, maxsplit=1) if "\nExample" in text else (text, "", "")
-    return told + "\\\n".join([mark, *(line.strip() for line in examples.splitlines() if line.strip())])
+    intro, mark, examples = re.split(r"(Examples?:)\n\n", text, maxsplit=1) if "\nExample" in text else (text, "", "")
+    return intro + "\\\n".join([mark, *(line.strip() for line in examples.splitlines() if line.strip())])
 
 
 def _shared(

@@ -72,8 +72,8 @@ def interruptible() -> Iterator[Interruption]:
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
-        taken = [number for number in (signal.SIGINT, *ASKED) if number != signal.SIGHUP or not _ignored(number)]
-        before = {number: signal.signal(number, take) for number in taken}
+        signals = [number for number in (signal.SIGINT, *ASKED) if number != signal.SIGHUP or not _ignored(number)]
+        before = {number: signal.signal(number, take) for number in signals}
     try:
         yield caught
     finally:

@@ -42,8 +42,8 @@ def log(event: str, text: str, **facts: object) -> None:
         return
     line = f"{now:%Y-%m-%d %H:%M:%S} {text}"
     if path.endswith(JSON_LINES):
-        said = {"time": now.isoformat(timespec="milliseconds"), "event": event, "text": text, **facts}
-        line = json.dumps(said, ensure_ascii=False)
+        record = {"time": now.isoformat(timespec="milliseconds"), "event": event, "text": text, **facts}
+        line = json.dumps(record, ensure_ascii=False)
     with suppress(OSError):  # a full disk ends what is worth more than a log by itself
         _append(path, line + "\n")
 
@@ -55,20 +55,20 @@ def logged(command: str, file: Path | None, *, verbose: bool, **facts: object) -
     Raises:
         SurgeryError: the file cannot be written.
     """
-    began, wanted = time.perf_counter(), {VERBOSE: "1"} if verbose else {}
+    began, variables = time.perf_counter(), {VERBOSE: "1"} if verbose else {}
     if file is not None and os.environ.get("RANK", "0") == "0":
         try:
             _append(str(file), "")
         except OSError as error:
             raise SurgeryError(f"--log-file {file}: {error.strerror or error}") from None
-        wanted[LOG_FILE] = str(file.absolute())
-    with environment(**wanted):
+        variables[LOG_FILE] = str(file.absolute())
+    with environment(**variables):
         try:
             log("command", command, **facts)
             yield
             seconds, peak = time.perf_counter() - began, peak_memory()
-            told = f"done in {duration(seconds)}, {size(peak)} at most"
-            log("done", told, seconds=round(seconds, 2), peak_bytes=peak)
+            summary = f"done in {duration(seconds)}, {size(peak)} at most"
+            log("done", summary, seconds=round(seconds, 2), peak_bytes=peak)
         except SurgeryError as error:
             log("error", f"error: {error}")
             raise

@@ -24,22 +24,22 @@ def told(error: BaseException) -> str | None:
     Errors of files that a verb was asked to read or write are told where they happen, with what to do; this is for the
     temporary ones, and for memory, which can end anywhere.
     """
-    said = " ".join(str(error).split())
+    text = " ".join(str(error).split())
     number = error.errno if isinstance(error, OSError) else None
-    of_memory = isinstance(error, RuntimeError | ImportError) and any(part in said.lower() for part in _TOO_LARGE)
+    of_memory = isinstance(error, RuntimeError | ImportError) and any(part in text.lower() for part in _TOO_LARGE)
     if isinstance(error, MemoryError) or number == errno.ENOMEM or of_memory:
         return _MEMORY
-    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in said):
+    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in text):
         return _THREADS
     if is_panic(error):
-        return f"a tokenizer failed: {said[:200]}; its tokenizer.json asks for more than it can do, use another"
+        return f"a tokenizer failed: {text[:200]}; its tokenizer.json asks for more than it can do, use another"
     if isinstance(error, OSError) and error.errno in _FULL:
         return f"{error.filename or 'a temporary file'}: no space left on the disk; {_FREE}"
     if isinstance(error, OSError) and error.errno is not None:
-        return f"{error.filename or 'a temporary file'}: {error.strerror or said}"
+        return f"{error.filename or 'a temporary file'}: {error.strerror or text}"
     # safetensors has errors of its own; its name is looked at, as most verbs' mistakes are told without importing it.
     written = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
-    if written and any(part in said for part in _UNWRITTEN):
+    if written and any(part in text for part in _UNWRITTEN):
         return f"a temporary file could not be written; {_FREE}"
     return None
 

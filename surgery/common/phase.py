@@ -46,11 +46,11 @@ class Phase:
         self.peak_bytes = most if most > self._most_before else max(self.peak_bytes, resident_memory())
 
     def _watch(self) -> None:
-        told = self._began
+        last = self._began
         while not self._ended.wait(SAMPLED_EVERY):
             self.peak_bytes = max(self.peak_bytes, resident_memory())
-            if time.perf_counter() - told >= TOLD_EVERY:
-                told = time.perf_counter()
+            if time.perf_counter() - last >= TOLD_EVERY:
+                last = time.perf_counter()
                 self._going(self)
 
     def amount(self) -> str:

@@ -73,7 +73,7 @@ class Progress:
         def tell(event: str, phase: Phase, text: str, shown: str | None) -> None:
             """Logs a text and shows another, or none."""
             prefix, left = f"{place}: " if place else "", self._left(phase, already)
-            rest = f", {said}" if event == "going" and (said := self._told(left, phase.left(already))) else ""
+            rest = f", {estimate}" if event == "going" and (estimate := self._told(left, phase.left(already))) else ""
             name = "step_seconds_left" if self._is_step else "seconds_left"
             facts = {} if left is None else {name: round(left, 1)}
             self._log(event, prefix + text + rest, at=place or None, **phase.facts(), **facts)

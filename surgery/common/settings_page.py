@@ -28,11 +28,11 @@ def settings_page(cls: type, of: str) -> str:
 
 
 def _about(setting: Setting) -> str:
-    said, choices = setting.said, ", ".join(map(str, setting.choices))
-    parts = [said.help, choices and f"One of {choices}." if not setting.many else choices and f"Of {choices}."]
-    if setting.optional and setting.default is None and said.unset:
-        parts.append(f"null: {said.unset}.")
-    return " ".join(part for part in (*parts, said.more) if part)
+    info, choices = setting.said, ", ".join(map(str, setting.choices))
+    parts = [info.help, choices and f"One of {choices}." if not setting.many else choices and f"Of {choices}."]
+    if setting.optional and setting.default is None and info.unset:
+        parts.append(f"null: {info.unset}.")
+    return " ".join(part for part in (*parts, info.more) if part)
 
 
 def _comment(text: str) -> list[str]:

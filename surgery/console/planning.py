@@ -71,7 +71,7 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
 
 
 def _engines(row) -> list[str]:
-    return [engine for engine, said in row.engines.items() if loads(said) and engine != "transformers"]
+    return [engine for engine, verdict in row.engines.items() if loads(verdict) and engine != "transformers"]
 
 
 def _budget(plan) -> str:

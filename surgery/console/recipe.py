@@ -57,8 +57,8 @@ def show_made(finished) -> None:
         report = previous_report(path)
         if report is None:  # healed, and no conversion of ours
             continue
-        told = of_healing(report.get("healing") or {"table": []}) or of_conversion(report)
-        page.print(f"[bold]{plain(name)}[/bold]: {plain(told)}", soft_wrap=True)
+        verdict = of_healing(report.get("healing") or {"table": []}) or of_conversion(report)
+        page.print(f"[bold]{plain(name)}[/bold]: {plain(verdict)}", soft_wrap=True)
     if finished.report is None and finished.checkpoints:  # a report ends in how to open it
         paths = [typed(path) for path in finished.checkpoints.values()]
         show_next(page, [f"surgery eval {' '.join(paths)}", f"surgery doctor {paths[-1]}"])

@@ -291,19 +291,19 @@ def replanned_tensors(
     opened: Source,
     copied: Callable[[list[str]], Collection[str]],
     plan: Callable[[int], Mapping[str, TensorSpec]],
-    kept: Collection[int] = (),
+    unchanged: Collection[int] = (),
 ) -> dict[str, TensorSpec]:
     """Every tensor of the output in the source's order, a layer's new attention ``plan(layer)`` where the old began.
 
     Args:
         copied: which of a layer's attention tensors stay as they are.
-        kept: layers of which all do.
+        unchanged: layers of which all do.
     """
     tensors = unchanged_tensors(opened.reader, opened.config)
     layer_of = {}
     for layer in range(opened.layers):
         names = opened.family.attention_names(opened.reader, layer)
-        if layer not in kept:
+        if layer not in unchanged:
             layer_of |= dict.fromkeys(set(names) - set(copied(names)), layer)
     planned: dict[str, TensorSpec] = {}
     for name, spec in tensors.items():

@@ -85,50 +85,50 @@ def convert(request: ConversionRequest, *, shared: bool = False, progress: Progr
 
 def _convert(request: ConversionRequest, together: Processes, progress: Progress) -> Conversion | None:
     settings = request.settings
-    asked, out = together.first_on_main(lambda: open_request(request, progress))
-    if stored := asked.opened.reader.dequantised_from:
-        dtype = str(asked.opened.weight_dtype).removeprefix("torch.")
+    structure, out = together.first_on_main(lambda: open_request(request, progress))
+    if stored := structure.opened.reader.dequantised_from:
+        dtype = str(structure.opened.weight_dtype).removeprefix("torch.")
         which = "of attention alone" if asked_to_keep(settings) else "all of them"
         progress.note(f"{stored} weights become {dtype} in the result, {which}")
-    if left_out := asked.opened.reader.left_out:
+    if left_out := structure.opened.reader.left_out:
         progress.note(
             f"left out: {len(left_out)} tensors that the model's class does not read, the first {left_out[0]}"
         )
     with ExitStack() as at_end:
-        at_end.enter_context(factorising_on(asked.opened.stream.device))
+        at_end.enter_context(factorising_on(structure.opened.stream.device))
         if together.is_main:
-            carried = at_end.enter_context(CarriedFiles.of(asked.opened.reader, keep_code=request.keep_code))
+            carried = at_end.enter_context(CarriedFiles.of(structure.opened.reader, keep_code=request.keep_code))
             if carried.left_out:
                 progress.note(f"files that the result does not take over: {', '.join(summary(carried.left_out))}")
         with progress.step(1, STEPS):
-            texts = together.from_main(lambda: load_texts(asked.opened, settings, progress))
+            texts = together.from_main(lambda: load_texts(structure.opened, settings, progress))
         if not together.is_main:
-            _have_share(asked, settings, texts, together)
+            _have_share(structure, settings, texts, together)
             return None
-        foreseen = asked.foresee()
-        progress.expect(Workload.of(asked.opened, settings, texts.counts(), foreseen.demand).phase_flops())
+        foreseen = structure.foresee()
+        progress.expect(Workload.of(structure.opened, settings, texts.counts(), foreseen.demand).phase_flops())
         facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
         anew = {"overwrite": request.overwrite, "restart": request.restart}
         with progress.step(1, STEPS):
-            unfinished = at_end.enter_context(Unfinished(out, asked.opened.reader, facts, progress, **anew))
+            unfinished = at_end.enter_context(Unfinished(out, structure.opened.reader, facts, progress, **anew))
         folder, staging = unfinished.folder, unfinished.staging
         # The writer checks again, once the tensors are settled, and that may be hours from here.
-        kept = kept_matrices(asked.opened.reader, settings, foreseen.tensors)
-        staging.check_space(sum(spec.nbytes for spec in in_parts(foreseen.tensors, kept).values()))
-        work = Work.in_folder(unfinished.snapshots, asked.opened, settings, texts, progress, together)
+        stored_parts = kept_matrices(structure.opened.reader, settings, foreseen.tensors)
+        staging.check_space(sum(spec.nbytes for spec in in_parts(foreseen.tensors, stored_parts).values()))
+        work = Work.in_folder(unfinished.snapshots, structure.opened, settings, texts, progress, together)
         together.from_main(lambda: folder)
         with progress.step(2, STEPS):
-            asked.gather(work)
+            structure.gather(work)
         with progress.step(3, STEPS):
-            tensors = asked.plan(work)
+            tensors = structure.plan(work)
         written = {"max_shard_size": settings.max_shard_size, "staging": staging}
-        written["stored_names"] = whole_names(asked.opened.reader, foreseen.config, tensors)
-        written["parts"] = kept_matrices(asked.opened.reader, settings, tensors)
+        written["stored_names"] = whole_names(structure.opened.reader, foreseen.config, tensors)
+        written["parts"] = kept_matrices(structure.opened.reader, settings, tensors)
         with CheckpointWriter(out, tensors, **written) as writer:
             with progress.step(4, STEPS):
-                outcome = asked.convert_layers(work, writer)
+                outcome = structure.convert_layers(work, writer)
             with progress.step(5, STEPS):
-                outcome, verification = _finish(asked, work, writer, carried, tensors, outcome)
+                outcome, verification = _finish(structure, work, writer, carried, tensors, outcome)
             if request.predicted is not None:
                 outcome = replace(outcome, target={**outcome.target, "predicted": dict(request.predicted)})
             with progress.step(6, STEPS):
@@ -136,15 +136,15 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
     return Conversion(writer.out, report, str(request.source))
 
 
-def _have_share(asked: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
+def _have_share(structure: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
     """Run the share of the sweeps of a process that is not the main one, in the main process's folder."""
     snapshots = Snapshots(together.from_main(Path))
-    work = Work.in_folder(snapshots, asked.opened, settings, texts, Progress(silent=True), together)
-    asked.gather(work)
+    work = Work.in_folder(snapshots, structure.opened, settings, texts, Progress(silent=True), together)
+    structure.gather(work)
 
 
 def _finish(
-    asked: Structure,
+    structure: Structure,
     work: Work,
     writer: CheckpointWriter,
     carried: CarriedFiles,
@@ -175,7 +175,7 @@ def _finish(
     verify_files(writer.partial, writer.stored_plan)
     if quantizes:
         return quantize_written(writer, work, outcome)
-    return outcome, asked.verify(work, writer.partial, outcome)
+    return outcome, structure.verify(work, writer.partial, outcome)
 
 
 def _conclude(

@@ -98,8 +98,8 @@ def plan_conversion(
     """
     silent, absent = Progress(silent=True), is_absent(settings.device)
     here = replace(settings, device="cpu") if absent else settings
-    asked, out = open_request(ConversionRequest(source, out, here, overwrite, allow_pickle), silent)
-    opened, foreseen = asked.opened, asked.foresee()
+    structure, out = open_request(ConversionRequest(source, out, here, overwrite, allow_pickle), silent)
+    opened, foreseen = structure.opened, structure.foresee()
     if isinstance(opened, Source):
         for layer in converted_layers(opened.stateful, opened.layers):
             opened.anatomy(layer)  # refuses weights that are not finite
@@ -123,7 +123,7 @@ def plan_conversion(
     written = whole_config(opened.reader, config)
     quantized = "kv_cache" in config and foreseen.model_type != MODEL_TYPE
     if outline is not None:
-        outline_result(outline, asked, settings)
+        outline_result(outline, structure, settings)
     source_kv, kv = source_kv_bytes(opened), kv_bytes(foreseen, config, opened, settings)
     return ConversionPlan(
         source=_source_facts(opened),

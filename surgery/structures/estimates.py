@@ -211,18 +211,18 @@ class Workload:
         """
         forward = self.layers * (2 * self.active_parameters + 2 * self.length * self.heads * self.head_dim)
         held_out = (self.held_out + self.recall_prompts) * self.length
-        demand, found = self.demand, {}
+        demand, flops = self.demand, {}
         if tokens := self.calibration * self.length:
-            found["calibrate: forward"] = tokens * forward
-            found["calibrate: backward"] = tokens * forward * (3 if demand.gradients else 1)
+            flops["calibrate: forward"] = tokens * forward
+            flops["calibrate: backward"] = tokens * forward * (3 if demand.gradients else 1)
         if demand.splits > 1 and self.held_out:
             tried = demand.splits * min(self.held_out, demand.split_sequences) * self.length
-            found["try splits of the budget"] = tried * forward
-        found["convert"] = (1 + demand.results) * held_out * forward
-        found["verify: reload and run"] = held_out * forward
+            flops["try splits of the budget"] = tried * forward
+        flops["convert"] = (1 + demand.results) * held_out * forward
+        flops["verify: reload and run"] = held_out * forward
         if demand.quantizes:
-            found["measure"] = (1 + 2 * CODES_SLOWDOWN) * held_out * forward
-        return found
+            flops["measure"] = (1 + 2 * CODES_SLOWDOWN) * held_out * forward
+        return flops
 
     def _algebra_bytes(self) -> int:
         return self.demand.statistics * 8 * ALGEBRA_MATRICES * self.kv_width**2

@@ -17,8 +17,8 @@ def source_kv_bytes(opened: Source | OwnSource) -> float:
     if isinstance(opened, Source):
         return SourceShape.of(opened).kv_bytes_per_token
     config = opened.reader.config
-    held = kv_bytes_of(config, opened.weight_dtype)
-    return held(LONG) / LONG if config["model_type"] == MODEL_TYPE else held(1)  # the first lies in every window
+    bytes_at = kv_bytes_of(config, opened.weight_dtype)
+    return bytes_at(LONG) / LONG if config["model_type"] == MODEL_TYPE else bytes_at(1)  # inside every window
 
 
 def final_config(foreseen: Foreseen, settings: ConversionSettings) -> dict[str, Any]:

@@ -55,23 +55,23 @@ class Target:
         """Loads what converts."""
         return load(self.home)
 
-    def settings(self, given: Mapping[str, Any], config: Path | None = None) -> ConversionSettings:
+    def settings(self, values: Mapping[str, Any], config: Path | None = None) -> ConversionSettings:
         """Settings from a file, if there is one, and from what was given besides; None counts as not given.
 
         Raises:
             SurgeryError: a setting that this target does not have, or a value that it does not take.
         """
-        given = {name: value for name, value in given.items() if value is not None}
+        values = {name: value for name, value in values.items() if value is not None}
         for name, value in self.fixed.items():
-            if given.get(name, value) != value:
-                raise SurgeryError(f"{name} {given[name]} contradicts --to {self.name}, which means {value}")
+            if values.get(name, value) != value:
+                raise SurgeryError(f"{name} {values[name]} contradicts --to {self.name}, which means {value}")
         read = read_mapping(config) if config else {}
-        where = str(config) if any(name not in given for name in read) else f"--to {self.name}"
-        for name in {**read, **given}:
+        where = str(config) if any(name not in values for name in read) else f"--to {self.name}"
+        for name in {**read, **values}:
             others = targets_with(name)
             if others and name not in names_of(self.settings_class):
                 raise SurgeryError(f"{where}: {name} is for {', '.join(others)}; {self.name} has no such setting")
-        return self.settings_class.from_mapping({**read, **given, **self.fixed}, where)
+        return self.settings_class.from_mapping({**read, **values, **self.fixed}, where)
 
     def ending_of(self, settings: ConversionSettings) -> str:
         """Return the ending of the output's default name."""
@@ -165,8 +165,8 @@ def find_target(name: str) -> Target:
         SurgeryError: there is none.
     """
     if name not in TARGETS:
-        if gone := removal(f"to {name}"):
-            raise SurgeryError(f"--to {name} {gone}")
+        if notice := removal(f"to {name}"):
+            raise SurgeryError(f"--to {name} {notice}")
         known = list(TARGETS)
         raise SurgeryError(f"--to {name}: unknown target, choose {', '.join(known)}{did_you_mean(name, known)}")
     return TARGETS[name]

@@ -87,8 +87,8 @@ class StructureSettings(ConversionSettings):
 
     def kv_cache(self) -> dict[str, int | str]:
         """Return the ``kv_cache`` entry of the custom model class's config.json."""
-        said = {"format": self.format, "group": self.group, "window": 0, "keys": self.keys}
-        return {**said, "sinks": self.sinks} if self.sinks and self.SINKS_OF_CODES else said
+        entry = {"format": self.format, "group": self.group, "window": 0, "keys": self.keys}
+        return {**entry, "sinks": self.sinks} if self.sinks and self.SINKS_OF_CODES else entry
 
 
 def check_spectrum(settings: StructureSettings) -> None:

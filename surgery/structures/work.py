@@ -95,18 +95,18 @@ class Work(Generic[Opened, Settings]):
             types: classes in what it says.
             settled: whether nothing of a layer is needed for the next but stages.
         """
-        said = []
+        results = []
         if state := self.snapshots.last("layers", *types):
-            said, runs.hidden = state["said"], state["ladder"]
+            results, runs.hidden = state["said"], state["ladder"]
         with self.progress.phase("convert", self.opened.layers) as advance:
-            advance(len(said))
-            for layer in range(len(said), self.opened.layers):
-                said.append(convert(layer))
+            advance(len(results))
+            for layer in range(len(results), self.opened.layers):
+                results.append(convert(layer))
                 if settled(layer):
-                    done = {"said": said, "ladder": runs.hidden}
+                    done = {"said": results, "ladder": runs.hidden}
                     self.snapshots.take("layers", lambda done=done: done)
                 advance()
-        return said
+        return results
 
     def layers(self, phase: str = "convert") -> Iterator[int]:
         """Every layer in order, with a bar."""

@@ -30,11 +30,11 @@ def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress:
     Raises:
         SurgeryError: what a step would refuse before any work, of sources that are there.
     """
-    made, known, steps = Finished(), {}, []
+    finished, known, steps = Finished(), {}, []
     results = {
-        **dict.fromkeys(MAKE_CHECKPOINTS, made.checkpoints),
-        **dict.fromkeys(MAKE_PATTERNS, made.patterns),
-        **dict.fromkeys(MAKE_PLANS, made.plans),
+        **dict.fromkeys(MAKE_CHECKPOINTS, finished.checkpoints),
+        **dict.fromkeys(MAKE_PATTERNS, finished.patterns),
+        **dict.fromkeys(MAKE_PLANS, finished.plans),
     }
     with TemporaryFolder("recipe") as folder, progress.phase("foresee", len(recipe.steps), "step") as advance:
         for step, action in zip(recipe.steps, actions, strict=True):
@@ -48,9 +48,9 @@ def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress:
                 expected = _after(unknown)
             else:
                 try:
-                    expected = action.foresee(out, made, folder / step.name)
+                    expected = action.foresee(out, finished, folder / step.name)
                 except SurgeryError:
-                    outlined = [name for name in earlier if folder in made.checkpoints.get(name, work).parents]
+                    outlined = [name for name in earlier if folder in finished.checkpoints.get(name, work).parents]
                     if not outlined:
                         raise
                     expected = _after(outlined)  # it may be shapes alone that it refuses

@@ -38,10 +38,10 @@ def quantisation_of(config: Mapping[str, Any], store: Store) -> Quantisation | N
     Raises:
         SurgeryError: a format that is read, but tensors that do not fit it.
     """
-    said = config.get("quantization_config")
-    if not isinstance(said, dict) or (method := said.get("quant_method")) not in tuple(READERS):
+    config_entry = config.get("quantization_config")
+    if not isinstance(config_entry, dict) or (method := config_entry.get("quant_method")) not in tuple(READERS):
         return None
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     dtype = dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16
-    found = READERS[method](said, store, dtype)
-    return found if found and found.matrices else None
+    quantisation = READERS[method](config_entry, store, dtype)
+    return quantisation if quantisation and quantisation.matrices else None

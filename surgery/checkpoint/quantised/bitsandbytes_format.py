@@ -29,18 +29,18 @@ LARGEST, FORMAT = "SCB", "weight_format"
 MAX_STATE_BYTES = 1 << 16
 
 
-def bitsandbytes(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
+def bitsandbytes(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
     """Read models that bitsandbytes quantised, as transformers saves them.
 
     Raises:
         SurgeryError: tensors that do not fit each other.
     """
-    found: dict[str, Matrix] = {}
+    matrices: dict[str, Matrix] = {}
     for kind in KINDS:
-        found |= {each: _table_matrix(each, kind, store, dtype) for each in modules(store, STATE + kind)}
-    found |= {each: _row_matrix(each, store, dtype) for each in modules(store, LARGEST)}
-    name = " and ".join(sorted({matrix.kind for matrix in found.values()}))
-    return Quantisation(name, {module + WEIGHT: matrix for module, matrix in found.items()})
+        matrices |= {each: _table_matrix(each, kind, store, dtype) for each in modules(store, STATE + kind)}
+    matrices |= {each: _row_matrix(each, store, dtype) for each in modules(store, LARGEST)}
+    name = " and ".join(sorted({matrix.kind for matrix in matrices.values()}))
+    return Quantisation(name, {module + WEIGHT: matrix for module, matrix in matrices.items()})
 
 
 @dataclass(frozen=True)

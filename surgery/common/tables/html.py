@@ -36,7 +36,7 @@ def render(template: Path, **values: object) -> str:
 
 def _whole_words(text: str) -> Markup:
     """Text that breaks between words: browsers would break top-1 at its hyphen, and no style forbids that alone."""
-    kept = Markup('<span class="whole">{}</span>')
+    span = Markup('<span class="whole">{}</span>')
     return Markup(" ").join(
-        kept.format(word) if "-" in word and len(word) <= SHORT else word for word in text.split(" ")
+        span.format(word) if "-" in word and len(word) <= SHORT else word for word in text.split(" ")
     )

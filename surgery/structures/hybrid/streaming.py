@@ -130,20 +130,20 @@ def plan_heads(
     recent = default_recent if recent is None else recent
     if sinks is None or recent is None:
         raise SurgeryError(f"{settings.heads}: does not say for how many tokens; give --sinks and --window")
-    if settings.compensated and any(unit.blocks or len(unit.heads) > 1 for found in model.units for unit in found):
+    if settings.compensated and any(unit.blocks or len(unit.heads) > 1 for layer in model.units for unit in layer):
         raise SurgeryError("compensated: latents have no key and value of a head to take the mean of; leave it at 0")
-    kept, heads = sinks + recent - 1, scores.numel()
+    window, heads = sinks + recent - 1, scores.numel()
     everything = torch.ones(shape, dtype=torch.bool)
     ratio = 0.5 if settings.kv_ratio is None else settings.kv_ratio
-    budget = ratio * model.bytes_at(everything, context, kept, itemsize)
+    budget = ratio * model.bytes_at(everything, context, window, itemsize)
     extra = settings.compensated * compensation_bytes(model.head_dim)
 
     def affordable(full: BoolTensor) -> bool:
         if settings.streaming is not None:
             return int(full.sum()) <= count_of(1 - settings.streaming, heads)
-        return model.bytes_at(full, context, kept, itemsize, extra) <= budget
+        return model.bytes_at(full, context, window, itemsize, extra) <= budget
 
-    units = [[unit.heads for unit in found] for found in model.units]
+    units = [[unit.heads for unit in layer] for layer in model.units]
     plan = compile_plan(
         scores,
         units,

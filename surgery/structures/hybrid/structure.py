@@ -59,15 +59,15 @@ class Hybrid(Streaming):
     def foresee(self) -> Foreseen:
         """All of it, at the context that was asked for: nothing is left to the work but measuring."""
         opened, config = self.opened, own_config(self.opened.reader.config, self._entries)
-        held = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
+        kv_bytes = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
         return Foreseen(
             config=config,
             tensors=unchanged_tensors(opened.reader, opened.config),
-            kv_bytes_per_token=held,
+            kv_bytes_per_token=kv_bytes,
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(
-                cached=round(held / opened.layers / opened.weight_dtype.itemsize), quantizes=self.settings.quantizes
+                cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize), quantizes=self.settings.quantizes
             ),
         )
 
@@ -84,7 +84,7 @@ class Hybrid(Streaming):
             for name, tensor in self._moved(layer).items():
                 writer.write(name, tensor)
         config = own_config(reader.config, self._entries)
-        held, whole = (kv_bytes_of(each, dtype)(self._context) for each in (config, reader.config))
+        kv_bytes, whole = (kv_bytes_of(each, dtype)(self._context) for each in (config, reader.config))
         return Outcome(
             config=config,
             target={
@@ -92,7 +92,7 @@ class Hybrid(Streaming):
                 "method": "streaming-llm" if pattern is None else pattern.method,
                 "model_type": MODEL_TYPE,
                 "reasons": [REASON],
-                **_facts(plan, pattern, held / whole, self._context, self.settings),
+                **_facts(plan, pattern, kv_bytes / whole, self._context, self.settings),
             },
             layers=[layer_report(layer, plan, pattern, error) for layer, error in enumerate(errors)],
             scores=scores,

@@ -41,14 +41,14 @@ class WholeLayers(Streaming):
     def foresee(self) -> Foreseen:
         """All of it, at the context that was asked for: nothing is left to the work but measuring."""
         opened, config = self.opened, self._config
-        held = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
+        kv_bytes = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
         return Foreseen(
             config=config,
             tensors=unchanged_tensors(opened.reader, opened.config),
-            kv_bytes_per_token=held,
+            kv_bytes_per_token=kv_bytes,
             model_type=config["model_type"],
             reasons=[REASON.format(config["model_type"])],
-            demand=Demand(cached=round(held / opened.layers / opened.weight_dtype.itemsize)),
+            demand=Demand(cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize)),
         )
 
     def plan(self, work: Work) -> dict[str, TensorSpec]:
@@ -60,7 +60,7 @@ class WholeLayers(Streaming):
         opened, plan, pattern, config = self.opened, self._plan, self._pattern, self._config
         hidden, scores, errors = measure_plan(opened, plan, work.texts, self.settings, work.progress)
         sizes = (config, opened.reader.config)
-        held, whole = (kv_bytes_of(each, opened.weight_dtype)(self._context) for each in sizes)
+        kv_bytes, whole = (kv_bytes_of(each, opened.weight_dtype)(self._context) for each in sizes)
         return Outcome(
             config=config,
             target={
@@ -74,7 +74,7 @@ class WholeLayers(Streaming):
                 "full_heads": int(plan.full.sum()),
                 "compensated_heads": 0,
                 "context": self._context,
-                "kv_ratio_at_context": held / whole,
+                "kv_ratio_at_context": kv_bytes / whole,
                 "pattern": None if pattern is None else pattern.identity(),
             },
             layers=[layer_report(layer, plan, pattern, error) for layer, error in enumerate(errors)],

@@ -214,12 +214,12 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             queries = tuple(plan.queries[index])
             padded = pad_groups(merged.anatomy, queries, plan.heads // len(queries))
             merged = replace(merged, anatomy=padded, key_error=None, value_error=None)
-        kept = plan.kv_heads[index] == source.kv_heads
+        unchanged = plan.kv_heads[index] == source.kv_heads
         attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
         with stream.layer(index) as layer:
             errors = runs.advance(layer, anatomy, {MERGED: lambda: attention}, (MERGED,))
-        kept = plan.kv_heads[index] == source.kv_heads
-        result = source if kept else merged.anatomy.to("cpu", source.q.dtype)
+        unchanged = plan.kv_heads[index] == source.kv_heads
+        result = source if unchanged else merged.anatomy.to("cpu", source.q.dtype)
         work.converted.save(index, attention_tensors(result, index))
         return HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
 
@@ -233,8 +233,8 @@ def _check_beside_pictures(model_type: str, settings: KVHeadsSettings) -> None:
         "--method key-norm": settings.method == "key-norm",
         "--engine": settings.engine is not None,
     }
-    for option, given in spoken.items():
-        if given:
+    for option, is_set in spoken.items():
+        if is_set:
             raise SurgeryError(
                 f"{option}: a model of pictures and text ({model_type}) stays in its class, in all layers alike, and "
                 "was tried in transformers alone: leave it out"

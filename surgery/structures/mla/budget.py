@@ -63,7 +63,7 @@ def _engine_sizes(
     """The nearest sizes that an engine carries, of no more bytes: rotary dimensions that are no zeros, and rank."""
     limits = mla_limits(settings.engine, anatomy.head_dim, anatomy.value_dim)
     grid = 2 * default_pairs(anatomy)
-    found = []
+    nearest = []
     for rope, rank in sizes:
         width = rope + rank
         if limits.head_sizes is None and limits.width is not None and grid < FAST_ROPE:
@@ -73,8 +73,8 @@ def _engine_sizes(
         if fast and settings.kv_lora_rank is None:
             width = limits.width
         cached = FAST_ROPE if limits.head_sizes or fast else min(rope, grid)
-        found.append((min(cached, grid), width - cached))
-    return list(dict.fromkeys(found))
+        nearest.append((min(cached, grid), width - cached))
+    return list(dict.fromkeys(nearest))
 
 
 def default_pairs(anatomy: AttentionAnatomy) -> int:

@@ -101,9 +101,9 @@ def mla_spec(opened: Source, ranks: tuple[int, ...], inv_freq: tuple[Tensor, ...
     )
 
 
-def all_tensors(opened: Source, writer: StockMLA | OwnMLA, kept: frozenset[int]) -> dict[str, TensorSpec]:
+def all_tensors(opened: Source, writer: StockMLA | OwnMLA, unchanged: frozenset[int]) -> dict[str, TensorSpec]:
     """Every tensor of the result, those that are copied too."""
-    tensors = replanned_tensors(opened, writer.copied, writer.plan, kept)
+    tensors = replanned_tensors(opened, writer.copied, writer.plan, unchanged)
     if isinstance(writer, StockMLA) and writer.untied:
         tensors[HEAD] = tensors[EMBEDDING]
     return tensors

@@ -141,9 +141,9 @@ class Planner:
             choices = [
                 [replace(choice, cost=weight * choice.cost) for _, choice in of_layer] for of_layer in options.values()
             ]
-            found = dict(zip(options, choose_widths(choices, width * len(options)), strict=True))
-            counts = {layer: options[layer][index][0] for layer, (index, _) in found.items()}
-            ranks = tuple(found[layer][1] if layer in found else 0 for layer in range(self.opened.layers))
+            widths = dict(zip(options, choose_widths(choices, width * len(options)), strict=True))
+            counts = {layer: options[layer][index][0] for layer, (index, _) in widths.items()}
+            ranks = tuple(widths[layer][1] if layer in widths else 0 for layer in range(self.opened.layers))
             plans.append(MLAPlan(self.method, splits[0], self._of_all(counts, pairs), ranks, self.kept, weight))
         return plans
 
@@ -164,8 +164,8 @@ class Planner:
         rotated = [best_components(costs, basis.frequency, each) for each in counts]
         energies = mla.latent_energies(anatomy, statistics, basis, rotated)
         choices = [
-            Choice(2 * size, float(turned.sum() - turned[kept].sum()), left)
-            for size, kept, left in zip(sizes, rotated, energies, strict=True)
+            Choice(2 * size, float(turned.sum() - turned[rotating].sum()), left)
+            for size, rotating, left in zip(sizes, rotated, energies, strict=True)
         ]
         return list(zip(counts, choices, strict=True))
 
@@ -189,8 +189,8 @@ def search_plans(plans: list[MLAPlan], losses_of: Callable[[list[MLAPlan]], list
     due = list(range(count)) if plans[0].method.folds else list(range(count))[(count - 1) // 2 :][:2]
     losses: dict[int, float] = {}
     while due:
-        found = losses_of([plans[place] for place in due])
-        losses |= zip(due, found, strict=True)
+        measured = losses_of([plans[place] for place in due])
+        losses |= zip(due, measured, strict=True)
         best = min(losses, key=losses.__getitem__)
         due = [place for place in (best - 1, best + 1) if 0 <= place < count and place not in losses]
     return losses

@@ -124,11 +124,11 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         writer, config = self._writer(self._plans or self._likely()), self.opened.reader.config
         spec = writer.spec
         result, first = writer.config(config), self.settings.first_tokens
-        held = kv_bytes_of(result, spec.dtype)
+        bytes_at = kv_bytes_of(result, spec.dtype)
         return Foreseen(
             config=result,
             tensors=replanned_tensors(self.opened, writer.copied, writer.plan, self.kept),
-            kv_bytes_per_token=held(first + 1) - held(first) if first else held(1),
+            kv_bytes_per_token=bytes_at(first + 1) - bytes_at(first) if first else bytes_at(1),
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(

@@ -105,9 +105,9 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         if settings.quantizes and reader.stored_names:
             raise SurgeryError(f"bits: {reader.path} is a model of pictures and text, which stays in its class")
         for name, (allowed, why) in TAKEN.items():
-            asked = getattr(settings, name)
-            if asked not in allowed and not (name == "carrier" and settings.quantizes):  # bits mean the own class
-                raise SurgeryError(f"{name} {asked}: {reader.path} is MLA already ({kind}), and {why}")
+            value = getattr(settings, name)
+            if value not in allowed and not (name == "carrier" and settings.quantizes):  # bits mean the own class
+                raise SurgeryError(f"{name} {value}: {reader.path} is MLA already ({kind}), and {why}")
         family = latent_family_of(reader.config)
         if family.inside is not None and not reader.stored_names:
             raise SurgeryError.at(
@@ -185,23 +185,23 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
     def _convert(self, index: int, work: Work, runs: StageRuns, writer: CheckpointWriter) -> SmallerLayerReport:
         stream, anatomy = self.opened.stream, self.opened.anatomy(index).to(torch.float64)
         statistics, _ = work.library.load(index)
-        found = smaller_latent(anatomy, statistics, self._writes.rank)
+        smaller = smaller_latent(anatomy, statistics, self._writes.rank)
 
         def run(layer: LatentAnatomy) -> CapturedAttention:
             return CapturedAttention(layer.to(stream.device, stream.dtype))
 
         forms = {
             EXACT: lambda: run(smaller_latent(anatomy, statistics, anatomy.rank).layer),
-            SMALLER: lambda: run(found.layer),
+            SMALLER: lambda: run(smaller.layer),
         }
         with stream.layer(index) as layer:
             inputs = layer.attention_inputs(runs.hidden["source"][:ERROR_SEQUENCES].to(stream.device, stream.dtype))
-            off = norm_error(anatomy, found.layer, inputs.to("cpu", torch.float64))
+            off = norm_error(anatomy, smaller.layer, inputs.to("cpu", torch.float64))
             errors = runs.advance(layer, anatomy, forms, (SMALLER,))
-        work.converted.save(index, self._writes.tensors(index, found.layer))
-        energy = max(float(found.energy.sum()), 1e-300)
+        work.converted.save(index, self._writes.tensors(index, smaller.layer))
+        energy = max(float(smaller.energy.sum()), 1e-300)
         return SmallerLayerReport(
-            index, found.layer.rank, found.error, found.error / energy, off, found.energy.tolist(), errors
+            index, smaller.layer.rank, smaller.error, smaller.error / energy, off, smaller.energy.tolist(), errors
         )
 
 
@@ -219,13 +219,13 @@ def wanted_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
         raise SurgeryError(
             "give either kv_ratio or kv_lora_rank: the source is MLA already and keeps its rotary dimensions"
         )
-    wanted = settings.kv_lora_rank
-    if wanted is None:
+    result = settings.kv_lora_rank
+    if result is None:
         share = rank / 2 if settings.kv_ratio is None else settings.kv_ratio * (rank + rope_dim) + 1e-9 - rope_dim
-        wanted = 2 * math.floor(share / 2)
-    if not 2 <= wanted < rank or wanted % 2:
+        result = 2 * math.floor(share / 2)
+    if not 2 <= result < rank or result % 2:
         raise SurgeryError(
-            f"{wanted} latents: the source has {rank} beside {rope_dim} rotary dimensions, which stay; choose an even "
+            f"{result} latents: the source has {rank} beside {rope_dim} rotary dimensions, which stay; choose an even "
             f"kv_lora_rank from 2 to {rank - 1} (transformers' deepseek_v2 reads pairs), or a kv_ratio that leaves some"
         )
-    return wanted
+    return result

@@ -109,7 +109,7 @@ class MLA(Structure[Source, ConvertSettings]):
         """Forecast the split that caches most; the frequencies that keep RoPE may be open until one is chosen."""
         opened, settings, method = self.opened, self.settings, mla.METHODS[self.settings.method]
         forecasts = [forecast(opened, split, settings) for split in self.splits]
-        chosen = max(forecasts, key=lambda found: found.kv_bytes_per_token)
+        chosen = max(forecasts, key=lambda each: each.kv_bytes_per_token)
         carrier = self._carrier or chosen.carrier
         spreads = settings.spreads and not self.stock
         plans = len(ROTATION_WEIGHTS) if spreads and len(self.splits) > 1 else len(self.splits)
@@ -131,7 +131,7 @@ class MLA(Structure[Source, ConvertSettings]):
                 rescales=carrier.stock and carrier.writer.rescale != 1.0,
                 quantizes=settings.quantizes,
             ),
-            splits=[] if spreads else [_split_facts(found) for found in forecasts],
+            splits=[] if spreads else [_split_facts(each) for each in forecasts],
             settled=chosen.frequencies_known,
             engines=chosen.engines,
         )
@@ -261,7 +261,7 @@ def _forms(
     }
 
 
-def _split_facts(found: Forecast) -> dict:
-    split = found.split
-    facts = {"rope_dim": split.rope_dim, "rank": split.rank, "kv_bytes_per_token": found.kv_bytes_per_token}
+def _split_facts(forecast: Forecast) -> dict:
+    split = forecast.split
+    facts = {"rope_dim": split.rope_dim, "rank": split.rank, "kv_bytes_per_token": forecast.kv_bytes_per_token}
     return {**facts, "fold": split.fold} if split.fold > 1 else facts

@@ -106,8 +106,8 @@ def measure_quantized(
             def new_cache(start: int = start, stop: int = stop) -> Cache:
                 if not by_hand:
                     return DynamicCache()
-                held = new_layers[start:stop]
-                return Cache(layers=[QuantizedKVLayer(*each.settings()) if each else DynamicLayer() for each in held])
+                caches = new_layers[start:stop]
+                return Cache(layers=[QuantizedKVLayer(*each.settings()) if each else DynamicLayer() for each in caches])
 
             inputs = hidden[EXACT][:ERROR_SEQUENCES].clone()
             with read_stream.block(start, stop) as layer:
@@ -165,10 +165,10 @@ def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> 
         piece=PIECE,
         flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
     )
-    for found in measured.layers:
+    for measured_layer in measured.layers:
         for report in outcome.layers:
-            if report.layer == found.layer:
-                report.measured.update(found.measured)
+            if report.layer == measured_layer.layer:
+                report.measured.update(measured_layer.measured)
     at = verification.kv_tokens
     scores = {"hadamard": measured.scores[EXACT]} if settings.hadamard else {}
     outcome = replace(

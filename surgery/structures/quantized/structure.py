@@ -54,20 +54,20 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """Plain caches of fewer bits; rotated keys of MLA stay."""
         latent = config["model_type"] in LATENT_FAMILIES
-        said = {"sinks": 4, **({"rope_bits": 16} if latent else {})}
-        return [Candidate({"bits": bits, **said}, scales=False) for bits in (8, 4, 3, 2)]
+        settings = {"sinks": 4, **({"rope_bits": 16} if latent else {})}
+        return [Candidate({"bits": bits, **settings}, scales=False) for bits in (8, 4, 3, 2)]
 
     def foresee(self) -> Foreseen:
         """All of it: nothing is left to the work but measuring."""
         opened = self.opened
-        held = kv_bytes_of(self._config, opened.weight_dtype)(LONG) / LONG
+        kv_bytes = kv_bytes_of(self._config, opened.weight_dtype)(LONG) / LONG
         return Foreseen(
             config=self._config,
             tensors=unchanged_tensors(opened.reader, opened.config),
-            kv_bytes_per_token=held,
+            kv_bytes_per_token=kv_bytes,
             model_type=MODEL_TYPE,
             reasons=[REASON],
-            demand=Demand(cached=round(held / opened.layers / opened.weight_dtype.itemsize), quantizes=True),
+            demand=Demand(cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize), quantizes=True),
         )
 
     def plan(self, work: Work) -> dict[str, TensorSpec]:

@@ -64,12 +64,12 @@ class Origin:
         if any("energies" not in layer for layer in report["layers"]):
             raise SurgeryError.at(path, f"{REPORT} does not say what its latents are worth; convert its source again")
         method, settings = target["method"], report["settings"]
-        multiple, held = settings.get("rank_multiple", 1), report["kv"]["source_bytes_per_token"]
-        if type(multiple) is not int or multiple < 1 or not 0 < held < math.inf:
+        multiple, source_bytes = settings.get("rank_multiple", 1), report["kv"]["source_bytes_per_token"]
+        if type(multiple) is not int or multiple < 1 or not 0 < source_bytes < math.inf:
             raise ValueError("a budget that no conversion had")
         return cls(
             target,
-            held,
+            source_bytes,
             [_by_block(layer) for layer in report["layers"]],
             method in LOSS_WEIGHTED and settings["calibration"] != NO_CALIBRATION,
             multiple,
@@ -125,17 +125,17 @@ def plan_slice(
         return {"uniform": _shaped([total // len(before)] * len(before), model)}
     # By what there was at first, so that a slice of a slice is that slice of the whole.
     sizes = [len(energies) for blocks in origin.energies for energies in blocks]
-    found = {"uniform": proportional(sizes, total, multiple, multiple, before)}
+    plans = {"uniform": proportional(sizes, total, multiple, multiple, before)}
     if allocate != "uniform" and origin.comparable:
         spectra = [
             energies[:rank]
             for blocks, ranks in zip(origin.energies, model.ranks, strict=True)
             for energies, rank in zip(blocks, ranks, strict=True)
         ]
-        found["spectrum"] = water_fill(spectra, total, minimum=multiple, multiple=multiple)
-        means = [(a + b) / 2 for a, b in zip(*found.values(), strict=True)]
-        found["between"] = proportional(means, total, multiple, multiple, before)
-    return {name: _shaped(ranks, model) for name, ranks in found.items() if allocate in ("auto", name)}
+        plans["spectrum"] = water_fill(spectra, total, minimum=multiple, multiple=multiple)
+        means = [(a + b) / 2 for a, b in zip(*plans.values(), strict=True)]
+        plans["between"] = proportional(means, total, multiple, multiple, before)
+    return {name: _shaped(ranks, model) for name, ranks in plans.items() if allocate in ("auto", name)}
 
 
 def _shaped(ranks: list[int], model: LatentModel) -> Ranks:

@@ -84,14 +84,14 @@ class Slice(Structure[OwnSource, SliceSettings]):
         """Forecast the first way to spend the budget; all take the same bytes."""
         opened, ranks = self.opened, self._candidates[next(iter(self._candidates))]
         smaller, dtype = self._whole.sliced(ranks), opened.weight_dtype
-        held = kv_bytes_of(smaller.config, dtype)(1)
+        kv_bytes = kv_bytes_of(smaller.config, dtype)(1)
         return Foreseen(
             config=smaller.config,
             tensors=planned_tensors(opened.reader, self._whole, ranks),
-            kv_bytes_per_token=held,
+            kv_bytes_per_token=kv_bytes,
             model_type=smaller.config["model_type"],
             reasons=self._origin.target["reasons"],
-            demand=Demand(cached=round(held / opened.layers / dtype.itemsize), results=len(self._candidates)),
+            demand=Demand(cached=round(kv_bytes / opened.layers / dtype.itemsize), results=len(self._candidates)),
         )
 
     def plan(self, work: Work) -> dict[str, TensorSpec]:
@@ -136,9 +136,9 @@ def _target(smaller: LatentModel, origin: Origin, bytes_per_token: float) -> dic
 def _layer_report(
     layer: int, whole: LatentModel, smaller: LatentModel, origin: Origin, errors: dict[str, float]
 ) -> SlicedLayerReport:
-    kept, before = smaller.ranks[layer], whole.ranks[layer]
+    ranks, before = smaller.ranks[layer], whole.ranks[layer]
     energies = origin.energies[layer]
-    dropped = sum(float(energy[new:old].sum()) for energy, new, old in zip(energies, kept, before, strict=True))
+    dropped = sum(float(energy[new:old].sum()) for energy, new, old in zip(energies, ranks, before, strict=True))
     total = sum(float(energy[:old].sum()) for energy, old in zip(energies, before, strict=True))
     share = dropped / max(total, 1e-300)
-    return SlicedLayerReport(layer, sum(kept), kept, smaller.rope_dim(layer), None, dropped, share, errors)
+    return SlicedLayerReport(layer, sum(ranks), ranks, smaller.rope_dim(layer), None, dropped, share, errors)
