@@ -88,9 +88,9 @@ def _default(setting: Setting) -> str:
 def _function(name: str) -> str:
     function = getattr(surgery, name)
     signature = f"surgery.{name}{inspect.signature(function)}"
-    told = inspect.getdoc(function)
+    text = inspect.getdoc(function)
     return (
-        f"### `surgery.{name}`\n\n```text\n{textwrap.fill(signature, 100, subsequent_indent='    ')}\n\n{told}\n```\n"
+        f"### `surgery.{name}`\n\n```text\n{textwrap.fill(signature, 100, subsequent_indent='    ')}\n\n{text}\n```\n"
     )
 
 

@@ -47,10 +47,10 @@ def whole_names(reader: CheckpointReader, config: dict[str, Any], tensors: Itera
     native, alone = PREFIXES[0], PREFIXES[-1]
     others = "" if any(name.startswith(native) for name in reader.stored_names.values()) else INSIDE
     beside = {name for name in reader.names() if name not in reader.stored_names}
-    found = {}
+    stored = {}
     for name in tensors:
         if name in beside:
-            found[name] = name if name.startswith(INSIDE) else others + name
+            stored[name] = name if name.startswith(INSIDE) else others + name
         else:
-            found[name] = native + name.removeprefix(alone) if name.startswith(alone) else name
-    return found
+            stored[name] = native + name.removeprefix(alone) if name.startswith(alone) else name
+    return stored

@@ -29,7 +29,7 @@ def choose_carrier(
     spec: MLASpec,
     obstacles: Sequence[str],
     *,
-    wanted: str,
+    choice: str,
     latent_norm: str,
     head_sizes: tuple[int, int, int] | None,
     tied: bool,
@@ -44,12 +44,12 @@ def choose_carrier(
     Raises:
         SurgeryError: "stock" is wanted and impossible.
     """
-    if wanted == "own":
+    if choice == "own":
         return Carrier(OwnMLA(spec), ("asked for",))
     if not obstacles:
         return Carrier(
             StockMLA.choose(config, spec, latent_norm, head_sizes, tied), ("stock deepseek_v3 carries it exactly",)
         )
-    if wanted == "stock":
+    if choice == "stock":
         raise SurgeryError(f"stock deepseek_v3 cannot carry this model: {'; '.join(obstacles)}; use --carrier own")
     return Carrier(OwnMLA(spec), tuple(obstacles))

@@ -47,25 +47,25 @@ def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, bes
         experts, mlp_bias: what the source's feed-forward layers have.
         beside: what else its layers have around the attention.
     """
-    found = [] if beside is None else [f"the source has {beside}"]
+    reasons = [] if beside is None else [f"the source has {beside}"]
     if spec.key_norm_eps is not None:
-        found.append("the source normalises queries and keys per head (q/k-norm)")
+        reasons.append("the source normalises queries and keys per head (q/k-norm)")
     if experts:
-        found.append("the source is a mixture of experts with another router")
+        reasons.append("the source is a mixture of experts with another router")
     if mlp_bias:
-        found.append("the source's feed-forward layers have biases")
+        reasons.append("the source's feed-forward layers have biases")
     limit = config.get("max_position_embeddings") or 0
     if any(window is not None and window < limit for window in spec.windows):
-        found.append("the source has sliding windows")
+        reasons.append("the source has sliding windows")
     if spec.kept:
-        found.append("some layers keep their attention")
+        reasons.append("some layers keep their attention")
     elif not spec.uniform:
-        found.append("ranks or frequencies differ between layers")
+        reasons.append("ranks or frequencies differ between layers")
     if any((f == 0).any() for f in spec.inv_freq):
-        found.append("some of the source's rotary pairs stand still")
+        reasons.append("some of the source's rotary pairs stand still")
     if min(len(f) for f in spec.inv_freq) == 0:
-        found.append("no rotary part is left")
-    return found
+        reasons.append("no rotary part is left")
+    return reasons
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class StockMLA:
                 "attention_factor": 1.0,
                 "original_max_position_embeddings": limit,
             }
-        kept = (
+        fields = (
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_act "
             "max_position_embeddings use_cache bos_token_id eos_token_id pad_token_id tie_word_embeddings "
             "initializer_range pretraining_tp dtype torch_dtype attention_dropout"
@@ -181,7 +181,7 @@ class StockMLA:
         return {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": MODEL_TYPE,
-            **{name: source[name] for name in kept.split() if name in source},
+            **{name: source[name] for name in fields.split() if name in source},
             # Written out because the classes' defaults differ.
             "tie_word_embeddings": bool(source.get("tie_word_embeddings", False)) and not self.untied,
             "bos_token_id": source.get("bos_token_id"),
@@ -324,10 +324,10 @@ def zero_rows(tensor: Tensor, rows: int) -> Tensor:
 def _frequency_factors(inv_freq: Tensor, base: float) -> list[float]:
     """LongRoPE factors for which transformers computes exactly these float32 frequencies, up to its last bit."""
     grid = base ** (torch.arange(0, 2 * len(inv_freq), 2, dtype=torch.int64).float() / (2 * len(inv_freq)))
-    wanted = inv_freq.float()
+    target = inv_freq.float()
     factor = (1.0 / (inv_freq.double() * grid.double())).float()
     for _ in range(4):
-        got = 1.0 / (factor * grid)
-        direction = torch.where(got > wanted, torch.inf, -torch.inf)
-        factor = torch.where(got == wanted, factor, torch.nextafter(factor, direction))
+        scaled = 1.0 / (factor * grid)
+        direction = torch.where(scaled > target, torch.inf, -torch.inf)
+        factor = torch.where(scaled == target, factor, torch.nextafter(factor, direction))
     return [float(f) for f in factor.double()]

@@ -30,8 +30,8 @@ def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
     for layer in range(reader.config["num_hidden_layers"]):
         prefix = ATTENTION_PREFIX.format(layer=layer)
         weight, bias = prefix + "kv_a_proj_with_mqa.weight", prefix + "kv_a_proj_with_mqa.bias"
-        held = reader.tensor(bias)[:width] if bias in reader else None
-        norm = recognised_norm(reader.tensor(prefix + "kv_a_layernorm.weight"), held)
+        biases = reader.tensor(bias)[:width] if bias in reader else None
+        norm = recognised_norm(reader.tensor(prefix + "kv_a_layernorm.weight"), biases)
         if norm is None:  # a norm that does something, as in DeepSeek's own models
             continue
         rules[prefix + "kv_a_layernorm.weight"] = True

@@ -73,9 +73,9 @@ class OwnLowRank:
 
     def copied(self, names: Sequence[str]) -> list[str]:
         """Return which of the source's attention tensors of a layer stay unchanged."""
-        kept = "q_proj.bias", "q_norm.", "k_norm.", "o_proj.bias", "sinks"
-        kept += ("k_proj.", "v_proj.") if self.window else ()
-        return [name for name in names if name.rpartition("self_attn.")[2].startswith(kept)]
+        prefixes = "q_proj.bias", "q_norm.", "k_norm.", "o_proj.bias", "sinks"
+        prefixes += ("k_proj.", "v_proj.") if self.window else ()
+        return [name for name in names if name.rpartition("self_attn.")[2].startswith(prefixes)]
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
         """Names, dtypes and shapes of a layer's new tensors."""

@@ -38,10 +38,10 @@ class OwnMLA:
 
     def copied(self, names: list[str]) -> list[str]:
         """Return which of the source's attention tensors of a layer stay unchanged."""
-        kept = ["q_proj.", "q_norm.", "o_proj.bias", "sinks"]
+        prefixes = ["q_proj.", "q_norm.", "o_proj.bias", "sinks"]
         if self.spec.key_norm_eps is not None:
-            kept.append("k_proj.")  # gives the exact key norm its inverse RMS
-        return [name for name in names if name.rpartition("self_attn.")[2].startswith(tuple(kept))]
+            prefixes.append("k_proj.")  # gives the exact key norm its inverse RMS
+        return [name for name in names if name.rpartition("self_attn.")[2].startswith(tuple(prefixes))]
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
         """Names, dtypes and shapes of a layer's new tensors."""

@@ -83,10 +83,10 @@ class LatentModel:
             )
         for index, entry in enumerate(layer_entries(config)):
             if not entry.ranks:
-                found = entry.kind or "the family's own"
+                named_kind = entry.kind or "the family's own"
                 raise SurgeryError.at(
                     path,
-                    f"layer {index} has {found} attention, without latents in an order; convert its "
+                    f"layer {index} has {named_kind} attention, without latents in an order; convert its "
                     "source again with a smaller --kv-ratio",
                 )
         return cls(config, None)
@@ -137,11 +137,11 @@ class LatentModel:
             norm = constant_norm(rank) if self.norm.extra else self.norm
             return LatentModel({**self.config, "kv_lora_rank": rank + norm.extra}, norm)
         layers = []
-        for entry, kept in zip(self.entries, ranks, strict=True):
+        for entry, new_ranks in zip(self.entries, ranks, strict=True):
             if isinstance(entry, LatentEntry):
-                layers.append(replace(entry, kv_lora_rank=kept[0]))
+                layers.append(replace(entry, kv_lora_rank=new_ranks[0]))
                 continue
-            blocks = tuple(replace(block, rank=rank) for block, rank in zip(entry.blocks, kept, strict=True))
+            blocks = tuple(replace(block, rank=rank) for block, rank in zip(entry.blocks, new_ranks, strict=True))
             layer = len(layers)
             shared_rank = sum(sum(other) for other in ranks[layer - entry.shared_layers : layer])
             layers.append(replace(entry, blocks=blocks, shared_rank=shared_rank))
@@ -162,8 +162,8 @@ class LatentModel:
             return self._stock_cuts(layer, ranks)
         if isinstance(self.entries[layer], LowRankEntry):
             return self._low_rank_cuts(layer, ranks)
-        ((rank,), (kept,)) = self.ranks[layer], ranks[layer]
-        latents = tuple(range(kept))
+        ((rank,), (new_rank,)) = self.ranks[layer], ranks[layer]
+        latents = tuple(range(new_rank))
         rows = (*latents, *range(rank, rank + self.rope_dim(layer)))
         return {
             "kv_down.weight": Cut(0, rows),
@@ -184,13 +184,13 @@ class LatentModel:
 
     def _stock_cuts(self, layer: int, ranks: Ranks) -> dict[str, Cut]:
         width, new = self.config["kv_lora_rank"], self.sliced(ranks).norm
-        kept = (*range(ranks[layer][0]), *range(width - self.norm.extra, width))
-        rows = (*kept, *range(width, width + self.rope_dim(layer)))
+        latent_rows = (*range(ranks[layer][0]), *range(width - self.norm.extra, width))
+        rows = (*latent_rows, *range(width, width + self.rope_dim(layer)))
         return {
             "kv_a_proj_with_mqa.weight": Cut(0, rows),
             "kv_a_proj_with_mqa.bias": Cut(0, rows),
-            "kv_a_layernorm.weight": Cut(0, kept, new.weight / self.norm.weight),
-            "kv_b_proj.weight": Cut(1, kept, self.norm.gain / new.gain),
+            "kv_a_layernorm.weight": Cut(0, latent_rows, new.weight / self.norm.weight),
+            "kv_b_proj.weight": Cut(1, latent_rows, self.norm.gain / new.gain),
         }
 
 
@@ -214,10 +214,10 @@ def _cuts_by_name(reader: CheckpointReader, model: LatentModel, layer: int, rank
     return {prefix + name: cut for name, cut in model.cuts(layer, ranks).items() if prefix + name in reader}
 
 
-def _firsts(sizes: Iterable[int], kept: Sequence[int]) -> tuple[int, ...]:
-    """Places of the first ``kept`` of each of several runs of these sizes, one behind the other."""
+def _firsts(sizes: Iterable[int], counts: Sequence[int]) -> tuple[int, ...]:
+    """Places of the first ``counts`` of each of several runs of these sizes, one behind the other."""
     places, start = [], 0
-    for size, count in zip(sizes, kept, strict=True):
+    for size, count in zip(sizes, counts, strict=True):
         places += range(start, start + count)
         start += size
     return tuple(places)

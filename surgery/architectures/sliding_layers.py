@@ -32,9 +32,9 @@ def sliding_config(source: dict[str, Any], streams: Sequence[bool], window: int)
         )
     if carrier != source["model_type"] and (source.get("attention_bias") or source.get("mlp_bias")):
         raise SurgeryError(f"granularity layer: {carrier} has no biases, and the source has; leave it out")
-    kept = {name: value for name, value in source.items() if carrier == source["model_type"] or name not in OF_LLAMA}
+    fields = {name: value for name, value in source.items() if carrier == source["model_type"] or name not in OF_LLAMA}
     config = {
-        **kept,
+        **fields,
         "model_type": carrier,
         "layer_types": ["sliding_attention" if each else "full_attention" for each in streams],
         "sliding_window": window,

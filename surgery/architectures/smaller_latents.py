@@ -50,10 +50,10 @@ class SmallerLatents:
 
     def reasons(self) -> list[str]:
         """Return the reasons for the class, and the parts of the source that are missing."""
-        found = ["the source's own class holds another rank"]
+        messages = ["the source's own class holds another rank"]
         if further := {name.split(".")[2] for name in self.reader.names() if is_further(name, self.layers)}:
-            found.append(f"layers that predict further tokens are left out ({len(further)})")
-        return found
+            messages.append(f"layers that predict further tokens are left out ({len(further)})")
+        return messages
 
     def tensors(self, layer: int, smaller: LatentAnatomy) -> dict[str, Tensor]:
         """A layer's new tensors by their full names, in the source's dtypes.
@@ -68,16 +68,16 @@ class SmallerLatents:
             rotated = rows[rank:] if smaller.order is None else rows[rank:][smaller.order.argsort()]
             return torch.cat([rows[:rank], rotated])
 
-        found = {
+        result = {
             f"{DOWN}.weight": stored(smaller.down),
             f"{NORM}.weight": torch.full((rank,), weight),
             f"{UP}.weight": smaller.up.flatten(0, 1) / weight,
         }
         if smaller.down_bias is not None:
-            found[f"{DOWN}.bias"] = stored(smaller.down_bias)
+            result[f"{DOWN}.bias"] = stored(smaller.down_bias)
         return {
             prefix + name: tensor.to(self.reader.info(prefix + name).dtype).contiguous()
-            for name, tensor in found.items()
+            for name, tensor in result.items()
         }
 
     def _shapes(self, tensors: Mapping[str, TensorSpec], layer: int) -> dict[tuple[str, str], tuple[int, ...]]:

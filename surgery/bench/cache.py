@@ -85,5 +85,5 @@ def _steady_cache(model, batch: int, context: int, device: torch.device) -> Dyna
 
 
 def _random(like: Tensor, tokens: int, generator: torch.Generator) -> Tensor:
-    made = like.new_empty(*like.shape[:2], tokens, like.shape[-1])
-    return made.normal_(0.0, 1.0, generator=generator)
+    buffer = like.new_empty(*like.shape[:2], tokens, like.shape[-1])
+    return buffer.normal_(0.0, 1.0, generator=generator)

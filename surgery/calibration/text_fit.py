@@ -73,7 +73,7 @@ def misfits(fit: dict[str, dict[str, float]], *, chats: bool) -> list[str]:
         loss = f"{measured['loss']:.2f} nats per token (perplexity {perplexity_text(perplexity(measured['loss']))})"
         loss_text = f"the source's loss on the {kind} is {loss}"
         if measured["loss"] > FAR_OFF:
-            lines.append(f"{loss_text}: it was not trained on such text; give --calibration text that it was trained on")
+            lines.append(f"{loss_text}: it was not trained on such text; give --calibration text that it has learned")
         elif measured["loss"] < BY_HEART:
             lines.append(f"{loss_text}: it knows it by heart, which hides damage; give other text with --calibration")
     if chats:

@@ -78,7 +78,9 @@ def show_estimate(page: Console, plan) -> None:
         f" run; {size(disk['free_bytes'])} free"
     )
     budget = (
-        f"{estimate['steps']:,} steps, {count(estimate['tokens'])} tokens" if estimate["steps"] else "until the time is over"
+        f"{estimate['steps']:,} steps, {count(estimate['tokens'])} tokens"
+        if estimate["steps"]
+        else "until the time is over"
     )
     page.print(f"budget: {budget}; {estimate['tokens_per_step']:,} tokens a step")
     if work["estimated_seconds"] is not None:

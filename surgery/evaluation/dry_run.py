@@ -55,8 +55,8 @@ def plan_evaluation(request: Request, progress: Progress) -> EvaluationPlan:
     Raises:
         SurgeryError: whatever the evaluation would refuse before it measures.
     """
-    asked = request.settings.device
-    device = torch.device(asked).type if is_absent(asked) else checked_device(asked).type
+    device_name = request.settings.device
+    device = torch.device(device_name).type if is_absent(device_name) else checked_device(device_name).type
     prepared = prepare(request, progress, _stand_in)
     settings, tasks, baseline = prepared.settings, prepared.tasks, prepared.baseline
     ResultStore.check(prepared.out)

@@ -21,5 +21,5 @@ packages among them, which "all" leaves out."""
 
 def builder(name: str) -> Build:
     """Return the builder of a task."""
-    found = TASKS[name]
-    return load(found) if isinstance(found, str) else found
+    build_path = TASKS[name]
+    return load(build_path) if isinstance(build_path, str) else build_path

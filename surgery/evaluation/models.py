@@ -46,7 +46,7 @@ class Checkpoint:
     @classmethod
     def open(
         cls,
-        given: str,
+        label: str,
         *,
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
@@ -57,7 +57,7 @@ class Checkpoint:
         Raises:
             SurgeryError: there is no such checkpoint, or it is damaged.
         """
-        name, path = name_and_path(given)
+        name, path = name_and_path(label)
         reader = language_model(open_source(path, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code))
         return cls(name, path, reader, reader.fingerprint(advance), trust_remote_code)
 
@@ -71,9 +71,9 @@ class Checkpoint:
     @property
     def dtype(self) -> str:
         """Dtype that the checkpoint says its weights have, or that of its largest tensor."""
-        said = self.reader.config.get("dtype") or self.reader.config.get("torch_dtype")
-        if said:
-            return str(said).removeprefix("torch.")
+        stated = self.reader.config.get("dtype") or self.reader.config.get("torch_dtype")
+        if stated:
+            return str(stated).removeprefix("torch.")
         largest = max(self.reader.names(), key=lambda name: self.reader.info(name).nbytes)
         return str(self.reader.info(largest).dtype).removeprefix("torch.")
 

@@ -150,12 +150,12 @@ def _changed_settings(old: Report, settings: EvalSettings, tasks: Tasks) -> list
 
 def _open(request: Request, progress: Progress) -> tuple[Checkpoint | None, list[Checkpoint]]:
     """Baseline and all checkpoints, the baseline first; a checkpoint that is the baseline is not measured twice."""
-    given = [*([request.baseline] if request.baseline else []), *request.checkpoints]
-    if not given:
+    models = [*([request.baseline] if request.baseline else []), *request.checkpoints]
+    if not models:
         raise SurgeryError("nothing to evaluate: give a checkpoint folder or a hub id")
     opened = []
-    with progress.phase("open and hash the weights", len(given), "model") as advance:
-        for name in given:
+    with progress.phase("open and hash the weights", len(models), "model") as advance:
+        for name in models:
             opened.append(
                 Checkpoint.open(name, allow_pickle=request.allow_pickle, trust_remote_code=request.trust_remote_code)
             )

@@ -95,18 +95,18 @@ def plan_variants(
     most as many bytes at ``context`` as each of the ``ratios`` (of the checkpoints beside them) allows.
     """
     ratios = [ratio for ratio in dict.fromkeys(ratios) if 0 < ratio < 1] or list(RATIOS)
-    found: dict[str, dict[str, Any]] = {}
+    variants: dict[str, dict[str, Any]] = {}
     notes = []
     for name in names:
         if name in FORMATS or name in CALIBRATED:
-            found[name] = {"kind": "engine-cache", "format": name}
+            variants[name] = {"kind": "engine-cache", "format": name}
         elif name in BITS:
-            found[f"{name} KV"] = {"kind": "quantized-kv", "format": name}
+            variants[f"{name} KV"] = {"kind": "quantized-kv", "format": name}
         elif name == "mean-pool":
             for ratio in ratios:
                 heads, note = _pooled_heads(baseline, ratio)
                 if heads:
-                    found[f"mean-pool {heads}"] = {"kind": "mean-pool", "kv_heads": heads}
+                    variants[f"mean-pool {heads}"] = {"kind": "mean-pool", "kv_heads": heads}
                 if note:
                     notes.append(note)
         elif name == "window":
@@ -115,8 +115,8 @@ def plan_variants(
                 if tokens <= 2 * SINKS:
                     notes.append(f"no window at a KV share of {ratio:.3g}: {tokens} of {context} tokens")
                     continue
-                found[f"window {tokens}"] = {"kind": "sink-window", "sinks": SINKS, "recent": tokens - SINKS}
-    return [Row(name, "variant", baseline, variant) for name, variant in found.items()], notes
+                variants[f"window {tokens}"] = {"kind": "sink-window", "sinks": SINKS, "recent": tokens - SINKS}
+    return [Row(name, "variant", baseline, variant) for name, variant in variants.items()], notes
 
 
 def _pooled_heads(baseline: Checkpoint, ratio: float) -> tuple[int | None, str | None]:

@@ -101,8 +101,8 @@ def _measured(
             pace = (time.monotonic() - began) / work.measured
             progress.note(f"about {duration(pace * (len(rows) - number))} left for the other models")
     if baseline is not None and settings.variants:
-        held = {entry["name"]: entry["kv"]["held_bytes"] for entry in measured}
-        ratios = [held[row.name] / held[baseline.name] for row in prepared.checkpoints]
+        held_bytes = {entry["name"]: entry["kv"]["held_bytes"] for entry in measured}
+        ratios = [held_bytes[row.name] / held_bytes[baseline.name] for row in prepared.checkpoints]
         variants, notes = plan_variants(settings.variants, baseline.checkpoint, ratios, tasks.context)
         for note in notes:
             progress.note(note)
@@ -159,10 +159,10 @@ class _Work:
         """The row's entry in the report; `place` says in the progress which one it is."""
         self._session.progress.note(f"{row.name} ({place}):")
         keys = {task.name: self._key(row, task) for task in self._tasks.all}
-        found = self._session.processes.from_main(lambda: {name: self._store.get(key) for name, key in keys.items()})
-        missing = [task for task in self._tasks.all if found[task.name] is None]
-        if len(missing) < len(found):
-            done = [name for name in found if found[name] is not None]
+        stored = self._session.processes.from_main(lambda: {name: self._store.get(key) for name, key in keys.items()})
+        missing = [task for task in self._tasks.all if stored[task.name] is None]
+        if len(missing) < len(stored):
+            done = [name for name in stored if stored[name] is not None]
             self._session.progress.note(f"  measured before: {', '.join(done)}")
         if missing:
             self.measured += 1
@@ -172,15 +172,15 @@ class _Work:
                 self._keep_baseline(comparing)
             model = row.load(self._device)
             for task in sorted(missing, key=lambda task: not task.native):
-                found[task.name] = self._run(row, model, task, keys[task.name])
+                stored[task.name] = self._run(row, model, task, keys[task.name])
             if row.role == "baseline":
                 self._keep(model, [task for task in self._tasks.all if isinstance(task, ComparingTask)])
             model_class = type(model).__name__
             del model
             free_memory()
         else:
-            model_class = found["kv"]["class"]
-        results = {name: found[name]["result"] for name in found if name != "kv"}
+            model_class = stored["kv"]["class"]
+        results = {name: stored[name]["result"] for name in stored if name != "kv"}
         return {
             "name": row.name,
             "role": row.role,
@@ -189,10 +189,10 @@ class _Work:
             "class": model_class,
             "dtype": row.checkpoint.dtype,
             "variant": row.variant,
-            "kv": found["kv"]["result"],
+            "kv": stored["kv"]["result"],
             "conversion": row.checkpoint.conversion() if row.variant is None else None,
             "results": results,
-            "seconds": {name: found[name]["seconds"] for name in found},
+            "seconds": {name: stored[name]["seconds"] for name in stored},
         }
 
     def _run(self, row: Row, model: PreTrainedModel, task: Task, key: str) -> dict[str, Any]:
@@ -204,18 +204,18 @@ class _Work:
         processes = self._session.processes
         start = time.perf_counter()
         try:
-            kept = self._kept.get(task.name) if self._compares(row, task) else None
-            result = task.run(model, self._session, kept)
+            reference = self._kept.get(task.name) if self._compares(row, task) else None
+            result = task.run(model, self._session, reference)
         except torch.OutOfMemoryError:
             raise SurgeryError(
                 f"{row.name}, task {task.name}: out of memory; use a smaller --batch-size or --length"
             ) from None
         processes.from_main(lambda: _check_finite(row, task.name, result))
-        found = {"result": result, "seconds": time.perf_counter() - start, "class": type(model).__name__}
+        entry = {"result": result, "seconds": time.perf_counter() - start, "class": type(model).__name__}
         if processes.is_main:
-            self._store.put(key, found)
+            self._store.put(key, entry)
         processes.wait()
-        return found
+        return entry
 
     def _compares(self, row: Row, task: Task) -> bool:
         return self._baseline is not None and row.role != "baseline" and isinstance(task, ComparingTask)
@@ -260,8 +260,8 @@ def _check_finite(row: Row, task: str, result: Any) -> None:
 def _opened_store(prepared: Prepared, request: Request, alone: ExitStack, note: Callable[[str], None]) -> ResultStore:
     store = ResultStore.open(prepared.out)
     alone.enter_context(kept_apart(prepared.out))
-    if said := store.go_on(torch.get_num_threads(), restart=request.restart):
-        note(f"{prepared.out}: {said}")
+    if warning := store.go_on(torch.get_num_threads(), restart=request.restart):
+        note(f"{prepared.out}: {warning}")
     if not request.overwrite:
         prepared.check_report()
     if request.writes:
@@ -279,10 +279,10 @@ def _conversations(
     if device.type == "cpu":
         cast(model, torch.float32)
     tokens = settings.windows * settings.length // (2 * len(settings.data)) + settings.length
-    found = sample_conversations(model, tokenizer, tokens, HELD_OUT_PROMPTS, settings.seed)
+    sampled = sample_conversations(model, tokenizer, tokens, HELD_OUT_PROMPTS, settings.seed)
     del model
     free_memory()
-    return ["".join(tokenizer.batch_decode(found))]
+    return ["".join(tokenizer.batch_decode(sampled))]
 
 
 def _machine(device: torch.device, processes: Processes) -> dict[str, Any]:

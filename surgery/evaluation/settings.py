@@ -127,8 +127,8 @@ class EvalSettings(FileSettings):
             object.__setattr__(self, "tasks", (*DEFAULT, *others))
         for task in self.tasks:
             if task not in TASKS and not (task.startswith(HARNESS) and task != HARNESS):
-                if gone := removal(f"tasks {task}"):
-                    raise SurgeryError(f"task {task} {gone}")
+                if notice := removal(f"tasks {task}"):
+                    raise SurgeryError(f"task {task} {notice}")
                 known = [*TASKS, f"{HARNESS}<task>"]
                 raise SurgeryError(f"unknown task {task!r}: choose of {', '.join(known)}{did_you_mean(task, known)}")
         if any(not 0 <= depth <= 100 for depth in self.needle_depths) or not self.needle_depths:

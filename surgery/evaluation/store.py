@@ -76,9 +76,10 @@ class ResultStore:
         if restart:
             self.clear()
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            said = other_threads(json.loads((self.folder / MARKER).read_text(encoding="utf-8")).get("threads"), threads)
+            marker = json.loads((self.folder / MARKER).read_text(encoding="utf-8"))
+            warning = other_threads(marker.get("threads"), threads)
             if any(self._results.iterdir()):
-                return said
+                return warning
         self._mark(threads=threads)
         return None
 

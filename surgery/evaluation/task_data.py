@@ -36,20 +36,20 @@ class TaskData:
     @cached_property
     def documents(self) -> list[Document]:
         """The held-out texts, whole."""
-        asked = self.settings
+        settings = self.settings
         return load_documents(
-            asked.data,
-            asked.windows * asked.length,
-            seed=asked.seed,
-            text_field=asked.text_field,
+            settings.data,
+            settings.windows * settings.length,
+            seed=settings.seed,
+            text_field=settings.text_field,
             conversations=self.conversations,
         )
 
     @cached_property
     def text(self) -> HeldOutText:
         """Windows of them."""
-        asked = self.settings
-        return held_out_text(self.tokenizer, self.documents, asked.windows, asked.length, asked.seed)
+        settings = self.settings
+        return held_out_text(self.tokenizer, self.documents, settings.windows, settings.length, settings.seed)
 
     @property
     def domain(self) -> str:

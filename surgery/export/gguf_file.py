@@ -81,9 +81,9 @@ def export_checkpoint(
     import gguf
 
     reader = open_source(checkpoint)
-    found = obstacle(Facts.of(reader.config))
-    if found:
-        raise SurgeryError.at(reader.path, f"llama.cpp cannot compute it, {found}")
+    reason = obstacle(Facts.of(reader.config))
+    if reason:
+        raise SurgeryError.at(reader.path, f"llama.cpp cannot compute it, {reason}")
     model = GGUFModel.of(reader)
     out = _output(checkpoint, out, overwrite=overwrite)
     vocabulary = reader.config["vocab_size"]

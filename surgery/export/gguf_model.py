@@ -82,9 +82,9 @@ class GGUFModel:
     @property
     def rope(self) -> dict[str, Any]:
         config = self.reader.config
-        said = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        said = {"rope_theta": config.get("rope_theta", 10_000.0), **said}
-        return {**said, "rope_type": said.get("rope_type", said.get("type", "default"))}
+        entry = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        entry = {"rope_theta": config.get("rope_theta", 10_000.0), **entry}
+        return {**entry, "rope_type": entry.get("rope_type", entry.get("type", "default"))}
 
     @property
     def _layers(self) -> int:
@@ -167,14 +167,14 @@ class GGUFModel:
 
     def _renamed(self, name: str) -> Iterator[GGUFTensor]:
         info, read = self.reader.info(name), partial(self.reader.tensor, name)
-        found = LAYER.fullmatch(name)
-        if found is None:
+        match = LAYER.fullmatch(name)
+        if match is None:
             stem, _, kind = name.rpartition(".")
             if stem not in NAMES:
                 raise SurgeryError.at(self.reader.path, f"{name} has no place in llama.cpp's {self.architecture}")
             yield GGUFTensor(f"{NAMES[stem]}.{kind}", tuple(info.shape), info.dtype, read)
             return
-        layer, part, kind = int(found[1]), found[2], found[3]
+        layer, part, kind = int(match[1]), match[2], match[3]
         if part == UP:
             yield from self._split_up(layer, info.dtype, read)
             return

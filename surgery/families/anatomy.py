@@ -27,10 +27,10 @@ STILL = ("inv_freq", "order")
 Made = TypeVar("Made")
 
 
-def moved(made: Made, *args, **kwargs) -> Made:
+def moved(instance: Made, *args, **kwargs) -> Made:
     """A copy of a dataclass with every tensor, and all that has such, moved or cast as :meth:`torch.Tensor.to`."""
-    values = {field.name: getattr(made, field.name) for field in fields(made) if field.name not in STILL}
-    return replace(made, **{name: each.to(*args, **kwargs) for name, each in values.items() if hasattr(each, "to")})
+    values = {field.name: getattr(instance, field.name) for field in fields(instance) if field.name not in STILL}
+    return replace(instance, **{name: each.to(*args, **kwargs) for name, each in values.items() if hasattr(each, "to")})
 
 
 @dataclass(frozen=True)

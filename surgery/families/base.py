@@ -42,9 +42,9 @@ FURTHER = "num_nextn_predict_layers"
 
 def is_further(name: str, layers: int) -> bool:
     """Return whether a tensor belongs to an MTP layer, after the model's own layers."""
-    start, found, rest = name.partition(LAYER_PREFIX.partition("{")[0])
+    start, prefix, rest = name.partition(LAYER_PREFIX.partition("{")[0])
     number = rest.partition(".")[0]
-    return bool(found) and not start and number.isdecimal() and int(number) >= layers
+    return bool(prefix) and not start and number.isdecimal() and int(number) >= layers
 
 
 def keeps_state(config, layer: int) -> bool:
@@ -161,9 +161,9 @@ class Family:
                 quantisation scales, another norm): converting around it would be wrong in silence.
         """
         prefix = ATTENTION_PREFIX.format(layer=layer)
-        found = [name for name in reader.names() if name.startswith(prefix)]
+        names = [name for name in reader.names() if name.startswith(prefix)]
         states = tuple(LAYER_PREFIX.format(layer=layer) + module for module in ("linear_attn.", "mamba."))
-        if not found and any(name.startswith(states) for name in reader.names()):
+        if not names and any(name.startswith(states) for name in reader.names()):
             return []
         required = {f"{p}_proj.weight" for p in "qkvo"}
         if self.qk_norm:
@@ -172,14 +172,14 @@ class Family:
             required.add("sinks")
         optional = {"q_norm.weight", "k_norm.weight"} if self.qk_norm is None else set()
         known = required | optional | {f"{p}_proj.bias" for p in "qkvo"}
-        present = {name.removeprefix(prefix) for name in found}
+        present = {name.removeprefix(prefix) for name in names}
         if unknown := sorted(present - known - {"rotary_emb.inv_freq"}):
             raise SurgeryError(
                 f"{prefix}{unknown[0]}: a tensor that attention of family {self.model_type!r} does not have"
             )
         if missing := sorted(required - present):
             raise SurgeryError(f"{prefix}{missing[0]}: missing from the checkpoint")
-        return found
+        return names
 
     def anatomy(self, reader, config, layer: int) -> AttentionAnatomy:
         """The anatomy of one layer, in the checkpoint's dtype on the CPU."""
@@ -299,10 +299,10 @@ def shaped_tensors(reader, layer: int, names: Collection[str]) -> Callable[..., 
     def tensor(name: str, *shape: int) -> Tensor | None:
         if prefix + name not in names:
             return None
-        found = reader.tensor(prefix + name)
-        if found.numel() != math.prod(shape):
-            raise SurgeryError(f"{prefix}{name}: shape {tuple(found.shape)} does not fit the config, wanted {shape}")
-        return found.reshape(shape)
+        value = reader.tensor(prefix + name)
+        if value.numel() != math.prod(shape):
+            raise SurgeryError(f"{prefix}{name}: shape {tuple(value.shape)} does not fit the config, wanted {shape}")
+        return value.reshape(shape)
 
     return tensor
 

@@ -97,8 +97,8 @@ class LatentAnatomy(LayerAnatomy):
 
     def project(self, x: Tensor) -> LatentProjection:
         """Queries, rotary key and latent of inputs ``x`` [..., D]."""
-        asked = x if self.q_down is None else self.q_norm(linear(x, self.q_down, self.q_down_bias))
-        queries = linear(asked, self.q.flatten(0, 1)).unflatten(-1, self.q.shape[:2])
+        query_latent = x if self.q_down is None else self.q_norm(linear(x, self.q_down, self.q_down_bias))
+        queries = linear(query_latent, self.q.flatten(0, 1)).unflatten(-1, self.q.shape[:2])
         unrotated, rotated = queries.split([self.unrotated_dim, self.head_dim], dim=-1)
         latent, key = linear(x, self.down, self.down_bias).split([self.rank, self.head_dim], dim=-1)
         latent = latent * self.gain(latent)

@@ -46,8 +46,8 @@ class LatentFamily(Family):
     def attention_names(self, reader, layer: int) -> list[str]:
         """Return the names as :meth:`Family.attention_names` does."""
         prefix = ATTENTION_PREFIX.format(layer=layer)
-        found = [name for name in reader.names() if name.startswith(prefix)]
-        present = {name.removeprefix(prefix) for name in found}
+        names = [name for name in reader.names() if name.startswith(prefix)]
+        present = {name.removeprefix(prefix) for name in names}
         required = {f"{module}.weight" for module in (DOWN, NORM, UP, "o_proj")}
         dense, low_rank = {"q_proj.weight"}, {"q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"}
         required |= low_rank if reader.config.get("q_lora_rank") is not None else dense
@@ -56,7 +56,7 @@ class LatentFamily(Family):
             raise SurgeryError(f"{prefix}{unknown[0]}: a tensor that MLA of family {self.model_type!r} does not have")
         if missing := sorted(required - present):
             raise SurgeryError(f"{prefix}{missing[0]}: missing from the checkpoint")
-        return found
+        return names
 
     def anatomy(self, reader, config, layer: int) -> LatentAnatomy:
         """The anatomy of one layer on the CPU, in the checkpoint's dtype but for ``up``, which is float64.

@@ -89,10 +89,10 @@ class DuoObjective:
         places = self._needles.answers[sequence, 1:].nonzero()[:, 0]
         # The same attention kernel as under gates, so that gates of 1 lose nothing.
         with torch.no_grad(), tapped(self._model, AttentionCall.output, places):
-            wanted = self._states(tokens, places)
+            teacher_states = self._states(tokens, places)
         with gated_heads(self._model, self.gates, self._settings.sinks, self._settings.recent, places):
-            found = self._states(tokens, places)
-            loss = (found - wanted).square().mean() / wanted.square().mean()
+            states = self._states(tokens, places)
+            loss = (states - teacher_states).square().mean() / teacher_states.square().mean()
             loss.backward()
         return loss
 

@@ -158,19 +158,19 @@ def _everything(
 
 
 def _restore(
-    kept: dict[str, Tensor] | None, objective: GateObjective, optimizer: torch.optim.Optimizer, losses: Tensor
+    state: dict[str, Tensor] | None, objective: GateObjective, optimizer: torch.optim.Optimizer, losses: Tensor
 ) -> int:
     """Puts a state from the journal back; returns the steps that were done."""
-    if kept is None:
+    if state is None:
         return 0
     with torch.no_grad():
         for name, tensor in objective.state().items():
-            tensor.copy_(kept[name])
+            tensor.copy_(state[name])
     moments: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in kept.items():
+    for name, tensor in state.items():
         if name.startswith("adam."):
             _, index, moment = name.split(".")
             moments.setdefault(int(index), {})[moment] = tensor.clone()
     optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
-    losses.copy_(kept["losses"])
-    return int(kept["done"])
+    losses.copy_(state["losses"])
+    return int(state["done"])

@@ -107,9 +107,9 @@ def mean_loss(reader: LogitReader, tokens: LongTensor) -> Tensor:
     states = reader.states(tokens)[:, :-1].flatten(0, 1)
     targets = tokens[:, 1:].flatten().to(states.device)
 
-    def summed(rows: Tensor, wanted: Tensor) -> Tensor:
+    def summed(rows: Tensor, labels: Tensor) -> Tensor:
         logits = reader.logits(rows[None])[0]
-        return cross_entropy(logits, wanted.to(logits.device), reduction="sum")
+        return cross_entropy(logits, labels.to(logits.device), reduction="sum")
 
     pieces = zip(states.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE), strict=True)
     losses = [checkpoint(summed, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]

@@ -35,10 +35,10 @@ def read_pattern(path: str | Path) -> HeadPattern:
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        held = [path / name for name in (DUO_FILE, PRULONG_FILE) if (path / name).is_file()]
-        if not held:
+        files = [path / name for name in (DUO_FILE, PRULONG_FILE) if (path / name).is_file()]
+        if not files:
             raise SurgeryError.at(path, f"holds neither {DUO_FILE} nor {PRULONG_FILE}; name the pattern's file")
-        path = held[0]
+        path = files[0]
     return _read_table(path) if path.suffix == ".tsv" else HeadPattern.load(path)
 
 

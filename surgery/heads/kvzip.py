@@ -88,9 +88,9 @@ def _look(session: ScoringSession, tokens: LongTensor, repetition: range, chunk:
         for rows in row_pieces(call, queries):
             attention = attention_rows(call, rows, keys)[0, :, :, 1 : 1 + len(chunk)]
             dropped = (rows[:, None] - places >= session.settings.recent) & (places >= session.settings.sinks)
-            for found, counted in zip(pairs, (attention * dropped.to(attention.device), attention), strict=True):
+            for pair, counted in zip(pairs, (attention * dropped.to(attention.device), attention), strict=True):
                 largest = counted.amax(1).view(call.kv_heads, -1, len(chunk)).amax(1)
-                found[call.layer, :, here] = torch.maximum(found[call.layer, :, here], largest.cpu())
+                pair[call.layer, :, here] = torch.maximum(pair[call.layer, :, here], largest.cpu())
         return call.output()
 
     with tapped(session.model, look):

@@ -113,8 +113,8 @@ class PruLongObjective:
 
     def penalize(self, step: int) -> None:
         """Adds the gradient of the Lagrangian."""
-        wanted = (1 - self._settings.target) * min(1.0, (step + 1) / (DESCENT * self._settings.steps))
-        excess = 1 - open_chance(self.log_alpha).mean() - wanted
+        target = (1 - self._settings.target) * min(1.0, (step + 1) / (DESCENT * self._settings.steps))
+        excess = 1 - open_chance(self.log_alpha).mean() - target
         (self.multipliers[0] * excess + self.multipliers[1] * excess.square()).backward()
 
     @torch.no_grad()

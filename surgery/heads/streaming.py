@@ -41,8 +41,8 @@ def streaming_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
         stop = min(start + piece, length)
         first = max(0, start - recent + 1)
         first = 0 if first <= sinks else first
-        kept = torch.arange(sinks if first else 0), torch.arange(first, stop)
-        places = torch.cat(kept).to(call.query.device)
+        positions = torch.arange(sinks if first else 0), torch.arange(first, stop)
+        places = torch.cat(positions).to(call.query.device)
         near = slice(first, stop)
         key, value = call.key[:, :, near], call.value[:, :, near]
         if first:
@@ -135,8 +135,8 @@ class StreamingAttention(nn.Module):
         self.compensated, self.codes = compensated, codes
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
-        anatomy, found = self.anatomy, self.anatomy.project(hidden_states)
-        queries, keys, values = cached_heads(anatomy, found)
+        anatomy, projection = self.anatomy, self.anatomy.project(hidden_states)
+        queries, keys, values = cached_heads(anatomy, projection)
         call = AttentionCall(0, queries, keys, values, None, anatomy.scale, anatomy.softcap, anatomy.sinks)
         full = AttentionCall.output
         if self.codes is not None:

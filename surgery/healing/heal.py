@@ -214,8 +214,8 @@ def with_teacher(request: HealRequest, student: CheckpointReader, progress: Prog
     Raises:
         SurgeryError: the source is not to be found.
     """
-    said = {**(read_mapping(request.config) if request.config else {}), **request.given}
-    if any(said.get(name) for name in LEARNED_FROM):
+    values = {**(read_mapping(request.config) if request.config else {}), **request.given}
+    if any(values.get(name) for name in LEARNED_FROM):
         return request
     teacher = find_source(student)
     progress.note(f"teacher: {teacher}, which the student's report names as its source")
@@ -275,15 +275,15 @@ def healed_already(request: HealRequest) -> bool:
     if not out.exists():
         return False
     student = CheckpointReader.open(request.student)
-    wanted = training_settings(request, student, out)
+    expected = training_settings(request, student, out)
     try:
-        made = json.loads((out / FACTS).read_text(encoding="utf-8"))
-        same = made["student_sha256"] == student.fingerprint()
-        if wanted.teacher is not None:
-            same = same and made["teacher_sha256"] == CheckpointReader.open(wanted.teacher).fingerprint()
-        same = same and made["processes"] == count_processes(request.processes, request.launcher)
-        known = plain(HealSettings().to_dict()) | made["settings"]
-        same = same and _but_places(known) == _but_places(plain(wanted.to_dict()))
+        recorded = json.loads((out / FACTS).read_text(encoding="utf-8"))
+        same = recorded["student_sha256"] == student.fingerprint()
+        if expected.teacher is not None:
+            same = same and recorded["teacher_sha256"] == CheckpointReader.open(expected.teacher).fingerprint()
+        same = same and recorded["processes"] == count_processes(request.processes, request.launcher)
+        known = plain(HealSettings().to_dict()) | recorded["settings"]
+        same = same and _but_places(known) == _but_places(plain(expected.to_dict()))
     except (OSError, ValueError, KeyError):
         same = False
     if not same:
@@ -318,10 +318,10 @@ def _train(
 def _trained_already(work: Path, settings: HealSettings) -> bool:
     """Return whether a training with these settings was finished before, and only the steps after it are missing."""
     try:
-        made = json.loads((work / TRAINED / FACTS).read_text(encoding="utf-8"))["settings"]
+        recorded = json.loads((work / TRAINED / FACTS).read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError):
         return False
-    return made == plain(settings.to_dict())
+    return recorded == plain(settings.to_dict())
 
 
 def _quality(
@@ -334,7 +334,7 @@ def _quality(
     chosen = EvalSettings(
         **{"tasks": ("loss", "recall"), "decoded": 0, "variants": (), "device": settings.device, **request.measure}
     )
-    asked = Request(
+    evaluation = Request(
         tuple(f"{name}={path}" for name, path in rows.items()),
         None if settings.teacher is None else f"source={settings.teacher}",
         work / EVALUATION,
@@ -342,7 +342,7 @@ def _quality(
         command=request.command,
         overwrite=True,
     )
-    report = evaluate(asked, progress).report
+    report = evaluate(evaluation, progress).report
     return [
         {
             "name": row["name"],
@@ -371,15 +371,15 @@ def _earlier(folder: Path) -> list[dict[str, Any]]:
 
 def _write_report(folder: Path, healing: dict[str, Any], verification: Verification, name: str) -> None:
     """Puts the healing into the conversion's report and card; without a report it gets a file of its own."""
-    found = read_report(folder)
-    if found is None:
+    conversion = read_report(folder)
+    if conversion is None:
         record = {**healing, "files": inventory(folder, [HEALING])}
         (folder / HEALING).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    target = {**found["target"], "engines": engine_table(config, name)}
+    target = {**conversion["target"], "engines": engine_table(config, name)}
     record = {"files": hash_files(folder), "probe": verification.probe}
-    report = {**found, **record, "target": target, "healing": healing}
+    report = {**conversion, **record, "target": target, "healing": healing}
     (folder / CARD).write_text(Report.of(report).card(name), encoding="utf-8")
     report["other_files"] = inventory(folder, [*record["files"], REPORT])
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

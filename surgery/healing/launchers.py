@@ -19,19 +19,19 @@ SHIPPED = Path(__file__).parent.parent / "configs" / "accelerate"
 SHARDED = ("FSDP", "DEEPSPEED")
 
 
-def find_launcher(given: str | Path) -> Path:
+def find_launcher(name: str | Path) -> Path:
     """The file of a configuration: a path, or the name of one that ships.
 
     Raises:
         SurgeryError: there is neither, or it cannot be read.
     """
-    path = Path(given).expanduser()
+    path = Path(name).expanduser()
     if not path.is_file():
         names = sorted(each.stem for each in SHIPPED.glob("*.yaml"))
-        if str(given) not in names:
-            hint = did_you_mean(str(given), names)
-            raise SurgeryError(f"launcher {given}: is no file and none of {', '.join(names)}{hint}")
-        path = SHIPPED / f"{given}.yaml"
+        if str(name) not in names:
+            hint = did_you_mean(str(name), names)
+            raise SurgeryError(f"launcher {name}: is no file and none of {', '.join(names)}{hint}")
+        path = SHIPPED / f"{name}.yaml"
     read_mapping(path)
     return path
 
@@ -95,8 +95,8 @@ def keeps_freed_memory(environment: dict[str, str]) -> dict[str, str]:
     By default it hands every large tensor back to the kernel, which clears 4 KiB after 4 KiB for the next one:
     a quarter of the processor time of a training on the CPU (docs/benchmarks.md).
     """
-    kept = {"hugetlb": 1, "mmap_max": 0, "trim_threshold": 2**40, "top_pad": 2**28}
-    tunables = ":".join(f"glibc.malloc.{name}={value}" for name, value in kept.items())
+    values = {"hugetlb": 1, "mmap_max": 0, "trim_threshold": 2**40, "top_pad": 2**28}
+    tunables = ":".join(f"glibc.malloc.{name}={value}" for name, value in values.items())
     return {"GLIBC_TUNABLES": tunables} | environment
 
 

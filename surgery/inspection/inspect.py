@@ -67,9 +67,9 @@ def inspect_checkpoint(source: str | Path, *, allow_pickle: bool = False) -> Ins
 
 def kv_bytes(opened: Source, layers: int) -> dict:
     """KV bytes in the checkpoint's dtype: per token, over all ``layers`` that cache, and by the sequence's length."""
-    held = kv_bytes_of(opened.reader.config, _attention_dtype(opened))
-    whole = held(1)  # the first token lies in every window
-    at = dict(zip(CONTEXTS, map(held, CONTEXTS), strict=True))
+    bytes_at = kv_bytes_of(opened.reader.config, _attention_dtype(opened))
+    whole = bytes_at(1)  # the first token lies in every window
+    at = dict(zip(CONTEXTS, map(bytes_at, CONTEXTS), strict=True))
     return {"bytes_per_token": whole, "bytes_per_token_and_layer": whole // layers, "bytes_at": at}
 
 

@@ -23,20 +23,20 @@ def smallest_targets(opened: Source) -> list[dict[str, Any]]:
 
 def foreseen_targets(opened: Source) -> list[dict[str, Any]]:
     """Every target, those of installed packages among them."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for target, request in _requests():
         if not request.listed:
             continue
         row = _row(opened, target, request)
         if request.optional and not row["applies"]:
             continue
-        if request.flags and not row["applies"] and found and found[-1]["reasons"] == row["reasons"]:
+        if request.flags and not row["applies"] and rows and rows[-1]["reasons"] == row["reasons"]:
             continue  # what stands in the way of the default
-        same = [one for one in found if one["to"] == target.name and one["class"] in OWN_CLASSES]
+        same = [one for one in rows if one["to"] == target.name and one["class"] in OWN_CLASSES]
         if "carrier" in request.settings and same:
             continue  # the default goes to the own class already
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def places() -> dict[str, int]:
@@ -59,7 +59,7 @@ def _row(opened: Source, target: Target, request: Request) -> dict[str, Any]:
         structure = target.structure().for_source(opened.reader.config, settings)
         foreseen = structure(opened, settings, Progress(silent=True)).foresee()
         config = final_config(foreseen, settings)
-        held, of_source = kv_bytes(foreseen, config, opened, settings), source_kv_bytes(opened)
+        result_bytes, of_source = kv_bytes(foreseen, config, opened, settings), source_kv_bytes(opened)
     except SurgeryError as error:
         return {**command, "applies": False, "class": None, "reasons": [str(error)], "engines": {}}
     return {
@@ -68,6 +68,6 @@ def _row(opened: Source, target: Target, request: Request) -> dict[str, Any]:
         "class": whole_config(opened.reader, config)["model_type"],
         "reasons": foreseen.reasons,
         "engines": foreseen.engines_of(opened.reader, config),
-        "kv_bytes_per_token": held,
-        "kv_ratio": held / of_source,
+        "kv_bytes_per_token": result_bytes,
+        "kv_ratio": result_bytes / of_source,
     }

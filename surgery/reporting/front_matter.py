@@ -53,10 +53,10 @@ def of_source(folder: Path) -> dict[str, Any]:
     try:
         head = (folder / SOURCE_CARD).read_text(encoding="utf-8").split("---\n")[1]
         # Plain texts: safe_load raises ValueError for dates that do not exist, and takes the language `no` for false.
-        found = yaml.load(head, yaml.BaseLoader) if len(head) <= LONGEST_HEAD else {}
+        metadata = yaml.load(head, yaml.BaseLoader) if len(head) <= LONGEST_HEAD else {}
     except (OSError, UnicodeDecodeError, IndexError, RecursionError, ValueError, yaml.YAMLError):
         return {}
-    values = {name: found.get(name) for name in HERITABLE} if isinstance(found, dict) else {}
+    values = {name: metadata.get(name) for name in HERITABLE} if isinstance(metadata, dict) else {}
     return {
         name: [one_line(each) for each in value] if isinstance(value, list) else one_line(value)
         for name, value in values.items()
@@ -77,8 +77,8 @@ def _results(report) -> list[dict[str, Any]]:
     metrics = [{"type": "kv_cache_ratio", "name": "KV bytes, share of the source's", "value": report.kv["ratio"]}]
     if last["loss"] is not None:
         metrics.append({"type": "loss", "name": "loss, nats per token", "value": last["loss"]})
-        if math.isfinite(found := perplexity(last["loss"])):
-            metrics.append({"type": "perplexity", "name": "perplexity", "value": found})
+        if math.isfinite(value := perplexity(last["loss"])):
+            metrics.append({"type": "perplexity", "name": "perplexity", "value": value})
     if last["recall"] is not None:
         metrics.append({"type": "recall", "name": "recall of planted keys", "value": last["recall"]})
     rounded = [{**metric, "value": round(metric["value"], 6)} for metric in metrics]

@@ -35,18 +35,18 @@ def quality_table(healing: dict[str, Any]) -> list[dict[str, Any]]:
     A stage is measured with its own student as what was converted. Where a stage before it was measured on the same
     data, that student is its result, and the row of the conversion is that stage's.
     """
-    told = [{entry["name"]: entry for entry in stage.get("quality") or []} for stage in stages(healing)]
-    if not told[-1]:
+    entries = [{entry["name"]: entry for entry in stage.get("quality") or []} for stage in stages(healing)]
+    if not entries[-1]:
         return []
-    first = len(told) - 1
-    while first > 0 and _compare(told[first - 1], told[-1]):
+    first = len(entries) - 1
+    while first > 0 and _compare(entries[first - 1], entries[-1]):
         first -= 1
-    rows = [told[first][name] for name in ("source", "converted") if name in told[first]]
+    rows = [entries[first][name] for name in ("source", "converted") if name in entries[first]]
     if first > 0:
         rows[-1] = {**rows[-1], "name": f"after stage {first}"}
-    for number in range(first, len(told) - 1):
-        rows.append({**told[number]["healed"], "name": f"healed, stage {number + 1}"})
-    return [*rows, told[-1]["healed"]]
+    for number in range(first, len(entries) - 1):
+        rows.append({**entries[number]["healed"], "name": f"healed, stage {number + 1}"})
+    return [*rows, entries[-1]["healed"]]
 
 
 LEAST_GAP = 0.005

@@ -25,9 +25,9 @@ def before_and_after(
         classes: the model classes of both.
         others: rows of another kind.
     """
-    held = f"{per_token(kv[1])}, {share(kv[1] / kv[0])}"
+    kv_cell = f"{per_token(kv[1])}, {share(kv[1] / kv[0])}"
     rows = [("class", *classes)] if classes else []
-    rows += [("KV cache per token", per_token(kv[0]), held), *others]
+    rows += [("KV cache per token", per_token(kv[0]), kv_cell), *others]
     if stages and stages[0]["loss"] is not None:
         ends = stages[0], stages[-1]
         rows.append(("held-out loss in nats (perplexity)", *(with_perplexity(each["loss"]) for each in ends)))

@@ -162,10 +162,10 @@ def previous_report(folder: Path) -> dict | None:
 
 def environment() -> dict[str, str]:
     """Versions that a result may depend on."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "absent"
-    return found
+            versions[package] = "absent"
+    return versions

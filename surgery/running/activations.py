@@ -72,11 +72,11 @@ class ActivationMemory:
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Copy the tensor within the limit, and give back the pages of the source."""
-        held = self.empty(tensor.shape, tensor.dtype, tensor.device)
-        for rows, source in zip(held, tensor, strict=True):
+        target = self.empty(tensor.shape, tensor.dtype, tensor.device)
+        for rows, source in zip(target, tensor, strict=True):
             rows.copy_(source)
-            give_back(held, tensor)
-        return held
+            give_back(target, tensor)
+        return target
 
     def _count(self, place: str, size: int) -> None:
         setattr(self, place, getattr(self, place) + size)

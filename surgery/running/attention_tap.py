@@ -154,18 +154,18 @@ def _at_places_alone(module: nn.Module | None, places: LongTensor) -> list[Remov
         length = args[0].shape[1]
         return args[0][:, places.to(args[0].device)], *args[1:]
 
-    def spread(module: nn.Module, args: tuple[Tensor, ...], found: Tensor | tuple) -> Tensor | tuple:
-        if isinstance(found, tuple):  # gpt-oss gives scores of its experts too
-            return _spread(found[0], places, length), *found[1:]
-        return _spread(found, places, length)
+    def spread(module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple) -> Tensor | tuple:
+        if isinstance(output, tuple):  # gpt-oss gives scores of its experts too
+            return _spread(output[0], places, length), *output[1:]
+        return _spread(output, places, length)
 
     return [module.register_forward_pre_hook(pick), module.register_forward_hook(spread)]
 
 
-def _spread(found: Tensor, places: LongTensor, length: int) -> Tensor:
+def _spread(output: Tensor, places: LongTensor, length: int) -> Tensor:
     """[B, n, ...] at their places among [B, length, ...], zeros elsewhere."""
-    everywhere = found.new_zeros(len(found), length, *found.shape[2:])
-    return everywhere.index_copy(1, places.to(found.device), found)
+    everywhere = output.new_zeros(len(output), length, *output.shape[2:])
+    return everywhere.index_copy(1, places.to(output.device), output)
 
 
 def _attention(

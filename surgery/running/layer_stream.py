@@ -202,8 +202,8 @@ class LayerStream:
         weight, bias = (f"{LAYER_PREFIX.format(layer=layer)}input_layernorm.{kind}" for kind in ("weight", "bias"))
         if weight not in self.reader:
             return None
-        found = self.reader.tensor(weight) + self.family.norm_offset
-        return found, self.reader.tensor(bias) if bias in self.reader else None
+        weights = self.reader.tensor(weight) + self.family.norm_offset
+        return weights, self.reader.tensor(bias) if bias in self.reader else None
 
     @property
     def output_name(self) -> str:
@@ -270,29 +270,29 @@ class LayerStream:
         flat, cap = normed.detach().flatten(0, 1), logit_cap(self.config)
         chance, place = sampling_numbers(len(flat), generator).to(self.device)
         expected = torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
-        drawn, seen = torch.zeros_like(expected), torch.full((len(flat),), -torch.inf, device=self.device)
+        drawn, maximum = torch.zeros_like(expected), torch.full((len(flat),), -torch.inf, device=self.device)
         for _, weight in self.output_slices():
             for rows in torch.arange(len(flat), device=self.device).split(TOKEN_SLICE):
                 logits = self.slice_logits(flat[rows], weight).float()
-                before, own = seen[rows], logits.logsumexp(-1)
-                seen[rows] = torch.logaddexp(before, own)
-                probability = (logits - seen[rows, None]).exp_()
-                share = (own - seen[rows]).double().exp()
+                before, own = maximum[rows], logits.logsumexp(-1)
+                maximum[rows] = torch.logaddexp(before, own)
+                probability = (logits - maximum[rows, None]).exp_()
+                share = (own - maximum[rows]).double().exp()
                 takes = chance[rows] < share
                 # What decided is uniform again between the bounds that it lay in.
                 low, width = torch.where(takes, 0, share), torch.where(takes, share, 1 - share)
                 chance[rows] = (chance[rows] - low) / width
                 cumulative = probability.cumsum(-1)
-                wanted = place[rows, None].to(cumulative) * cumulative[:, -1:]
-                label = torch.searchsorted(cumulative, wanted, right=True).clamp_max(len(weight) - 1)
+                threshold = place[rows, None].to(cumulative) * cumulative[:, -1:]
+                label = torch.searchsorted(cumulative, threshold, right=True).clamp_max(len(weight) - 1)
                 row = weight[label[:, 0]].to(drawn)
                 if cap is not None:
                     slope = 1 - (logits / cap).square()
                     row *= slope.gather(1, label)
                     probability *= slope
                 drawn[rows] = torch.where(takes[:, None], row, drawn[rows])
-                kept = (before - seen[rows]).exp()[:, None]
-                expected[rows] = expected[rows] * kept + (probability.to(weight) @ weight).to(expected)
+                correction = (before - maximum[rows]).exp()[:, None]
+                expected[rows] = expected[rows] * correction + (probability.to(weight) @ weight).to(expected)
         normed.backward((expected - drawn).to(normed).view_as(normed))
         if not leaf.grad.isfinite().all():
             raise overflow(self.reader, "gradients of the loss")
@@ -405,11 +405,11 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
     finally:
         if bars:
             logging.enable_progress_bar()
-    problems = {kind: sorted(map(str, found)) for kind, found in info.items() if found}
+    problems = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if problems:
-        told = "; ".join(f"{kind.replace('_', ' ')} {', '.join(found)}" for kind, found in problems.items())
+        listing = "; ".join(f"{kind.replace('_', ' ')} {', '.join(names)}" for kind, names in problems.items())
         why = "a family whose layers have more around the attention than Llama's says so in Family.beside"
-        raise SurgeryError(f"a layer does not load into {type(causal).__name__}: {told}; {why}")
+        raise SurgeryError(f"a layer does not load into {type(causal).__name__}: {listing}; {why}")
     causal.model.norm = nn.Identity()
     return causal.eval().requires_grad_(False)
 

@@ -138,9 +138,9 @@ class Processes:
         Raises:
             SurgeryError: `function` did on the main process; every process raises it.
         """
-        found: list[Result] = []
-        self.from_main(lambda: found.append(function()))
-        return found[0] if found else function()
+        results: list[Result] = []
+        self.from_main(lambda: results.append(function()))
+        return results[0] if results else function()
 
     def _from(self, rank: int, outcome: tuple[Any, SurgeryError | None]) -> Any:
         """The result that one process has; where it has a refusal, all raise that."""

@@ -99,5 +99,5 @@ def reduced_rank_projection(moment: Tensor, metric: Tensor, rank: int) -> tuple[
     device, solver = moment.device, solver_of(moment)
     root, inverse_root = psd_powers(metric.to(solver), (0.5, -0.5))
     energy, basis = eigh_descending(root @ moment.to(solver) @ root)
-    kept = basis[:, :rank]
-    return tuple(part.to(device) for part in (kept.mT @ root, inverse_root @ kept, energy.clamp_min(0)))
+    leading = basis[:, :rank]
+    return tuple(part.to(device) for part in (leading.mT @ root, inverse_root @ leading, energy.clamp_min(0)))

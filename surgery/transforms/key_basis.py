@@ -100,18 +100,18 @@ def folded_basis(moment: Tensor, fold: int, kept_pairs: int) -> KeyBasis:
     split = moment.view(groups, 2, pairs, groups, 2, pairs)
     energy = split[:, 0, :, :, 0] + split[:, 1, :, :, 1]  # E[re re' + im im'], [G, pairs, G, pairs]
     per_fold, stride = fold * kept_pairs // pairs, pairs // kept_pairs
-    kept, dropped, kept_frequency, dropped_frequency = [], [], [], []
+    kept_rows, dropped, kept_frequency, dropped_frequency = [], [], [], []
     for start in range(0, pairs, fold):
         inside = slice(start, start + fold)
         block = energy[:, inside, :, inside].reshape(groups * fold, groups * fold)
         _, vectors = eigh_descending(damp(block, 0.01))
         rows = moment.new_zeros(groups * fold, groups, pairs)
         rows[:, :, inside] = vectors.mT.reshape(-1, groups, fold)
-        kept.append(rows[:per_fold])
+        kept_rows.append(rows[:per_fold])
         dropped.append(rows[per_fold:])
         kept_frequency += [start + c * stride for c in range(per_fold)]
         dropped_frequency += [start + c % fold for c in range(per_fold, groups * fold)]
-    rows = torch.cat(kept + dropped).to(torch.complex128)
+    rows = torch.cat(kept_rows + dropped).to(torch.complex128)
     return KeyBasis(rows, rows, torch.tensor(kept_frequency + dropped_frequency))
 
 

@@ -65,13 +65,13 @@ class LatentLayer:
     def rescaled(self, latent: float, rope_key: float) -> LatentLayer:
         """Return the same function with latents and rotary keys times these factors, exact for powers of two."""
         rank, width = self.rank, len(self.down)
-        made = torch.full((width,), latent, dtype=self.down.dtype, device=self.down.device)
-        made[rank:] = rope_key
+        factors = torch.full((width,), latent, dtype=self.down.dtype, device=self.down.device)
+        factors[rank:] = rope_key
         return replace(
             self,
-            down=self.down * made[:, None],
-            down_bias=None if self.down_bias is None else self.down_bias * made,
-            query_up=self.query_up / made,
+            down=self.down * factors[:, None],
+            down_bias=None if self.down_bias is None else self.down_bias * factors,
+            query_up=self.query_up / factors,
             value_up=self.value_up / latent,
         )
 
@@ -103,12 +103,12 @@ class LatentLayer:
         gain = self.source.project_key_gain(x)
         if gain is not None:
             positional = torch.cat([positional, gain], dim=-1)
-        held = latent[:, None], positional[:, None]
-        queries, exact, source = self.queries(x).transpose(1, 2), self._keys_and_values(*held), self.source
+        cached = latent[:, None], positional[:, None]
+        queries, exact, source = self.queries(x).transpose(1, 2), self._keys_and_values(*cached), self.source
         if cache is None:
             mixed = causal_attention(source, queries, *exact)
         else:
-            quantized = self._keys_and_values(*as_quantized(cache, *held))
+            quantized = self._keys_and_values(*as_quantized(cache, *cached))
             mixed = attend_quantized(cache, source.softmax, queries, exact, quantized)
         return torch.einsum("bhtr,her->bthe", mixed, self.value_up)
 

@@ -137,8 +137,8 @@ class SimulatedLowRank(nn.Module):
         self, inputs: Tensor, queries: Tensor, exact: tuple[Tensor, Tensor], latents: Tensor, phase: Tensor
     ) -> Tensor:
         """The output of queries that read keys and values rebuilt from quantised latents, or from exact ones."""
-        held, _ = as_quantized(self.cache, latents[:, None], latents[:, None, :, :0])
-        quantized = self.layer.rebuilt(held[:, 0])
+        stored, _ = as_quantized(self.cache, latents[:, None], latents[:, None, :, :0])
+        quantized = self.layer.rebuilt(stored[:, 0])
         forms = [(rotate(keys, phase).transpose(1, 2), values.transpose(1, 2)) for keys, values in (exact, quantized)]
         mixed = attend_quantized(self.cache, self.layer.source.softmax, queries.transpose(1, 2), *forms)
         return self._output(mixed, inputs)
@@ -151,10 +151,10 @@ class SimulatedLowRank(nn.Module):
         """Return the mask of visible keys by query, bool [T, T], or [T, 2T] with exact ones after the rebuilt ones."""
         place = torch.arange(tokens, device=device)
         lag = place[:, None] - place
-        seen = lag >= 0
+        mask = lag >= 0
         if self.layer.source.window is not None:
-            seen &= lag < self.layer.source.window
+            mask &= lag < self.layer.source.window
         if not (self.sinks or self.window):
-            return seen
+            return mask
         exact = (lag < self.window) | (place < self.sinks)
-        return torch.cat([seen & ~exact, seen & exact], dim=1)
+        return torch.cat([mask & ~exact, mask & exact], dim=1)

@@ -145,8 +145,8 @@ def trained(block: BlockMoments, rank: int) -> Factors:
 def channels(block: BlockMoments, rank: int) -> Factors:
     """ThinK: the numbers of highest score as they are, the others gone; ``energy`` are the scores."""
     score, order = block.relevance.sort(descending=True, stable=True)
-    kept = order[:rank].sort().values
-    selection = torch.eye(len(score), dtype=block.moment.dtype)[kept]
+    selected = order[:rank].sort().values
+    selection = torch.eye(len(score), dtype=block.moment.dtype)[selected]
     return Factors(selection, selection.mT, score)
 
 

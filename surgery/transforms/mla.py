@@ -159,13 +159,13 @@ def latent_energies(
     """:attr:`ConvertedLayer.energy` of method fisher, all of it, for each choice of rotated components, without
     converting."""
     moment, metric = _latent_moments(anatomy, statistics, basis, torch.arange(0))
-    found = []
+    energies = []
     for rotated in choices:
         still = torch.ones(len(moment), dtype=torch.bool)
         still[rotated] = still[basis.components + rotated] = False  # real and imaginary parts
         root = left_root(damp(metric[still][:, still], METRIC_DAMPING))
-        found.append(eigvalsh(root.mT @ moment[still][:, still] @ root).flip(0).clamp_min(0))
-    return found
+        energies.append(eigvalsh(root.mT @ moment[still][:, still] @ root).flip(0).clamp_min(0))
+    return energies
 
 
 def convert_layer(

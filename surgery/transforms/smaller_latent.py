@@ -75,16 +75,16 @@ def smaller_latent(anatomy: LatentAnatomy, statistics: LayerStatistics, rank: in
     return SmallerLatent(smaller, energy)
 
 
-def _axes(up: Tensor, kept: Tensor, moment: Tensor) -> tuple[Tensor, float]:
+def _axes(up: Tensor, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
     """Q [r, r'], the principal axes of what is kept, and s.
 
     Args:
         up: whose columns [r, r'] span it.
-        kept, moment: second moments [r, r] of what is kept and of all latents.
+        weight, moment: second moments [r, r] of what is kept and of all latents.
     """
     span = torch.linalg.qr(up).Q
-    _, axes = eigh_descending(span.mT @ kept @ span)
-    energy = float(kept.trace())
+    _, axes = eigh_descending(span.mT @ weight @ span)
+    energy = float(weight.trace())
     share = float(moment.trace()) / energy if energy > 0 else 1.0  # a dead layer has no norm to keep
     return span @ axes, (up.shape[1] / up.shape[0] * share) ** 0.5
 

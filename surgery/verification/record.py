@@ -43,12 +43,12 @@ class Recorded:
         path = folder / REPORT
         if not path.is_file():
             return cls()
-        said = read_json(path)
+        report = read_json(path)
         try:
-            files, probe, kv = said.get("files"), said.get("probe"), said.get("kv")
+            files, probe, kv = report.get("files"), report.get("probe"), report.get("kv")
             if files is not None:
                 files = {name: str(digest) for name, digest in files.items()}
-            source_files = said.get("source_files")
+            source_files = report.get("source_files")
             if source_files is not None:
                 source_files = {kind: [str(name) for name in names] for kind, names in source_files.items()}
             if probe is not None:

@@ -73,7 +73,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         obstacles(
             config, spec, experts=opened.family.experts, mlp_bias=opened.mlp_bias, beside=opened.family.beside or beside
         ),
-        wanted=settings.carrier,
+        choice=settings.carrier,
         latent_norm=settings.latent_norm,
         head_sizes=limits.head_sizes,
         tied=limits.tied,
