@@ -131,11 +131,11 @@ def measure(shape: str, folder: Path, arguments: list[str]) -> None:
     if not source.exists():
         folder.mkdir(parents=True, exist_ok=True)
         make_random(source, SHAPES[shape])
-    foreseen = convert(source, *arguments, "--dry-run")["memory"]["host_bytes"]
+    forecast = convert(source, *arguments, "--dry-run")["memory"]["host_bytes"]
     began = time.perf_counter()
     peak = convert(source, *arguments)["peak_memory_bytes"]
     seconds = time.perf_counter() - began
-    print(f"{duration(seconds)} by the clock, {size(peak)} of memory; the dry run says {size(foreseen)}")
+    print(f"{duration(seconds)} by the clock, {size(peak)} of memory; the dry run says {size(forecast)}")
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ SELF = "transformers"
 
 
 def advice(targets: Sequence[dict[str, Any]], smallest: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Rows of :func:`surgery.inspection.targets.foreseen_targets` to take.
+    """Rows of :func:`surgery.inspection.targets.forecast_targets` to take.
 
     Args:
         smallest: rows that stand in no table, of a smaller budget.

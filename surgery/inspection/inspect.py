@@ -9,7 +9,7 @@ from surgery.families import head_shape
 from surgery.inspection.advice import advice
 from surgery.inspection.architecture import model_facts
 from surgery.inspection.converted import MODEL_TYPES, converted_facts
-from surgery.inspection.targets import foreseen_targets, smallest_targets
+from surgery.inspection.targets import forecast_targets, smallest_targets
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
@@ -54,7 +54,7 @@ def inspect_checkpoint(source: str | Path, *, allow_pickle: bool = False) -> Ins
         return Inspection(**converted_facts(reader, CONTEXTS))
     opened = Source.of(reader, ConvertSettings())
     windows = [opened.windows[layer] for layer in converted_layers(opened.stateful, opened.layers)]
-    targets = foreseen_targets(opened)
+    targets = forecast_targets(opened)
     return Inspection(
         name=opened.reader.name,
         architecture=_architecture(opened),

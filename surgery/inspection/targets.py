@@ -17,11 +17,11 @@ COMMAND = "surgery convert "
 
 
 def smallest_targets(opened: Source) -> list[dict[str, Any]]:
-    """Targets at the least that can be recommended at all, as :func:`foreseen_targets` has them."""
+    """Targets at the least that can be recommended at all, as :func:`forecast_targets` has them."""
     return [_row(opened, target, request) for target, request in _requests() if not request.listed]
 
 
-def foreseen_targets(opened: Source) -> list[dict[str, Any]]:
+def forecast_targets(opened: Source) -> list[dict[str, Any]]:
     """Every target, those of installed packages among them."""
     rows: list[dict[str, Any]] = []
     for target, request in _requests():
@@ -57,17 +57,17 @@ def _row(opened: Source, target: Target, request: Request) -> dict[str, Any]:
     try:
         settings = target.settings(request.settings)
         structure = target.structure().for_source(opened.reader.config, settings)
-        foreseen = structure(opened, settings, Progress(silent=True)).foresee()
-        config = final_config(foreseen, settings)
-        result_bytes, of_source = kv_bytes(foreseen, config, opened, settings), source_kv_bytes(opened)
+        forecast = structure(opened, settings, Progress(silent=True)).forecast()
+        config = final_config(forecast, settings)
+        result_bytes, of_source = kv_bytes(forecast, config, opened, settings), source_kv_bytes(opened)
     except SurgeryError as error:
         return {**command, "applies": False, "class": None, "reasons": [str(error)], "engines": {}}
     return {
         **command,
         "applies": True,
         "class": whole_config(opened.reader, config)["model_type"],
-        "reasons": foreseen.reasons,
-        "engines": foreseen.engines_of(opened.reader, config),
+        "reasons": forecast.reasons,
+        "engines": forecast.engines_of(opened.reader, config),
         "kv_bytes_per_token": result_bytes,
         "kv_ratio": result_bytes / of_source,
     }

@@ -114,7 +114,7 @@ class Candidates:
                 return None
             if found.unspent:
                 found.structure.plan(self._work)
-            return replace(found, config=final_config(found.structure.foresee(), found.settings))
+            return replace(found, config=final_config(found.structure.forecast(), found.settings))
         except SurgeryError as error:
             if told:
                 self.refused[_named(target, asked)] = str(error)
@@ -146,16 +146,16 @@ class Candidates:
         settings = target.settings({**self._settings.common(), **asked})
         found = target.structure().for_source(self._opened.reader.config, settings)
         structure = found(self._opened, settings, self._work.progress)
-        foreseen = structure.foresee()
-        unspent = foreseen.sized
+        forecast = structure.forecast()
+        unspent = forecast.sized
         if not unspent:
             structure.plan(self._work)
-            foreseen = structure.foresee()
-        config = final_config(foreseen, settings)
+            forecast = structure.forecast()
+        config = final_config(forecast, settings)
         if self._settings.engine:
             refuse_unless_loadable(self._settings.engine, config)
         held = held_bytes(config, self._opened, self._settings)
-        engines = foreseen.engines_of(self._opened.reader, config)
+        engines = forecast.engines_of(self._opened.reader, config)
         return Sized(target, asked, settings, structure, config, held, unspent, engines)
 
     def _own_of(self, target: Target) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Report:
         ladder: loss in nats per token and recall after each stage, on held-out calibration text.
         splits: budget splits that were tried, with their held-out losses.
         seconds, phase_peak_bytes: of every phase; the most resident memory during it, where reports have it.
-        phase_flops: operations of the model's runs in a phase, as foreseen from shapes.
+        phase_flops: operations of the model's runs in a phase, as forecast from shapes.
         previous: the source's own report, where it was converted itself.
         healing: what recovery training did to it since, where there was one.
         files: SHA-256 of every file but report and card.

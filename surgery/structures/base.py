@@ -76,7 +76,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class Forecast:
     """Forecast of a conversion, made before any work.
 
     Attributes:
@@ -197,7 +197,7 @@ class Structure(ABC, Generic[Opened, Settings]):
         return {}
 
     @abstractmethod
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """Forecast the class that will carry the result, its bytes and the cost of the work.
 
         Once the budget is spent (:meth:`plan`), with what that settled.

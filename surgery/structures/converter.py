@@ -105,16 +105,16 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
         if not together.is_main:
             _have_share(structure, settings, texts, together)
             return None
-        foreseen = structure.foresee()
-        progress.expect(Workload.of(structure.opened, settings, texts.counts(), foreseen.demand).phase_flops())
+        forecast = structure.forecast()
+        progress.expect(Workload.of(structure.opened, settings, texts.counts(), forecast.demand).phase_flops())
         facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
         anew = {"overwrite": request.overwrite, "restart": request.restart}
         with progress.step(1, STEPS):
             unfinished = at_end.enter_context(Unfinished(out, structure.opened.reader, facts, progress, **anew))
         folder, staging = unfinished.folder, unfinished.staging
         # The writer checks again, once the tensors are settled, and that may be hours from here.
-        stored_parts = kept_matrices(structure.opened.reader, settings, foreseen.tensors)
-        staging.check_space(sum(spec.nbytes for spec in in_parts(foreseen.tensors, stored_parts).values()))
+        stored_parts = kept_matrices(structure.opened.reader, settings, forecast.tensors)
+        staging.check_space(sum(spec.nbytes for spec in in_parts(forecast.tensors, stored_parts).values()))
         work = Work.in_folder(unfinished.snapshots, structure.opened, settings, texts, progress, together)
         together.from_main(lambda: folder)
         with progress.step(2, STEPS):
@@ -122,7 +122,7 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
         with progress.step(3, STEPS):
             tensors = structure.plan(work)
         written = {"max_shard_size": settings.max_shard_size, "staging": staging}
-        written["stored_names"] = whole_names(structure.opened.reader, foreseen.config, tensors)
+        written["stored_names"] = whole_names(structure.opened.reader, forecast.config, tensors)
         written["parts"] = kept_matrices(structure.opened.reader, settings, tensors)
         with CheckpointWriter(out, tensors, **written) as writer:
             with progress.step(4, STEPS):

@@ -92,7 +92,7 @@ def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
         # A conversion is not shared: the other processes wait for it.
         processes.from_main(make)
 
-    def foresee(out: Path, finished: Finished, outline: Path) -> Expected:
+    def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
         from surgery.structures.dry_run import plan_conversion
 
         dry_run = plan_conversion(checkpoint_of(source, finished), out, asked(finished)[0], outline=outline)
@@ -108,7 +108,7 @@ def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
             dry_run.refusal or "",
         )
 
-    return Action(do, foresee)
+    return Action(do, forecast)
 
 
 def plan(step: Step, where: str) -> Action:

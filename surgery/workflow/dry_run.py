@@ -36,19 +36,19 @@ def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress:
         **dict.fromkeys(MAKE_PATTERNS, finished.patterns),
         **dict.fromkeys(MAKE_PLANS, finished.plans),
     }
-    with TemporaryFolder("recipe") as folder, progress.phase("foresee", len(recipe.steps), "step") as advance:
+    with TemporaryFolder("recipe") as folder, progress.phase("forecast", len(recipe.steps), "step") as advance:
         for step, action in zip(recipe.steps, actions, strict=True):
             out, adds = work / f"{step.name}{ENDINGS.get(step.verb, '')}", results.get(step.verb, {})
             earlier = [name for name in used(step) if name in known]
             if (there := out.exists()) and step.verb in results:  # which a run keeps
                 adds[step.name], expected = out, Expected()
-            elif action.foresee is None:
+            elif action.forecast is None:
                 expected = Expected(told="not estimated: has no dry run")
             elif unknown := [name for name in earlier if not known[name]]:
                 expected = _after(unknown)
             else:
                 try:
-                    expected = action.foresee(out, finished, folder / step.name)
+                    expected = action.forecast(out, finished, folder / step.name)
                 except SurgeryError:
                     outlined = [name for name in earlier if folder in finished.checkpoints.get(name, work).parents]
                     if not outlined:

@@ -140,7 +140,7 @@ def _evaluate(step: Step, where: str) -> Action:
         further = {"writes": True, "restart": finished.restart, "overwrite": True}
         return Request(named, compared, out, settings, command=f"surgery run {where}", title=title, **further)
 
-    def foresee(out: Path, finished: Finished, outline: Path) -> Expected:
+    def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
         from surgery.evaluation.dry_run import plan_evaluation
 
         dry_run = plan_evaluation(asked(out, finished), Progress(silent=True))
@@ -163,7 +163,7 @@ def _evaluate(step: Step, where: str) -> Action:
         if settings.wandb:
             track(evaluation.report, out, settings.wandb, settings.wandb_mode)
 
-    return Action(do, foresee)
+    return Action(do, forecast)
 
 
 def _score_heads(step: Step, where: str) -> Action:
@@ -217,7 +217,7 @@ def _heal(step: Step, where: str) -> Action:
             command=f"surgery run {where}",
         )
 
-    def foresee(out: Path, finished: Finished, outline: Path) -> Expected:
+    def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
         from surgery.healing.dry_run import plan_healing
 
         request = asked(out, finished)
@@ -244,7 +244,7 @@ def _heal(step: Step, where: str) -> Action:
 
         waiting.from_main(heal)
 
-    return Action(do, foresee)
+    return Action(do, forecast)
 
 
 def _on_gpu(device: str) -> bool:

@@ -62,12 +62,12 @@ class Action:
 
     Attributes:
         do: does it.
-        foresee: says what it would take. It is given the output's place, what the steps before are expected to make,
+        forecast: says what it would take. It is given the output's place, what the steps before are expected to make,
             to which it adds its own, and a folder that it may make for that. None: the verb has no dry run.
     """
 
     do: Callable[[Path, Finished, Progress, Processes], None]
-    foresee: Callable[[Path, Finished, Path], Expected] | None = None
+    forecast: Callable[[Path, Finished, Path], Expected] | None = None
 
 
 def taken(settings: dict[str, Any], name: str, where: str) -> Any:

@@ -202,7 +202,7 @@ def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
     assert total["host"] == max(step["host"] for step in told)
     assert total["disk"] == steps["low"]["disk"] + steps["bits"]["disk"]
 
-    # What is foreseen from shapes alone is what is foreseen once the checkpoint is there.
+    # What is forecast from shapes alone is what is forecast once the checkpoint is there.
     run_recipe(
         write(tmp_path / "first", {"convert": {"name": "low", "source": source, **LOW}}), work, Progress(silent=True)
     )
@@ -212,7 +212,7 @@ def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
         steps[name]["host"] for name in ("healed", "report")
     ]
     beside = [file for file in (work / "low").rglob("*") if file.is_file() and file.suffix != ".safetensors"]
-    more = after["bits"]["disk"] - steps["bits"]["disk"]  # a report and a card, which shapes do not foresee
+    more = after["bits"]["disk"] - steps["bits"]["disk"]  # a report and a card, which shapes do not forecast
     assert 0 <= more <= sum(file.stat().st_size for file in beside)
 
 

@@ -177,7 +177,7 @@ QUANTIZED = {
 def test_latents_in_codes(checkpoints, tmp_path, name, form):
     settings, rank = QUANTIZED[form]
     source = checkpoints(name)
-    foreseen = plan_conversion(source, tmp_path / "foreseen", settings)
+    forecast = plan_conversion(source, tmp_path / "forecast", settings)
     report = convert_checkpoint(source, tmp_path / "out", settings).report
     kv, said = report.kv, json.loads((tmp_path / "out" / "config.json").read_text())
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] < kv["source_bytes_per_token"]
@@ -186,7 +186,7 @@ def test_latents_in_codes(checkpoints, tmp_path, name, form):
         rank,
     )
     assert report.verification["logit_difference_to_simulation"] < 1e-5
-    assert foreseen.target["model_type"] == "surgery" and foreseen.target["reasons"] == report.target["reasons"]
+    assert forecast.target["model_type"] == "surgery" and forecast.target["reasons"] == report.target["reasons"]
     found = inspect_checkpoint(tmp_path / "out")
     assert found.architecture["attention"][0].startswith(f"3 layers: latent of {rank} and 8 rotary dimensions")
 
@@ -236,10 +236,10 @@ SHARED = CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=8, batch_s
 @torch.no_grad()
 def test_layers_share_their_latents(checkpoints, tmp_path, name):
     source = checkpoints(name)
-    foreseen = plan_conversion(source, tmp_path / "foreseen", SHARED)
+    forecast = plan_conversion(source, tmp_path / "forecast", SHARED)
     report = convert_checkpoint(source, tmp_path / "out", SHARED).report
     kv = report.kv
-    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == foreseen.kv["bytes_per_token"]
+    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == forecast.kv["bytes_per_token"]
     assert kv["measured_bytes_per_token"] == 4 * (17 + 8 + 3 * 8) <= 0.7 * kv["source_bytes_per_token"]
     assert report.verification["logit_difference_to_simulation"] < 1e-5
     losses = {row["stage"]: row["loss"] for row in report.ladder}

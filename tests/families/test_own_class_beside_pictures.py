@@ -77,12 +77,12 @@ def made(picture_models, tmp_path_factory):
 @torch.no_grad()
 def test_a_structure_beside_pictures(picture_models, made, tmp_path, name, to):
     source, given = picture_models(name), prompt(name)
-    foreseen = plan_conversion(source, tmp_path / "foreseen", TARGETS[to].settings(STRUCTURES[to]))
+    forecast = plan_conversion(source, tmp_path / "forecast", TARGETS[to].settings(STRUCTURES[to]))
     report, out = made(name, to).report, made(name, to).path
     kv, stages = report.kv, {row["stage"]: row for row in report.ladder}
-    assert report.target["model_type"] == foreseen.target["model_type"] == "surgery_pictures"
+    assert report.target["model_type"] == forecast.target["model_type"] == "surgery_pictures"
     engines = [said["status"] for said in report.target["engines"].values()]
-    assert engines == [said["status"] for said in foreseen.target["engines"].values()] and engines[0] == LOADS_WITH
+    assert engines == [said["status"] for said in forecast.target["engines"].values()] and engines[0] == LOADS_WITH
     assert "AutoModelForImageTextToText" in report.target["engines"]["transformers"]["command"]
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"]
     if to == "mla":

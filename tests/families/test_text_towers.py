@@ -50,15 +50,15 @@ MLA_INSIDE = "mistral3 of mistral4"
 def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name):
     source = picture_models(name)
     before = weights(source)
-    foreseen = plan_conversion(source, tmp_path / "foreseen", HALF)
+    forecast = plan_conversion(source, tmp_path / "forecast", HALF)
     result = convert_checkpoint(source, tmp_path / "out", HALF)
-    assert result.report.target["model_type"] == foreseen.target["model_type"] == name.split()[0]
+    assert result.report.target["model_type"] == forecast.target["model_type"] == name.split()[0]
     assert result.report.target["engines"] == {
         engine: {**said, "command": said["command"] and said["command"].replace("CKPT", "out")}
-        for engine, said in foreseen.target["engines"].items()
+        for engine, said in forecast.target["engines"].items()
     }
     assert result.report.target["engines"]["transformers"]["status"] == (NOT_TRIED if name == "llama4" else LOADS)
-    assert foreseen.kv["bytes_per_token"] == result.report.kv["measured_bytes_per_token"]
+    assert forecast.kv["bytes_per_token"] == result.report.kv["measured_bytes_per_token"]
     assert result.report.kv["ratio"] == 0.5
 
     after = weights(result.path)
@@ -87,10 +87,10 @@ def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name
 @torch.no_grad()
 def test_latents_become_fewer_and_pictures_still_work(picture_models, tmp_path):
     source, asked = picture_models(MLA_INSIDE), ConvertSettings(**TEXT, kv_lora_rank=12)
-    foreseen, result = plan_conversion(source, tmp_path / "foreseen", asked), convert_checkpoint(source, None, asked)
+    forecast, result = plan_conversion(source, tmp_path / "forecast", asked), convert_checkpoint(source, None, asked)
     report, stages = result.report, {row["stage"]: row for row in result.report.ladder}
-    assert report.target["model_type"] == foreseen.target["model_type"] == "mistral3"
-    assert report.kv["measured_bytes_per_token"] == foreseen.kv["bytes_per_token"] == 3 * (12 + 8) * 4
+    assert report.target["model_type"] == forecast.target["model_type"] == "mistral3"
+    assert report.kv["measured_bytes_per_token"] == forecast.kv["bytes_per_token"] == 3 * (12 + 8) * 4
     assert stages["rotated"]["logit_difference"] < 2e-5
     assert report.verification["logit_difference_to_simulation"] < 1e-5
 

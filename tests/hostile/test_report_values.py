@@ -70,7 +70,7 @@ def uses(folder):
         "read": lambda: read_report(folder),
         "push": lambda: prepare_upload(folder, "org/name"),
         "heal": healing,
-        "slice": lambda: Slice(Slice.open(reader, settings), settings, Progress(silent=True)).foresee(),
+        "slice": lambda: Slice(Slice.open(reader, settings), settings, Progress(silent=True)).forecast(),
         "eval": lambda: Checkpoint.open(str(folder)).conversion(),
         "inspect": lambda: previous_report(folder),
     }

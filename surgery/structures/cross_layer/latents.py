@@ -30,7 +30,7 @@ from surgery.running.activations import give_back
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.moment_precision import MomentPrecision
 from surgery.running.source import OwnSource
-from surgery.structures.base import LONG, Foreseen, Outcome, Structure
+from surgery.structures.base import LONG, Forecast, Outcome, Structure
 from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target
 from surgery.structures.cross_layer.settings import CrossLayerSettings
@@ -92,11 +92,11 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
         """Opens an MLA checkpoint of the own class."""
         return LatentSource.open(reader, settings)
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """All of it: nothing is left to the work but numbers."""
         opened = self.opened
         config, tensors = _planned(opened, self._groups, self._ranks, self._dtype, self.settings)
-        return Foreseen(
+        return Forecast(
             config=config,
             tensors=tensors,
             kv_bytes_per_token=kv_bytes_of(config, self._dtype)(LONG) / LONG,

@@ -25,7 +25,7 @@ from surgery.model.cross_layer_entry import CrossLayerEntry, GroupEntry, MergedP
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import LayerStream, StreamedBlock
 from surgery.running.source import Source
-from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Structure, unchanged_tensors
+from surgery.structures.base import LONG, Candidate, Forecast, Outcome, Structure, unchanged_tensors
 from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.cascade import Cascade
 from surgery.structures.cross_layer.latents import SharedLatents
@@ -92,10 +92,10 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             _run(self.opened.stream, layers, simulated, hidden, self.settings.batch_size)
         return hidden
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """All of it: nothing is left to the work but numbers."""
         opened, config = self.opened, self._writes.config(self.opened.reader.config)
-        return Foreseen(
+        return Forecast(
             config=config,
             tensors=unchanged_tensors(opened.reader, opened.config) | self._writes.plan(),
             kv_bytes_per_token=kv_bytes_of(config, opened.weight_dtype)(LONG) / LONG,

@@ -23,7 +23,7 @@ from surgery.model.hybrid_entry import HybridEntry
 from surgery.reporting.report import SourceShape
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.skeleton import skeleton
-from surgery.structures.base import Candidate, Foreseen, Outcome, Request, Structure, unchanged_tensors
+from surgery.structures.base import Candidate, Forecast, Outcome, Request, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.hybrid.streaming import Streaming, layer_report, measure_plan
@@ -56,11 +56,11 @@ class Hybrid(Streaming):
         layers = [Candidate({"granularity": "layer"})] if config["model_type"] in CARRIERS else []
         return [*(Candidate(bits) for bits in ({}, {"bits": 8}, {"bits": 4})), *layers]
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """All of it, at the context that was asked for: nothing is left to the work but measuring."""
         opened, config = self.opened, own_config(self.opened.reader.config, self._entries)
         kv_bytes = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
-        return Foreseen(
+        return Forecast(
             config=config,
             tensors=unchanged_tensors(opened.reader, opened.config),
             kv_bytes_per_token=kv_bytes,

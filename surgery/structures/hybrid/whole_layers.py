@@ -12,7 +12,7 @@ from surgery.architectures.hybrid import StreamableModel, Unit
 from surgery.architectures.sliding_layers import REASON, sliding_config
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.running.kv_bytes import kv_bytes_of
-from surgery.structures.base import Foreseen, Outcome, unchanged_tensors
+from surgery.structures.base import Forecast, Outcome, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.streaming import Streaming, layer_report, measure_plan
 from surgery.structures.work import Work
@@ -38,11 +38,11 @@ class WholeLayers(Streaming):
     def _config(self) -> dict[str, Any]:
         return sliding_config(self.opened.reader.config, self._streams, self._plan.recent)
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """All of it, at the context that was asked for: nothing is left to the work but measuring."""
         opened, config = self.opened, self._config
         kv_bytes = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
-        return Foreseen(
+        return Forecast(
             config=config,
             tensors=unchanged_tensors(opened.reader, opened.config),
             kv_bytes_per_token=kv_bytes,

@@ -34,7 +34,7 @@ from surgery.families.attention import CapturedAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
-from surgery.structures.base import Candidate, ConfigOf, Foreseen, Outcome, Structure, unchanged_tensors
+from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.bench import half_the_heads
 from surgery.structures.kv_heads.settings import KVHeadsSettings
@@ -134,7 +134,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         """Half of the KV heads."""
         return {"": half_the_heads}
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """Forecast the conversion as if layers that may differ kept alike, but for one."""
         opened, settings, first = self.opened, self.settings, self.opened.first
         kv_heads = [self._budget // opened.layers] * opened.layers
@@ -143,7 +143,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         carrier = choose_carrier(opened.reader.config, kv_heads, _wanted_carrier(settings, kv_heads))
         plan = _Plan(kv_heads, first.heads)
         width, source = first.head_dim + first.value_dim, kv_bytes_of(opened.reader.config, first.q.dtype)(1)
-        return Foreseen(
+        return Forecast(
             config=carrier.final_config or carrier.config,
             tensors=_planned_tensors(opened, plan, first.head_dim),
             kv_bytes_per_token=source // (opened.layers * first.kv_heads) * self._budget,

@@ -30,7 +30,7 @@ from surgery.running.source import Source
 from surgery.structures.base import (
     Candidate,
     ConfigOf,
-    Foreseen,
+    Forecast,
     Outcome,
     Request,
     Structure,
@@ -144,7 +144,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         """One latent for all KV heads of a layer."""
         return {"": one_latent} if cls is LowRank else {}
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """As if all layers had one rank; where bits are chosen too, at all ranks and in the bytes asked for."""
         opened, asked, first = self.opened, self.asked, self.opened.first
         rank = wanted_rank(asked, first)
@@ -154,7 +154,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             writes = self._writer(tuple(() if layer in self.kept else blocks for layer in range(opened.layers)), None)
         config, exact = writes.config(opened.reader.config), writes.sinks + writes.window
         held = kv_bytes_of(config, first.q.dtype)
-        return Foreseen(
+        return Forecast(
             config=config,
             tensors=replanned_tensors(opened, writes.copied, writes.plan, self.kept),
             kv_bytes_per_token=held(exact + 1) - held(exact),

@@ -2,7 +2,7 @@
 
 One thing is open then: which frequencies keep RoPE, where they are free to be chosen. Many engines load the grid of
 default RoPE only. Small budgets often choose just that (the highest frequencies, once each), larger ones do not, so
-both outcomes are foreseen, and an engine's verdict is that of the list of frequencies.
+both outcomes are forecast, and an engine's verdict is that of the list of frequencies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from surgery.transforms import mla
 
 
 @dataclass(frozen=True)
-class Forecast:
+class SplitForecast:
     """The outcome of one split of the budget, as far as it is known beforehand.
 
     Attributes:
@@ -42,8 +42,8 @@ class Forecast:
     engines: dict[str, dict]
 
 
-def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> Forecast:
-    """Foresees the conversion of an opened source with one split.
+def forecast_split(opened: Source, split: mla.Split, settings: ConvertSettings) -> SplitForecast:
+    """Forecasts the conversion of an opened source with one split.
 
     Raises:
         SurgeryError: the wanted carrier cannot hold it, or the engine asked for does not take it.
@@ -61,7 +61,7 @@ def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> For
         refuse_unless_loadable(settings.engine, whole_config(opened.reader, result))
     cache = {"kv_cache": settings.kv_cache()} if settings.quantizes else {}
     bytes_at = kv_bytes_of(result | cache, carrier.writer.spec.dtype)
-    return Forecast(
+    return SplitForecast(
         split,
         carrier,
         bytes_at(group) / group if settings.quantizes else bytes_at(1),  # the first token lies in every window

@@ -24,7 +24,7 @@ from surgery.model.token_format import Runs, TokenFormat
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
-from surgery.structures.base import Foreseen, Outcome, Structure, replanned_tensors
+from surgery.structures.base import Forecast, Outcome, Structure, replanned_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import converted_layers, kept_layers
 from surgery.structures.mla.output import mla_spec, refuse_longrope
@@ -119,13 +119,13 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         self._orders: dict[int, Tensor] = {}
         self._factors: dict[int, float] = {}
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """Forecast the conversion as if all layers had one row of 4 bits a value; its bytes are those of the budget."""
         writer, config = self._writer(self._plans or self._likely()), self.opened.reader.config
         spec = writer.spec
         result, first = writer.config(config), self.settings.first_tokens
         bytes_at = kv_bytes_of(result, spec.dtype)
-        return Foreseen(
+        return Forecast(
             config=result,
             tensors=replanned_tensors(self.opened, writer.copied, writer.plan, self.kept),
             kv_bytes_per_token=bytes_at(first + 1) - bytes_at(first) if first else bytes_at(1),

@@ -27,7 +27,7 @@ from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
-from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, unchanged_tensors
+from surgery.structures.base import Candidate, Forecast, Outcome, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import AUTO, NONE
 from surgery.structures.mla.settings import ConvertSettings
@@ -123,10 +123,10 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         quantized = [{"bits": bits, "rope_bits": 16, "sinks": 4} for bits in (8, 4)]
         return [Candidate(each) for each in ({}, *quantized)]
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """All of it: nothing is left to the work but numbers."""
         writes, config = self._writes, self._writes.config()
-        return Foreseen(
+        return Forecast(
             config=config,
             tensors=self._tensors(),
             kv_bytes_per_token=kv_bytes_of(config, self.opened.weight_dtype)(1),

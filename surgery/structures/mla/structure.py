@@ -24,12 +24,12 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
-from surgery.structures.base import Candidate, ConfigOf, Foreseen, Outcome, Request, Structure
+from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Request, Structure
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla import bench
 from surgery.structures.mla.budget import candidate_splits
-from surgery.structures.mla.forecast import Forecast, forecast
+from surgery.structures.mla.forecast import SplitForecast, forecast_split
 from surgery.structures.mla.output import all_tensors, carrier_of, refuse_longrope, reserved_numbers
 from surgery.structures.mla.plans import (
     ROTATION_WEIGHTS,
@@ -82,7 +82,7 @@ class MLA(Structure[Source, ConvertSettings]):
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
         self.splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
         # Refuses what the engine does not take.
-        self.stock = forecast(opened, self.splits[0], settings).carrier.stock
+        self.stock = forecast_split(opened, self.splits[0], settings).carrier.stock
         self._carrier: Carrier | None = None
 
     @classmethod
@@ -105,15 +105,15 @@ class MLA(Structure[Source, ConvertSettings]):
         """Return configs in the stock class and in the custom model class."""
         return {"": bench.stock_mla, "-own": bench.own_mla}
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """Forecast the split that caches most; the frequencies that keep RoPE may be open until one is chosen."""
         opened, settings, method = self.opened, self.settings, mla.METHODS[self.settings.method]
-        forecasts = [forecast(opened, split, settings) for split in self.splits]
+        forecasts = [forecast_split(opened, split, settings) for split in self.splits]
         chosen = max(forecasts, key=lambda each: each.kv_bytes_per_token)
         carrier = self._carrier or chosen.carrier
         spreads = settings.spreads and not self.stock
         plans = len(ROTATION_WEIGHTS) if spreads and len(self.splits) > 1 else len(self.splits)
-        return Foreseen(
+        return Forecast(
             config=carrier.writer.config(opened.reader.config),
             tensors=all_tensors(opened, carrier.writer, self.kept),
             kv_bytes_per_token=chosen.kv_bytes_per_token,
@@ -261,7 +261,7 @@ def _forms(
     }
 
 
-def _split_facts(forecast: Forecast) -> dict:
+def _split_facts(forecast: SplitForecast) -> dict:
     split = forecast.split
     facts = {"rope_dim": split.rope_dim, "rank": split.rank, "kv_bytes_per_token": forecast.kv_bytes_per_token}
     return {**facts, "fold": split.fold} if split.fold > 1 else facts

@@ -22,7 +22,7 @@ from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import blocks_of
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
-from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Request, Structure, unchanged_tensors
+from surgery.structures.base import LONG, Candidate, Forecast, Outcome, Request, Structure, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.passing import source_attention
 from surgery.structures.quantized.settings import QuantizedSettings
@@ -57,11 +57,11 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
         settings = {"sinks": 4, **({"rope_bits": 16} if latent else {})}
         return [Candidate({"bits": bits, **settings}, scales=False) for bits in (8, 4, 3, 2)]
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """All of it: nothing is left to the work but measuring."""
         opened = self.opened
         kv_bytes = kv_bytes_of(self._config, opened.weight_dtype)(LONG) / LONG
-        return Foreseen(
+        return Forecast(
             config=self._config,
             tensors=unchanged_tensors(opened.reader, opened.config),
             kv_bytes_per_token=kv_bytes,

@@ -18,7 +18,7 @@ from surgery.common.progress import Progress
 from surgery.reporting.report import SourceShape, reading
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import OwnSource
-from surgery.structures.base import Foreseen, Outcome, Structure
+from surgery.structures.base import Forecast, Outcome, Structure
 from surgery.structures.estimates import Demand
 from surgery.structures.slices.measure import BEFORE, SLICED, measure_slices
 from surgery.structures.slices.plan import Origin, plan_slice
@@ -80,12 +80,12 @@ class Slice(Structure[OwnSource, SliceSettings]):
         """A checkpoint of the own class, or of stock MLA."""
         return OwnSource.open(reader, settings)
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """Forecast the first way to spend the budget; all take the same bytes."""
         opened, ranks = self.opened, self._candidates[next(iter(self._candidates))]
         smaller, dtype = self._whole.sliced(ranks), opened.weight_dtype
         kv_bytes = kv_bytes_of(smaller.config, dtype)(1)
-        return Foreseen(
+        return Forecast(
             config=smaller.config,
             tensors=planned_tensors(opened.reader, self._whole, ranks),
             kv_bytes_per_token=kv_bytes,
