@@ -16,7 +16,7 @@ from surgery.cli import program as cli
 from surgery.common import interruption
 from surgery.common.interruption import interruptible, resumes_from
 from surgery.healing.launchers import run_to_its_end
-from surgery.structures.stages import StageRuns
+from surgery.structures.stages import StageTracker
 from surgery.training.guards import StopRequest
 
 HUNG_UP = pytest.mark.skipif(signal.getsignal(1) is signal.SIG_IGN, reason="nohup: a hangup is not to stop anything")
@@ -36,7 +36,7 @@ def test_what_had_just_begun_leaves_nothing(number, code, checkpoints, tmp_path,
         there.extend(path.name for path in tmp_path.iterdir())
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(StageRuns, "advance", stop)
+    monkeypatch.setattr(StageTracker, "advance", stop)
     before = signal.getsignal(number)
     arguments = ["convert", source, "--out", tmp_path / "out", "--calibration", "none", "--kv-ratio", "0.5"]
     ended, out, err = run_main(monkeypatch, capsys, *arguments)

@@ -25,7 +25,7 @@ HEADS = ("--method", "prulong", "--steps", "2", "--sinks", "4", "--window", "16"
 HEAL = ("--teacher", "{source}", "--data", str(HELD_OUT), "--max-steps", "1", "--length", "32", "--held-out", "2")
 PLAN = ("--kv-ratio", "0.5", "--allow", "quantized", "--calibration-tokens", "512", "--calibration-length", "64")
 VERBS = {
-    "convert": (("convert", "{source}", *CONVERT, "--out", "{out}"), "surgery.structures.stages.StageRuns.advance"),
+    "convert": (("convert", "{source}", *CONVERT, "--out", "{out}"), "surgery.structures.stages.StageTracker.advance"),
     "eval": (("eval", "{source}", *EVAL, "--out", "{out}"), "surgery.evaluation.run._Work.measure"),
     "heads": (
         ("heads", "{source}", *HEADS, "--text", str(HELD_OUT), "--out", "{out}.safetensors"),

@@ -71,14 +71,14 @@ def _table(settings: dict[str, Setting]) -> str:
     rows = ["| setting | default | |", "|---|---|---|"]
     for name, each in settings.items():
         choices = f" One of {', '.join(f'`{choice}`' for choice in each.listed)}." if each.listed else ""
-        rows.append(f"| `{name}` | {_default(each)} | {_line(f'{each.said.help}{choices} {each.said.more}')} |")
+        rows.append(f"| `{name}` | {_default(each)} | {_line(f'{each.info.help}{choices} {each.info.more}')} |")
     return "\n".join(rows) + "\n"
 
 
 def _default(setting: Setting) -> str:
     default = setting.default
     if default is None:
-        return _line(setting.said.unset) or "-"
+        return _line(setting.info.unset) or "-"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
     each = default if isinstance(default, tuple) else (default,)

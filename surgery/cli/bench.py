@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from surgery.bench.settings import KernelRequest
-from surgery.cli.generated import Given, with_settings
+from surgery.cli.generated import OptionValues, with_settings
 from surgery.cli.options import DeviceOption, JsonOption, command_line, flag, option
 from surgery.cli.verbs import Verbs
 from surgery.common.errors import SurgeryError
@@ -24,7 +24,7 @@ KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
 
 
 def bench_kernels(
-    given: Given,
+    options: OptionValues,
     out: OutOption = Path("surgery-bench"),
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
@@ -43,7 +43,7 @@ def bench_kernels(
     from surgery.bench.kernels import measure_kernels
     from surgery.console.bench import show_kernels
 
-    request = KernelRequest(**given.of(KernelRequest))
+    request = KernelRequest(**options.of(KernelRequest))
     check_file(out / "kernels.json", overwrite=overwrite)
     record, path = measure_kernels(request, out, command_line())
     show_kernels(record, path, as_json=as_json)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surgery.cli.generated import Given, with_settings
+from surgery.cli.generated import OptionValues, with_settings
 from surgery.cli.options import (
     OUTPUT,
     CheckpointArgument,
@@ -64,7 +64,7 @@ def _examples_of(to: str) -> str:
 
 def convert(
     checkpoint: CheckpointArgument,
-    given: Given,
+    options: OptionValues,
     to: Annotated[
         str | None,
         option(
@@ -128,11 +128,11 @@ def convert(
     to = to or DEFAULT
     target = find_target(to)
     seconds = None if heal is None else seconds_of(heal, "--heal")
-    if planned is None and (better := target.settings_class.needless(given.get)) is not None:
+    if planned is None and (better := target.settings_class.needless(options.get)) is not None:
         print(better)
         return
     chosen = dict(planned.settings) if planned else {}
-    settings = target.settings({**chosen, **given.of(target.settings_class, f"--to {to}")}, config)
+    settings = target.settings({**chosen, **options.of(target.settings_class, f"--to {to}")}, config)
     called, checkpoint, out = checkpoint, model_named(checkpoint), output_of(checkpoint, out, to)
     out = target.check_places(checkpoint, out, settings, overwrite=overwrite)
 

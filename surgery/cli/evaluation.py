@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.generated import Given
+from surgery.cli.generated import OptionValues
 from surgery.cli.options import (
     OUTPUT,
     ConfigOption,
@@ -27,7 +27,7 @@ def evaluate(
     checkpoints: Annotated[
         list[str], typer.Argument(metavar="CKPT...", help="Checkpoint folders or hub ids, or NAME=CKPT.")
     ],
-    given: Given,
+    options: OptionValues,
     baseline: Annotated[
         str | None,
         option(
@@ -70,7 +70,7 @@ def evaluate(
         find_local(name_and_path(row)[1])  # refuses what is none before torch is loaded for it
         return row
 
-    from_options = given.of(EvalSettings)
+    from_options = options.of(EvalSettings)
     settings = EvalSettings.from_file(config, **from_options) if config else EvalSettings(**from_options)
     models, compared = tuple(map(named, checkpoints)), None if baseline is None else named(baseline)
 

@@ -1,6 +1,6 @@
-"""Options made of the classes of settings, where names, types, defaults and help are said once.
+"""Options made of the classes of settings, where names, types, defaults and help are defined once.
 
-A verb's function has a parameter ``given``, in whose place :func:`with_settings` puts an option for every setting.
+A verb's function has a parameter ``options``, in whose place :func:`with_settings` puts an option for every setting.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SettingOption:
     @property
     def old(self) -> dict[str, str]:
         """Flags that still work, by what their parameters are called."""
-        flags = [old for each in self.settings.values() for old in each.said.old]
+        flags = [old for each in self.settings.values() for old in each.info.old]
         flags += [_flag(each.name) for each in self.settings.values() if each.name != self.key]
         return {flag.strip("-").replace("-", "_"): flag for flag in flags}
 
@@ -57,25 +57,25 @@ class SettingOption:
         """Panel of the help: its section, or the only target that has it."""
         if self.targets > 1 and len(self.settings) == 1:
             return f"--to {next(iter(self.settings))}"
-        return self.first.said.section
+        return self.first.info.section
 
     def parameters(self) -> list[inspect.Parameter]:
         """Return the parameters of the function that typer sees: the option, and a hidden one for each of its old
         flags."""
         flag, metavar, kind = self.flag, self.metavar, str | None
-        if self.first.said.repeated:
+        if self.first.info.repeated:
             kind = list[str] | None
         elif self.first.kinds == (bool,):
             flag, metavar, kind = f"{self.flag}/--no-{self.flag.strip('-')}", None, bool | None
         details = {"metavar": metavar, "help": self.help, "rich_help_panel": self.panel}
-        options = {self.key: typer.Option(flag, *self.first.said.also, **details)}
+        options = {self.key: typer.Option(flag, *self.first.info.also, **details)}
         options |= {key: typer.Option(old, metavar=metavar, hidden=True) for key, old in self.old.items()}
         return [_parameter(key, Annotated[kind, option], None) for key, option in options.items()]
 
     @property
     def metavar(self) -> str:
-        if self.first.said.metavar:
-            return self.first.said.metavar
+        if self.first.info.metavar:
+            return self.first.info.metavar
         choices = "|".join(dict.fromkeys(str(word) for each in self.settings.values() for word in each.choices))
         if choices and len(choices) <= LONGEST_METAVAR and not self.first.many:
             return choices
@@ -86,15 +86,15 @@ class SettingOption:
     def help(self) -> str:
         """Help text: the settings' help, values and defaults, with their targets where these differ."""
         parts = []
-        for text, targets in self._by_target(lambda each: each.said.help):
-            unsaid = self.targets == 1 or len(self.settings) == 1 or len(targets) == self.targets
-            parts.append(text if unsaid else f"{text.removesuffix('.')} ({', '.join(targets)}).")
+        for text, targets in self._by_target(lambda each: each.info.help):
+            for_all = self.targets == 1 or len(self.settings) == 1 or len(targets) == self.targets
+            parts.append(text if for_all else f"{text.removesuffix('.')} ({', '.join(targets)}).")
         values = self._by_target(lambda each: ", ".join(map(str, each.choices)))
         if len(values) > 1 or (values and self.metavar != "|".join(map(str, self.first.choices))):
             one_of = "" if len(values) > 1 else "Of " if self.first.many else "One of "
             parts.append(f"{one_of}{_told(values)}.")
-        if self.first.said.also:
-            parts.append(f"Also {', '.join(self.first.said.also)}.")
+        if self.first.info.also:
+            parts.append(f"Also {', '.join(self.first.info.also)}.")
         defaults = self._by_target(_default)
         return " ".join(parts) + (f" [{_told(defaults)}]" if defaults else "")
 
@@ -107,7 +107,7 @@ class SettingOption:
 
 
 @dataclass(frozen=True)
-class Given:
+class OptionValues:
     """Settings of a command line."""
 
     classes: Mapping[str, type]
@@ -129,7 +129,7 @@ class Given:
         return {name: value for name, value in values.items() if value is not None}
 
     def get(self, key: str) -> Any:
-        """The text of an option, if it is given."""
+        """Return the text of an option; None where it is not set."""
         return next((value for option, value in self.values if option.key == key), None)
 
 
@@ -139,15 +139,15 @@ def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Cal
 
     @wraps(verb)
     def called(**values: Any) -> None:
-        given = [(option, value) for option in options if (value := _taken(option, values)) is not None]
+        pairs = [(option, value) for option in options if (value := _taken(option, values)) is not None]
         try:
-            verb(**values, given=Given(classes, tuple(given)))
+            verb(**values, options=OptionValues(classes, tuple(pairs)))
         except SurgeryError as error:
-            raise SurgeryError(_in_flags(str(error), [option for option, _ in given])) from error
+            raise SurgeryError(_in_flags(str(error), [option for option, _ in pairs])) from error
 
     hints, parameters = get_type_hints(verb, include_extras=True), []
     for own in inspect.signature(verb).parameters.values():
-        if own.name == "given":
+        if own.name == "options":
             parameters += [parameter for option in options for parameter in option.parameters()]
         else:
             parameters.append(_parameter(own.name, hints[own.name], own.default))
@@ -156,9 +156,9 @@ def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Cal
     return called
 
 
-def _in_flags(message: str, given: Iterable[SettingOption]) -> str:
+def _in_flags(message: str, options: Iterable[SettingOption]) -> str:
     """Rewrite a message about a setting with the flag that set it."""
-    for option in given:
+    for option in options:
         for name in {setting.name for setting in option.settings.values()}:
             beginning = "" if "_" in name else "(?:^|(?<=, and ))"  # inside of a sentence they are words
             message = re.sub(rf"{beginning}(?<![\w-]){name}(?= (?:['\d-]|(?:must|is|are|and)\b))", option.flag, message)
@@ -170,7 +170,7 @@ def _options(classes: Mapping[str, type]) -> list[SettingOption]:
     by_flag: dict[str, dict[str, Setting]] = {}
     for target, cls in classes.items():
         for each in settings_of(cls).values():
-            if not each.said.in_file:
+            if not each.info.in_file:
                 by_flag.setdefault(each.flag, {})[target] = each
     options = [SettingOption(key, settings, len(classes)) for key, settings in by_flag.items()]
     order = list(dict.fromkeys(each.panel for each in options))
@@ -203,7 +203,7 @@ def _taken(option: SettingOption, values: dict[str, Any]) -> Any:
 def _default(setting: Setting) -> str:
     default = setting.default
     if default is None:
-        return setting.said.unset
+        return setting.info.unset
     if isinstance(default, bool):
         return f"on; {_flag(f'no-{setting.flag}')} for off" if default else ""
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from surgery.cli.generated import Given
+from surgery.cli.generated import OptionValues
 from surgery.cli.options import (
     OUTPUT,
     CheckpointArgument,
@@ -21,7 +21,7 @@ from surgery.heads.settings import SUFFIX, HeadSettings
 
 def score(
     checkpoint: CheckpointArgument,
-    given: Given,
+    options: OptionValues,
     out: Annotated[
         Path | None,
         option("--out", "FILE", "Pattern to write; a picture goes beside it. [CKPT-heads-METHOD.safetensors]", OUTPUT),
@@ -47,7 +47,7 @@ def score(
     from surgery.checkpoint.named_models import find_model, model_named, output_of
     from surgery.heads.place import check_pattern, default_pattern
 
-    from_options = given.of(HeadSettings)
+    from_options = options.of(HeadSettings)
     settings = HeadSettings.from_file(config, **from_options) if config else HeadSettings(**from_options)
     called, out = checkpoint, output_of(checkpoint, out, f"heads-{settings.method}{SUFFIX}")
     # Before torch is loaded for it: places that would be refused later.

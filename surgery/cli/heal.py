@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.generated import Given
+from surgery.cli.generated import OptionValues
 from surgery.cli.options import (
     MACHINE,
     OUTPUT,
@@ -26,7 +26,7 @@ from surgery.training.settings import HealSettings
 
 def heal(
     checkpoint: CheckpointArgument,
-    given: Given,
+    options: OptionValues,
     out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-healed, beside it]", OUTPUT)] = None,
     config: Annotated[
         Path | None,
@@ -85,9 +85,9 @@ def heal(
     from surgery.healing.launchers import check_processes, find_launcher
 
     check_processes(processes)
-    if wandb is not None and given.get("tracker") not in (None, "wandb"):
-        raise SurgeryError(f"--wandb {wandb} and --tracker {given.get('tracker')}: give one of them")
-    from_options = given.of(HealSettings) | ({} if wandb is None else {"tracker": "wandb", "project": wandb})
+    if wandb is not None and options.get("tracker") not in (None, "wandb"):
+        raise SurgeryError(f"--wandb {wandb} and --tracker {options.get('tracker')}: give one of them")
+    from_options = options.of(HealSettings) | ({} if wandb is None else {"tracker": "wandb", "project": wandb})
     read = read_mapping(config) if config else {}
     if isinstance(teacher := from_options.get("teacher", read.get("teacher")), str):
         from_options["teacher"] = model_named(teacher)

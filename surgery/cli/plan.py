@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from surgery.cli.generated import Given
+from surgery.cli.generated import OptionValues
 from surgery.cli.options import (
     OUTPUT,
     CheckpointArgument,
@@ -26,7 +26,7 @@ from surgery.planning.settings import PlanSettings
 
 def plan_(
     checkpoint: CheckpointArgument,
-    given: Given,
+    options: OptionValues,
     out: Annotated[
         Path | None, option("--out", "FILE", "File for the choice, which convert --plan takes.", OUTPUT)
     ] = None,
@@ -53,7 +53,7 @@ def plan_(
     """
     from surgery.checkpoint.named_models import find_model
 
-    from_options = given.of(PlanSettings)
+    from_options = options.of(PlanSettings)
     settings = PlanSettings.from_mapping({**(read_mapping(config) if config else {}), **from_options}, "plan")
     source = find_model(checkpoint)
     for file, name in ((out, "--out"), (plot, "--plot")):

@@ -31,7 +31,7 @@ Form = Callable[[], nn.Module]
 """Makes a stand-in for a layer's attention; called when it is needed, as exact forms are as wide as the whole cache."""
 
 
-class StageRuns:
+class StageTracker:
     """Hidden states of every stage, advanced layer by layer.
 
     Args:
@@ -87,7 +87,7 @@ class StageRuns:
         self._stream.run_layer(layer, self.hidden["source"], self._batch_size)
         return errors
 
-    def go_past(self, layer: StreamedLayer, attention: nn.Module | None) -> None:
+    def skip(self, layer: StreamedLayer, attention: nn.Module | None) -> None:
         """Runs one layer that all stages leave as it is, with ``attention`` in the place of its own if given."""
         for name, hidden in self.hidden.items():
             if name != "source":

@@ -21,7 +21,7 @@ from surgery.running.layer_stream import StreamedLayer
 from surgery.running.processes import ALONE, Processes
 from surgery.running.source import OwnSource, Source
 from surgery.structures.converted_layers import ConvertedLayers
-from surgery.structures.stages import StageRuns
+from surgery.structures.stages import StageTracker
 
 Opened = TypeVar("Opened", bound="Source | OwnSource")
 Settings = TypeVar("Settings", bound=ConversionSettings)
@@ -76,15 +76,15 @@ class Work(Generic[Opened, Settings]):
 
     def stage_runs(
         self, stages: tuple[str, ...], *, exact: Collection[str] = (), steps: Collection[str] = ()
-    ) -> StageRuns:
+    ) -> StageTracker:
         """The stages of the conversion over its held-out text."""
         held_out, size = self.texts.held_out, self.settings.batch_size
-        return StageRuns(self.opened.stream, held_out, size, stages, exact=exact, steps=steps)
+        return StageTracker(self.opened.stream, held_out, size, stages, exact=exact, steps=steps)
 
     def pass_layers(
         self,
         convert: Callable[[int], Any],
-        runs: StageRuns,
+        runs: StageTracker,
         *types: type,
         settled: Callable[[int], bool] = lambda layer: True,
     ) -> list[Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from surgery.checkpoint import CheckpointReader, stores
-from surgery.structures.stages import StageRuns
+from surgery.structures.stages import StageTracker
 
 
 def check_refused(conversion, ended, lines, words, *, source=True):
@@ -87,13 +87,13 @@ def test_a_disk_that_cannot_be_read(conversion, monkeypatch, number):
 
 def when_layers_are_done(monkeypatch, happens):
     """Let something happen between two layers."""
-    advance = StageRuns.advance
+    advance = StageTracker.advance
 
     def then(*arguments, **options):
         happens()
         return advance(*arguments, **options)
 
-    monkeypatch.setattr(StageRuns, "advance", then)
+    monkeypatch.setattr(StageTracker, "advance", then)
 
 
 def test_a_source_that_vanishes(conversion, monkeypatch):

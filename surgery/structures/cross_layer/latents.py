@@ -35,7 +35,7 @@ from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
-from surgery.structures.stages import StageRuns
+from surgery.structures.stages import StageTracker
 from surgery.structures.work import Work
 from surgery.transforms.algebra import damp
 from surgery.transforms.cross_layer import METRIC_DAMPING, SharedBasis, SimulatedGroup, SimulatedMember, shared_basis
@@ -235,7 +235,7 @@ def _carry(
     start: int,
     stop: int,
     basis: SharedBasis,
-    runs: StageRuns,
+    runs: StageTracker,
     settings: CrossLayerSettings,
 ) -> GroupReport:
     """Runs a group in both stages, and says what it loses."""

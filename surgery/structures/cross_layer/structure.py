@@ -32,7 +32,7 @@ from surgery.structures.cross_layer.latents import SharedLatents
 from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
-from surgery.structures.stages import StageRuns
+from surgery.structures.stages import StageTracker
 from surgery.structures.work import Work
 from surgery.transforms.cross_layer import (
     Rebuild,
@@ -152,7 +152,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return self._writes.latent_tensors(group, basis, [opened.reader.tensor(name).double() for name in names])
 
     def _convert(
-        self, start: int, stop: int, entry: GroupEntry | None, work: Work, runs: StageRuns
+        self, start: int, stop: int, entry: GroupEntry | None, work: Work, runs: StageTracker
     ) -> tuple[SharedBasis | None, GroupReport | None]:
         """Converts one group; None for ``entry`` is a layer outside all groups."""
         basis, rebuild = None, None
@@ -191,7 +191,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
 
     @torch.no_grad()
     def _carry(
-        self, start: int, stop: int, rebuild: Rebuild | None, runs: StageRuns
+        self, start: int, stop: int, rebuild: Rebuild | None, runs: StageTracker
     ) -> tuple[dict[str, float], tuple[float, float]]:
         """Runs a group in every stage: errors of its output by stage, and of keys and values."""
         stream, settings, hidden = self.opened.stream, self.settings, runs.hidden

@@ -38,7 +38,7 @@ from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Stru
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.bench import half_the_heads
 from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.stages import StageRuns
+from surgery.structures.stages import StageTracker
 from surgery.structures.work import Work
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
@@ -204,7 +204,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             final_code=carrier.final_code,
         )
 
-    def _merge(self, index: int, work: Work, runs: StageRuns) -> HeadsLayerReport:
+    def _merge(self, index: int, work: Work, runs: StageTracker) -> HeadsLayerReport:
         """Merges and measures one layer."""
         stream, plan, settings = self.opened.stream, self._plan, self.settings
         source = self.opened.anatomy(index)

@@ -42,7 +42,7 @@ from surgery.structures.low_rank.bench import one_latent
 from surgery.structures.low_rank.rank_plan import Blocks, plan_bits, plan_ranks, wanted_rank
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.passing import pass_kept, source_attention
-from surgery.structures.stages import StageRuns
+from surgery.structures.stages import StageTracker
 from surgery.structures.work import Work
 from surgery.transforms.low_rank import SharedMoments, low_rank_layer
 from surgery.transforms.low_rank_layer import LowRankLayer, SimulatedLowRank
@@ -229,7 +229,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             own_class=True,
         )
 
-    def _convert(self, index: int, work: Work, runs: StageRuns) -> LowRankLayerReport:
+    def _convert(self, index: int, work: Work, runs: StageTracker) -> LowRankLayerReport:
         """Converts and measures one layer."""
         if index in self.kept:
             pass_kept(self.opened, index, runs, work.converted)
@@ -268,7 +268,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         )
 
     def _measure(
-        self, layer: StreamedLayer, anatomy: AttentionAnatomy, form: LowRankLayer, runs: StageRuns
+        self, layer: StreamedLayer, anatomy: AttentionAnatomy, form: LowRankLayer, runs: StageTracker
     ) -> dict[str, float]:
         """Carries all stages through the layer; the relative error of each."""
         makers = {}

@@ -32,7 +32,7 @@ from surgery.structures.mla.report import EXACT_STAGES
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.passing import pass_kept
 from surgery.structures.single_layers import single_layer_divergences
-from surgery.structures.stages import Form, StageRuns
+from surgery.structures.stages import Form, StageTracker
 from surgery.structures.work import Work
 from surgery.transforms import mla, quantized_mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
@@ -222,7 +222,7 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
             own_class=True,
         )
 
-    def _convert(self, index: int, work: Work, runs: StageRuns, writer: OwnQuantizedMLA) -> QuantizedLayerReport:
+    def _convert(self, index: int, work: Work, runs: StageTracker, writer: OwnQuantizedMLA) -> QuantizedLayerReport:
         """Converts and measures one layer."""
         if index in self.kept:
             pass_kept(self.opened, index, runs, work.converted)

@@ -31,7 +31,7 @@ from surgery.structures.base import Candidate, Forecast, Outcome, Structure, unc
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import AUTO, NONE
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.stages import ERROR_SEQUENCES, StageRuns
+from surgery.structures.stages import ERROR_SEQUENCES, StageTracker
 from surgery.structures.work import Work
 from surgery.transforms.quantized_reading import QuantizedAttention
 from surgery.transforms.smaller_latent import norm_error, smaller_latent
@@ -182,7 +182,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
     def _tensors(self) -> dict[str, TensorSpec]:
         return self._writes.plan(unchanged_tensors(self.opened.reader, self.opened.config))
 
-    def _convert(self, index: int, work: Work, runs: StageRuns, writer: CheckpointWriter) -> SmallerLayerReport:
+    def _convert(self, index: int, work: Work, runs: StageTracker, writer: CheckpointWriter) -> SmallerLayerReport:
         stream, anatomy = self.opened.stream, self.opened.anatomy(index).to(torch.float64)
         statistics, _ = work.library.load(index)
         smaller = smaller_latent(anatomy, statistics, self._writes.rank)

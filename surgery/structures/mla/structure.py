@@ -46,7 +46,7 @@ from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerRepor
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.smaller import SmallerMLA
 from surgery.structures.passing import pass_kept, source_attention
-from surgery.structures.stages import Form, StageRuns
+from surgery.structures.stages import Form, StageTracker
 from surgery.structures.work import Work
 from surgery.transforms import mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
@@ -214,7 +214,7 @@ class MLA(Structure[Source, ConvertSettings]):
         cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": others[place]}
         return plans[best], tried, {"engine_limits": {**cost, "free_split": [free[place].rope_dim, free[place].rank]}}
 
-    def _convert(self, index: int, work: Work, runs: StageRuns) -> LayerReport:
+    def _convert(self, index: int, work: Work, runs: StageTracker) -> LayerReport:
         """Converts and measures one layer."""
         if index in self.kept:
             pass_kept(self.opened, index, runs, work.converted)
