@@ -17,9 +17,9 @@ from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, Structure
+from surgery.structures.context import ConversionContext
 from surgery.structures.kv_bytes import final_config
 from surgery.structures.registry import TARGETS, Target
-from surgery.structures.work import Work
 
 TOLERANCE = 0.02
 """How far below a share bytes may stay, relatively, before a larger result is looked for."""
@@ -72,7 +72,7 @@ class Candidates:
         refused: filled with what the source or the engine does not take, and why.
     """
 
-    def __init__(self, opened: Source, work: Work, settings: PlanSettings):
+    def __init__(self, opened: Source, work: ConversionContext, settings: PlanSettings):
         self._opened, self._work, self._settings = opened, work, settings
         self.refused: dict[str, str] = {}
         self.source_bytes = held_bytes(opened.reader.config, opened, settings)

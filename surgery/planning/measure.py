@@ -16,7 +16,7 @@ from torch import Tensor
 from surgery.calibration.held_out import HeldOut
 from surgery.checkpoint.tensors import as_bytes
 from surgery.planning.candidates import Sized
-from surgery.structures.work import Work
+from surgery.structures.context import ConversionContext
 
 LEVEL = 0.8
 """Share of other texts' losses that the interval of a prediction should hold."""
@@ -103,7 +103,7 @@ class Carried:
 
 
 @torch.no_grad()
-def measure(candidates: Sequence[Sized], work: Work, held_out: HeldOut) -> Carried:
+def measure(candidates: Sequence[Sized], work: ConversionContext, held_out: HeldOut) -> Carried:
     """Carry the source and candidates through the layers side by side; resumes what a killed plan had carried.
 
     Layers that stay as they are run once for all whose hidden states are still the source's.
@@ -157,13 +157,13 @@ def _loop(candidates: Sequence[Sized], held_out: HeldOut) -> str:
     return f"carry-{sha256(asked + as_bytes(held_out.tokens.contiguous()).numpy().tobytes()).hexdigest()[:16]}"
 
 
-def _token_losses(work: Work, held_out: HeldOut, hidden: Tensor) -> Tensor:
+def _token_losses(work: ConversionContext, held_out: HeldOut, hidden: Tensor) -> Tensor:
     """Return the token losses of the texts [N, T - 1], from final hidden states [N, T, D]."""
     texts = held_out.texts
     return work.opened.stream.token_losses(hidden[:texts], held_out.tokens[:texts]).view(texts, -1)
 
 
-def _score(work: Work, held_out: HeldOut, hidden: Tensor, losses: Tensor, source: Tensor) -> Scored:
+def _score(work: ConversionContext, held_out: HeldOut, hidden: Tensor, losses: Tensor, source: Tensor) -> Scored:
     """Score final hidden states [N, T, D] and the token losses of the model and of the source."""
     recall, answers = held_out.answered(work.opened.stream, hidden)
     divergence = float((losses - source).square().mean()) / 2

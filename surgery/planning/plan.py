@@ -31,8 +31,8 @@ from surgery.planning.sizes import around_best, look_for_loss, shares_around
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.base import BasisOf
+from surgery.structures.context import ConversionContext
 from surgery.structures.registry import TARGETS
-from surgery.structures.work import Work
 from surgery.version import __version__
 
 DEFAULT_SHARE = 0.25
@@ -145,7 +145,12 @@ def make_plan(
 
 
 def _weighed(
-    candidates: Candidates, work: Work, held_out: HeldOut, settings: PlanSettings, share: float | None, called: str
+    candidates: Candidates,
+    work: ConversionContext,
+    held_out: HeldOut,
+    settings: PlanSettings,
+    share: float | None,
+    called: str,
 ) -> Rounds:
     """Measures candidates at the share of the source's bytes and around it, or until a loss is met.
 
@@ -181,7 +186,7 @@ def opened_work(
     out: Path | None = None,
     *,
     restart: bool = False,
-) -> Iterator[Work]:
+) -> Iterator[ConversionContext]:
     """Statistics of all layers, for every structure, and nothing to try splits of a budget on.
 
     Args:
@@ -197,7 +202,7 @@ def opened_work(
                 kept = stack.enter_context(Unfinished(place, opened.reader, facts, progress, restart=restart))
             snapshots = kept.snapshots
         texts = replace(texts, held_out=untried)
-        work = Work.in_folder(snapshots, opened, settings, texts, progress)
+        work = ConversionContext.in_folder(snapshots, opened, settings, texts, progress)
         for files in (work.library, work.store, work.converted):
             stack.enter_context(files)
         with progress.step(2, STEPS):

@@ -27,9 +27,9 @@ from surgery.families.towers import HOLD_OWN
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
 from surgery.running.source import Source
+from surgery.structures.context import ConversionContext, Opened, Settings
 from surgery.structures.estimates import Demand
 from surgery.structures.registry import TARGETS
-from surgery.structures.work import Opened, Settings, Work
 from surgery.verification.flow import Flow
 from surgery.verification.written import Verification, verify_by_running
 
@@ -208,7 +208,7 @@ class Structure(ABC, Generic[Opened, Settings]):
         """The key basis whose attention over lags it wants among its statistics."""
         return None
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """A stand-in for a layer's attention, as it becomes, for prompts only; after :meth:`plan`.
 
         Args:
@@ -220,22 +220,22 @@ class Structure(ABC, Generic[Opened, Settings]):
         """The layers that can only be run together with this one, and it: of those :meth:`pass_group` stands in."""
         return range(layer, layer + 1)
 
-    def pass_group(self, work: Work, group: range, hidden: Tensor) -> Tensor:
+    def pass_group(self, work: ConversionContext, group: range, hidden: Tensor) -> Tensor:
         """Carries [N, T, D], in place, through layers that can only be run together, as they become."""
         raise NotImplementedError
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """Takes statistics; a structure that needs none leaves it."""
 
     @abstractmethod
-    def plan(self, work: Work) -> Mapping[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> Mapping[str, TensorSpec]:
         """Spends the budget; every tensor of the result, in the order of the files."""
 
     @abstractmethod
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Passes over all layers: converts, measures and writes what is new. What it does not write is copied."""
 
-    def verify(self, work: Work, written: Path, outcome: Outcome) -> Verification:
+    def verify(self, work: ConversionContext, written: Path, outcome: Outcome) -> Verification:
         """Runs what was written, with a config and all tensors, against what was simulated.
 
         Raises:

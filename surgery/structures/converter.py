@@ -35,12 +35,12 @@ from surgery.running.moment_precision import factorising_on
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.structures.base import Outcome, Structure
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantisation_entry
 from surgery.structures.quantized.stage import in_own_class, quantize_written
 from surgery.structures.record import build_report
 from surgery.structures.request import ConversionRequest, open_request
-from surgery.structures.work import Work
 from surgery.verification.written import Verification
 from surgery.version import __version__
 
@@ -115,7 +115,7 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
         # The writer checks again, once the tensors are settled, and that may be hours from here.
         stored_parts = kept_matrices(structure.opened.reader, settings, forecast.tensors)
         staging.check_space(sum(spec.nbytes for spec in in_parts(forecast.tensors, stored_parts).values()))
-        work = Work.in_folder(unfinished.snapshots, structure.opened, settings, texts, progress, together)
+        work = ConversionContext.in_folder(unfinished.snapshots, structure.opened, settings, texts, progress, together)
         together.from_main(lambda: folder)
         with progress.step(2, STEPS):
             structure.gather(work)
@@ -139,13 +139,13 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
 def _have_share(structure: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
     """Run the share of the sweeps of a process that is not the main one, in the main process's folder."""
     snapshots = Snapshots(together.from_main(Path))
-    work = Work.in_folder(snapshots, structure.opened, settings, texts, Progress(silent=True), together)
+    work = ConversionContext.in_folder(snapshots, structure.opened, settings, texts, Progress(silent=True), together)
     structure.gather(work)
 
 
 def _finish(
     structure: Structure,
-    work: Work,
+    work: ConversionContext,
     writer: CheckpointWriter,
     carried: CarriedFiles,
     tensors: Mapping[str, TensorSpec],
@@ -179,7 +179,7 @@ def _finish(
 
 
 def _conclude(
-    work: Work,
+    work: ConversionContext,
     writer: CheckpointWriter,
     carried: CarriedFiles,
     outcome: Outcome,

@@ -25,9 +25,9 @@ from surgery.model.token_codes import TokenCodes
 from surgery.running.attention_tap import AttentionCall, tapped
 from surgery.running.source import OwnSource, Source
 from surgery.structures.base import Structure
+from surgery.structures.context import ConversionContext
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.stages import ERROR_SEQUENCES
-from surgery.structures.work import Work
 
 STREAMING = "streaming"
 """The stage of the report after the source."""
@@ -99,7 +99,7 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
             return OwnSource.open(reader, settings)
         return Source.of(reader, settings)
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> StreamingAttention:
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> StreamingAttention:
         """The source's attention behind the plan's masks."""
         stream, plan = self.opened.stream, self._plan
         codes = None if cache is None else (cache, TokenCodes.of(self.settings.kv_cache()))

@@ -24,11 +24,11 @@ from surgery.reporting.report import SourceShape
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.skeleton import skeleton
 from surgery.structures.base import Candidate, Forecast, Outcome, Request, Structure, unchanged_tensors
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.hybrid.streaming import Streaming, layer_report, measure_plan
 from surgery.structures.hybrid.whole_layers import WholeLayers
-from surgery.structures.work import Work
 from surgery.verification.flow import predicted_flow
 
 
@@ -71,11 +71,11 @@ class Hybrid(Streaming):
             ),
         )
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Every tensor stays; a layer's heads change places."""
         return unchanged_tensors(self.opened.reader, self.opened.config)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Measures the plan as masks on the source's attention, and writes heads in their new order."""
         opened, plan, pattern = self.opened, self._plan, self._pattern
         reader, dtype = opened.reader, opened.weight_dtype

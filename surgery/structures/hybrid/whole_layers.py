@@ -13,9 +13,9 @@ from surgery.architectures.sliding_layers import REASON, sliding_config
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.structures.base import Forecast, Outcome, unchanged_tensors
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.streaming import Streaming, layer_report, measure_plan
-from surgery.structures.work import Work
 
 
 class WholeLayers(Streaming):
@@ -51,11 +51,11 @@ class WholeLayers(Streaming):
             demand=Demand(cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize)),
         )
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Every tensor stays."""
         return unchanged_tensors(self.opened.reader, self.opened.config)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Measures the plan as masks on the source's attention; nothing new is written."""
         opened, plan, pattern, config = self.opened, self._plan, self._pattern, self._config
         hidden, scores, errors = measure_plan(opened, plan, work.texts, self.settings, work.progress)

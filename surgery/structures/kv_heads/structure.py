@@ -35,11 +35,11 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, unchanged_tensors
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.bench import half_the_heads
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.stages import StageTracker
-from surgery.structures.work import Work
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
 from surgery.transforms.quantized_reading import QuantizedAttention
@@ -157,11 +157,11 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             ),
         )
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """Predicted errors are in the metric of the loss, whatever metric the method works in."""
         work.gather()
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Spends the budget over the layers, and chooses the class that carries it."""
         opened, settings, first = self.opened, self.settings, self.opened.first
         self._plan = _plan_heads(opened, self._budget, work.library, settings, work.progress)
@@ -174,14 +174,14 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             refuse_unless_loadable(settings.engine, self._carrier.final_config or self._carrier.config)
         return _planned_tensors(opened, self._plan, first.head_dim)
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """The merged heads."""
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         merged = _merge(anatomy, work.library.load(layer)[0], self._plan.kv_heads[layer], self.settings).anatomy
         merged = merged.to(stream.device, stream.dtype)
         return CapturedAttention(merged) if cache is None else QuantizedAttention(merged, cache)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """The merged heads of every layer."""
         carrier, kv_heads = self._carrier, self._plan.kv_heads
         runs = work.stage_runs((MERGED,), steps=(MERGED,))
@@ -204,7 +204,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             final_code=carrier.final_code,
         )
 
-    def _merge(self, index: int, work: Work, runs: StageTracker) -> HeadsLayerReport:
+    def _merge(self, index: int, work: ConversionContext, runs: StageTracker) -> HeadsLayerReport:
         """Merges and measures one layer."""
         stream, plan, settings = self.opened.stream, self._plan, self.settings
         source = self.opened.anatomy(index)

@@ -36,6 +36,7 @@ from surgery.structures.base import (
     Structure,
     replanned_tensors,
 )
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.low_rank.bench import one_latent
@@ -43,7 +44,6 @@ from surgery.structures.low_rank.rank_plan import Blocks, plan_bits, plan_ranks,
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.stages import StageTracker
-from surgery.structures.work import Work
 from surgery.transforms.low_rank import SharedMoments, low_rank_layer
 from surgery.transforms.low_rank_layer import LowRankLayer, SimulatedLowRank
 from surgery.transforms.low_rank_methods import blocks_for
@@ -170,11 +170,11 @@ class LowRank(Structure[Source, LowRankSettings]):
             ),
         )
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """Moments and the loss gradient's."""
         work.gather()
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Ranks, or ranks and bits, of every layer."""
         opened, asked, codes = self.opened, self.asked, None
         if asked.bits == "auto":
@@ -189,7 +189,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         sinks, opened = self.asked.sinks if self.asked.window else 0, self.opened
         return OwnLowRank(opened.first, blocks, self.earlier, sinks, self.asked.window, codes)
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """Latents in the metric of the loss; without an exact window, and of a layer's own."""
         if layer in self.kept:
             return source_attention(self.opened, layer, cache)
@@ -198,7 +198,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         converted = converted.to(self.opened.stream.device, self.opened.stream.dtype)
         return SimulatedLowRank(converted, cache=cache, remembers=False)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """All tokens as latents, and beside an exact window if there is one."""
         opened, writes = self.opened, self._writes
         stages = (LOW_RANK, *((EXACT_WINDOW,) if self.asked.window else ()))
@@ -229,7 +229,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             own_class=True,
         )
 
-    def _convert(self, index: int, work: Work, runs: StageTracker) -> LowRankLayerReport:
+    def _convert(self, index: int, work: ConversionContext, runs: StageTracker) -> LowRankLayerReport:
         """Converts and measures one layer."""
         if index in self.kept:
             pass_kept(self.opened, index, runs, work.converted)

@@ -25,6 +25,7 @@ from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.base import Forecast, Outcome, Structure, replanned_tensors
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import converted_layers, kept_layers
 from surgery.structures.mla.output import mla_spec, refuse_longrope
@@ -33,7 +34,6 @@ from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.passing import pass_kept
 from surgery.structures.single_layers import single_layer_divergences
 from surgery.structures.stages import Form, StageTracker
-from surgery.structures.work import Work
 from surgery.transforms import mla, quantized_mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
 from surgery.transforms.latent_layer import SimulatedAttention
@@ -140,11 +140,11 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
             ),
         )
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """Moments of all but the first tokens, which the cache keeps in full precision."""
         work.gather(first=self.settings.first_tokens)
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Chooses the bits of every channel of all layers.
 
         To second order energies say what a layer loses; really it is several times as much, and not by one factor. So
@@ -170,7 +170,7 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         writer = self._writer(self._plans)
         return replanned_tensors(self.opened, writer.copied, writer.plan, self.kept)
 
-    def _measured(self, work: Work, plans: Plans, advance: Callable[[], None]) -> dict[int, float]:
+    def _measured(self, work: ConversionContext, plans: Plans, advance: Callable[[], None]) -> dict[int, float]:
         """Return the loss increase of the model where one layer alone follows its plan."""
         return single_layer_divergences(
             self.opened.stream,
@@ -195,7 +195,7 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         }
         return {layer: (latent, rope) for layer, latent, rope in pairs}, predicted
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """The quantized form of every layer."""
         opened, written = self.opened, self._writer(self._plans)
         runs = work.stage_runs((*EXACT_STAGES, QUANTIZED), exact=EXACT_STAGES, steps=(QUANTIZED,))
@@ -222,7 +222,9 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
             own_class=True,
         )
 
-    def _convert(self, index: int, work: Work, runs: StageTracker, writer: OwnQuantizedMLA) -> QuantizedLayerReport:
+    def _convert(
+        self, index: int, work: ConversionContext, runs: StageTracker, writer: OwnQuantizedMLA
+    ) -> QuantizedLayerReport:
         """Converts and measures one layer."""
         if index in self.kept:
             pass_kept(self.opened, index, runs, work.converted)
@@ -253,12 +255,12 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         return SimulatedAttention(result.layer.to(stream.device, stream.dtype), read=read)
 
     def _converted(
-        self, work: Work, index: int, layer: StreamedLayer, runs: tuple[Runs, Runs], calibrated: Calibrated
+        self, work: ConversionContext, index: int, layer: StreamedLayer, runs: tuple[Runs, Runs], calibrated: Calibrated
     ) -> QuantizedLatents:
         inputs, first = work.attention_inputs(index, layer), self.settings.first_tokens
         return quantized_mla.convert_layer(*calibrated, self._orders[index], runs, inputs, first)
 
-    def _calibrated(self, work: Work, layer: int) -> Calibrated:
+    def _calibrated(self, work: ConversionContext, layer: int) -> Calibrated:
         """A layer in float64, its centred statistics, and the basis of its keys."""
         anatomy, (statistics, _) = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)
         centred = quantized_mla.centred(statistics)

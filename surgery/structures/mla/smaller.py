@@ -28,11 +28,11 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, Forecast, Outcome, Structure, unchanged_tensors
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import AUTO, NONE
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.stages import ERROR_SEQUENCES, StageTracker
-from surgery.structures.work import Work
 from surgery.transforms.quantized_reading import QuantizedAttention
 from surgery.transforms.smaller_latent import norm_error, smaller_latent
 
@@ -141,22 +141,22 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             ),
         )
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """Moments of latents, and of the loss's gradients at them."""
         work.gather(gradients=True)
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Every tensor, those that read or make latents with fewer."""
         return self._tensors()
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """The latents that are kept, behind their norm."""
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         smaller = smaller_latent(anatomy, work.library.load(layer)[0], self._writes.rank).layer
         smaller = smaller.to(stream.device, stream.dtype)
         return CapturedAttention(smaller) if cache is None else QuantizedAttention(smaller, cache)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Keeps a subspace of every layer's latents."""
         runs = work.stage_runs((EXACT, SMALLER), exact=(EXACT,))
         layers = work.pass_layers(lambda index: self._convert(index, work, runs, writer), runs, SmallerLayerReport)
@@ -182,7 +182,9 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
     def _tensors(self) -> dict[str, TensorSpec]:
         return self._writes.plan(unchanged_tensors(self.opened.reader, self.opened.config))
 
-    def _convert(self, index: int, work: Work, runs: StageTracker, writer: CheckpointWriter) -> SmallerLayerReport:
+    def _convert(
+        self, index: int, work: ConversionContext, runs: StageTracker, writer: CheckpointWriter
+    ) -> SmallerLayerReport:
         stream, anatomy = self.opened.stream, self.opened.anatomy(index).to(torch.float64)
         statistics, _ = work.library.load(index)
         smaller = smaller_latent(anatomy, statistics, self._writes.rank)

@@ -25,6 +25,7 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Request, Structure
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla import bench
@@ -47,7 +48,6 @@ from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.smaller import SmallerMLA
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.stages import Form, StageTracker
-from surgery.structures.work import Work
 from surgery.transforms import mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
 from surgery.transforms.latent_layer import LatentLayer, SimulatedAttention
@@ -141,18 +141,18 @@ class MLA(Structure[Source, ConvertSettings]):
         """Key basis of methods that choose frequencies by the attention over lags."""
         return mla.lag_basis(mla.METHODS[self.settings.method])
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """Moments, and what attention over lags a choice of frequencies needs."""
         work.gather(gradients=mla.METHODS[self.settings.method].gradients, basis_of=self.lag_basis)
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Chooses the split on held-out text, and the class that carries it."""
         opened, settings = self.opened, self.settings
         self._plan, self._tried, self._engine_cost = self._choose(work)
         self._carrier = carrier_of(opened, self._plan, settings)
         return all_tensors(opened, self._carrier.writer, self.kept)
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """The truncated latent."""
         if layer in self.kept:
             return source_attention(self.opened, layer, cache)
@@ -160,7 +160,7 @@ class MLA(Structure[Source, ConvertSettings]):
         converted = self._plan.convert(anatomy, work.library, layer).truncated
         return SimulatedAttention(converted.to(stream.device, stream.dtype), cache)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """The truncated latent of every layer."""
         opened, carrier = self.opened, self._carrier
         runs = work.stage_runs((*EXACT_STAGES, *LOSSY_STAGES), exact=EXACT_STAGES, steps=LOSSY_STAGES)
@@ -178,7 +178,7 @@ class MLA(Structure[Source, ConvertSettings]):
             splits=[{**plan.facts(), "held_out_loss": loss} for plan, loss in self._tried],
         )
 
-    def _choose(self, work: Work) -> tuple[MLAPlan, list[tuple[MLAPlan, float | None]], dict]:
+    def _choose(self, work: ConversionContext) -> tuple[MLAPlan, list[tuple[MLAPlan, float | None]], dict]:
         """The plan of least held-out loss, that of all that were tried, and what an engine's limits cost, to report.
 
         The free choice that an engine's is compared with is that of the same budget without limits.
@@ -214,7 +214,7 @@ class MLA(Structure[Source, ConvertSettings]):
         cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": others[place]}
         return plans[best], tried, {"engine_limits": {**cost, "free_split": [free[place].rope_dim, free[place].rank]}}
 
-    def _convert(self, index: int, work: Work, runs: StageTracker) -> LayerReport:
+    def _convert(self, index: int, work: ConversionContext, runs: StageTracker) -> LayerReport:
         """Converts and measures one layer."""
         if index in self.kept:
             pass_kept(self.opened, index, runs, work.converted)

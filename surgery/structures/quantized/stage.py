@@ -36,7 +36,7 @@ from surgery.verification.written import CACHE_TOLERANCE, TOLERANCE, Verificatio
 
 if TYPE_CHECKING:
     from surgery.structures.base import Outcome
-    from surgery.structures.work import Work
+    from surgery.structures.context import ConversionContext
 
 PIECE = 8
 """Tokens at a time in which held-out text is read through the cache: near decoding, where it is one."""
@@ -124,7 +124,9 @@ def measure_quantized(
     return Measured(hidden, scores, layers)
 
 
-def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> tuple[Outcome, Verification]:
+def quantize_written(
+    writer: CheckpointWriter, work: ConversionContext, outcome: Outcome
+) -> tuple[Outcome, Verification]:
     """Quantise the cache of a checkpoint of the custom model class that is written and not yet committed.
 
     Nothing is written twice but config.json and, with ``hadamard``, the tensors that take the rotation. What was

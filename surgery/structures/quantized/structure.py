@@ -23,10 +23,10 @@ from surgery.running.layer_stream import blocks_of
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
 from surgery.structures.base import LONG, Candidate, Forecast, Outcome, Request, Structure, unchanged_tensors
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.passing import source_attention
 from surgery.structures.quantized.settings import QuantizedSettings
-from surgery.structures.work import Work
 from surgery.verification.written import measured_tokens
 
 
@@ -70,15 +70,15 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
             demand=Demand(cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize), quantizes=True),
         )
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Every tensor stays."""
         return unchanged_tensors(self.opened.reader, self.opened.config)
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """The source's attention over a quantised cache."""
         return source_attention(self.opened, layer, cache)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Runs the source, which what is written has to equal before its cache is quantised."""
         opened, stream, held_out = self.opened, self.opened.stream, work.texts.held_out
         hidden = stream.embed(held_out.tokens)

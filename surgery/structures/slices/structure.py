@@ -19,11 +19,11 @@ from surgery.reporting.report import SourceShape, reading
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import OwnSource
 from surgery.structures.base import Forecast, Outcome, Structure
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.slices.measure import BEFORE, SLICED, measure_slices
 from surgery.structures.slices.plan import Origin, plan_slice
 from surgery.structures.slices.settings import SliceSettings
-from surgery.structures.work import Work
 from surgery.verification.written import measured_tokens
 
 
@@ -94,14 +94,14 @@ class Slice(Structure[OwnSource, SliceSettings]):
             demand=Demand(cached=round(kv_bytes / opened.layers / dtype.itemsize), results=len(self._candidates)),
         )
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Measures the candidates and takes the best."""
         stream, held_out, size = self.opened.stream, work.texts.held_out, self.settings.batch_size
         self._measured = measure_slices(stream, self._whole, self._candidates, held_out, size, work.progress)
         self._ranks = self._candidates[self._measured.best]
         return planned_tensors(self.opened.reader, self._whole, self._ranks)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Cuts every layer's tensors."""
         opened, whole, measured, origin = self.opened, self._whole, self._measured, self._origin
         for layer in work.layers("slice"):

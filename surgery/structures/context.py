@@ -28,7 +28,7 @@ Settings = TypeVar("Settings", bound=ConversionSettings)
 
 
 @dataclass(frozen=True)
-class Work(Generic[Opened, Settings]):
+class ConversionContext(Generic[Opened, Settings]):
     """Context of a running conversion.
 
     Attributes:
@@ -58,8 +58,8 @@ class Work(Generic[Opened, Settings]):
         texts: Texts,
         progress: Progress,
         processes: Processes = ALONE,
-    ) -> Work[Opened, Settings]:
-        """Work that keeps what it learns in files beside its snapshots; without a folder in temporary ones."""
+    ) -> ConversionContext[Opened, Settings]:
+        """ConversionContext that keeps what it learns in files beside its snapshots; without a folder in temporary ones."""
         folder = snapshots.folder
         library, store = StatisticsLibrary(folder), BoundaryStore(folder, settings.activation_memory)
         return cls(opened, settings, texts, library, store, ConvertedLayers(folder), progress, snapshots, processes)
