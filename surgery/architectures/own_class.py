@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from surgery.common.errors import SurgeryError
-from surgery.families.base import FURTHER
+from surgery.families.base import MTP_LAYERS
 from surgery.model.layer_entry import LayerEntry
 from surgery.model.parts import entry_of
 
@@ -18,8 +18,8 @@ def own_config(source: dict[str, Any], entries: Sequence[LayerEntry], **more: An
     own = {"architectures": ["SurgeryForCausalLM"], "model_type": MODEL_TYPE}
     if source["model_type"] != MODEL_TYPE:
         own["base_model_type"] = source["model_type"]
-    if source.get(FURTHER):
-        own[FURTHER] = 0
+    if source.get(MTP_LAYERS):
+        own[MTP_LAYERS] = 0
     layers = [entry.to_entry() for entry in entries]
     return with_auto_map({**source, **own, "attention_layers": layers, **more})
 

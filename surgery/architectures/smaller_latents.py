@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint import CheckpointReader, TensorSpec
-from surgery.families.base import ATTENTION_PREFIX, FURTHER, is_further
+from surgery.families.base import ATTENTION_PREFIX, MTP_LAYERS, is_mtp_layer
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.latent_family import DOWN, NORM, UP
 
@@ -37,7 +37,7 @@ class SmallerLatents:
     def config(self) -> dict[str, Any]:
         """The source's config.json with the new rank."""
         config = {**self.reader.config, "kv_lora_rank": self.rank}
-        return {**config, FURTHER: 0} if config.get(FURTHER) else config
+        return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else config
 
     def plan(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Names, dtypes and shapes of the result, from those of the source."""
@@ -51,7 +51,7 @@ class SmallerLatents:
     def reasons(self) -> list[str]:
         """Return the reasons for the class, and the parts of the source that are missing."""
         messages = ["the source's own class holds another rank"]
-        if further := {name.split(".")[2] for name in self.reader.names() if is_further(name, self.layers)}:
+        if further := {name.split(".")[2] for name in self.reader.names() if is_mtp_layer(name, self.layers)}:
             messages.append(f"layers that predict further tokens are left out ({len(further)})")
         return messages
 

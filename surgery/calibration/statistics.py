@@ -50,7 +50,7 @@ class LayerStatistics:
     raw_gradient: Tensor | None = None  # as gradient, at keys before a key norm that follows them; None without one
     input_scale: Tensor | None = None  # E|x| per channel of the attention's inputs, [D]
     input_energy: Tensor | None = None  # E x², [D]
-    # The factors of the Fisher information, ``metric ⊗ met_moment``; None without gradients.
+    # The factors of the Fisher information, ``metric ⊗ gradient_weighted_moment``; None without gradients.
     weighted_moment: Tensor | None = None  # E[w z zᵀ], [n, n], with weights w of mean one
     weighted_mean: Tensor | None = None  # E[w z], [n]
     token_weight: Tensor | None = None  # w of every token in order, float32 [N T]
@@ -63,18 +63,18 @@ class LayerStatistics:
         return all(bool(value.isfinite().all()) for value in values if isinstance(value, Tensor))
 
     @property
-    def met_moment(self) -> Tensor:
-        """Second moment of z as the loss meets it: by weighted tokens where there are gradients."""
+    def gradient_weighted_moment(self) -> Tensor:
+        """Gradient-weighted second moment of z; the plain one without gradients."""
         return self.moment if self.weighted_moment is None else self.weighted_moment
 
     @property
-    def met_mean(self) -> Tensor | None:
-        """Mean of z under the weights of :attr:`met_moment`."""
+    def gradient_weighted_mean(self) -> Tensor | None:
+        """Gradient-weighted mean of z; the plain one without gradients."""
         return self.mean if self.weighted_mean is None else self.weighted_mean
 
     @property
     def metric(self) -> Tensor | None:
-        """Cost of an error of z, next to :attr:`met_moment`; without weights, a plain moment of gradients."""
+        """Cost of an error of z, next to that moment; without weights, a plain moment of gradients."""
         return self.gradient if self.weighted_gradient is None else self.weighted_gradient
 
     @property

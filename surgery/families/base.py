@@ -36,11 +36,11 @@ def uniform_window(config, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-FURTHER = "num_nextn_predict_layers"
+MTP_LAYERS = "num_nextn_predict_layers"
 """What configs call the number of layers that predict further tokens, stored behind the others."""
 
 
-def is_further(name: str, layers: int) -> bool:
+def is_mtp_layer(name: str, layers: int) -> bool:
     """Return whether a tensor belongs to an MTP layer, after the model's own layers."""
     start, prefix, rest = name.partition(LAYER_PREFIX.partition("{")[0])
     number = rest.partition(".")[0]
@@ -115,7 +115,7 @@ class Family:
         layer_norm: whether the norms around its attention are LayerNorms.
         norm_eps: what its config calls the eps of these.
         embedding_scale: what token embeddings are multiplied by.
-        hands_on: whether its decoder layers hand arguments that they do not know on to the attention.
+        forwards_kwargs: whether its decoder layers hand arguments that they do not know on to the attention.
         beside: what its layers have around the attention that those of stock ``deepseek_v3`` do not, if anything.
         experts: whether feed-forward layers are mixtures of experts, which pass through untouched.
         expert_layers: adapts a one-layer config to the layer that it stands for, to the feed-forward kind above all.
@@ -143,7 +143,7 @@ class Family:
     layer_norm: bool = False
     norm_eps: str = "layer_norm_eps"
     embedding_scale: Callable[[object], float] = lambda config: 1.0
-    hands_on: bool = True
+    forwards_kwargs: bool = True
     beside: str | None = None
     experts: bool = False
     expert_layers: Callable[[object, object, int], None] = lambda single, config, layer: None

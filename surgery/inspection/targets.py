@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from surgery.architectures.beside_pictures import whole_config
+from surgery.architectures.multimodal import whole_config
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.engines.facts import OWN_CLASSES

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from surgery.checkpoint import CheckpointReader
 from surgery.families import LATENT_FAMILIES, WHY_NOT
-from surgery.families.towers import TOWERS
+from surgery.families.multimodal import MULTIMODAL
 from surgery.running.loading import causal_class, load_config, loading
 from surgery.running.source_faults import Comparison, check_class, check_comparison, check_stored
 
@@ -90,7 +90,7 @@ def _class_of(config: Any) -> type[PreTrainedModel]:
     Raises:
         KeyError: there is none.
     """
-    if config.model_type in TOWERS:
+    if config.model_type in MULTIMODAL:
         return AutoModelForImageTextToText._model_mapping[type(config)]
     return causal_class(config)
 

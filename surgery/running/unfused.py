@@ -12,9 +12,9 @@ import torch
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families import FAMILIES
-from surgery.families.base import FURTHER, LAYER_PREFIX, is_further
+from surgery.families.base import LAYER_PREFIX, MTP_LAYERS, is_mtp_layer
 from surgery.families.fused import FUSED
-from surgery.families.towers import TOWERS, text_names
+from surgery.families.multimodal import MULTIMODAL, text_names
 from surgery.running.loading import load_config
 from surgery.running.source_check import open_source
 
@@ -42,10 +42,10 @@ def unfused(reader: CheckpointReader) -> CheckpointReader:
     """
     reader = language_model(reader)
     model_type = reader.config.get("model_type")
-    if model_type in FAMILIES and reader.config.get(FURTHER):
+    if model_type in FAMILIES and reader.config.get(MTP_LAYERS):
         layers = reader.config["num_hidden_layers"]
-        further = {name: {} for name in reader.names() if is_further(name, layers)}
-        return reader.seen_as({**reader.config, FURTHER: 0}, further)
+        further = {name: {} for name in reader.names() if is_mtp_layer(name, layers)}
+        return reader.seen_as({**reader.config, MTP_LAYERS: 0}, further)
     family = FUSED.get(model_type)
     if family is None:
         return reader
@@ -70,7 +70,7 @@ def language_model(reader: CheckpointReader) -> CheckpointReader:
         config = family.renamed.config(reader.config)
         shapes = {name: reader.info(name).shape for name in reader.names()}
         return reader.seen_as(config, family.renamed.parts(config, shapes))
-    if model_type not in TOWERS:
+    if model_type not in MULTIMODAL:
         return reader
     whole = load_config(reader.path)
     text = whole.get_text_config(decoder=True).to_dict()

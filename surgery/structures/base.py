@@ -15,15 +15,15 @@ from typing import Any, ClassVar, Generic
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from surgery.architectures.beside_pictures import whole_config
+from surgery.architectures.multimodal import whole_config
 from surgery.calibration.held_out import Score
 from surgery.calibration.layer_statistics import BasisOf
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.engines.table import engine_table
-from surgery.families.base import is_further
-from surgery.families.towers import HOLD_OWN
+from surgery.families.base import is_mtp_layer
+from surgery.families.multimodal import HOLD_CUSTOM
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
 from surgery.running.source import Source
@@ -152,19 +152,19 @@ class Structure(ABC, Generic[Opened, Settings]):
 
     Attributes:
         keeps_class: whether results are of the source's class, which may hold other models beside the language model.
-        beside_pictures: whether results of the own class may be the language model of a model of pictures and text.
+        supports_multimodal: whether results of the own class may be the language model of a model of pictures and text.
         takes_latents: whether sources may be MLA already.
         requests: what is shown of it before text was read.
     """
 
     keeps_class: ClassVar[bool] = False
-    beside_pictures: ClassVar[bool] = False
+    supports_multimodal: ClassVar[bool] = False
     takes_latents: ClassVar[bool] = False
     requests: ClassVar[tuple[Request, ...]] = (Request(),)
 
     def __init__(self, opened: Opened, settings: Settings, progress: Progress):
         if opened.reader.stored_names and not self.keeps_class:
-            _check_beside_pictures(opened.reader, self.beside_pictures)
+            _check_multimodal(opened.reader, self.supports_multimodal)
         self.opened, self.settings = opened, settings
 
     @classmethod
@@ -252,9 +252,9 @@ class Structure(ABC, Generic[Opened, Settings]):
         )
 
 
-def _check_beside_pictures(reader: CheckpointReader, can: bool) -> None:
+def _check_multimodal(reader: CheckpointReader, can: bool) -> None:
     kind = reader.stored_config["model_type"]
-    if kind not in HOLD_OWN:
+    if kind not in HOLD_CUSTOM:
         raise SurgeryError(
             f"{kind} is a model of pictures and text, and what this target writes is of a class that holds a language "
             f"model alone: convert --to {_targets_that('keeps_class')}, which keeps the source's class"
@@ -262,7 +262,7 @@ def _check_beside_pictures(reader: CheckpointReader, can: bool) -> None:
     if not can:
         raise SurgeryError(
             f"{kind} is a model of pictures and text, whose language model this target does not write: convert --to "
-            f"{_targets_that('beside_pictures')}"
+            f"{_targets_that('supports_multimodal')}"
         )
 
 
@@ -283,7 +283,7 @@ def unchanged_tensors(reader: CheckpointReader, config) -> dict[str, TensorSpec]
     return {
         name: TensorSpec(reader.info(name).dtype, reader.info(name).shape)
         for name in reader.names()
-        if name not in tied and not name.endswith(ROTARY) and not is_further(name, config.num_hidden_layers)
+        if name not in tied and not name.endswith(ROTARY) and not is_mtp_layer(name, config.num_hidden_layers)
     }
 
 

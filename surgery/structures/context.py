@@ -59,7 +59,7 @@ class ConversionContext(Generic[Opened, Settings]):
         progress: Progress,
         processes: Processes = ALONE,
     ) -> ConversionContext[Opened, Settings]:
-        """ConversionContext that keeps what it learns in files beside its snapshots; without a folder in temporary ones."""
+        """Create a context whose files lie next to its snapshots, or in a temporary folder without one."""
         folder = snapshots.folder
         library, store = StatisticsLibrary(folder), BoundaryStore(folder, settings.activation_memory)
         return cls(opened, settings, texts, library, store, ConvertedLayers(folder), progress, snapshots, processes)

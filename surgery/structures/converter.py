@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from surgery.architectures.beside_pictures import whole_config, whole_names
+from surgery.architectures.multimodal import whole_config, whole_names
 from surgery.architectures.own_class import with_auto_map
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.texts import Texts, load_texts

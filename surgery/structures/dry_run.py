@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.cached import REASON
+from surgery.architectures.multimodal import whole_config
 from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.texts import (

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import torch
 
-from surgery.architectures.beside_pictures import whole_config
+from surgery.architectures.multimodal import whole_config
 from surgery.checkpoint.hub import id_of_snapshot
 from surgery.checkpoint.tensors import TensorSpec
 from surgery.common.memory import peak_memory

@@ -86,7 +86,7 @@ def moments_of_heads(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, 
     def values_of(matrix: Tensor) -> Tensor:
         return matrix[keys:, keys:].reshape(groups, width, groups, width)
 
-    moment = statistics.met_moment if weighted else statistics.moment
+    moment = statistics.gradient_weighted_moment if weighted else statistics.moment
     key = frequency_blocks(statistics.keys(moment, anatomy))
     value = values_of(moment)
     if weighted and statistics.metric is not None:

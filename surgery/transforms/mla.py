@@ -100,7 +100,7 @@ def key_basis(method: Method, anatomy: AttentionAnatomy, statistics: LayerStatis
     if method.folds:
         return folded_basis(statistics.keys(statistics.moment, anatomy), split.fold, split.rope_dim // 2)
     if method.gradients:
-        moment, gradient = statistics.met_moment, statistics.metric
+        moment, gradient = statistics.gradient_weighted_moment, statistics.metric
         return energy_basis(statistics.keys(moment, anatomy), statistics.keys(gradient, anatomy))
     return identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
 
@@ -148,7 +148,7 @@ def component_energies(anatomy: AttentionAnatomy, statistics: LayerStatistics, b
     """Twice the loss in nats per token that leaving out each component is expected to cost, [P]."""
     every = torch.arange(basis.components)
     keys = anatomy.kv_heads * anatomy.head_dim
-    moment, metric = (each[:keys, :keys] for each in (statistics.met_moment, statistics.metric))
+    moment, metric = (each[:keys, :keys] for each in (statistics.gradient_weighted_moment, statistics.metric))
     energy = _quadratic(basis.key_rows(every), moment) * _quadratic(basis.dual_rows(every), metric)
     return energy.view(2, -1).sum(0)
 
@@ -219,7 +219,7 @@ def _latent_moments(
 ) -> tuple[Tensor, Tensor]:
     """Second moment of the untruncated latent, and its Fisher metric."""
     rows, dual = (partial_rope.latent_rows(anatomy, basis, rotated, dual=dual) for dual in (False, True))
-    moment, metric = rows @ statistics.met_moment @ rows.mT, dual @ statistics.metric @ dual.mT
+    moment, metric = rows @ statistics.gradient_weighted_moment @ rows.mT, dual @ statistics.metric @ dual.mT
     return moment, metric
 
 

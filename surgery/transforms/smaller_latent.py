@@ -56,10 +56,10 @@ def smaller_latent(anatomy: LatentAnatomy, statistics: LayerStatistics, rank: in
         rank: r', at most r.
     """
     latents, width = slice(anatomy.head_dim, None), anatomy.rank
-    moment, met = statistics.moment[latents, latents], statistics.met_moment[latents, latents]
+    moment, weighted = statistics.moment[latents, latents], statistics.gradient_weighted_moment[latents, latents]
     metric = damp(statistics.metric[latents, latents], METRIC_DAMPING)
-    metric = metric + (metric @ met).trace() / width**2 * moment
-    down, up, energy = reduced_rank_projection(met, metric, rank)
+    metric = metric + (metric @ weighted).trace() / width**2 * moment
+    down, up, energy = reduced_rank_projection(weighted, metric, rank)
     projection = up @ down
     basis, scale = _axes(up, projection @ moment @ projection.mT, moment)
 

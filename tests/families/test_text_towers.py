@@ -16,7 +16,7 @@ from surgery.common.errors import SurgeryError
 from surgery.engines.verdict import LOADS, NOT_TRIED
 from surgery.evaluation.models import Checkpoint
 from surgery.families.latent_family import DOWN, NORM, UP
-from surgery.families.towers import HOLD_OWN
+from surgery.families.multimodal import HOLD_CUSTOM
 from surgery.healing.dry_run import plan_healing
 from surgery.healing.heal import HealRequest, heal_checkpoint
 from surgery.inspection.checks import PASSED, verify_checkpoint
@@ -74,7 +74,7 @@ def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name
     assert {check.outcome for check in verify_checkpoint(result.path, device="cpu").checks} == {PASSED}
     rows = {row["to"]: row for row in inspect_checkpoint(result.path).targets}
     assert "one KV head already" in rows["gqa"]["reasons"][0]
-    assert rows["lowrank"]["class"] == ("surgery_pictures" if name.split()[0] in HOLD_OWN else None)
+    assert rows["lowrank"]["class"] == ("surgery_pictures" if name.split()[0] in HOLD_CUSTOM else None)
 
     made = [
         loaded(folder).generate(**prompt(name), max_new_tokens=4, do_sample=False)

@@ -20,7 +20,7 @@ class Cascade(LowRank):
     """Low rank whose latents are read across layers."""
 
     name = "crosslayer"
-    beside_pictures = False
+    supports_multimodal = False
 
     def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
         super().__init__(opened, settings, progress)

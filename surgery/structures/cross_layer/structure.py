@@ -222,7 +222,7 @@ def plan_groups(
     Raises:
         SurgeryError: a layer forgets, the budget is impossible, or a setting means nothing to the method.
     """
-    if not opened.family.hands_on:
+    if not opened.family.forwards_kwargs:
         raise SurgeryError(
             f"{opened.family.model_type} layers hand nothing to their attention that a shared cache could be read by: "
             "convert --to lowrank instead"

@@ -35,7 +35,7 @@ from surgery.verification.flow import predicted_flow
 class Hybrid(Streaming):
     """Some heads keep their whole context, the others sinks and recent tokens."""
 
-    beside_pictures = True
+    supports_multimodal = True
     requests = (
         Request(" --streaming 1", {"streaming": 1}, caution="every head forgets, surgery heads tells which may"),
     )

@@ -102,7 +102,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         super().__init__(opened, settings, progress)
         config = opened.reader.config
         if opened.reader.stored_names:
-            _check_beside_pictures(opened.reader.stored_as, settings)
+            _check_multimodal(opened.reader.stored_as, settings)
         if opened.qk_norm:
             raise SurgeryError(
                 "KV heads behind a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla "
@@ -224,7 +224,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         return HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
 
 
-def _check_beside_pictures(model_type: str, settings: KVHeadsSettings) -> None:
+def _check_multimodal(model_type: str, settings: KVHeadsSettings) -> None:
     """Raises SurgeryError where a result would be of another class than the source's, which holds its vision too."""
     spoken = {
         "--allocate spectrum": settings.allocate == "spectrum",

@@ -108,7 +108,7 @@ class LowRank(Structure[Source, LowRankSettings]):
     """
 
     name = "lowrank"
-    beside_pictures = True
+    supports_multimodal = True
     requests = (
         Request(place=2),
         Request(" --bits auto --sinks 4", BITS_CHOSEN, place=0),

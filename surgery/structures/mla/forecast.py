@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.choose import Carrier
+from surgery.architectures.multimodal import whole_config
 from surgery.engines.table import engine_table, refuse_unless_loadable
 from surgery.engines.verdict import merged
 from surgery.running.kv_bytes import kv_bytes_of

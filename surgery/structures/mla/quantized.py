@@ -91,7 +91,7 @@ Plans = dict[int, tuple[Runs, Runs]]
 class QuantizedMLA(Structure[Source, ConvertSettings]):
     """Keys and values become one quantized row a token, of a latent and a rotated key that all heads share."""
 
-    beside_pictures = True
+    supports_multimodal = True
 
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from surgery.architectures.beside_pictures import whole_config
+from surgery.architectures.multimodal import whole_config
 from surgery.architectures.smaller_latents import SmallerLatents
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError

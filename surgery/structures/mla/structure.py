@@ -57,7 +57,7 @@ from surgery.transforms.partial_rope import latent_form
 class MLA(Structure[Source, ConvertSettings]):
     """Keys and values become a latent and a rotated key that all heads share."""
 
-    beside_pictures = takes_latents = True
+    supports_multimodal = takes_latents = True
     requests = (
         Request(place=4),
         # What vLLM's kernels read on a GPU, where the model is wide enough.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.cached import REASON, check_quantizable, rotated_tensors
+from surgery.architectures.multimodal import whole_config
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config, with_auto_map
 from surgery.calibration.held_out import HeldOut, Score, logit_difference
 from surgery.checkpoint import CheckpointWriter

@@ -33,7 +33,7 @@ from surgery.verification.written import measured_tokens
 class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     """The attention stays as it is, its cache is quantised."""
 
-    beside_pictures = takes_latents = True
+    supports_multimodal = takes_latents = True
     requests = (Request(place=1),)
 
     def __init__(self, opened: Source | OwnSource, settings: QuantizedSettings, progress: Progress):

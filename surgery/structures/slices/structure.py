@@ -63,7 +63,7 @@ class SlicedLayerReport:
 class Slice(Structure[OwnSource, SliceSettings]):
     """The first latents of every block of what ``--to lowrank``, ``crosslayer`` (cascade) or ``mla`` made."""
 
-    beside_pictures = True
+    supports_multimodal = True
 
     def __init__(self, opened: OwnSource, settings: SliceSettings, progress: Progress):
         super().__init__(opened, settings, progress)

@@ -18,11 +18,11 @@ INSIDE = "model."
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
-HOLD_OWN = ("gemma3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
-HOLD_OWN += ("qwen3_vl_moe", "surgery_pictures")
+HOLD_CUSTOM = ("gemma3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+HOLD_CUSTOM += ("qwen3_vl_moe", "surgery_pictures")
 """Those in which the language model may become one of the own class, by ``model_type``."""
 
-TOWERS = (*HOLD_OWN, "llama4")
+MULTIMODAL = (*HOLD_CUSTOM, "llama4")
 
 
 def text_names(names: Collection[str], where: str) -> dict[str, str]:

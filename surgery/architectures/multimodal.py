@@ -8,7 +8,7 @@ from typing import Any
 from surgery.architectures.own_class import MODEL_TYPE as OWN
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.config_file import with_rope_beside
-from surgery.families.towers import INSIDE, PREFIXES, put_back
+from surgery.families.multimodal import INSIDE, PREFIXES, put_back
 
 MODEL_TYPE = "surgery_pictures"
 
