@@ -249,14 +249,14 @@ class TestFiles:
 class TestNames:
     def test_an_evaluation_of_the_working_folder_lies_beside_it(self, checkpoints, tmp_path, monkeypatch):
         from surgery.common.progress import Progress
-        from surgery.evaluation.preparation import Request, prepare
+        from surgery.evaluation.preparation import EvaluationRequest, prepare
         from surgery.evaluation.settings import EvalSettings
 
         source = shutil.copytree(checkpoints("llama"), tmp_path / "ckpt")
         settings = EvalSettings(tasks=("loss",), windows=2, length=64, decoded=0, variants=(), data=(str(HELD_OUT),))
 
         def out_of(*models: str, out: Path | None = None) -> Path:
-            return prepare(Request(models, None, out, settings), Progress(silent=True), lambda *_: []).out
+            return prepare(EvaluationRequest(models, None, out, settings), Progress(silent=True), lambda *_: []).out
 
         monkeypatch.chdir(source)
         assert out_of(".") == tmp_path / "ckpt-eval"

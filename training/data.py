@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingRow:
     """One sequence.
 
     Attributes:
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one length, stacked: [B, T] int64 each; see `Row`.
+    """Rows of one length, stacked: [B, T] int64 each; see `TrainingRow`.
 
     Attributes:
         predicting: [N] int64, the positions that predict something, as indices into [B T]: those whose next token has a
@@ -115,14 +115,14 @@ class Sequences(Protocol):
 
     data_sha256: str
 
-    def sequence(self, number: int) -> Row:
+    def sequence(self, number: int) -> TrainingRow:
         """Row `number`: always the same one, whichever was given before."""
 
     def describe(self) -> dict[str, Any]:
         """Plain values for the log: sources, sizes, shares."""
 
 
-def collate(rows: Sequence[Row]) -> Batch:
+def collate(rows: Sequence[TrainingRow]) -> Batch:
     """Stacks rows.
 
     Raises:

@@ -23,7 +23,7 @@ from surgery.common.human import count, decimal, duration, size, with_perplexity
 from surgery.common.other_threads import other_threads
 from surgery.common.progress import Progress
 from surgery.training.checkpoints import BEST, Checkpoints
-from surgery.training.data import Row, Sequences, collate, dealt
+from surgery.training.data import Sequences, TrainingRow, collate, dealt
 from surgery.training.entry_factors import EntryFactors
 from surgery.training.evaluations import Evaluations, scalars
 from surgery.training.guards import Interrupted, SpikeGuard, StopRequest, memory_errors
@@ -56,7 +56,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     factors: EntryFactors
     sequences: Sequences
-    held_out: list[Row]
+    held_out: list[TrainingRow]
     checkpoints: Checkpoints
     log: RunLog
     progress: Progress

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.running.processes import Processes
-from surgery.training.data import Row, Sequences
+from surgery.training.data import Sequences, TrainingRow
 from surgery.training.mixture import MixedSequences, shares_of
 from surgery.training.packing import PackedSequences, Recalls, RowShape, digest
 from surgery.training.settings import HealSettings
@@ -29,7 +29,7 @@ class HealingData:
     """
 
     sequences: Sequences
-    held_out: list[Row]
+    held_out: list[TrainingRow]
 
     @property
     def data_sha256(self) -> str:

@@ -17,7 +17,7 @@ SCHEMA = 1
 SHARED_SETTINGS = ("seed", "limit", "batch_size", "dtype", "device", "context")
 
 Report = dict[str, Any]
-Row = dict[str, Any]
+ReportRow = dict[str, Any]
 
 # Per-sample values of a row's results, by what the comparison is called.
 SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
@@ -35,7 +35,7 @@ SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
 }
 
 
-def compare_with_baseline(row: Row, baseline: Row, seed: int) -> dict[str, Any]:
+def compare_with_baseline(row: ReportRow, baseline: ReportRow, seed: int) -> dict[str, Any]:
     """Paired differences of a row to the baseline's in everything that both have samples of."""
     found = {}
     for name, samples in SAMPLES.items():
@@ -150,7 +150,7 @@ def _check_same(first: Report, other: Report, first_name: str, name: str) -> Non
         raise SurgeryError(f"{name}: its models have another tokenizer than those of {first_name}; they do not compare")
 
 
-def _add_row(rows: list[Row], row: Row, report: str) -> None:
+def _add_row(rows: list[ReportRow], row: ReportRow, report: str) -> None:
     known = next((other for other in rows if other["name"] == row["name"]), None)
     if known is None:
         rows.append({**row, "results": dict(row["results"]), "seconds": dict(row["seconds"]), "kv": dict(row["kv"])})

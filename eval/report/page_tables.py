@@ -9,7 +9,7 @@ from typing import Any
 from surgery.common.human import decimal, perplexity_text, share, with_perplexity
 from surgery.common.tables.table import Cell, Column, Table
 from surgery.eval.report.style import looks
-from surgery.eval.report.tables import Report, Row, described, dig, interval, lm_eval_tasks, signed_points
+from surgery.eval.report.tables import Report, ReportRow, described, dig, interval, lm_eval_tasks, signed_points
 from surgery.eval.report.tables import headline as plain_headline
 
 MOST_SOURCES_ACROSS = 6
@@ -18,13 +18,13 @@ MOST_SOURCES_ACROSS = 6
 def headline(report: Report) -> Table:
     """The headline table, with what each row is."""
 
-    def name(row: Row) -> Cell:
+    def name(row: ReportRow) -> Cell:
         return replace(name_cell(report, row), below=(described(row),))
 
     return plain_headline(report, name=name)
 
 
-def name_cell(report: Report, row: Row) -> Cell:
+def name_cell(report: Report, row: ReportRow) -> Cell:
     """A row's name, with its colour and kind as in the plots."""
     look = next(look for each, look in zip(report["rows"], looks(report), strict=True) if each is row)
     return Cell(row["name"], tone=str(row.get("role") or ""), mark=look.colour)
@@ -33,7 +33,7 @@ def name_cell(report: Report, row: Row) -> Cell:
 def of_rows(
     report: Report,
     columns: Sequence[Column | str],
-    lines: Sequence[tuple[Row, Sequence[Any]]],
+    lines: Sequence[tuple[ReportRow, Sequence[Any]]],
     caption: str,
     *notes: str,
 ) -> Table | None:

@@ -14,7 +14,7 @@ from surgery.common.human import size
 from surgery.eval.report.axes import change_axis, share_axis
 from surgery.eval.report.plots import WIDTH
 from surgery.eval.report.style import FAINT, INK, MUTED, REST, Look, label, looks, styled
-from surgery.eval.report.tables import Report, Row, bounds, dig
+from surgery.eval.report.tables import Report, ReportRow, bounds, dig
 from surgery.eval.report.verdict import unbeaten
 
 HOLLOW = "variant"
@@ -30,7 +30,7 @@ class Point:
         low, high: 95 % interval of y; equal to y where there is none.
     """
 
-    row: Row
+    row: ReportRow
     look: Look
     x: float
     y: float

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from surgery.eval.report.axes import change_axis, context_axis, decades_axis
 from surgery.eval.report.style import INK, REST, Look, label, looks, styled
-from surgery.eval.report.tables import Report, Row, dig
+from surgery.eval.report.tables import Report, ReportRow, dig
 
 WIDTH = 12.0
 """Inches; at the page's 96 pixels an inch all of a page's column."""
@@ -126,7 +126,7 @@ def _panels(number: int, height: float) -> tuple[Figure, list[Axes]]:
     return figure, [figure.add_subplot(down, across, index + 1) for index in range(number)]
 
 
-def _line(ax: Axes, x: Sequence[float], y: Sequence[float | None], row: Row, look: Look) -> None:
+def _line(ax: Axes, x: Sequence[float], y: Sequence[float | None], row: ReportRow, look: Look) -> None:
     """A row's line through what was measured and is finite; a broken checkpoint's NaN leaves a gap."""
     y = [value if value is not None and math.isfinite(value) else math.nan for value in y]
     if all(map(math.isnan, y)):

@@ -153,10 +153,10 @@ def evaluate(
         compared = None if baseline is None else opened.enter_context(on_disk(baseline, tokenizer))
         folder = Path(opened.enter_context(TemporaryFolder("eval")) if out is None else out)
         from surgery.evaluation.output import track
-        from surgery.evaluation.run import Request
+        from surgery.evaluation.run import EvaluationRequest
         from surgery.evaluation.run import evaluate as run
 
-        request = Request(
+        request = EvaluationRequest(
             rows,
             None if compared is None else compared.path,
             folder,

@@ -77,9 +77,9 @@ def evaluate(
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_evaluation
     from surgery.evaluation.output import track
-    from surgery.evaluation.run import Request, evaluate
+    from surgery.evaluation.run import EvaluationRequest, evaluate
 
-    request = Request(
+    request = EvaluationRequest(
         models,
         compared,
         out,

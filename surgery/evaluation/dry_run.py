@@ -13,7 +13,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.evaluation.models import Checkpoint
-from surgery.evaluation.preparation import Request, prepare
+from surgery.evaluation.preparation import EvaluationRequest, prepare
 from surgery.evaluation.rows import plan_variants
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore
@@ -47,7 +47,7 @@ class EvaluationPlan:
     goes_on: bool
 
 
-def plan_evaluation(request: Request, progress: Progress) -> EvaluationPlan:
+def plan_evaluation(request: EvaluationRequest, progress: Progress) -> EvaluationPlan:
     """Plans an evaluation of the same request: weights are hashed and texts tokenised, so that their faults show.
 
     Conversations ("chat") are not drawn; prompts stand in for them. A device need not be on this machine.

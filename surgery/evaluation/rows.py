@@ -32,7 +32,7 @@ RATIOS = (0.5, 0.25)
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelRow:
     """One model to measure.
 
     Attributes:
@@ -88,7 +88,7 @@ def _calibration(checkpoint: Checkpoint) -> LongTensor:
 
 def plan_variants(
     names: Sequence[str], baseline: Checkpoint, ratios: Sequence[float], context: int
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[ModelRow], list[str]]:
     """Rows of cheap baselines, and notes on those that there are not.
 
     Quantised caches, and those of engines, have the bytes that they have. Pooled heads and windows are made to hold at
@@ -116,7 +116,7 @@ def plan_variants(
                     notes.append(f"no window at a KV share of {ratio:.3g}: {tokens} of {context} tokens")
                     continue
                 variants[f"window {tokens}"] = {"kind": "sink-window", "sinks": SINKS, "recent": tokens - SINKS}
-    return [Row(name, "variant", baseline, variant) for name, variant in variants.items()], notes
+    return [ModelRow(name, "variant", baseline, variant) for name, variant in variants.items()], notes
 
 
 def _pooled_heads(baseline: Checkpoint, ratio: float) -> tuple[int | None, str | None]:
@@ -132,7 +132,7 @@ def _pooled_heads(baseline: Checkpoint, ratio: float) -> tuple[int | None, str |
     return fitting[-1], None
 
 
-def check_names(rows: Sequence[Row]) -> None:
+def check_names(rows: Sequence[ModelRow]) -> None:
     """Raises SurgeryError where two rows have one name."""
     names = [row.name for row in rows]
     for name in names:

@@ -25,8 +25,8 @@ from surgery.eval.report.document import SCHEMA, Report, finish
 from surgery.eval.session import ComparingTask, Session, Task
 from surgery.eval.variants.cache_hook import NoVariant
 from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
-from surgery.evaluation.preparation import Prepared, Request, prepare
-from surgery.evaluation.rows import Row, plan_variants
+from surgery.evaluation.preparation import EvaluationRequest, Prepared, prepare
+from surgery.evaluation.rows import ModelRow, plan_variants
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore, key_of
 from surgery.evaluation.tasks import Tasks
@@ -48,7 +48,7 @@ class Evaluation:
     written: list[Path]
 
 
-def evaluate(request: Request, progress: Progress) -> Evaluation:
+def evaluate(request: EvaluationRequest, progress: Progress) -> Evaluation:
     """Measures everything asked for. Every process returns the same report, which the main one writes if asked to.
 
     Raises:
@@ -73,7 +73,7 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
 
 def _measured(
     prepared: Prepared,
-    request: Request,
+    request: EvaluationRequest,
     store: ResultStore,
     processes: Processes,
     progress: Progress,
@@ -88,9 +88,9 @@ def _measured(
         seed=settings.seed,
         limit=settings.limit,
     )
-    work = _Work(store, session, device, settings, tasks, baseline)
+    work = _RowRunner(store, session, device, settings, tasks, baseline)
 
-    def measure(row: Row, place: str) -> dict[str, Any]:
+    def measure(row: ModelRow, place: str) -> dict[str, Any]:
         with progress.at(place):
             return work.measure(row, place)
 
@@ -133,8 +133,8 @@ def _measured(
     return finish(json.loads(json.dumps(report, allow_nan=False)))
 
 
-class _Work:
-    """Measures rows, loading a model only if something of it is still to be measured.
+class _RowRunner:
+    """Measures rows, loading a model only if a result of it is missing.
 
     Attributes:
         measured: rows of which something was.
@@ -147,7 +147,7 @@ class _Work:
         device: torch.device,
         settings: EvalSettings,
         tasks: Tasks,
-        baseline: Row | None,
+        baseline: ModelRow | None,
     ) -> None:
         self._store, self._session, self._device = store, session, device
         self._settings, self._tasks, self._baseline = settings, tasks, baseline
@@ -155,7 +155,7 @@ class _Work:
         self.measured = 0
         self.dtype_setting = settings.quality_dtype(device.type)
 
-    def measure(self, row: Row, place: str) -> dict[str, Any]:
+    def measure(self, row: ModelRow, place: str) -> dict[str, Any]:
         """The row's entry in the report; `place` says in the progress which one it is."""
         self._session.progress.note(f"{row.name} ({place}):")
         keys = {task.name: self._key(row, task) for task in self._tasks.all}
@@ -195,7 +195,7 @@ class _Work:
             "seconds": {name: stored[name]["seconds"] for name in stored},
         }
 
-    def _run(self, row: Row, model: PreTrainedModel, task: Task, key: str) -> dict[str, Any]:
+    def _run(self, row: ModelRow, model: PreTrainedModel, task: Task, key: str) -> dict[str, Any]:
         if not task.native:
             if self.dtype_setting != "auto":
                 cast(model, getattr(torch, self.dtype_setting))
@@ -217,7 +217,7 @@ class _Work:
         processes.wait()
         return entry
 
-    def _compares(self, row: Row, task: Task) -> bool:
+    def _compares(self, row: ModelRow, task: Task) -> bool:
         return self._baseline is not None and row.role != "baseline" and isinstance(task, ComparingTask)
 
     def _keep_baseline(self, tasks: Sequence[ComparingTask]) -> None:
@@ -232,7 +232,7 @@ class _Work:
         for task in tasks:
             self._kept[task.name] = task.keep(model, self._session)
 
-    def _key(self, row: Row, task: Task) -> str:
+    def _key(self, row: ModelRow, task: Task) -> str:
         settings = self._settings
         facts = {
             "model": row.identity(),
@@ -250,14 +250,16 @@ class _Work:
         return key_of(facts)
 
 
-def _check_finite(row: Row, task: str, result: Any) -> None:
+def _check_finite(row: ModelRow, task: str, result: Any) -> None:
     try:
         json.dumps(result, allow_nan=False)
     except ValueError:
         raise overflow(row.checkpoint.reader, f"results of {row.name}, task {task},") from None
 
 
-def _opened_store(prepared: Prepared, request: Request, alone: ExitStack, note: Callable[[str], None]) -> ResultStore:
+def _opened_store(
+    prepared: Prepared, request: EvaluationRequest, alone: ExitStack, note: Callable[[str], None]
+) -> ResultStore:
     store = ResultStore.open(prepared.out)
     alone.enter_context(kept_apart(prepared.out))
     if warning := store.go_on(torch.get_num_threads(), restart=request.restart):

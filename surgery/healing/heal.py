@@ -35,7 +35,7 @@ from surgery.common.interruption import resumes_from
 from surgery.common.ownership import IsOwned, inventory, matching, nested, owned_result
 from surgery.common.progress import Progress
 from surgery.engines.table import engine_table
-from surgery.evaluation.run import Request, evaluate
+from surgery.evaluation.run import EvaluationRequest, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import STORE_FILES
 from surgery.healing.launchers import (
@@ -334,7 +334,7 @@ def _quality(
     chosen = EvalSettings(
         **{"tasks": ("loss", "recall"), "decoded": 0, "variants": (), "device": settings.device, **request.measure}
     )
-    evaluation = Request(
+    evaluation = EvaluationRequest(
         tuple(f"{name}={path}" for name, path in rows.items()),
         None if settings.teacher is None else f"source={settings.teacher}",
         work / EVALUATION,

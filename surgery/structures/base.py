@@ -111,12 +111,12 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Request:
+class TargetOption:
     """Options of a target that `surgery inspect` lists before any calibration.
 
     Attributes:
         flags: behind ``--to NAME``, with a space before them; ``settings`` says the same.
-        place: among the requests of all targets, from what lost least; None: behind those that have one.
+        place: rank among the options of all targets by the loss increase; None: after those that have one.
         caution: what is to be known first, for which it is not advised.
         listed: whether it stands in the table; else it is the smallest that may be advised.
         optional: nothing is said of it where it does not apply.
@@ -154,13 +154,13 @@ class Structure(ABC, Generic[Opened, Settings]):
         keeps_class: whether results are of the source's class, which may hold other models beside the language model.
         supports_multimodal: whether results of the own class may be the language model of a model of pictures and text.
         takes_latents: whether sources may be MLA already.
-        requests: what is shown of it before text was read.
+        options: what is shown of it before text was read.
     """
 
     keeps_class: ClassVar[bool] = False
     supports_multimodal: ClassVar[bool] = False
     takes_latents: ClassVar[bool] = False
-    requests: ClassVar[tuple[Request, ...]] = (Request(),)
+    options: ClassVar[tuple[TargetOption, ...]] = (TargetOption(),)
 
     def __init__(self, opened: Opened, settings: Settings, progress: Progress):
         if opened.reader.stored_names and not self.keeps_class:

@@ -34,7 +34,7 @@ from surgery.workflow.names import check_names
 from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, taken
 
 if TYPE_CHECKING:
-    from surgery.evaluation.preparation import Request
+    from surgery.evaluation.preparation import EvaluationRequest
     from surgery.heads.settings import HeadSettings
     from surgery.healing.heal import HealRequest
     from surgery.running.processes import Processes
@@ -132,13 +132,13 @@ def _evaluate(step: Step, where: str) -> Action:
         raise SurgeryError(f"{where}: checkpoints must be a list")
     settings = EvalSettings.from_mapping(values, where)
 
-    def asked(out: Path, finished: Finished) -> Request:
-        from surgery.evaluation.preparation import Request
+    def asked(out: Path, finished: Finished) -> EvaluationRequest:
+        from surgery.evaluation.preparation import EvaluationRequest
 
         named = tuple(_row(name, finished) for name in checkpoints)
         compared = None if baseline is None else _row(baseline, finished)
         further = {"writes": True, "restart": finished.restart, "overwrite": True}
-        return Request(named, compared, out, settings, command=f"surgery run {where}", title=title, **further)
+        return EvaluationRequest(named, compared, out, settings, command=f"surgery run {where}", title=title, **further)
 
     def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
         from surgery.evaluation.dry_run import plan_evaluation

@@ -11,7 +11,7 @@ from tiny_models import make_checkpoint
 from surgery.common.progress import Progress
 from surgery.evaluation.dry_run import plan_evaluation
 from surgery.evaluation.models import Checkpoint
-from surgery.evaluation.run import Request, evaluate
+from surgery.evaluation.run import EvaluationRequest, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.structures.registry import TARGETS
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 
 
 def request(*checkpoints, out, baseline=None, **settings):
-    return Request(tuple(map(str, checkpoints)), baseline, out, EvalSettings(**{**SMALL, **settings}))
+    return EvaluationRequest(tuple(map(str, checkpoints)), baseline, out, EvalSettings(**{**SMALL, **settings}))
 
 
 def plan(*checkpoints, out, **asked):

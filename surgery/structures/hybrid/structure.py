@@ -23,7 +23,7 @@ from surgery.model.hybrid_entry import HybridEntry
 from surgery.reporting.report import SourceShape
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.skeleton import skeleton
-from surgery.structures.base import Candidate, Forecast, Outcome, Request, Structure, unchanged_tensors
+from surgery.structures.base import Candidate, Forecast, Outcome, Structure, TargetOption, unchanged_tensors
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
@@ -36,8 +36,8 @@ class Hybrid(Streaming):
     """Some heads keep their whole context, the others sinks and recent tokens."""
 
     supports_multimodal = True
-    requests = (
-        Request(" --streaming 1", {"streaming": 1}, caution="every head forgets, surgery heads tells which may"),
+    options = (
+        TargetOption(" --streaming 1", {"streaming": 1}, caution="every head forgets, surgery heads tells which may"),
     )
 
     @classmethod

@@ -32,8 +32,8 @@ from surgery.structures.base import (
     ConfigOf,
     Forecast,
     Outcome,
-    Request,
     Structure,
+    TargetOption,
     replanned_tensors,
 )
 from surgery.structures.context import ConversionContext
@@ -109,10 +109,10 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     name = "lowrank"
     supports_multimodal = True
-    requests = (
-        Request(place=2),
-        Request(" --bits auto --sinks 4", BITS_CHOSEN, place=0),
-        Request(" --kv-ratio 0.0625 --bits auto --sinks 4", {"kv_ratio": 0.0625, **BITS_CHOSEN}, listed=False),
+    options = (
+        TargetOption(place=2),
+        TargetOption(" --bits auto --sinks 4", BITS_CHOSEN, place=0),
+        TargetOption(" --kv-ratio 0.0625 --bits auto --sinks 4", {"kv_ratio": 0.0625, **BITS_CHOSEN}, listed=False),
     )
 
     def __init__(self, opened: Source, settings: LowRankSettings, progress: Progress):

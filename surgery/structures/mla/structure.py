@@ -24,7 +24,7 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
-from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Request, Structure
+from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, TargetOption
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
@@ -58,16 +58,16 @@ class MLA(Structure[Source, ConvertSettings]):
     """Keys and values become a latent and a rotated key that all heads share."""
 
     supports_multimodal = takes_latents = True
-    requests = (
-        Request(place=4),
+    options = (
+        TargetOption(place=4),
         # What vLLM's kernels read on a GPU, where the model is wide enough.
-        Request(
+        TargetOption(
             f" --engine vllm --kv-lora-rank {FAST_WIDTH - FAST_ROPE} --rope-dim {FAST_ROPE}",
             {"engine": "vllm", "kv_lora_rank": FAST_WIDTH - FAST_ROPE, "rope_dim": FAST_ROPE},
             optional=True,
         ),
-        Request(" --engine llama.cpp", {"engine": "llama.cpp"}),
-        Request(" --carrier own", {"carrier": "own"}, place=3),
+        TargetOption(" --engine llama.cpp", {"engine": "llama.cpp"}),
+        TargetOption(" --carrier own", {"carrier": "own"}, place=3),
     )
 
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):

@@ -22,7 +22,7 @@ from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import blocks_of
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
-from surgery.structures.base import LONG, Candidate, Forecast, Outcome, Request, Structure, unchanged_tensors
+from surgery.structures.base import LONG, Candidate, Forecast, Outcome, Structure, TargetOption, unchanged_tensors
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.passing import source_attention
@@ -34,7 +34,7 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     """The attention stays as it is, its cache is quantised."""
 
     supports_multimodal = takes_latents = True
-    requests = (Request(place=1),)
+    options = (TargetOption(place=1),)
 
     def __init__(self, opened: Source | OwnSource, settings: QuantizedSettings, progress: Progress):
         super().__init__(opened, settings, progress)

@@ -12,7 +12,7 @@ from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.families.attention import CapturedAttention
-from surgery.structures.base import Forecast, Outcome, Request, Structure, unchanged_tensors
+from surgery.structures.base import Forecast, Outcome, Structure, TargetOption, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.registry import Target
 
@@ -52,7 +52,7 @@ class LayerReport:
 class FirstHeads(Structure):
     """Keeps ``keep_heads`` of a layer's KV heads."""
 
-    requests = (Request(" --keep-heads 1", {"keep_heads": 1}, caution="a bad idea"),)
+    options = (TargetOption(" --keep-heads 1", {"keep_heads": 1}, caution="a bad idea"),)
 
     def __init__(self, opened, settings, progress):
         super().__init__(opened, settings, progress)
