@@ -3,7 +3,7 @@ is already loaded, with the numbers that the harness' own command line gives.
 
 A task is run by the main process alone, while the others wait. The harness shards only models that it loaded itself,
 and its shards would batch other requests together, which changes rounding: two processes would not give the numbers of
-one. An interrupted task starts anew, for the same reason: the harness' cache keeps requests one by one.
+one. An interrupted task starts from scratch, for the same reason: the harness' cache keeps requests one by one.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def conversions(checkpoints, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def picture_models(tmp_path_factory):
-    """Gives the folder of a tiny model of pictures and text, made once."""
+    """Gives the folder of a tiny vision-language model, made once."""
     from picture_models import make_model
 
     made: dict[str, Path] = {}

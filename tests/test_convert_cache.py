@@ -29,7 +29,7 @@ WEIGHTS_ONLY = {"calibration": "none", "group": 16}
 
 @pytest.fixture
 def mla(conversions):
-    """An MLA checkpoint of the own class, with biases or the exact key norm."""
+    """An MLA checkpoint of the custom model class, with biases or the exact key norm."""
     settings = ConvertSettings(calibration="none", carrier="own", kv_lora_rank=12, rope_dim=4)
     return lambda name: conversions(name, settings).path
 

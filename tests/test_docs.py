@@ -120,7 +120,7 @@ def test_tutorials_show_no_long_work_as_runnable():
 
 
 def read_as_the_verb_does(words: list[str]) -> None:
-    """Parses a command without running it; raises for a verb or an option that there is not."""
+    """Parses a command without running it; raises for a command or an option that there is not."""
     command: Any = get_command(program.app)
     while hasattr(command, "commands"):
         verb = words[0] if words[0] in command.commands else getattr(command, "default", None)

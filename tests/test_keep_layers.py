@@ -1,4 +1,4 @@
-"""Layers that a conversion leaves as they are: by number, or because their windows forget anyway."""
+"""Layers that a conversion leaves unchanged: by number, or because their windows forget anyway."""
 
 import json
 import shutil
@@ -31,7 +31,8 @@ def config_of(folder):
 
 
 def converted(source, out, to, **asked):
-    """Report, tensors and config; shown as the verb does it, in a table of layers that were measured and kept ones."""
+    """Report, tensors and config; shown as the command does it, in a table of layers that were measured and kept
+    ones."""
     made = convert_checkpoint(source, out, TARGETS[to].settings({**QUICK, **asked}))
     show_conversion(made)
     return made.report.to_dict(), load_file(out / "model.safetensors"), config_of(out)
@@ -83,7 +84,7 @@ def test_windowed_layers_stay_beside_full_ones(to, checkpoints, tmp_path, capsys
 
 
 def test_layers_of_a_state_stay_to_the_bit_and_count_nothing(checkpoints, tmp_path):
-    """Beside them a layer that predicts further tokens, as Qwen's checkpoints have one: no class reads it."""
+    """Next to them a layer that predicts further tokens, as Qwen's checkpoints have one: no class reads it."""
     source = shutil.copytree(checkpoints("qwen3_5_state"), tmp_path / "source")
     original = load_file(source / "model.safetensors") | {"mtp.fc.weight": torch.ones(2, 3)}
     save_file(original, source / "model.safetensors", {"format": "pt"})

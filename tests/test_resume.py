@@ -280,7 +280,7 @@ staging.remove_owned = remove
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_what_was_kept_is_no_longer_there_once_a_part_of_it_is_removed(restart, checkpoints, tmp_path, stops):
-    """Killed at the end, where what was kept goes before the output gets its name, or where it has to begin anew."""
+    """Killed at the end, where what was kept goes before the output gets its name, or where it has to begin again."""
     source, out = checkpoints("llama"), tmp_path / "again" / "small"
     convert_checkpoint(source, tmp_path / "whole" / "small", settings_of("lowrank"))
     if restart:

@@ -1,4 +1,4 @@
-"""`surgery heads`: the pattern that it writes, what it goes on from, what it refuses, and how it answers."""
+"""`surgery heads`: the pattern that it writes, what it resumes from, what it refuses, and how it answers."""
 
 import json
 import re

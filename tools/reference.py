@@ -1,4 +1,5 @@
-"""Writes docs/reference.md: the verbs, every setting of targets and verbs, and public functions, as the code has them.
+"""Writes docs/reference.md: the commands, every setting of targets and commands, and public functions, as the code has
+them.
 
 python tools/reference.py            # writes it; tests/test_docs.py holds that it is current
 """

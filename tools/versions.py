@@ -1,7 +1,7 @@
 """Tries the package at both ends of what it declares: Python, and the oldest and newest releases of what it needs.
 
     python tools/versions.py                  # every pair below, one after the other; writes docs/versions.md
-    python tools/versions.py 3.10:floor       # some of them; rows of others stay as they are
+    python tools/versions.py 3.10:floor       # some of them; rows of others stay unchanged
 
 A pair gets an environment of its own, in which pip (or uv, where it is installed, in less time) installs the wheel: at
 the floor with a constraint for every lower bound of pyproject.toml, else the newest that fit each other. There every

@@ -68,7 +68,7 @@ class Batch:
 
     @property
     def position_ids(self) -> LongTensor:
-        """[B, T] int64: positions that start anew with every document.
+        """[B, T] int64: positions that restart with every document.
 
         Models of transformers build a mask from them that keeps attention inside documents, if they are given no
         attention mask and no cache; see `surgery.training.document_masks.honours_document_masks`.

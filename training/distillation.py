@@ -89,7 +89,7 @@ class Distillation(nn.Module):
         Args:
             weights: of the objective.
             teacher: None where no part needs it, or its logits come with the batch.
-            document_masks: whether attention keeps inside of documents, by positions that start anew.
+            document_masks: whether attention keeps inside of documents, by positions that restart.
 
         Raises:
             SurgeryError: vocabularies differ, or the numbers of layers or hidden sizes where layers are matched.

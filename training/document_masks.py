@@ -16,7 +16,7 @@ alone, a document goes through kernels of other shapes. In bfloat16, 16 units of
 def honours_document_masks(model: nn.Module, length: int = 128) -> bool:
     """Return whether `Batch.position_ids` are enough for a model to see every document alone.
 
-    transformers takes positions that start anew for a packed row and masks what is before, where there is neither an
+    transformers takes positions that restart for a packed row and masks what is before, where there is neither an
     attention mask nor a cache. An attention that knows no such rule may ignore positions altogether, or refuse them, as
     layers that share a cache do. Two documents of random tokens are run packed and the second alone. The outputs of the
     second must be equal but for rounding, measured by how far they are from equal when nothing says that there are two

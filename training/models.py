@@ -77,7 +77,7 @@ def write_healed(
         reader: of the student's checkpoint.
         trained: by the names of the student's parameters, with adapters if the settings have them; fp32.
         folder: exists; what is in it stays.
-        carried: files beside the student's weights, as they were before the training.
+        carried: files next to the student's weights, as they were before the training.
 
     Raises:
         SurgeryError: a tensor has no place in the student, the student is another by now, or the disk is full.
@@ -114,7 +114,7 @@ def _fill(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
 
 
 def _write_in_its_place(model: nn.Module, reader: CheckpointReader, folder: Path) -> None:
-    """Weight files of a model of pictures and text with its language model as it is now; all else bit for bit."""
+    """Weight files of a vision-language model with its language model as it is now; all else bit for bit."""
     state = model.state_dict()
     now = {stored: state[name] for name, stored in reader.stored_names.items()}
     for path in sorted(reader.model_folder().glob("*.safetensors*")):

@@ -52,7 +52,7 @@ class NestedRanks:
         for down in self._downs:
             weight = next(down.parameters())
             width = getattr(down, "out_features", None) or len(weight)
-            # A buffer that is filled anew and never exchanged: a compiled layer reads it without being compiled again.
+            # A buffer that is refilled and never exchanged: a compiled layer reads it without being compiled again.
             down.register_buffer(MASK, torch.ones(width, device=weight.device), persistent=False)
             down.register_forward_hook(_masked)
 

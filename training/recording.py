@@ -1,6 +1,7 @@
 """Recording of the outputs of a causal model's layers while it runs; the model may be wrapped.
 
-Hooks on the decoder's layers do it, so that stock and own classes are alike, and the model's code is left as it is.
+Hooks on the decoder's layers do it, so that stock and custom model classes are alike, and the model's code is left
+unchanged.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Position:
         step, tokens: done so far.
         seconds: of training, over all resumed runs; measuring does not count.
         step_seconds: of them, those inside of steps.
-        measuring_seconds: of held-out losses and evaluations, beside those of training.
+        measuring_seconds: of held-out losses and evaluations, next to those of training.
         recent: losses that a spike is measured against; `recent_nested`, by the share of latents that made them.
         spikes: steps in a row that were left out for theirs.
         first_loss, last_loss: of the first and the last step, the weighted sum.

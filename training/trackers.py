@@ -114,7 +114,7 @@ def start_tracker(
 
 
 def _wandb_options(settings: HealSettings, folder: Path) -> dict[str, Any]:
-    """Arguments of `wandb.init`: the run stands beside the conversion that is healed, and what is measured of it."""
+    """Arguments of `wandb.init`: the run stands next to the conversion that is healed, and what is measured of it."""
     import wandb
 
     quiet = wandb.Settings(silent=True, console="off", init_timeout=SECONDS)

@@ -140,7 +140,7 @@ def _legend(ax: Axes, roles: set, better: str) -> None:
 
 
 def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point], shown: set[int]) -> None:
-    """Writes every name beside its point, at the first place around it where it covers nothing drawn before.
+    """Writes every name next to its point, at the first place around it where it covers nothing drawn before.
 
     Those that are always shown come first. A name that would cover another one wherever it stood is left out.
     """

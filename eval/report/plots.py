@@ -22,7 +22,7 @@ WIDTH = 12.0
 
 @styled
 def loss_by_position(report: Report) -> Figure | None:
-    """Loss along the context, and beside it what each row loses against the baseline, nats a token."""
+    """Loss along the context, and next to it what each row loses against the baseline, nats a token."""
     drawn = [
         (row, look, {(b["start"] + b["end"]) / 2: b["loss"] for b in dig(row, "results", "loss", "by_position")})
         for row, look in zip(report["rows"], looks(report), strict=True)

@@ -97,7 +97,7 @@ def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure
 def looks(report: Report) -> list[Look]:
     """The look of each row; the baseline is grey.
 
-    Rows that no other beats come first, so that what is shown together unasked differs in colour; behind eleven rows
+    Rows that no other beats come first, so that what is shown together unasked differs in colour; after eleven rows
     colours come again with other dashes.
     """
     compared = [row for role in ("checkpoint", "variant") for row in compared_rows(report, role)]

@@ -245,7 +245,7 @@ def _share_at(tokens: int) -> Measure:
 
 
 def _loss_at(tokens: int) -> Measure:
-    """The change of the loss of tokens behind half of a context to all of it, where windows are longer than 1k."""
+    """The change of the loss of tokens after half of a context to all of it, where windows are longer than 1k."""
 
     def value(row: ReportRow, report: Report) -> float | None:
         if row is (baseline := baseline_of(report)):

@@ -1,4 +1,4 @@
-"""The report in Weights & Biases: a run a row, beside the run that healed the checkpoint."""
+"""The report in Weights & Biases: a run a row, next to the run that healed the checkpoint."""
 
 from __future__ import annotations
 

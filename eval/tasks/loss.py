@@ -1,4 +1,4 @@
-"""Held-out loss: by source and position, in one forward pass and through the live cache, beside the baseline's."""
+"""Held-out loss: by source and position, in one forward pass and through the live cache, next to the baseline's."""
 
 from __future__ import annotations
 

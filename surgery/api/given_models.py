@@ -27,7 +27,7 @@ Model: TypeAlias = Union[str, "os.PathLike[str]", "PreTrainedModel", Checkpoint]
 
 @dataclass(frozen=True)
 class OnDisk:
-    """A model where the verbs can read it.
+    """A model where the commands can read it.
 
     Attributes:
         path: a folder, a GGUF file or a hub id.

@@ -1,4 +1,5 @@
-"""The verbs that look at models: what one can become, what is chosen for a budget, how good it is, which heads matter.
+"""The commands that look at models: what one can become, what is chosen for a budget, how good it is, which heads
+matter.
 
 Like those of :mod:`surgery.api.rewriting` they are the command line's, for notebooks and programs: settings have the
 names of YAML files (``surgery config NAME``), and torch is imported when one is called.
@@ -122,7 +123,7 @@ def evaluate(
     progress: bool = True,
     **settings: Any,
 ) -> Evaluated:
-    """Measures models beside their source and beside cheap baselines: ``surgery eval``.
+    """Measures models next to their source and next to cheap baselines: ``surgery eval``.
 
     Args:
         models: one or more, by name if they are a mapping; see :mod:`surgery.api.given_models`.
@@ -133,7 +134,7 @@ def evaluate(
         title: of the report.
         overwrite: replace a report of other models, tasks or settings.
         allow_pickle: read pickled weights if there are no others.
-        trust_remote_code: run code that lies beside the weights.
+        trust_remote_code: run code that lies next to the weights.
         progress: show bars on standard error.
         **settings: of :class:`surgery.evaluation.settings.EvalSettings`, such as ``tasks``, ``data``, ``windows``.
 
@@ -191,7 +192,7 @@ def score_heads(
     Args:
         model: see :mod:`surgery.api.given_models`.
         method: duo, prulong, needle, induction or kvzip.
-        out: file to write, NAME.safetensors, with a picture beside it; without it the result is temporary.
+        out: file to write, NAME.safetensors, with a picture next to it; without it the result is temporary.
         tokenizer: of a model in memory.
         config: YAML file of settings, or the name of one that ships; arguments win over it.
         overwrite: replace existing files.

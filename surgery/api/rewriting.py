@@ -1,4 +1,4 @@
-"""The verbs that make a checkpoint of another: conversion, a smaller slice, recovery training.
+"""The commands that make a checkpoint of another: conversion, a smaller slice, recovery training.
 
 Like those of :mod:`surgery.api.measuring` they are the command line's, for notebooks and programs: settings have the
 names of YAML files (``surgery config NAME``), and torch is imported when one is called. Nothing is written without an

@@ -34,7 +34,7 @@ def choose_carrier(
     head_sizes: tuple[int, int, int] | None,
     tied: bool,
 ) -> Carrier:
-    """Stock ``deepseek_v3`` where it can carry the conversion, the project's own class otherwise.
+    """Stock ``deepseek_v3`` where it can carry the conversion, the custom model class otherwise.
 
     Args:
         obstacles: why stock cannot, :func:`surgery.architectures.deepseek_v3.obstacles`.

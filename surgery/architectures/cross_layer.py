@@ -1,6 +1,6 @@
 """Layers that share a cache, in the project's own model class: names, shapes and config of what is written.
 
-All tensors of the source are kept, byte for byte; a shared basis stands beside them.
+All tensors of the source are kept, byte for byte; a shared basis stands next to them.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ MODEL_TYPE = "deepseek_v3"
 INPUT_NORM = "model.layers.{layer}.input_layernorm.weight"
 
 ROPE_SCALE = 2.0**-4
-"""Scale of rotary keys beside a tiny latent. One tensor holds what makes both, and one scale of fp8 must reach both."""
+"""Scale of rotary keys next to a tiny latent. One tensor holds what makes both, and one scale of fp8 must reach
+both."""
 LARGEST_QUERY = 2.0**15
 """Of query weights, half of what float16 holds; rotary keys are larger where queries would exceed it."""
 
@@ -75,7 +76,7 @@ class StockMLA:
     Attributes:
         norm: how the latent's norm is neutralised.
         rescale: what the residual stream is multiplied by, 1.0 if the source's eps serves.
-        head_sizes: unrotated, rotated and value numbers of a head as they are written, zeros behind the model's own;
+        head_sizes: unrotated, rotated and value numbers of a head as they are written, zeros after the model's own;
             None: no zeros.
         untied: whether embeddings that are the output head too are written twice.
     """
@@ -317,7 +318,7 @@ class StockMLA:
 
 
 def zero_rows(tensor: Tensor, rows: int) -> Tensor:
-    """``tensor`` [..., n, m] with zeros behind its rows, [..., rows, m]."""
+    """``tensor`` [..., n, m] with zeros after its rows, [..., rows, m]."""
     return torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[-2]))
 
 

@@ -2,8 +2,8 @@
 to.
 
 Stock MLA classes normalise the latent, and conversions make that norm the identity (:mod:`.neutral_norm`). Its weight
-must not move, nor a channel that is constant, nor what reads it: behind the norm it may be in the thousands, and one
-step of an optimizer would drown all else. Latents that were scaled down to be small beside the norm's eps must move in
+must not move, nor a channel that is constant, nor what reads it: after the norm it may be in the thousands, and one
+step of an optimizer would drown all else. Latents that were scaled down to be small next to the norm's eps must move in
 proportion to their size, and so must what is larger where the inputs are smaller.
 """
 
@@ -89,5 +89,5 @@ def _query_latent(reader: CheckpointReader, prefix: str) -> dict[str, Any]:
     if not torch.equal(weight, torch.eye(channels + 1, channels, dtype=weight.dtype) * scale):
         return {}
     norm = reader.tensor(names[2])
-    factor = float(norm[0]) * scale / (float(norm[-1]) * constant)  # of inputs to the constant, behind the norm
+    factor = float(norm[0]) * scale / (float(norm[-1]) * constant)  # of inputs to the constant, after the norm
     return {**dict.fromkeys(names, True), prefix + "q_b_proj.weight": {"columns": [channels], "factor": factor}}

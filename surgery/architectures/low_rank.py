@@ -30,7 +30,7 @@ class OwnLowRank:
         anatomy: of any layer of the source; all have one shape.
         blocks: every layer's latents; none of a layer that keeps its attention.
         shared_layers: how many layers before each one hand their latents on to it.
-        sinks, window: tokens that are read exactly beside the latents; 0 for none.
+        sinks, window: tokens that are read exactly next to the latents; 0 for none.
         codes: every layer's formats of adjacent latents; None where all have one.
     """
 

@@ -16,7 +16,7 @@ SHARED, ROPE = {"tie_word_embeddings", "dtype"}, {"rope_theta", "rope_scaling"}
 
 
 def whole_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a result, whose language model's is ``config``, and all of it where there is nothing beside.
+    """config.json of a result, whose language model's is ``config``, and all of it where there is nothing next to.
 
     Args:
         reader: of the source.

@@ -1,7 +1,7 @@
 """MLA in the project's own model class: what the stock class cannot carry.
 
 The class keeps the source's own query projection and norm (copied byte for byte) and holds the latent form of
-:mod:`surgery.transforms.latent_layer` beside them.
+:mod:`surgery.transforms.latent_layer` next to them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ MODEL_TYPE = "surgery"
 
 
 def own_config(source: dict[str, Any], entries: Sequence[LayerEntry], **more: Any) -> dict[str, Any]:
-    """config.json of the own class, from that of a family's checkpoint or of one that is of the own class already."""
+    """config.json of the custom model class, from that of a family's checkpoint or of one that is of the custom model
+    class already."""
     own = {"architectures": ["SurgeryForCausalLM"], "model_type": MODEL_TYPE}
     if source["model_type"] != MODEL_TYPE:
         own["base_model_type"] = source["model_type"]
@@ -25,7 +26,7 @@ def own_config(source: dict[str, Any], entries: Sequence[LayerEntry], **more: An
 
 
 def with_auto_map(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json of the own class with the `auto_map` that its layers and its cache need."""
+    """Return config.json of the custom model class with the `auto_map` that its layers and its cache need."""
     from surgery.model import auto_map
 
     return {**config, "auto_map": auto_map(config)}

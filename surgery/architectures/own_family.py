@@ -39,7 +39,7 @@ class Carrier:
         config: config.json of the class that verifies the result.
         own_class: whether that is the project's.
         final_config: config.json of another class that holds the same tensors, once the result is verified; with it
-            ``final_code``, the files that it needs beside the weights.
+            ``final_code``, the files that it needs next to the weights.
     """
 
     model_type: str

@@ -52,11 +52,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class LatentModel:
-    """A checkpoint whose attention caches latents: the project's own class, or stock ``deepseek_v3``.
+    """A checkpoint whose attention caches latents: the custom model class, or stock ``deepseek_v3``.
 
     Attributes:
         config: its config.json.
-        norm: how the stock class's latent norm is neutralised; None in the own class, which has none.
+        norm: how the stock class's latent norm is neutralised; None in the custom model class, which has none.
     """
 
     config: dict
@@ -112,7 +112,7 @@ class LatentModel:
         return tuple(entry.ranks for entry in self.entries)
 
     def rope_dim(self, layer: int) -> int:
-        """Rotary dimensions that a layer caches of every token beside its latents."""
+        """Rotary dimensions that a layer caches of every token next to its latents."""
         if self.stock:
             return self.config["qk_rope_head_dim"]
         return getattr(self.entries[layer], "rope_dim", 0)
@@ -215,7 +215,7 @@ def _cuts_by_name(reader: CheckpointReader, model: LatentModel, layer: int, rank
 
 
 def _firsts(sizes: Iterable[int], counts: Sequence[int]) -> tuple[int, ...]:
-    """Places of the first ``counts`` of each of several runs of these sizes, one behind the other."""
+    """Places of the first ``counts`` of each of several runs of these sizes, one after the other."""
     places, start = [], 0
     for size, count in zip(sizes, counts, strict=True):
         places += range(start, start + count)

@@ -22,7 +22,7 @@ def sliding_config(source: dict[str, Any], streams: Sequence[bool], window: int)
         window: tokens that a query of such a layer sees, its own among them.
 
     Raises:
-        SurgeryError: no stock class has the source's layers beside such with a window.
+        SurgeryError: no stock class has the source's layers next to such with a window.
     """
     carrier = CARRIERS.get(source["model_type"])
     if carrier is None:

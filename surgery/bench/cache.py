@@ -16,7 +16,7 @@ CHUNK = 2048
 
 
 class SteadyLayer(DynamicLayer):
-    """Keys and values of a fixed number of tokens, allocated once, and one slot behind them for the newest.
+    """Keys and values of a fixed number of tokens, allocated once, and one slot after them for the newest.
 
     A step writes to that slot and reads everything, without the copy by which a plain cache grows; the next step does
     the same. A CUDA graph of the step can therefore be replayed.

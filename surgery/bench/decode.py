@@ -1,4 +1,4 @@
-"""``surgery bench decode``: tokens a second and peak memory of decoding, source beside converted, whole models.
+"""``surgery bench decode``: tokens a second and peak memory of decoding, source next to converted, whole models.
 
 All models go through one greedy loop over a cache that is filled at random (:mod:`surgery.bench.cache`): a step reads
 the most likely token of the last one. Plain caches have a fixed number of tokens, others grow as in use. Steps are
@@ -191,7 +191,7 @@ def _row(model: Any, place: dict, requested: int | None, device: torch.device, t
 
 
 def _largest(model: Any, context: int, device: torch.device) -> int:
-    """Rows whose caches fit beside the weights, to begin with."""
+    """Rows whose caches fit next to the weights, to begin with."""
     free_memory()
     short = min(context, 256)  # a window, or a group of tokens that are quantized together, is full by then
     row = cache_bytes(filled_cache(model, 1, short, device)) / short * context

@@ -50,7 +50,7 @@ def latent_weight_statistics(anatomy: LatentAnatomy, input_scale: Tensor) -> Lay
 
 
 def _asked(anatomy: LatentAnatomy, scale: Tensor) -> Tensor:
-    """The second moment of what queries are made of: inputs [D, D], or the query latent behind its norm [q, q]."""
+    """The second moment of what queries are made of: inputs [D, D], or the query latent after its norm [q, q]."""
     if anatomy.q_down is None:
         return torch.diag(scale.square())
     rows = anatomy.q_down * scale

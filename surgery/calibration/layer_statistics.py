@@ -42,7 +42,7 @@ class Calibrated(Protocol):
         texts: whose calibration tokens [N, T] are swept over; the weights alone where there are none.
         library: is filled; of several processes the main one does it.
         store: gets what entered each layer in the forward sweep, in one folder for all processes.
-        snapshots: what work that was killed goes on from; the library and the store then hold what it had done.
+        snapshots: what work that was killed resumes from; the library and the store then hold what it had done.
         processes: that share the tokens.
     """
 

@@ -110,7 +110,7 @@ def build_mixture(
         request: its planted facts are in sequences of text, of prose in sentences; conversations have none.
 
     Returns:
-        The sequences, and in the description beside what `build_calibration` says "parts" (share, sequences and
+        The sequences, and in the description next to what `build_calibration` says "parts" (share, sequences and
         documents by source, with the distributions of held-out text) and "order", the source of every sequence.
 
     Raises:

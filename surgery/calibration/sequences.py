@@ -112,7 +112,7 @@ class Pool:
         return len(self.ids) / self.target if self.target else 1.0
 
     def add(self, ids: list[int]) -> None:
-        """Puts a document behind the others."""
+        """Puts a document after the others."""
         self.ids += ids
         self.documents += 1
 

@@ -201,7 +201,7 @@ def sums_bytes(width: int, *, gradients: bool, key_norm: bool = False) -> int:
 
     Args:
         width: n, keys and values of a token; of MLA its latent.
-        key_norm: keys are normalised, and gradients taken behind the norm too.
+        key_norm: keys are normalised, and gradients taken after the norm too.
     """
     matrices = 1 + gradients * (1 + key_norm)
     return 2 * 8 * matrices * width**2

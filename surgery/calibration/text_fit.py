@@ -17,7 +17,7 @@ SEQUENCES = 4
 TOKENS = 256
 """The first tokens of each: enough to see that a text does not fit, for a small part of a pass over all of it."""
 FAR_OFF, BY_HEART = 5.0, 0.3
-"""Mean losses beyond which a text does not fit: the source cannot read it, or has learnt it by heart."""
+"""Mean losses beyond which a text does not fit: the source cannot read it, or has memorised it."""
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ class GgufFolder:
 
 
 def open_gguf(file: Path) -> GgufFolder:
-    """Reads the header of a GGUF file and writes what stands beside weights; once a process for an unchanged file.
+    """Reads the header of a GGUF file and writes what stands next to weights; once a process for an unchanged file.
 
     Raises:
         SurgeryError: the file is damaged, or its model or tokenizer is not supported.

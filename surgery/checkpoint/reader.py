@@ -347,7 +347,7 @@ class CheckpointReader:
         return self._files if self._behind is None else self._behind.files
 
     def sidecars(self) -> list[Path]:
-        """Full paths of the files that belong to the checkpoint beside weights and config.json, code among them."""
+        """Full paths of the files that belong to the checkpoint next to weights and config.json, code among them."""
         return self._files.paths
 
     def stamp(self) -> dict[str, list[int]]:

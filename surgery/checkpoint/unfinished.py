@@ -44,7 +44,7 @@ class Unfinished:
         staging: of the output.
         folder: where the work lies, once the context is entered.
         snapshots: states of the work's loops.
-        resumed: whether there was something to go on from.
+        resumed: whether there was something to resume from.
 
     Raises:
         SurgeryError: the output may not be written, another process is writing it, or what is there is other work.

@@ -29,7 +29,7 @@ def bench_kernels(
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every kernel against float64, then measure it beside the GPU's ceilings and PyTorch's kernels.
+    """Check every kernel against float64, then measure it next to the GPU's ceilings and PyTorch's kernels.
 
     What is wrong is not timed. Without a GPU only correctness is looked at, at tiny shapes. The exit code is 1 if a
     kernel was wrong.
@@ -71,7 +71,7 @@ def bench_decode(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure decoding of whole models, source beside converted, with this package's kernels and without.
+    """Measure decoding of whole models, source next to converted, with this package's kernels and without.
 
     Shapes get random weights. Caches are filled at random to the context: no prompt is read.
 

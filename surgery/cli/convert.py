@@ -1,4 +1,4 @@
-"""``surgery convert``: a checkpoint from another. Torch is imported inside the verb only."""
+"""``surgery convert``: a checkpoint from another. Torch is imported inside the command only."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ConvertVerb(Verb):
 
 
 def _examples_of(to: str) -> str:
-    """The verb's help with the examples of one target."""
+    """The command's help with the examples of one target."""
     paragraphs = inspect.cleandoc(convert.__doc__).split("\n\n")
     selected = [each for each in paragraphs if "--to " not in each or f"--to {to} " in each]
     return "\n\n".join(selected)
@@ -87,7 +87,7 @@ def convert(
     keep_code: KeepCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert a checkpoint's attention and write the result beside it.
+    """Convert a checkpoint's attention and write the result next to it.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""The verbs ``eval``, ``compare`` and ``run``."""
+"""The commands ``eval``, ``compare`` and ``run``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def evaluate(
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure models beside their source and beside cheap baselines, and write a report.
+    """Measure models next to their source and next to cheap baselines, and write a report.
 
     Started again with the same --out it goes on where it stopped. Results are the same with any number of processes;
     those of `torchrun -m surgery eval ...` or `accelerate launch` share the work.

@@ -1,6 +1,6 @@
 """Options made of the classes of settings, where names, types, defaults and help are defined once.
 
-A verb's function has a parameter ``options``, in whose place :func:`with_settings` puts an option for every setting.
+A command's function has a parameter ``options``, in whose place :func:`with_settings` puts an option for every setting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SettingOption:
 
     Attributes:
         key: its parameter's name.
-        settings: one of each target that has it; a verb without targets counts as one.
+        settings: one of each target that has it; a command without targets counts as one.
         targets: how many there are in all.
     """
 
@@ -134,7 +134,7 @@ class OptionValues:
 
 
 def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Callable[..., None]:
-    """A verb with an option for each setting of the classes of its targets."""
+    """A command with an option for each setting of the classes of its targets."""
     options = _options(classes)
 
     @wraps(verb)

@@ -34,7 +34,7 @@ def score(
 ) -> None:
     """Score every KV head of a checkpoint: the higher, the more it needs its whole context.
 
-    Writes a pattern file for `surgery convert --to hybrid`, and a heat map beside it. An interrupted scoring goes on
+    Writes a pattern file for `surgery convert --to hybrid`, and a heat map next to it. An interrupted scoring goes on
     where it was. Processes of `torchrun -m surgery heads CKPT` or `accelerate launch` share
     the work.
 

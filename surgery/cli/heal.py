@@ -1,4 +1,4 @@
-"""The verb ``heal``. Torch is imported inside it only."""
+"""The command ``heal``. Torch is imported inside it only."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def heal(
 ) -> None:
     """Give a converted checkpoint its accuracy back, by distillation from its source.
 
-    Composes and runs `accelerate launch -m surgery.training.heal`, verifies what comes of it as conversions are, and
-    measures it. Interrupted, the same command goes on.
+    Composes and runs `accelerate launch -m surgery.training.heal`, verifies what results from it as conversions are,
+    and measures it. Interrupted, the same command goes on.
 
     Examples:
 

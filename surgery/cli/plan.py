@@ -1,4 +1,4 @@
-"""``surgery plan``: the conversion that a budget asks for. Torch is imported inside the verb only."""
+"""``surgery plan``: the conversion that a budget asks for. Torch is imported inside the command only."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def recipes(as_json: JsonOption = False) -> None:
 
 
 def configs(as_json: JsonOption = False) -> None:
-    """List the settings files that ship, which `--config` takes by name: every setting of a verb, with its default.
+    """List the settings files that ship, which `--config` takes by name: every setting of a command, with its default.
 
     Example:
 
@@ -56,7 +56,7 @@ def config(
 
 
 def config_page(name: str) -> str:
-    """The settings file of a target or verb, or a settings file or recipe that ships.
+    """The settings file of a target or command, or a settings file or recipe that ships.
 
     Raises:
         SurgeryError: there is none of that name.

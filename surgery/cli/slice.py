@@ -1,4 +1,4 @@
-"""``surgery slice``: a smaller checkpoint from a converted one. Torch is imported inside the verb only."""
+"""``surgery slice``: a smaller checkpoint from a converted one. Torch is imported inside the command only."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ LOGGED: dict[str, Any] = {
         ],
     ),
 }
-"""Options of long verbs: name, default and annotation."""
+"""Options of long commands: name, default and annotation."""
 
 LONG = {("convert",), ("slice",), ("heal",), ("eval",), ("plan",), ("run",), ("verify",), ("demo",), ("heads",)}
 """Verbs that work in phases, by the words they are called with."""
@@ -55,7 +55,7 @@ FOLLOWED: dict[str, Any] = {
         ],
     ),
 }
-"""Option of verbs that read checkpoints."""
+"""Option of commands that read checkpoints."""
 READING = {("inspect",), ("plan",), ("convert",), ("heal",), ("slice",), ("run",), ("eval",), ("verify",), ("doctor",)}
 READING |= {("export",), ("heads",), ("bench", "decode")}
 
@@ -102,7 +102,7 @@ class Verb(_PlainHelp, TyperCommand):
     """A verb."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
-        """Refuse what was removed: options, which this verb does not have, and verbs below it."""
+        """Refuse what was removed: options, which this command does not have, and commands below it."""
         _refuse_removed_verb(ctx, args)
         known = {flag for each in self.params for flag in (*each.opts, *each.secondary_opts)}
         for flag in (arg.split("=", 1)[0] for arg in args):
@@ -114,10 +114,10 @@ class Verb(_PlainHelp, TyperCommand):
 
 
 class Verbs(_PlainHelp, TyperGroup):
-    """The verbs of a group."""
+    """The commands of a group."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
-        """Refuse verbs that were removed."""
+        """Refuse commands that were removed."""
         _refuse_removed_verb(ctx, args)
         return super().parse_args(ctx, args)
 
@@ -129,7 +129,7 @@ def _refuse_removed_verb(ctx: Any, args: list[str]) -> None:
 
 
 def equip(app: typer.Typer, *group: str) -> None:
-    """Gives every verb of an app what all verbs share, and long ones their log."""
+    """Gives every command of an app what all commands share, and long ones their log."""
     for verb in app.registered_commands:
         name = verb.name or verb.callback.__name__.strip("_")
         verb.cls = verb.cls if issubclass(verb.cls or TyperCommand, Verb) else Verb
@@ -141,7 +141,7 @@ def equip(app: typer.Typer, *group: str) -> None:
 
 
 def _with_lines(text: str) -> str:
-    """A verb's help with its examples one below the other, where Markdown would make paragraphs or a box of them."""
+    """A command's help with its examples one below the other, where Markdown would make paragraphs or a box of them."""
     intro, mark, examples = re.split(r"(Examples?:)\n\n", text, maxsplit=1) if "\nExample" in text else (text, "", "")
     return intro + "\\\n".join([mark, *(line.strip() for line in examples.splitlines() if line.strip())])
 
@@ -149,7 +149,7 @@ def _with_lines(text: str) -> str:
 def _shared(
     verb: Callable[..., None], log_options: dict[str, Any], link_options: dict[str, Any]
 ) -> Callable[..., None]:
-    """The verb with --quiet, and with the options of logs and of links where it has them."""
+    """The command with --quiet, and with the options of logs and of links where it has them."""
 
     @wraps(verb)
     def called(

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP end a command as Ctrl-C does: by an exception, so that what cleans up behind errors does so."""
+"""SIGTERM and SIGHUP end a command as Ctrl-C does: by an exception, so that what cleans up after errors does so."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def interruptible() -> Iterator[Interruption]:
     """Let SIGTERM and SIGHUP raise KeyboardInterrupt in the block, as SIGINT does, and record which of them it was.
 
     They are ignored from the first of them on: schedulers send SIGTERM more than once, and a terminal that closes sends
-    SIGHUP behind it, which would stop the cleaning up. Under nohup, which has SIGHUP ignored, it stays so. Threads but
-    the main one cannot take signals, and leave them as they are.
+    SIGHUP after it, which would stop the cleaning up. Under nohup, which has SIGHUP ignored, it stays so. Threads but
+    the main one cannot take signals, and leave them unchanged.
     """
     _unfinished.clear()
     caught, before = Interruption(), {}

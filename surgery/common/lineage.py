@@ -12,7 +12,7 @@ REPORT = "surgery_report.json"
 
 
 def lineage(report: Mapping[str, Any]) -> str:
-    """A name for all that comes of a conversion: its target, and a hash of its source and settings.
+    """A name for all that results from a conversion: its target, and a hash of its source and settings.
 
     The report of a healed checkpoint still has both; a published one, whose settings have no folders, the name itself.
 

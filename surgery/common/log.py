@@ -1,7 +1,7 @@
 """A log of long work: each event one line for people, or one JSON object, at the end of a file.
 
-The file and whether lines take the place of bars stand in the environment, so that processes that a verb starts, such
-as trainings, write into the same one.
+The file and whether lines take the place of bars stand in the environment, so that processes that a command starts,
+such as trainings, write into the same one.
 """
 
 from __future__ import annotations

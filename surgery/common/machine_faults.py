@@ -21,8 +21,8 @@ _UNWRITTEN = ("PytorchStreamWriter", "unexpected pos", "No space left on device"
 def told(error: BaseException) -> str | None:
     """Return the message for an error of the machine; None for one of the program's own.
 
-    Errors of files that a verb was asked to read or write are told where they happen, with what to do; this is for the
-    temporary ones, and for memory, which can end anywhere.
+    Errors of files that a command was asked to read or write are told where they happen, with what to do; this is for
+    the temporary ones, and for memory, which can end anywhere.
     """
     text = " ".join(str(error).split())
     number = error.errno if isinstance(error, OSError) else None
@@ -37,7 +37,8 @@ def told(error: BaseException) -> str | None:
         return f"{error.filename or 'a temporary file'}: no space left on the disk; {_FREE}"
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.filename or 'a temporary file'}: {error.strerror or text}"
-    # safetensors has errors of its own; its name is looked at, as most verbs' mistakes are told without importing it.
+    # safetensors has errors of its own; its name is looked at, as most commands' mistakes are told without importing
+    # it.
     written = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
     if written and any(part in text for part in _UNWRITTEN):
         return f"a temporary file could not be written; {_FREE}"

@@ -48,7 +48,7 @@ REMOVED = {
     "to mixed": "convert all layers to one structure, such as --to lowrank --bits auto, which spends by layer; "
     "mixed checkpoints load as before",
 }
-"""Settings and options by name, those of one command behind its name, values as ``setting value``, commands by their
+"""Settings and options by name, those of one command after its name, values as ``setting value``, commands by their
 words."""
 
 

@@ -60,6 +60,6 @@ def show_ruin(page: Console, formats: Sequence[str]) -> None:
 
 
 def show_next(page: Console, commands: Iterable[str]) -> None:
-    """Commands under each other, behind one "Next:"."""
+    """Commands under each other, after one "Next:"."""
     for number, command in enumerate(commands):
         page.print(f"{'Next: ' if number == 0 else '      '}{plain(command)}", soft_wrap=True, highlight=False)

@@ -32,9 +32,9 @@ class Checkpoint:
     Attributes:
         name: its row's name.
         given: as the user named it.
-        reader: its files; of a model of pictures and text, its language model.
+        reader: its files; of a vision-language model, its language model.
         sha256: of all its weights.
-        trust_remote_code: whether code beside the weights may run.
+        trust_remote_code: whether code next to the weights may run.
     """
 
     name: str

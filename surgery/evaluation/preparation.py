@@ -38,7 +38,7 @@ class EvaluationRequest:
         command: as it was called, for the report.
         title: of the report; None for the names of the checkpoints.
         writes: whether the report is written, too.
-        restart: whether results that the folder has are measured anew.
+        restart: whether results that the folder has are measured again.
     """
 
     checkpoints: tuple[str, ...]

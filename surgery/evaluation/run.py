@@ -1,4 +1,4 @@
-"""The verb: measures rows task by task, goes on where an earlier run stopped, and makes the report."""
+"""The command: measures rows task by task, goes on where an earlier run stopped, and makes the report."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class TaskData:
         return "code" if set(self.settings.data) <= {BUILTIN, "code"} else "text"
 
     def haystack(self) -> str | None:
-        """Text for prompts: the held-out text, or for prose beside builtin code what the domain has by itself."""
+        """Text for prompts: the held-out text, or for prose next to builtin code what the domain has by itself."""
         if self.domain == "text" and self.settings.data == (BUILTIN,):
             return None
         return "\n".join(document.text for document in self.documents)

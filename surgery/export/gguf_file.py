@@ -65,7 +65,7 @@ def export_checkpoint(
     Args:
         checkpoint: local folder or hub id.
         engine: "llama.cpp".
-        out: file to write; the checkpoint's name with ".gguf" behind it, beside it.
+        out: file to write; the checkpoint's name with ".gguf" after it, next to it.
         weights: type of the large tensors, one of WEIGHTS; vectors are float32, and so are latents too small for f16.
         tokenizer_from: a GGUF whose tokenizer is copied; None: the checkpoint's tokenizer.json.
         overwrite: replace an existing file.

@@ -85,7 +85,7 @@ class LayerAnatomy:
 
     scale: float  # multiplies q.k before the softmax
     softcap: float | None = None  # bounds logits, see `Softmax`
-    sinks: Tensor | None = None  # [H], learned logits beside those of keys, see `Softmax`
+    sinks: Tensor | None = None  # [H], learned logits next to those of keys, see `Softmax`
     gate: Tensor | None = None  # [H, e, D], of the factors sigmoid(gate x + gate_bias) on mixed values
     gate_bias: Tensor | None = None  # [H, e]
 
@@ -183,7 +183,7 @@ class AttentionAnatomy(LayerAnatomy):
         return replace(self, q=self.q * rows[:, None], q_bias=bias)
 
     def stored_queries(self) -> tuple[Tensor, Tensor | None]:
-        """The checkpoint's query projection and its bias, [H d, D] and [H d]; twice that with gates behind heads."""
+        """The checkpoint's query projection and its bias, [H d, D] and [H d]; twice that with gates after heads."""
         if self.partial_factor != 1.0:
             plain = self.with_scaled_queries(self.partial_factor**-2)
             return replace(plain, partial_factor=1.0).stored_queries()

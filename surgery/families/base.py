@@ -37,7 +37,7 @@ def uniform_window(config, layer: int) -> int | None:
 
 
 MTP_LAYERS = "num_nextn_predict_layers"
-"""What configs call the number of layers that predict further tokens, stored behind the others."""
+"""What configs call the number of MTP layers, stored after the others."""
 
 
 def is_mtp_layer(name: str, layers: int) -> bool:
@@ -101,10 +101,10 @@ class Family:
         window: the sliding window of a layer, from the config.
         scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
         softcap: what bounds logits of attention, if anything.
-        sinks: whether each head has a learned logit beside those of keys.
-        output_gate: whether ``q_proj`` has, behind each head's query, a gate for what the head puts out.
-        first_scaled: the first position from which queries are scaled by position, or chunks of attention begin anew,
-            if they do; only texts that end before it are simulated, the model class knows the rest.
+        sinks: whether each head has a learned logit next to those of keys.
+        output_gate: whether ``q_proj`` has, after each head's query, a gate for what the head puts out.
+        first_scaled: the first position from which queries are scaled by position, or chunks of attention begin from
+            scratch, if they do; only texts that end before it are simulated, the model class knows the rest.
         eager: whether some version of transformers that the package takes leaves a part of its attention out unless it
             is told to attend eagerly.
         rotates: whether a layer rotates at all.

@@ -26,7 +26,7 @@ from surgery.families.anatomy import HeadNorm, LayerAnatomy, Projection
 class LatentProjection(Projection):
     """Projections of an MLA layer before any rotation.
 
-    ``q`` [..., H, ρ] and ``k`` [..., 1, ρ] are what is rotated, ``v`` [..., 1, r] is the latent behind its norm.
+    ``q`` [..., H, ρ] and ``k`` [..., 1, ρ] are what is rotated, ``v`` [..., 1, r] is the latent after its norm.
     """
 
     unrotated: Tensor  # [..., H, n], the other part of the queries
@@ -44,7 +44,7 @@ class LatentAnatomy(LayerAnatomy):
         ("o", "o_proj"),
     )
 
-    q: Tensor  # [H, n + ρ, D], or [H, n + ρ, q] behind a query latent
+    q: Tensor  # [H, n + ρ, D], or [H, n + ρ, q] after a query latent
     down: Tensor  # [r + ρ, D]
     up: Tensor  # [H, n + e, r], the norm's weight included
     o: Tensor  # [D, H, e]
@@ -105,6 +105,6 @@ class LatentAnatomy(LayerAnatomy):
         return LatentProjection(rotated, key[..., None, :], latent[..., None, :], None, unrotated)
 
     def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Unrotated keys [..., H, n] and values [..., H, e] of latents [..., r] behind their norm."""
+        """Unrotated keys [..., H, n] and values [..., H, e] of latents [..., r] after their norm."""
         heads = torch.einsum("...r,hnr->...hn", latent, self.up)
         return heads[..., : self.unrotated_dim], heads[..., self.unrotated_dim :]

@@ -1,6 +1,6 @@
-"""Models of pictures and text whose language model is another family's.
+"""Multimodal models whose language model is another family's.
 
-It is read as a model of that family, and written back in its place: what is beside it stays to the bit.
+It is read as a model of that family, and written back in its place: what is next to it stays to the bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 HOLD_CUSTOM = ("gemma3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
 HOLD_CUSTOM += ("qwen3_vl_moe", "surgery_pictures")
-"""Those in which the language model may become one of the own class, by ``model_type``."""
+"""Those in which the language model may become one of the custom model class, by ``model_type``."""
 
 MULTIMODAL = (*HOLD_CUSTOM, "llama4")
 

@@ -24,7 +24,7 @@ class Softmax:
     Attributes:
         scale: multiplies products of queries and keys.
         softcap: c, which bounds logits; None: no cap.
-        sinks: [H], a logit of each head beside those of all keys, whose weight mixes nothing; None: no sinks.
+        sinks: [H], a logit of each head next to those of all keys, whose weight mixes nothing; None: no sinks.
     """
 
     scale: float

@@ -27,7 +27,7 @@ class ScoringSession:
         needles: sequences with planted facts: ``needles(n)``. Equal n give equal sequences.
         seed: of every random choice.
         processes: that share the work; all of them end with the same scores.
-        journal: what an interrupted scoring goes on from.
+        journal: what an interrupted scoring resumes from.
     """
 
     model: PreTrainedModel

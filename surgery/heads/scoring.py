@@ -56,7 +56,7 @@ class ScoredHeads:
 
     Attributes:
         path: of the pattern's file.
-        heat_map: of the picture beside it.
+        heat_map: of the picture next to it.
         is_main: whether this is the process that prints.
     """
 
@@ -76,19 +76,19 @@ def score_heads(
     restart: bool = False,
     progress: Progress | None = None,
 ) -> ScoredHeads:
-    """Scores every KV head of a checkpoint and writes the pattern file, with a heat map beside it.
+    """Scores every KV head of a checkpoint and writes the pattern file, with a heat map next to it.
 
     With several processes (``accelerate launch``) they share the sequences. An interrupted scoring of the same model,
-    settings and text goes on from its journal, which lies beside the output until that is written.
+    settings and text resumes from its journal, which lies next to the output until that is written.
 
     Args:
         source: local folder or hub id.
-        out: file to write, NAME.safetensors, with NAME.png beside it; by default the source's name with "-heads-METHOD"
-            behind it.
+        out: file to write, NAME.safetensors, with NAME.png next to it; by default the source's name with
+            "-heads-METHOD" after it.
         settings: default :class:`HeadSettings`.
         overwrite: replace existing files.
         allow_pickle: read pickled weights if there are no others.
-        restart: begin anew where an interrupted scoring could go on.
+        restart: begin from scratch where an interrupted scoring could go on.
         progress: bars; silent if None.
 
     Raises:
@@ -128,7 +128,7 @@ def _scored(
     device: torch.device,
     open_journal: Callable[[int, Mapping[str, Any]], Journal],
 ) -> tuple[HeadPattern, list[Journal]]:
-    """Scores with every seed; what it goes on from is opened by seed and identity."""
+    """Scores with every seed; what it resumes from is opened by seed and identity."""
     check_scorable(checkpoint)
     settings = replace(settings, length=sequence_length(settings, checkpoint.reader.config))
     score = scorer(settings.method)
@@ -272,7 +272,7 @@ class Texts:
 
 
 def _settle_output(out: Path, overwrite: bool, alone: ExitStack) -> Path:
-    """Path of the heat map beside a pattern, once it is clear that both can be written: before hours of scoring.
+    """Path of the heat map next to a pattern, once it is clear that both can be written: before hours of scoring.
 
     Raises:
         SurgeryError: they cannot, are there, or another process is about to.

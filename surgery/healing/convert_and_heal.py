@@ -101,7 +101,7 @@ def convert_and_heal(
 
 
 def plan_both(request: ConversionRequest, budget: Mapping[str, float]) -> tuple[ConversionPlan, HealingPlan | None]:
-    """Plans `convert_and_heal`; the healing of a model of pictures and text cannot be told before it is converted.
+    """Plans `convert_and_heal`; the healing of a vision-language model cannot be told before it is converted.
 
     Raises:
         SurgeryError: what either would refuse.

@@ -2,7 +2,7 @@
 
 The training itself is `surgery.training.heal`, which any accelerate configuration launches; here are the settings and
 the command for it, and what comes after: the trained checkpoint is run through its caches as a conversion's result is,
-measured beside its source and what it was before, and gets its name once its report says so.
+measured next to its source and what it was before, and gets its name once its report says so.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class HealRequest:
 
     Attributes:
         student: the converted checkpoint.
-        out: folder to write; the student's name with "-healed" behind it by default.
+        out: folder to write; the student's name with "-healed" after it by default.
         config: YAML file of :class:`surgery.training.settings.HealSettings`; None for the defaults.
         given: settings by name that win over the file's.
         processes: to start; None for the ``launcher``'s number, or for one without it.
         launcher: accelerate configuration file (`surgery.healing.launchers.find_launcher`).
         measure: evaluation settings by name for the source, the student and the healed checkpoint; None measures none.
-        restart: begin anew where an interrupted healing could go on.
+        restart: begin from scratch where an interrupted healing could go on.
         command: as it was called, for the report.
     """
 
@@ -235,7 +235,7 @@ def training_settings(
 
     Args:
         work: for what only the training needs.
-        out: the healed checkpoint's folder: what a tracker writes stays beside it. None for ``work``.
+        out: the healed checkpoint's folder: what a tracker writes stays next to it. None for ``work``.
 
     Raises:
         SurgeryError: a setting is unknown or impossible, or the student's cache has a basis of each prompt's own.

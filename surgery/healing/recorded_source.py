@@ -17,7 +17,7 @@ from surgery.reporting.report import read_report
 def find_source(converted: CheckpointReader) -> Path:
     """The source of a converted checkpoint: the one that was converted first, or the nearest to it that is here.
 
-    Reports hold names, not places. Looked at are folders and GGUF files of that name beside the checkpoint and in the
+    Reports hold names, not places. Looked at are folders and GGUF files of that name next to the checkpoint and in the
     working folder, and the models that can be called by a name; what is taken has the recorded hash.
 
     Raises:

@@ -34,7 +34,7 @@ def forecast_targets(opened: Source) -> list[dict[str, Any]]:
             continue  # what stands in the way of the default
         same = [one for one in rows if one["to"] == target.name and one["class"] in OWN_CLASSES]
         if "carrier" in option.settings and same:
-            continue  # the default goes to the own class already
+            continue  # the default goes to the custom model class already
         rows.append(row)
     return rows
 

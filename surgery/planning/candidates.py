@@ -135,7 +135,7 @@ class Candidates:
                 best = found
             if (1 - TOLERANCE) * share <= got <= share:
                 break
-            # Bytes grow with the ratio along a line, which exact tokens keep from passing through zero.
+            # Bytes grow with the ratio along a line, which full-precision tokens keep from passing through zero.
             slope = got / ratio if before is None or before[0] == ratio else (got - before[1]) / (ratio - before[0])
             before = ratio, got
             aim = share * (1 - TOLERANCE / 2)

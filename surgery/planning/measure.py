@@ -21,7 +21,7 @@ from surgery.structures.context import ConversionContext
 LEVEL = 0.8
 """Share of other texts' losses that the interval of a prediction should hold."""
 OTHER_TEXT = 0.25
-"""How far off, relatively, a loss is on text of another kind, beside the spread by text: what it took on the demo
+"""How far off, relatively, a loss is on text of another kind, next to the spread by text: what it took on the demo
 model for such intervals (docs/planning.md)."""
 
 
@@ -106,7 +106,7 @@ class Carried:
 def measure(candidates: Sequence[Sized], work: ConversionContext, held_out: HeldOut) -> Carried:
     """Carry the source and candidates through the layers side by side; resumes what a killed plan had carried.
 
-    Layers that stay as they are run once for all whose hidden states are still the source's.
+    Layers that stay unchanged run once for all whose hidden states are still the source's.
     """
     opened, stream, batch = work.opened, work.opened.stream, work.settings.batch_size
     rows = [None, *candidates]  # the source first

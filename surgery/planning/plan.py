@@ -46,7 +46,7 @@ class Plan:
 
     Attributes:
         budget: bytes, share of the source's, context and batch; or the most loss that is allowed.
-        source: what was planned for; its ``sha256`` None where nothing was kept beside a file.
+        source: what was planned for; its ``sha256`` None where nothing was kept next to a file.
         rows: what was measured, by bytes; ``choice`` the place of the one to take.
         refused: what the source, or the engine, does not take, and why.
     """
@@ -101,9 +101,10 @@ def make_plan(
     Args:
         called: the source, in commands; None for its place.
         allow_pickle: read pickled weights if there are no others.
-        out: the plan's file to be; beside it, in ``<out>.statistics.partial``, lies what a plan that was killed goes on
+        out: the plan's file to be; next to it, in ``<out>.statistics.partial``, lies what a plan that was killed goes
+            on
             from: statistics, and candidates on their way through the layers. None keeps nothing.
-        restart: begin anew where such a plan could go on.
+        restart: begin from scratch where such a plan could go on.
         progress: bars; silent if None.
 
     Raises:

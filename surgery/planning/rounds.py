@@ -14,7 +14,7 @@ from surgery.planning.measure import Carried, Scored
 from surgery.planning.rows import Row, contenders, far_behind
 
 Scores = list[tuple[Scored, Scored]]
-"""Of candidates, each beside the source's on the same texts."""
+"""Of candidates, each next to the source's on the same texts."""
 
 
 class Rounds:

@@ -1,4 +1,4 @@
-"""Before, converted, healed: what the stages of a healing made of a checkpoint, beside what they took."""
+"""Before, converted, healed: what the stages of a healing made of a checkpoint, next to what they took."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_healing(healing: dict[str, Any]) -> None:
 
 
 def quality_table(healing: dict[str, Any]) -> list[dict[str, Any]]:
-    """Loss and recall of the source, the conversion and the result of every stage that was measured beside them.
+    """Loss and recall of the source, the conversion and the result of every stage that was measured next to them.
 
     A stage is measured with its own student as what was converted. Where a stage before it was measured on the same
     data, that student is its result, and the row of the conversion is that stage's.

@@ -17,7 +17,7 @@ def before_and_after(
     classes: Sequence[str] = (),
     others: Iterable[tuple[str, str, str]] = (),
 ) -> Table:
-    """The source beside what it became.
+    """The source next to what it became.
 
     Args:
         kv: bytes per token of both.

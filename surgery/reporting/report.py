@@ -122,7 +122,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_report(folder: Path) -> dict | None:
-    """Read the report beside a checkpoint's weights, and those of its sources in it; None where there is none.
+    """Read the report next to a checkpoint's weights, and those of its sources in it; None where there is none.
 
     Whoever sent it, what tables and model cards show of it has the right types.
 
@@ -153,7 +153,7 @@ def _check_source(source: dict) -> None:
 
 
 def previous_report(folder: Path) -> dict | None:
-    """The report beside a checkpoint's weights, if it was converted and the report can be read."""
+    """The report next to a checkpoint's weights, if it was converted and the report can be read."""
     try:
         return read_report(folder)
     except SurgeryError:

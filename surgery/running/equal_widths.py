@@ -1,7 +1,7 @@
 """MLA's attention by PyTorch's fused kernels on a CPU.
 
 Keys and values of MLA differ in width, and the fused kernels for CPUs want one: otherwise PyTorch computes and keeps
-all attention weights, several times slower. Zeros behind the narrower one change nothing but that.
+all attention weights, several times slower. Zeros after the narrower one change nothing but that.
 """
 
 from __future__ import annotations

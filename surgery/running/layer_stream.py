@@ -369,12 +369,12 @@ def _joined(singles: list):
 
 
 def family_behind(config) -> Family:
-    """The family of a config, or that an own-class config was made from; a Llama where there is none."""
+    """The family of a config, or that a custom-class config was made from; a Llama where there is none."""
     return family_around(getattr(config, "base_model_type", config.model_type)) or LLAMA
 
 
 def single_layer_config(config, layer: int):
-    """A one-layer copy of a converted checkpoint's config (stock MLA or the project's own class)."""
+    """A one-layer copy of a converted checkpoint's config (stock MLA or the custom model class)."""
     single = family_behind(config).single_layer_config(config, layer)
     if getattr(config, "attention_layers", None):
         single.attention_layers = [config.attention_layers[layer]]
@@ -417,7 +417,7 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
 def blocks_of(config) -> list[tuple[int, int]]:
     """The first layer, and the one after the last, of layers that can only be run together.
 
-    Single layers, but for those of the own class that share latents or a cache.
+    Single layers, but for those of the custom model class that share latents or a cache.
     """
     starts = [layer for layer, entry in enumerate(entries_of(config)) if not entry.joined]
     return list(zip(starts, [*starts[1:], config.num_hidden_layers], strict=True))

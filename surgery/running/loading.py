@@ -82,7 +82,7 @@ def attention_of(path: Path) -> dict[str, str]:
 
 
 def with_standard_names(config):
-    """A transformers config, or that of the own class where a family has other names, or no class by itself."""
+    """A transformers config, or that of the custom class where a family has other names, or no class by itself."""
     from surgery import model as own_model
 
     if "qwen3_vl_moe_text" in (config.model_type, getattr(config, "base_model_type", None)):

@@ -153,7 +153,7 @@ class Source(Opened):
 
 @dataclass
 class OwnSource(Opened):
-    """An opened checkpoint that was converted before: the project's own class, or stock MLA."""
+    """An opened checkpoint that was converted before: the custom model class, or stock MLA."""
 
     reader: CheckpointReader
     config: object

@@ -1,4 +1,4 @@
-"""A checkpoint of fused projections, or of a language model beside others, seen as one of the family that it is.
+"""A checkpoint of fused projections, or of a language model next to others, seen as one of the family that it is.
 
 Likewise one whose tensors have other names than those of most families.
 """
@@ -20,7 +20,7 @@ from surgery.running.source_check import open_source
 
 
 def open_model(source: str | Path, *, allow_pickle: bool = False, dtype: str | None = None) -> CheckpointReader:
-    """Opens a checkpoint as :func:`unfused` sees it; what every verb begins with that reads a model's attention.
+    """Opens a checkpoint as :func:`unfused` sees it; what every command begins with that reads a model's attention.
 
     Args:
         dtype: name of the one that weights are rounded to as they are read; None: they are read as they are stored.
@@ -35,7 +35,7 @@ def open_model(source: str | Path, *, allow_pickle: bool = False, dtype: str | N
 def unfused(reader: CheckpointReader) -> CheckpointReader:
     """The reader itself, or a view of it under the names and with the config of the family that its model is read as.
 
-    Layers that predict further tokens, behind the model's own, are not in it: they read what other layers cache.
+    MTP layers, after the model's own, are not in it: they read what other layers cache.
 
     Raises:
         SurgeryError: the model has something that this family has not.
@@ -58,7 +58,7 @@ def unfused(reader: CheckpointReader) -> CheckpointReader:
 
 
 def language_model(reader: CheckpointReader) -> CheckpointReader:
-    """The reader itself, or of a model of pictures and text a view of its language model.
+    """The reader itself, or of a vision-language model a view of its language model.
 
     Tensors of the other parts keep their names. A family's whose names are other ones are seen under the names of all.
 

@@ -55,7 +55,7 @@ class Outcome:
         factors: by which copied tensors are multiplied.
         own_class: whether the model class's files have to travel with it.
         final_config: config.json of another class for the same tensors, written once the result is verified as
-            ``config`` says; ``final_code``: files that it needs beside the weights.
+            ``config`` says; ``final_code``: files that it needs next to the weights.
         splits: of the budget that were tried, with their held-out losses.
         shape: of the source, where it is no checkpoint of a family.
         flow: predicted peak and footprint of a prompt and decoded tokens, in the dtype in which layers run.
@@ -115,7 +115,7 @@ class TargetOption:
     """Options of a target that `surgery inspect` lists before any calibration.
 
     Attributes:
-        flags: behind ``--to NAME``, with a space before them; ``settings`` says the same.
+        flags: after ``--to NAME``, with a space before them; ``settings`` says the same.
         place: rank among the options of all targets by the loss increase; None: after those that have one.
         caution: what is to be known first, for which it is not advised.
         listed: whether it stands in the table; else it is the smallest that may be advised.
@@ -136,7 +136,7 @@ class Candidate:
 
     Attributes:
         settings: by name.
-        scales: whether a ``kv_ratio`` beside them says how small the result is.
+        scales: whether a ``kv_ratio`` next to them says how small the result is.
         context: of most tokens at which it is worth weighing; None at any.
     """
 
@@ -151,8 +151,9 @@ class Structure(ABC, Generic[Opened, Settings]):
     Making one refuses what can be refused before any work (SurgeryError).
 
     Attributes:
-        keeps_class: whether results are of the source's class, which may hold other models beside the language model.
-        supports_multimodal: whether results of the own class may be the language model of a model of pictures and text.
+        keeps_class: whether results are of the source's class, which may hold other models next to the language model.
+        supports_multimodal: whether results of the custom model class may be the language model of a vision-language
+            model.
         takes_latents: whether sources may be MLA already.
         options: what is shown of it before text was read.
     """
@@ -296,7 +297,7 @@ def replanned_tensors(
     """Every tensor of the output in the source's order, a layer's new attention ``plan(layer)`` where the old began.
 
     Args:
-        copied: which of a layer's attention tensors stay as they are.
+        copied: which of a layer's attention tensors stay unchanged.
         unchanged: layers of which all do.
     """
     tensors = unchanged_tensors(opened.reader, opened.config)

@@ -35,7 +35,7 @@ class ConversionContext(Generic[Opened, Settings]):
         library: statistics of every layer, once they are gathered.
         store: what entered every layer in the forward sweep over the calibration text.
         converted: new tensors of every layer.
-        snapshots: what a conversion that was killed goes on from.
+        snapshots: what a conversion that was killed resumes from.
         processes: that share the calibration.
     """
 

@@ -153,7 +153,7 @@ def _finish(
 ) -> tuple[Outcome, Verification]:
     """Writes what is not attention, and checks and runs the result.
 
-    With ``bits``, what was written becomes the project's own class with a quantised cache.
+    With ``bits``, what was written becomes the custom model class with a quantised cache.
 
     Raises:
         SurgeryError: the written files are not what was planned, or do not compute what was simulated.

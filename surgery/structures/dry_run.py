@@ -37,7 +37,7 @@ from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
 from surgery.structures.registry import target_of
 from surgery.structures.request import ConversionRequest, open_request
 
-# The report, the card and the config: what is written beside weights and copied files.
+# The report, the card and the config: what is written next to weights and copied files.
 REPORT_BYTES = 64 * 1024
 
 
@@ -91,7 +91,7 @@ def plan_conversion(
 
     Args:
         outline: folder for a checkpoint of the result's shapes (:mod:`surgery.checkpoint.outline`), from which dry runs
-            of what is to be done with the result go on; none is made of a model of pictures and text.
+            of what is to be done with the result go on; none is made of a vision-language model.
 
     Raises:
         SurgeryError: whatever the conversion would refuse before it computes, but too small a disk.
@@ -148,7 +148,7 @@ def plan_conversion(
 
 
 def outline_result(folder: Path, structure: Structure, settings: ConversionSettings) -> None:
-    """Writes a checkpoint of the result's shapes; none where the source is a model of pictures and text."""
+    """Writes a checkpoint of the result's shapes; none where the source is a vision-language model."""
     reader, forecast = structure.opened.reader, structure.forecast()
     if not reader.stored_names:
         files = in_parts(forecast.tensors, kept_matrices(reader, settings, forecast.tensors))

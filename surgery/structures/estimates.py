@@ -171,9 +171,9 @@ class Workload:
                                 there is one
         held-out text           conversion: one M T D c per stage
         one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c, queries
-                                of the merged stage; one slice of the vocabulary beside it
+                                of the merged stage; one slice of the vocabulary next to it
         attention weights       4 H T² c of one sequence, for lag statistics; 5 B H T² c where logits have a cap or
-                                learned sinks beside them, which no fused attention knows
+                                learned sinks next to them, which no fused attention knows
         statistics              8 matrices [n, n] in float64; sums of two, twice, while they are taken
         float64 forms           the attention in float64, three times, and two merged stages, H d n numbers each
         rescaled tensor         the embeddings in float64, where the residual stream is rescaled

@@ -1,4 +1,4 @@
-"""Layers that a conversion leaves as they are: their tensors are copied, their caches those of the source."""
+"""Layers that a conversion leaves unchanged: their tensors are copied, their caches those of the source."""
 
 from __future__ import annotations
 

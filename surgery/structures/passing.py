@@ -1,4 +1,4 @@
-"""Layers that a conversion leaves as they are, on their way through its stages."""
+"""Layers that a conversion leaves unchanged, on their way through its stages."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ DEFAULT = "mla"
 """What attention becomes where nothing is said."""
 
 SLICE = Target("slice", SliceSettings, "surgery.structures.slices.structure:Slice", "fewer latents", ending="sliced")
-"""The verb of its own that makes a smaller checkpoint from a converted one."""
+"""The command of its own that makes a smaller checkpoint from a converted one."""
 
 
 def target_of(settings: ConversionSettings) -> Target:

@@ -11,7 +11,7 @@ water_fill      the energies that are dropped        those energies: in a Fisher
 proportional    any weights, as Palu's Fisher        the weights
                 information
 choose_widths   the same, and what is spent on       the same
-                numbers beside a latent
+                numbers next to a latent
 =============== ==================================== ==========================================
 """
 
@@ -60,7 +60,7 @@ class Choice:
     Attributes:
         width: the fixed ones.
         cost: of this choice, in the unit of the energies.
-        energies: of the latent beside them, in descending order.
+        energies: of the latent next to them, in descending order.
     """
 
     width: int

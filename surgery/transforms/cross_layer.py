@@ -82,7 +82,7 @@ def merged_pair(heads: int, pairs: int, interpolation: float) -> Rebuild:
 
     Args:
         heads: KV heads; keys and values of a head are as wide as each other.
-        pairs: tokens of a block, of the widest mean angle, that stay as they are; keys and values apart.
+        pairs: tokens of a block, of the widest mean angle, that stay unchanged; keys and values apart.
         interpolation: the later layer's share of the direction, t of SLERP.
     """
 
@@ -239,7 +239,7 @@ class SimulatedKeysValues(SimulatedMember):
 
 
 class SimulatedLatents(SimulatedMember):
-    """A member that is MLA, whose z are its latents behind their norm; rotary keys are read as they are."""
+    """A member that is MLA, whose z are its latents after their norm; rotary keys are read as they are."""
 
     def __init__(self, source: LatentAnatomy, block: int, sinks: int, window: int):
         super().__init__(block, sinks, window)

@@ -1,7 +1,7 @@
 """Changes of basis of the wide key space (all KV heads side by side), in the complex commutant of RoPE.
 
 RoPE multiplies the pair of frequency ``l`` in every head by the same phase, so any complex-linear map over the heads of
-one frequency commutes with it. With ``k' = T_l k`` and ``q' = T_l^{-H} q`` all scores stay as they are.
+one frequency commutes with it. With ``k' = T_l k`` and ``q' = T_l^{-H} q`` all scores stay unchanged.
 
 A component is one complex number per token, ``k'_p = Σ_{g,l} key[p,g,l] k_{g,l}``; P = G d/2 of them span the space.
 """

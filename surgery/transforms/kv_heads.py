@@ -140,7 +140,7 @@ def merge_kv_heads(
 
     Raises:
         SurgeryError: an unknown method, a number of heads that does not divide the source's, or a layer that
-            normalises its keys or queries: the factors of a merge stand behind the norm, where no weight is.
+            normalises its keys or queries: the factors of a merge stand after the norm, where no weight is.
     """
     if method not in METHODS:
         raise SurgeryError(f"method {method!r} of merging KV heads is unknown: choose {', '.join(METHODS)}")

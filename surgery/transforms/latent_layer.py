@@ -115,7 +115,7 @@ class LatentLayer:
     def _keys_and_values(self, latent: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [B, H, T, r + ρ] and values [B, H, T, r] of a cached latent [B, 1, T, r], one for all heads.
 
-        Beside it are rotated keys and, behind a key norm, every head's gain: [B, 1, T, ρ (+ G)].
+        Next to it are rotated keys and, after a key norm, every head's gain: [B, 1, T, ρ (+ G)].
         """
         key = torch.cat([latent, positional[..., : self.rope_dim]], dim=-1)
         if positional.shape[-1] > self.rope_dim:

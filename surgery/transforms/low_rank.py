@@ -110,7 +110,7 @@ def low_rank_layer(
         statistics: of this layer.
         blocks: from :func:`surgery.transforms.low_rank_methods.blocks_for`, or of other ranks.
         method: one of ``METHODS``.
-        shared: moments with the latents of earlier layers, which are read for nothing beside the layer's own.
+        shared: moments with the latents of earlier layers, which are read for nothing next to the layer's own.
 
     Raises:
         SurgeryError: an unknown method, statistics that lack what the method needs, or blocks that do not serve each

@@ -10,7 +10,7 @@ An attention layer in low-rank form caches latents instead of keys and values, a
 to read from again. Each block of latents serves some of the key heads and some of the value heads: one block for all is
 a joint latent, two are CSKV's (arXiv:2409.10593), two for every few heads Palu's (arXiv:2407.21118).
 
-A recent window and the attention sinks may stay exact beside the latents, as in CSKV's bi-branch cache: a query at m
+A recent window and the attention sinks may stay exact next to the latents, as in CSKV's bi-branch cache: a query at m
 reads its own keys of positions n < sinks and n > m - window, and rebuilt ones of the others.
 """
 
@@ -93,7 +93,7 @@ class SimulatedLowRank(nn.Module):
         earlier: stand-ins of the group's earlier layers. Call number i of this one reads their latents of call i, so
             all have to see the same prompts in the same order.
         sinks, window: tokens whose keys and values are exact, see the top of this file.
-        cache: an empty layer that quantises the latents; not beside exact tokens or earlier layers.
+        cache: an empty layer that quantises the latents; not next to full-precision tokens or earlier layers.
         remembers: whether latents are kept, which later layers of a group read.
     """
 

@@ -181,7 +181,7 @@ def _in_order(layer: LatentLayer, latent_order: list[int], rope_order: list[int]
 
 
 def _take_or_zero(tensor: Tensor, places: Tensor, dim: int = -1) -> Tensor:
-    """Return what stands at some places of a dimension, zeros for places behind its end."""
+    """Return what stands at some places of a dimension, zeros for places after its end."""
     shape = list(tensor.shape)
     shape[dim] = 1
     padded = torch.cat([tensor, tensor.new_zeros(shape)], dim)

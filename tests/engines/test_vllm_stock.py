@@ -1,4 +1,4 @@
-"""vLLM's CPU build runs by its own classes what conversions write for them: transformers' tokens, and the cache."""
+"""vLLM's CPU build runs by its custom classes what conversions write for them: transformers' tokens, and the cache."""
 
 from __future__ import annotations
 

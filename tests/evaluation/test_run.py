@@ -1,4 +1,4 @@
-"""The verb as a whole, on tiny random models: rows, resuming, refusals."""
+"""The command as a whole, on tiny random models: rows, resuming, refusals."""
 
 import json
 import shutil

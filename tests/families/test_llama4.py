@@ -1,4 +1,4 @@
-"""Llama 4 beyond its first chunk, where queries grow by position: converted layers beside those that stay."""
+"""Llama 4 beyond its first chunk, where queries grow by position: converted layers next to those that stay."""
 
 import pytest
 import torch

@@ -91,7 +91,7 @@ ELSEWHERE = {
     ("gemma3_window", "mla"),
     ("qwen3_5_state", "mla"),
 }
-"""Of these, one for each set of files that travel beside the weights: run in a process without the package."""
+"""Of these, one for each set of files that travel next to the weights: run in a process without the package."""
 
 REFUSED = {
     ("stablelm", "crosslayer"): "stablelm layers hand .* convert --to lowrank",

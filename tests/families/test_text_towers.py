@@ -1,4 +1,4 @@
-"""Models of pictures and text: heads of their language models are merged, all else stays, and pictures still work."""
+"""Multimodal models: heads of their language models are merged, all else stays, and pictures still work."""
 
 import json
 import shutil

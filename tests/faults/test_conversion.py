@@ -35,7 +35,7 @@ def longest_file(size):
 
 @pytest.mark.parametrize("size", [0, 4_000, 50_000])
 def test_files_that_cannot_grow(conversion, size):
-    """The limit of a user, which ends writes as a full disk does: in statistics, weights or the files beside them."""
+    """The limit of a user, which ends writes as a full disk does: in statistics, weights or the files next to them."""
     with longest_file(size):
         ended, lines = conversion.run()
     check_refused(conversion, ended, lines, "")

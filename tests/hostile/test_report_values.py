@@ -1,4 +1,4 @@
-"""Reports beside a checkpoint that nobody meant well with: one line before any work, and never a traceback."""
+"""Reports next to a checkpoint that nobody meant well with: one line before any work, and never a traceback."""
 
 import copy
 import json

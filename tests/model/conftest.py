@@ -1,4 +1,4 @@
-"""Every family of the own class, as tiny random models."""
+"""Every family of the custom model class, as tiny random models."""
 
 import pytest
 import torch

@@ -169,7 +169,7 @@ def test_bytes_are_those_predicted(form, keys_by, batch, tokens, group, window, 
     predicted = cache.layers[0].predicted_bytes(tokens, **size)
     assert cache_bytes(cache) == 2 * predicted
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors_of(cache) if t.numel()}
-    # Of exact tokens there are fewer than have memory, until the next group of them is quantised.
+    # Of full-precision tokens there are fewer than have memory, until the next group of them is quantised.
     spare = 2 * batch * 3 * (group + window - 1) * sum(dims) * dtype.itemsize
     assert 0 <= sum(held.values()) - 2 * predicted <= spare, "a view keeps more memory alive than it shows"
 

@@ -1,4 +1,4 @@
-"""Tiny random models of pictures and text with the demo model's tokenizer, and a prompt with a picture for each."""
+"""Tiny random multimodal models with the demo model's tokenizer, and a prompt with a picture for each."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes [R, C] in int32, one number behind the other."""
+    """Codes [R, C] in int32, one number after the other."""
     per_word, unsigned = 32 // bits, (codes + 2 ** (bits - 1)).long()
     rows = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % per_word)).view(len(codes), -1, per_word)
     words = sum(rows[..., place] << (place * bits) for place in range(per_word))

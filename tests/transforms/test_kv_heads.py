@@ -42,7 +42,7 @@ def random_layer(*, biased: bool = True) -> AttentionAnatomy:
 
 
 def mergeable_layer(*, biased: bool = True, rigid: bool = False) -> AttentionAnatomy:
-    """Heads 2 and 3 are heads 0 and 1 times complex factors per frequency, and behind a matrix for the values.
+    """Heads 2 and 3 are heads 0 and 1 times complex factors per frequency, and after a matrix for the values.
 
     ``rigid``: the factors are phases and the matrices orthogonal.
     """

@@ -137,7 +137,7 @@ def test_energies_beyond_the_rank_are_the_error(kind):
         converted = low_rank_layer(layer, statistics, blocks_for("fisher", layer, rank))
         (energy,) = converted.energies
         assert energy.shape == (WIDTH,) and (energy.diff() <= 0).all()
-        # A metric that is nearly singular, as behind a norm, is raised by its relative floor before its root is taken.
+        # A metric that is nearly singular, as after a norm, is raised by its relative floor before its root is taken.
         assert converted.error == pytest.approx(float(energy[rank:].sum()), rel=1e-5)
 
 
@@ -161,7 +161,7 @@ def test_each_method_is_best_in_its_own_metric():
 
 
 def test_a_bias_costs_nothing():
-    """Keys and values of rank 5 behind a large bias: five latents are exact, where a plain moment has six."""
+    """Keys and values of rank 5 after a large bias: five latents are exact, where a plain moment has six."""
     layer = random_layer("biased")
     stacked = random(WIDTH, 5, seed=60) @ random(5, D, seed=61)
     key, value = stacked.view(2, G, HEAD, D)

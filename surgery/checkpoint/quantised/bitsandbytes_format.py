@@ -1,6 +1,6 @@
 """bitsandbytes: 4 bits with a table of numbers for the codes, and int8 with a scale for each row.
 
-- 4 bits, nf4 or fp4: ``X.weight`` in uint8, row behind row, two codes a byte and the first in its upper half;
+- 4 bits, nf4 or fp4: ``X.weight`` in uint8, row after row, two codes a byte and the first in its upper half;
   ``X.weight.quant_map`` the numbers of the codes; ``X.weight.absmax`` a factor for each block; the rest in JSON,
   ``X.weight.quant_state.bitsandbytes__nf4``. Nested: factors are codes of a table of 256 themselves, times one of
   ``nested_absmax`` for each block of them, plus ``nested_offset``. Dettmers et al., arXiv:2305.14314.

@@ -2,7 +2,7 @@
 
 A number is scale · (code - zero), of one scale and zero for each output and group of inputs. With ``bits`` of a code:
 
-- GPTQ: ``X.qweight`` [in · bits / 32, out], one input behind the other from the least significant bit on;
+- GPTQ: ``X.qweight`` [in · bits / 32, out], one input after the other from the least significant bit on;
   ``X.g_idx`` [in] says the group of every input where they were reordered; ``X.qzeros`` [groups, out · bits / 32] holds
   zeros less one (``checkpoint_format`` gptq_v2: the zeros themselves); ``X.scales`` [groups, out].
 - AWQ ("gemm", 4 bits): ``X.qweight`` [in, out / 8] and ``X.qzeros`` [groups, out / 8], of eight outputs first the even
@@ -73,8 +73,8 @@ class PackedColumns:
         groups: of inputs, and ``group_size`` inputs in each, where ``reordered`` does not have ``g_idx`` say it.
         along_inputs: whether a word holds codes of one output, not of one input.
         plus: to be added to stored zeros.
-        places: of eight outputs in a word, None for one behind the other.
-        no_bias: its bias is no part of the model: AutoGPTQ stored one of zeros beside every matrix that had none.
+        places: of eight outputs in a word, None for one after the other.
+        no_bias: its bias is no part of the model: AutoGPTQ stored one of zeros next to every matrix that had none.
     """
 
     module: str
@@ -131,7 +131,7 @@ class PackedColumns:
 
 
 def unpacked(words: Tensor, numbers: Tensor, bits: int) -> Tensor:
-    """Codes in int64, of those ``numbers``, [R, N], that lie one behind the other in rows of int32 [R, W].
+    """Codes in int64, of those ``numbers``, [R, N], that lie one after the other in rows of int32 [R, W].
 
     The least significant bit is first; a code of 3 bits may begin in one word and end in the next. Words in int64 count
     modulo 2³².

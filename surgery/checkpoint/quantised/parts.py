@@ -42,5 +42,5 @@ def beside(module: str, part: str, store: Store) -> TensorInfo:
 
 
 def misfit(name: str, codes: TensorInfo, beside: TensorInfo, called: str = "scales") -> SurgeryError:
-    """Codes and scales, or what else stands beside them, of sizes or dtypes that do not belong together."""
+    """Codes and scales, or what else stands next to them, of sizes or dtypes that do not belong together."""
     return SurgeryError(f"{name}: {describe(codes)} does not fit its {called}, {describe(beside)}")

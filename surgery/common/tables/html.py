@@ -18,7 +18,7 @@ ARROWS = {"low": "\u00a0↓", "high": "\u00a0↑", None: ""}
 def render(template: Path, **values: object) -> str:
     """A template, which may import `table.html`, filled in; characters that are not to be seen are escaped.
 
-    Templates beside it can be included by their names.
+    Templates next to it can be included by their names.
     """
     environment = Environment(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]),

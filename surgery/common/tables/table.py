@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """A value with something beside it.
+    """A value with something next to it.
 
     Attributes:
         value: exact; what files hold and pages sort by.

@@ -94,13 +94,13 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: HybridSettings) -> Source | OwnSource:
-        """A checkpoint of a family, or of the own class with fewer KV heads, low-rank latents or MLA."""
+        """A checkpoint of a family, or of the custom model class with fewer KV heads, low-rank latents or MLA."""
         if reader.config.get("model_type") in (MODEL_TYPE, "deepseek_v3"):
             return OwnSource.open(reader, settings)
         return Source.of(reader, settings)
 
     def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> StreamingAttention:
-        """The source's attention behind the plan's masks."""
+        """The source's attention after the plan's masks."""
         stream, plan = self.opened.stream, self._plan
         codes = None if cache is None else (cache, TokenCodes.of(self.settings.kv_cache()))
         anatomy = self.opened.anatomy(layer).to(stream.device, stream.dtype)

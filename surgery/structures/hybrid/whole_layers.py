@@ -1,4 +1,4 @@
-"""``surgery convert --to hybrid --granularity layer``: layers with a sliding window beside others, in stock.
+"""``surgery convert --to hybrid --granularity layer``: layers with a sliding window next to others, in stock.
 
 No tensor changes. Engines that know sliding windows by layer need no code of ours; they keep no sinks, which costs more
 than streaming heads do at the same window.

@@ -19,7 +19,7 @@ def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reser
 
     Args:
         anatomy: any layer of the model; all have one shape.
-        reserved: numbers per token that the carrier needs beside latent and rotated keys.
+        reserved: numbers per token that the carrier needs next to latent and rotated keys.
 
     Raises:
         SurgeryError: the budget is impossible.

@@ -42,7 +42,7 @@ class MLAPlan:
         split: of every layer that is converted, where ``ranks`` does not say otherwise.
         counts: per layer [d/2], components of each frequency that keep RoPE; None where the method's order decides.
         ranks: per layer; None: the split's in all.
-        kept: layers that stay as they are.
+        kept: layers that stay unchanged.
         weight: one of ROTATION_WEIGHTS, by which the budget was spread over the layers; None where it was not.
     """
 
@@ -83,7 +83,7 @@ class Planner:
 
     Attributes:
         frequencies: which may keep RoPE: ``free``, by what they cost, or ``grid``, the highest.
-        kept: layers that stay as they are, and cost nothing.
+        kept: layers that stay unchanged, and cost nothing.
     """
 
     method: mla.Method

@@ -56,7 +56,7 @@ class QuantizedLayerReport:
     """One layer.
 
     Attributes:
-        rank, rope_dim: channels of the latent and of the shared key; 0 where the layer stays as it is.
+        rank, rope_dim: channels of the latent and of the shared key; 0 where the layer stays unchanged.
         row_bytes: of a token.
         bits: channels by their bits.
         factor: measured over predicted loss of this layer alone, by which the budget was spent.

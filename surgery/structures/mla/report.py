@@ -19,7 +19,7 @@ class LayerReport:
     """Errors of one layer, predicted from statistics and measured on held-out text.
 
     Attributes:
-        rank: of the latent; 0 where the layer stays as it is.
+        rank: of the latent; 0 where the layer stays unchanged.
         rope_error: predicted share of the squared scores lost with the dropped rotations.
         latent_error: predicted squared error of the truncated latent in the method's metric.
         latent_error_share: the same relative to the latent's whole energy.

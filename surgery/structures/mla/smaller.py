@@ -106,7 +106,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             raise SurgeryError(f"bits: {reader.path} is a model of pictures and text, which stays in its class")
         for name, (allowed, why) in TAKEN.items():
             value = getattr(settings, name)
-            if value not in allowed and not (name == "carrier" and settings.quantizes):  # bits mean the own class
+            if value not in allowed and not (name == "carrier" and settings.quantizes):  # bits: the custom class
                 raise SurgeryError(f"{name} {value}: {reader.path} is MLA already ({kind}), and {why}")
         family = latent_family_of(reader.config)
         if family.inside is not None and not reader.stored_names:
@@ -119,7 +119,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Fewer latents in the source's class, and quantised in ours beside exact rotated keys."""
+        """Fewer latents in the source's class, and quantised in ours next to exact rotated keys."""
         quantized = [{"bits": bits, "rope_bits": 16, "sinks": 4} for bits in (8, 4)]
         return [Candidate(each) for each in ({}, *quantized)]
 
@@ -150,7 +150,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         return self._tensors()
 
     def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
-        """The latents that are kept, behind their norm."""
+        """The latents that are kept, after their norm."""
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         smaller = smaller_latent(anatomy, work.library.load(layer)[0], self._writes.rank).layer
         smaller = smaller.to(stream.device, stream.dtype)

@@ -1,7 +1,7 @@
 """The last stage of a conversion: its KV cache quantised, measured and verified through that cache.
 
 ``--to quantized`` is this stage alone. With ``bits`` any other conversion whose result can be quantised ends in it:
-what was written stays as it is, config.json gets ``kv_cache``, and the model is then run through its quantised cache.
+what was written stays unchanged, config.json gets ``kv_cache``, and the model is then run through its quantised cache.
 """
 
 from __future__ import annotations

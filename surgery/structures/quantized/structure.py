@@ -1,6 +1,6 @@
 """``surgery convert --to quantized``: a checkpoint whose KV cache has a few bits.
 
-No calibration. The result is the project's own class with the attention of the source, whichever that is; the last
+No calibration. The result is the custom model class with the attention of the source, whichever that is; the last
 stage of every conversion with bits, :mod:`surgery.structures.quantized.stage`, is all that happens to it.
 """
 
@@ -31,7 +31,7 @@ from surgery.verification.written import measured_tokens
 
 
 class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
-    """The attention stays as it is, its cache is quantised."""
+    """The attention stays unchanged, its cache is quantised."""
 
     supports_multimodal = takes_latents = True
     options = (TargetOption(place=1),)
@@ -43,7 +43,7 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: QuantizedSettings) -> Source | OwnSource:
-        """A checkpoint of a family or of the own class, with a plain cache."""
+        """A checkpoint of a family or of the custom model class, with a plain cache."""
         model_type = reader.config.get("model_type")
         own = model_type == MODEL_TYPE
         opened = OwnSource.open(reader, settings) if own else Source.of(reader, settings, any_family_of(reader.config))

@@ -44,7 +44,7 @@ class Origin:
 
     @classmethod
     def of(cls, path: Path) -> Origin:
-        """Reads it from the report beside a checkpoint, or the reports in that one.
+        """Reads it from the report next to a checkpoint, or the reports in that one.
 
         Raises:
             SurgeryError: there is none, or the latents are in no order that a slice could go by.
@@ -83,7 +83,7 @@ def plan_slice(
 
     Args:
         path: of the checkpoint, for errors.
-        kv_ratio: share of the KV bytes per token of what the origin converted; an exact window comes on top.
+        kv_ratio: share of the KV bytes per token of what the origin converted; a residual window comes on top.
         itemsize: bytes of a cached number.
         allocate: "spectrum" drops the least energy in all, "uniform" the same share of every block; "auto" gives both
             and what is half-way between them, to be measured, where energies compare and ranks may differ.

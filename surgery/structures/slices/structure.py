@@ -33,7 +33,7 @@ class SlicedLayerReport:
 
     Attributes:
         rank: latents that are left, ``ranks`` in each block.
-        rope_dim: rotary dimensions cached beside them.
+        rope_dim: rotary dimensions cached next to them.
         rope_error: None, nothing rotated is dropped.
         latent_error, latent_error_share: energy of what this slice dropped, as the conversion's report has it, and its
             share of all that there was before.
@@ -77,7 +77,7 @@ class Slice(Structure[OwnSource, SliceSettings]):
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: SliceSettings) -> OwnSource:
-        """A checkpoint of the own class, or of stock MLA."""
+        """A checkpoint of the custom model class, or of stock MLA."""
         return OwnSource.open(reader, settings)
 
     def forecast(self) -> Forecast:
