@@ -212,7 +212,7 @@ def test_what_was_kept_and_is_damaged_begins_anew(file, how, loops, first, whole
         path.unlink()
     states = stops(None)
     convert_checkpoint(source, out, settings_of("gqa"), progress=Progress())
-    assert f"damaged, and begun anew: {loops}\n" in capsys.readouterr().err.replace("\n ", " ")
+    assert f"damaged, and begun from scratch: {loops}\n" in capsys.readouterr().err.replace("\n ", " ")
     assert states[0] == first and results(out) == whole
 
 

@@ -55,7 +55,7 @@ def caption(report: dict[str, Any], healed: dict[str, Any]) -> str:
     text = (
         f"How: loss in nats per token, and perplexity, on {settings['windows']} x {settings['length']:,} tokens that "
         f"no calibration saw; recall of {settings['recall_prompts']} numbers that are planted in text and asked for at "
-        f"its end; bytes of the live cache ({report['created'][:10]}). Tokens/s: decoded, of one sequence behind "
+        f"its end; bytes of the live cache ({report['created'][:10]}). Tokens/s: decoded, of one sequence after "
         f"{contexts} tokens, by transformers in {timed['dtype']} on {timed['device'].upper()}, threads: "
         f"{timed['threads']}. The `-healed` were trained for {' and '.join(f'{each / 60:.0f}' for each in seconds)} "
         "minutes on two cores. `bits-N` asks for an N-th of the bytes; first tokens and groups that are not full yet "

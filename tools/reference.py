@@ -26,7 +26,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 HEAD = """# Reference
 
 Made from the code by `python tools/reference.py`. Every setting has one name: `kv_ratio` in a file and in Python is
-`--kv-ratio` on the command line. `surgery config NAME` prints the settings of a target or verb as a file to change.
+`--kv-ratio` on the command line. `surgery config NAME` prints the settings of a target or command as a file to change.
 """
 FUNCTIONS = ("inspect", "plan", "convert", "slice", "heal", "evaluate", "score_heads", "accelerate", "decelerate")
 FUNCTIONS += ("register_structure", "register_family", "register_scorer", "register_task", "register_method")
@@ -55,7 +55,7 @@ def page() -> str:
 
 
 def _verbs() -> str:
-    rows = ["| verb | |", "|---|---|"]
+    rows = ["| command | |", "|---|---|"]
 
     def add(command, path: tuple[str, ...]) -> None:
         if hasattr(command, "commands"):

@@ -73,7 +73,7 @@ def check_repository(version: str, root: Path = ROOT) -> None:
     if _git(root, "status", "--porcelain"):
         raise NotReady("there are changes that are not committed")
     if _git(root, "tag", "--list", f"v{version}"):
-        raise NotReady(f"v{version} is tagged already: raise surgery/version.py and begin CHANGELOG.md anew")
+        raise NotReady(f"v{version} is tagged already: raise surgery/version.py and add a heading to CHANGELOG.md")
 
 
 def build(root: Path, out: Path) -> tuple[Path, Path]:

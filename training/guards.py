@@ -147,4 +147,4 @@ def knobs(settings: HealSettings) -> list[str]:
 def _advice(last_good: Path | None) -> str:
     if last_good is None:
         return "no checkpoint was saved yet; lower learning_rate or raise warmup"
-    return f"the last good checkpoint is {last_good}; lower learning_rate, or raise warmup or spike, and start anew"
+    return f"the last good checkpoint is {last_good}; lower learning_rate, or raise warmup or spike, and restart"

@@ -50,7 +50,7 @@ class HealSettings(FileSettings):
     out: str = setting(
         "",
         "Folder of the healed checkpoint.",
-        more="What a resumed run needs lies in OUT.run beside it.",
+        more="What a resumed run needs lies in OUT.run next to it.",
         in_file=True,
     )
     data: tuple[str | dict[str, Any], ...] = setting(

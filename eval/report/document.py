@@ -157,7 +157,7 @@ def _add_row(rows: list[ReportRow], row: ReportRow, report: str) -> None:
         return
     if (known["sha256"], known["variant"]) != (row["sha256"], row["variant"]):
         raise SurgeryError(
-            f"{report}: {row['name']} is another model than in an earlier report; name it anew: surgery eval NAME=CKPT"
+            f"{report}: {row['name']} is another model than in an earlier report; rename it: surgery eval NAME=CKPT"
         )
     for task, result in row["results"].items():
         if task not in known["results"]:

@@ -104,7 +104,7 @@ def ruler(report: Report) -> Table | None:
             averages = [dig(result, "lengths", length, "average") for length in lengths]
             lines.append((row, [*averages, result.get("average")]))
     columns = [Column(f"{int(length):,} tokens", "", share) for length in lengths]
-    star = "* made-up stand-in data in place of the published set. RULER-style: not comparable with published RULER."
+    star = "* synthetic data in place of the published set. RULER-style: not comparable with published RULER."
     return of_rows(report, [*columns, Column("all", "", share)], lines, "Average score", star) if lengths else None
 
 

@@ -33,7 +33,7 @@ def check_quantizable(path: Path, config) -> None:
         raise SurgeryError.at(path, f"{error}") from None
     if getattr(config, "base_model_type", config.model_type) in OUTPUT_GATES:
         raise SurgeryError.at(
-            path, "values behind a gate cannot be rotated, which a quantised cache asks for: leave --bits out"
+            path, "values before a gate cannot be rotated, which a quantised cache needs. Leave --bits out"
         )
     if getattr(config, "kv_cache", None):
         raise SurgeryError.at(path, "its KV cache is quantised already; convert the checkpoint that it was made of")

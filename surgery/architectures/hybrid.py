@@ -90,7 +90,7 @@ class StreamableModel:
                 layer_units = (Unit(tuple(range(kv_heads)), entry.width(plain)),)
             elif isinstance(entry, LowRankEntry):
                 if entry.has_window or entry.joined:
-                    raise SurgeryError.at(path, f"layer {layer} has an exact window or reads other layers' latents")
+                    raise SurgeryError.at(path, f"layer {layer} has a residual window or reads other layers' latents")
                 layer_units = _units_of_blocks(entry.blocks)
                 if len(layer_units) > 1 and config["base_model_type"] in NORM_OVER_HEADS:
                     raise SurgeryError.at(path, f"the key norm of layer {layer} is over all heads, which stay together")

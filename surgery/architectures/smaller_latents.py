@@ -52,7 +52,7 @@ class SmallerLatents:
         """Return the reasons for the class, and the parts of the source that are missing."""
         messages = ["the source's own class holds another rank"]
         if further := {name.split(".")[2] for name in self.reader.names() if is_mtp_layer(name, self.layers)}:
-            messages.append(f"layers that predict further tokens are left out ({len(further)})")
+            messages.append(f"MTP layers are left out ({len(further)})")
         return messages
 
     def tensors(self, layer: int, smaller: LatentAnatomy) -> dict[str, Tensor]:

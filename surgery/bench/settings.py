@@ -23,6 +23,6 @@ class KernelRequest(FileSettings):
     tuned_folder: str | None = setting(
         None, "Folder of the file they go to, GPU.json.", unset="the package's", flag="tuned", metavar="DIR"
     )
-    baselines: bool = setting(True, "PyTorch's kernels beside them (SDPA, FlexAttention).")
+    baselines: bool = setting(True, "PyTorch's kernels next to them (SDPA, FlexAttention).")
     limit: float | None = setting(None, "Begin nothing more after so long.", unset="no limit", metavar="SECONDS")
     device: str = setting("auto", "Where they run: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME")

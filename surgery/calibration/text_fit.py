@@ -75,7 +75,9 @@ def misfits(fit: dict[str, dict[str, float]], *, chats: bool) -> list[str]:
         if measured["loss"] > FAR_OFF:
             lines.append(f"{loss_text}: it was not trained on such text; give --calibration text that it has learned")
         elif measured["loss"] < BY_HEART:
-            lines.append(f"{loss_text}: it knows it by heart, which hides damage; give other text with --calibration")
+            lines.append(
+                f"{loss_text}: it has memorised this text, which hides damage. Give other text with --calibration"
+            )
     if chats:
         lines.append("the source is a model for conversations and calibrated without: add chat=0.2 to --calibration")
     return lines

@@ -132,7 +132,9 @@ def _check_targets(folder: Path, names: Collection[str], keep_code: bool) -> Non
 def _content(path: Path) -> bytes:
     with disk_errors(path), open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
-            raise SurgeryError.at(path, f"has more than {LARGEST:,} bytes, which no file beside weights has; remove it")
+            raise SurgeryError.at(
+                path, f"has more than {LARGEST:,} bytes, which no file next to weights has. Remove it"
+            )
         return file.read()
 
 

@@ -80,7 +80,7 @@ class Unfinished:
             raise
         self.snapshots = Snapshots(self.folder)
         if damaged := self.snapshots.discard_damaged():
-            self._progress.note(f"{self.folder}: damaged, and begun anew: {', '.join(damaged)}")
+            self._progress.note(f"{self.folder}: damaged, and begun from scratch: {', '.join(damaged)}")
         self.resumed = self.snapshots.taken()
         if self.resumed:
             self._progress.note(f"goes on with what {self.staging.partial} holds; --restart discards it")

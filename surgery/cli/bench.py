@@ -61,7 +61,7 @@ def bench_decode(
     ],
     to: Annotated[str, option("--to", "NAMES", "What shapes are converted to: mla, mla-own, lowrank, gqa.")] = "mla",
     rank: Annotated[int, option("--rank", "N", "Rank of the latent of converted shapes.")] = 512,
-    rope_dim: Annotated[int, option("--rope-dim", "N", "Rotary dimensions beside it.")] = 64,
+    rope_dim: Annotated[int, option("--rope-dim", "N", "Rotary dimensions next to it.")] = 64,
     contexts: Annotated[str, option("--contexts", "SIZES", "Tokens of the cache.")] = "8k,32k,128k",
     batches: Annotated[str, option("--batches", "SIZES", "Sequences at a time; max is as many as fit.")] = "1,8,max",
     kernels: Annotated[str, option("--kernels", "WORD", "stock, ours (accelerated), or both.")] = "both",

@@ -73,7 +73,7 @@ def convert(
             f"What the attention becomes: {described()}. With --help: the options of that one. [{DEFAULT}]",
         ),
     ] = None,
-    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-TARGET, beside it]", OUTPUT)] = None,
+    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-TARGET, next to it]", OUTPUT)] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
     plan: Annotated[Path | None, option("--plan", "FILE", "What surgery plan chose; flags win over it.")] = None,

@@ -27,7 +27,7 @@ from surgery.training.settings import HealSettings
 def heal(
     checkpoint: CheckpointArgument,
     options: OptionValues,
-    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-healed, beside it]", OUTPUT)] = None,
+    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-healed, next to it]", OUTPUT)] = None,
     config: Annotated[
         Path | None,
         typer.Option(

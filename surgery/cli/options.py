@@ -62,5 +62,5 @@ ConfigOption = Annotated[
     ),
 ]
 DryRunOption = Annotated[bool, flag("--dry-run", "Check everything, print what it would do and take; write nothing.")]
-RestartOption = Annotated[bool, flag("--restart", "Begin anew where what was interrupted would go on.")]
+RestartOption = Annotated[bool, flag("--restart", "Begin from scratch instead of resuming what was interrupted.")]
 OverwriteOption = Annotated[bool, flag("--overwrite", "Replace an existing checkpoint.", OUTPUT)]

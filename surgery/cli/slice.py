@@ -24,7 +24,7 @@ from surgery.structures.registry import SLICE
 def slice_(
     checkpoint: CheckpointArgument,
     options: OptionValues,
-    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-sliced, beside it]", OUTPUT)] = None,
+    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-sliced, next to it]", OUTPUT)] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
     restart: RestartOption = False,

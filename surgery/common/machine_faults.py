@@ -14,7 +14,7 @@ _TOO_LARGE += ("storage size calculation overflowed", "failed to map segment")
 _MEMORY = "out of memory; close other programs, raise the limit (ulimit -v), or ask for less: --batch-size, "
 _MEMORY += "--calibration-length"
 _THREADS = "the system starts no more threads or processes; raise the limit (ulimit -u), or set OMP_NUM_THREADS=1"
-_FREE = "free some, or choose another --out, beside which those of an output lie, or else another TMPDIR"
+_FREE = "free some, or choose another --out (temporary files of an output lie next to it) or another TMPDIR"
 _UNWRITTEN = ("PytorchStreamWriter", "unexpected pos", "No space left on device")
 
 

@@ -51,7 +51,7 @@ class EvalSettings(FileSettings):
     )
     variants: tuple[Variant, ...] = setting(
         ("int8", "int4", "int4_per_token_head", "window"),
-        "Rivals to measure beside it: caches of engines by the engine's name for them, KIVI's (int8, int4, int3, "
+        "Rivals to measure in addition: caches of engines by the engine's name for them, KIVI's (int8, int4, int3, "
         "int2), and at the checkpoints' KV ratios mean-pool and window.",
         metavar="A,B|none",
     )

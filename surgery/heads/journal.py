@@ -77,7 +77,7 @@ class Journal:
                 " --restart to discard it, or choose another --out",
             )
         if not stored["whole"]:
-            note(f"{path}: damaged; starting anew")
+            note(f"{path}: damaged; starting from scratch")
             return
         if warning := other_threads(stored.get("threads"), torch.get_num_threads()):
             note(f"{path}: {warning}")

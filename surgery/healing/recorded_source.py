@@ -32,7 +32,8 @@ def find_source(converted: CheckpointReader) -> Path:
                 return place
     named = " or ".join(f"{source['path']} (sha256 {source['sha256'][:12]}...)" for source in reversed(sources))
     raise SurgeryError.at(
-        converted.path, f"was made from {named}, which is neither beside it nor in the working folder; name a teacher"
+        converted.path,
+        f"was made from {named}, which is neither next to it nor in the working folder. name a teacher",
     )
 
 

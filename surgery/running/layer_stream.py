@@ -408,7 +408,7 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
     problems = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if problems:
         listing = "; ".join(f"{kind.replace('_', ' ')} {', '.join(names)}" for kind, names in problems.items())
-        why = "a family whose layers have more around the attention than Llama's says so in Family.beside"
+        why = "a family whose layers have more around the attention than Llama's needs Family.beside"
         raise SurgeryError(f"a layer does not load into {type(causal).__name__}: {listing}; {why}")
     causal.model.norm = nn.Identity()
     return causal.eval().requires_grad_(False)

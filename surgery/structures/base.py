@@ -257,12 +257,12 @@ def _check_multimodal(reader: CheckpointReader, can: bool) -> None:
     kind = reader.stored_config["model_type"]
     if kind not in HOLD_CUSTOM:
         raise SurgeryError(
-            f"{kind} is a model of pictures and text, and what this target writes is of a class that holds a language "
-            f"model alone: convert --to {_targets_that('keeps_class')}, which keeps the source's class"
+            f"{kind} is a vision-language model, and this target's class holds a language model alone. Convert --to "
+            f"{_targets_that('keeps_class')}, which keeps the source's class"
         )
     if not can:
         raise SurgeryError(
-            f"{kind} is a model of pictures and text, whose language model this target does not write: convert --to "
+            f"{kind} is a vision-language model, which this target cannot write. Convert --to "
             f"{_targets_that('supports_multimodal')}"
         )
 

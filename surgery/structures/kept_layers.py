@@ -15,7 +15,7 @@ def keep_layers() -> Any:
     """The setting of targets that convert some layers and leave others."""
     return setting(
         AUTO,
-        "Layers that stay as they are: numbers, negative ones from the end, or auto or none.",
+        "Layers that stay unchanged: numbers, negative ones from the end, or auto or none.",
         more="auto: those with a sliding window where others have none, whose caches stop growing by themselves. "
         "Layers of linear attention always stay. A ratio is of the layers that are converted.",
         metavar="N,N|auto|none",

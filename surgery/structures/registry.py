@@ -125,7 +125,7 @@ TARGETS: Registry[Target] = Registry(
                 "hybrid",
                 HybridSettings,
                 "surgery.structures.hybrid.structure:Hybrid",
-                "full heads beside streaming ones, which keep first and recent tokens only",
+                "full heads next to streaming ones, which keep first and recent tokens only",
                 "streaming heads",
             ),
             Target(

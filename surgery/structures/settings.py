@@ -101,7 +101,7 @@ def rope_bits() -> Any:
     """The setting of targets whose cache may hold rotary dimensions apart."""
     return setting(
         None,
-        "Bits of the rotary dimensions of a quantised MLA cache, by token; 16 leaves them as they are.",
+        "Bits of the rotary dimensions of a quantised MLA cache, by token; 16 leaves them unquantised.",
         section="Bits",
         unset="as bits",
     )

@@ -150,7 +150,7 @@ def merge_kv_heads(
         )
     if anatomy.q_norm is not None or anatomy.k_norm is not None:
         raise SurgeryError(
-            "KV heads behind a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla instead"
+            "KV heads after a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla instead"
         )
     chosen, size = METHODS[method], anatomy.kv_heads // kv_heads
     loss = moments_of_heads(anatomy, statistics, weighted=True)

@@ -281,13 +281,13 @@ def _step(path: Path, number: int, entry: Any) -> Step:
     where = f"{path}, step {number}"
     if not isinstance(entry, dict) or len(entry) != 1:
         raise SurgeryError(
-            f"{where}: must be one verb with its settings, such as `convert: {{source: ..., name: ...}}`"
+            f"{where}: must be one command with its settings, such as `convert: {{source: ..., name: ...}}`"
         )
     ((verb, settings),) = entry.items()
     if notice := removal(str(verb)):
         raise SurgeryError(f"{where}: {verb} {notice}")
     if verb not in VERBS:
-        raise SurgeryError(f"{where}: unknown verb {verb!r}{did_you_mean(str(verb), list(VERBS))}")
+        raise SurgeryError(f"{where}: unknown command {verb!r}{did_you_mean(str(verb), list(VERBS))}")
     if not isinstance(settings, dict):
         raise SurgeryError(f"{where}: {verb} has no settings")
     settings = dict(settings)

@@ -104,11 +104,11 @@ KEEP = {"kv_ratio": 0.1}
     ("steps", "told"),
     [
         ([], "no steps"),
-        ([{"convrt": {"name": "a"}}], r"unknown verb 'convrt'; did you mean convert\?"),
+        ([{"convrt": {"name": "a"}}], r"unknown command 'convrt'; did you mean convert\?"),
         ([{"convert": {"source": "builtin"}}], "step 1: name is missing"),
         ([{"convert": {"name": "../a", "source": "builtin"}}], "plain file name"),
         ([{"convert": None}], "no settings"),
-        (["convert"], "one verb"),
+        (["convert"], "one command"),
         ([STEP, STEP], "two steps are called a"),
         ([{"convert": {"name": "a"}}], "step a: source is missing"),
         ([{"convert": {"name": "a", "source": "x", "to": "gqx"}}], "unknown target"),

@@ -372,7 +372,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     edit_config(folder, num_nextn_predict_layers=1)
     result = convert_checkpoint(folder, tmp_path / "out", ConvertSettings(calibration="none"))
-    assert "layers that predict further tokens are left out (1)" in result.report.target["reasons"]
+    assert "MTP layers are left out (1)" in result.report.target["reasons"]
     assert json.loads((result.path / "config.json").read_text())["num_nextn_predict_layers"] == 0
     assert load_file(result.path / "model.safetensors").keys() == tensors.keys() - {"model.layers.3.eh_proj.weight"}
     quantized = convert_checkpoint(

@@ -223,9 +223,9 @@ def test_healing_writes_it_in_its_place(picture_models, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "to", "asked", "reason"),
     [
-        ("qwen3_vl", "crosslayer", {"kv_ratio": 0.5}, "pictures and text, whose language model this target"),
-        ("llava", "crosslayer", {"method": "cascade"}, "pictures and text, whose language model this target"),
-        ("qwen3_vl", "gqa", {"kv_heads": 1}, "behind a q/k-norm"),
+        ("qwen3_vl", "crosslayer", {"kv_ratio": 0.5}, "vision-language model, which this target cannot write"),
+        ("llava", "crosslayer", {"method": "cascade"}, "vision-language model, which this target cannot write"),
+        ("qwen3_vl", "gqa", {"kv_heads": 1}, "after a q/k-norm"),
         ("qwen3_vl", "mla", {"method": "transmla"}, "takes neighbouring rotary pairs for one"),
         ("llava", "mla", {"carrier": "stock"}, "cannot carry this model: the source has a vision tower"),
         ("llava", "mla", {"engine": "llama.cpp"}, "llama.cpp cannot serve it"),

@@ -173,7 +173,7 @@ def test_healing_writes_the_language_model_in_its_place(picture_models, tmp_path
 @pytest.mark.parametrize("to", ["mla", "lowrank", "crosslayer", "hybrid"])
 def test_what_holds_a_language_model_alone_is_refused(picture_models, tmp_path, to):
     settings = TARGETS[to].settings({"streaming": 1.0} if to == "hybrid" else {})
-    with pytest.raises(SurgeryError, match=r"llama4 is a model of pictures and text.*--to gqa"):
+    with pytest.raises(SurgeryError, match=r"llama4 is a vision-language model.*--to gqa"):
         convert_checkpoint(picture_models("llama4"), tmp_path / "out", settings)
     assert list(tmp_path.iterdir()) == []
 

@@ -141,7 +141,7 @@ def _complete(matrices: dict[str, Scaled], store: Store) -> dict[str, Matrix]:
     parts = {part for matrix in matrices.values() for part in matrix.parts}
     for name, info in store.infos.items():
         if name.endswith(UNKNOWN):
-            raise SurgeryError(f"{name}: codes that need it are not read; dequantise the checkpoint first")
+            raise SurgeryError(f"{name}: quantized values that need it are not read. Dequantise the checkpoint first")
         if name not in parts and info.dtype.itemsize == 1 and info.dtype.is_floating_point:
             raise SurgeryError(f"{name}: {describe(info)} without scales")
     return dict(matrices)

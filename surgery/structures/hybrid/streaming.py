@@ -154,7 +154,7 @@ def plan_heads(
         compensated=settings.compensated,
     )
     if plan.full.all():
-        raise SurgeryError("no head streams under this budget: lower --kv-ratio, or leave the checkpoint as it is")
+        raise SurgeryError("no head streams under this budget: lower --kv-ratio, or keep the source")
     return plan
 
 

@@ -105,7 +105,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             _check_multimodal(opened.reader.stored_as, settings)
         if opened.qk_norm:
             raise SurgeryError(
-                "KV heads behind a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla "
+                "KV heads after a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla "
                 "instead"
             )
         self._budget = wanted_heads(settings, opened.first, opened.layers)
@@ -236,8 +236,8 @@ def _check_multimodal(model_type: str, settings: KVHeadsSettings) -> None:
     for option, is_set in spoken.items():
         if is_set:
             raise SurgeryError(
-                f"{option}: a model of pictures and text ({model_type}) stays in its class, in all layers alike, and "
-                "was tried in transformers alone: leave it out"
+                f"{option}: not for a vision-language model ({model_type}), which keeps its class and as many heads "
+                "in every layer, and runs in transformers alone. Leave the option out"
             )
 
 

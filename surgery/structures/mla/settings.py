@@ -65,8 +65,8 @@ class ConvertSettings(StructureSettings):
     allocate: Literal["auto", "uniform", "spectrum"] = setting(
         "auto",
         "Rotary dimensions and ranks of layers: uniform, or by spectrum at the same bytes in all.",
-        more="Layers that differ need the own class, method fisher and calibration text; auto: spectrum where all "
-        "three are given and no rank is.",
+        more="Layers that differ need the custom model class, method fisher and calibration text; auto: spectrum where "
+        "all three are given and no rank is.",
         section="Method",
     )
     keep_layers: str = keep_layers()

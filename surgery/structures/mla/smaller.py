@@ -43,7 +43,10 @@ TAKEN = {
     "method": (("fisher",), "latents are chosen by the loss"),
     "allocate": (("auto", "uniform"), "its class has one rank for all layers"),
     "keep_layers": ((AUTO, NONE), "its class has one rank for all layers"),
-    "carrier": (("auto", "stock"), "its own class holds it; ours is for quantised caches alone, give bits"),
+    "carrier": (
+        ("auto", "stock"),
+        "the custom model class is for quantised caches alone; pass --bits, or leave --carrier auto",
+    ),
     "latent_norm": (("auto",), "its latents keep their own norm"),
     "freqfold": ((None,), "its rotary dimensions stay"),
 }
@@ -103,7 +106,9 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         """
         kind = reader.config["model_type"]
         if settings.quantizes and reader.stored_names:
-            raise SurgeryError(f"bits: {reader.path} is a model of pictures and text, which stays in its class")
+            raise SurgeryError(
+                f"bits: {reader.path} is a vision-language model, which keeps its class. Leave --bits out"
+            )
         for name, (allowed, why) in TAKEN.items():
             value = getattr(settings, name)
             if value not in allowed and not (name == "carrier" and settings.quantizes):  # bits: the custom class
@@ -227,7 +232,7 @@ def wanted_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
         result = 2 * math.floor(share / 2)
     if not 2 <= result < rank or result % 2:
         raise SurgeryError(
-            f"{result} latents: the source has {rank} beside {rope_dim} rotary dimensions, which stay; choose an even "
+            f"{result} latents: the source has {rank} next to {rope_dim} rotary dimensions, which stay; choose an even "
             f"kv_lora_rank from 2 to {rank - 1} (transformers' deepseek_v2 reads pairs), or a kv_ratio that leaves some"
         )
     return result

@@ -58,8 +58,8 @@ class Origin:
         else:
             raise SurgeryError.at(
                 path,
-                f"no {REPORT} that tells of a conversion to latents; surgery slice needs the one beside the "
-                "weights, convert again if it is lost",
+                f"no {REPORT} of a conversion to latents next to the weights, which surgery slice needs. Convert again "
+                "if it is lost",
             )
         if any("energies" not in layer for layer in report["layers"]):
             raise SurgeryError.at(path, f"{REPORT} does not say what its latents are worth; convert its source again")
