@@ -86,7 +86,7 @@ def held_out_text(
     ids, source, size = np.concatenate(parts, axis=1)
     bos = tokenizer.bos_token_id
     tokens = random_windows(ids, windows, length, seed, bos)
-    # Indices are drawn by the same draw, so that they lie beside their tokens.
+    # Indices are drawn by the same draw, so that they lie next to their tokens.
     index = random_windows(np.arange(len(ids)), windows, length, seed, None if bos is None else -1)
     text = index >= 0
     return HeldOutText(

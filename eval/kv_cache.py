@@ -1,4 +1,4 @@
-"""How many bytes a model's KV cache really takes: counted in a live cache object, never computed from a config."""
+"""Bytes of a model's KV cache: counted in a live cache object, never computed from a config."""
 
 import inspect
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ GROWTH_STEPS = 64
 
 @dataclass(frozen=True)
 class KVUse:
-    """What the live cache of a model held.
+    """Contents of a model's live cache.
 
     Attributes:
         context: tokens of each sequence in the cache.

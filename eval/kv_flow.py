@@ -1,4 +1,4 @@
-"""What keys and values take while a text passes, and how much of full attention is computed: measured on a live model.
+"""Memory flow of keys and values during a text, and the share of full attention computed: measured on a live model.
 
 A cache that is small once a prompt is read may have been large while it was read, and heads that are called streaming
 may still have looked at everything. So three numbers belong together: the bytes that the cache holds while it decodes

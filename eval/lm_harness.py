@@ -3,7 +3,7 @@ is already loaded, with the numbers that the harness' own command line gives.
 
 A task is run by the main process alone, while the others wait. The harness shards only models that it loaded itself,
 and its shards would batch other requests together, which changes rounding: two processes would not give the numbers of
-one. An interrupted task starts anew, for the same reason: the harness' cache keeps requests one by one.
+one. An interrupted task starts from scratch, for the same reason: the harness' cache keeps requests one by one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def task_identity(task: str, include_path: Path | None) -> dict[str, Any]:
-    """What tells one version of a task from another, without loading its data.
+    """Return the facts that tell one version of a task from another, without loading its data.
 
     Returns:
         `folder_sha256` of all files under `include_path` (None without one), data and code of user tasks included;

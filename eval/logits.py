@@ -40,7 +40,7 @@ class LogitReader:
 
     @property
     def splits(self) -> bool:
-        """Whether hidden states are kept instead of logits."""
+        """Return whether hidden states are stored instead of logits."""
         return self._head is not None
 
     def states(self, tokens: LongTensor) -> Tensor:

@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class OutOfMemory:
-    """What `unless_out_of_memory` gives instead of a result."""
+    """Result of `unless_out_of_memory` where memory ran out."""
 
 
 def unless_out_of_memory(function: Callable[[], Result]) -> Result | OutOfMemory:
@@ -47,7 +47,7 @@ def beyond_trained_context(model: nn.Module, context: int) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an accelerator or the CPU refused an allocation."""
+    """Return whether an accelerator or the CPU refused an allocation."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # The CPU's allocator has no exception of its own; these are its words on Linux and macOS, and on Windows.

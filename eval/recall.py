@@ -116,7 +116,7 @@ def check_prompts(recall_set: RecallSet, batch_size: int) -> None:
 
 
 def recall_hits(reader: LogitReader, tokens: LongTensor, asked: BoolTensor) -> list[bool]:
-    """Which prompts of one batch [B, T] are answered right, all five digits, greedily.
+    """Return which prompts of one batch [B, T] are answered right, all five digits, greedily.
 
     The model sees the right answer while it is measured, and its most likely token is compared at every place of it.
     That decides the same as letting it decode greedily after the question: as long as it has been right, what it

@@ -1,4 +1,4 @@
-"""What all tasks of one evaluation share, and what a task is."""
+"""Session that all tasks of one evaluation share, and the interface of a task."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ProgressLike(Protocol):
 
 @dataclass(frozen=True)
 class Session:
-    """What every task needs besides the model.
+    """Context of every task besides the model.
 
     Attributes:
         tokenizer: one for all models of the report; losses over different tokens do not compare.
@@ -78,11 +78,11 @@ class ComparingTask(Protocol):
     """A task that compares with the baseline sample by sample while both are at hand."""
 
     def keep(self, model: PreTrainedModel, session: Session) -> Any:
-        """What is needed of the baseline after it has gone."""
+        """Return the part of the baseline that is needed after it has gone."""
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where a model's inputs go."""
+    """Return the device of a model's inputs."""
     return model.get_input_embeddings().weight.device
 
 

@@ -40,7 +40,7 @@ def losses_through_cache(reader: LogitReader, tokens: LongTensor, decoded: int) 
 def divergence(
     reader: LogitReader, states: Tensor, baseline_head: nn.Module | None, baseline_states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How far predictions are from a baseline's at the same positions.
+    """Return the divergence of predictions from a baseline's at the same positions.
 
     Args:
         states: of the model, [B, n, ...].

@@ -4,10 +4,10 @@ Importing the package lets ``AutoModelForCausalLM`` load converted checkpoints, 
 transformers: its model class is registered when transformers' auto classes are there.
 
 ``surgery.inspect``, ``plan``, ``convert``, ``slice``, ``heal``, ``evaluate``, ``score_heads`` and ``verify`` are the
-verbs as functions (:mod:`surgery.api`); they raise ``surgery.SurgeryError``, one line that says what to do.
+commands as functions (:mod:`surgery.api`); they raise ``surgery.SurgeryError``, one line that says what to do.
 ``surgery.register_structure``, ``family``, ``scorer``, ``task`` and ``method`` add to what they know.
 ``surgery.accelerate(model)`` puts the project's kernels under a loaded model, ``surgery.decelerate(model)`` takes them
-away. Models of the project's own class take them by themselves on CUDA, but not under the command line, whose figures
+away. Models of the custom model class take them by themselves on CUDA, but not under the command line, whose figures
 are those of the models' own code.
 """
 

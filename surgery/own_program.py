@@ -1,4 +1,4 @@
-"""What this project's own programs do unlike programs that import it: `surgery`, and `python -m surgery...`."""
+"""Behaviour of this project's own programs, unlike programs that import it: `surgery`, and `python -m surgery...`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def begin() -> None:
 
 
 def started_as_module() -> bool:
-    """Whether this process is a ``python -m surgery...``, as launchers start trainings, that looks for its module."""
+    """Return whether this process is a ``python -m surgery...`` that looks for its module, as launchers start it."""
     if sys.argv[0] != "-m":  # as it is until the module has been found
         return False
     named = (after for option, after in pairwise(sys.orig_argv[1:]) if re.fullmatch(r"-[a-zA-Z]*m", option))

@@ -93,7 +93,7 @@ def conversions(checkpoints, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def picture_models(tmp_path_factory):
-    """Gives the folder of a tiny model of pictures and text, made once."""
+    """Gives the folder of a tiny vision-language model, made once."""
     from picture_models import make_model
 
     made: dict[str, Path] = {}
@@ -108,7 +108,7 @@ def picture_models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """That of the demo model; not to be changed."""
+    """Return the tokenizer of the demo model; not to be changed."""
     from tiny_models import DEMO
     from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""What `surgery inspect` says to take: every command applies, its engine took it, and hybrids wait for their heads."""
+"""Advice of `surgery inspect`: every command applies, its engine took it, and hybrids wait for their heads."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`surgery bench`: verbs from the outside, and decoding of tiny models."""
+"""`surgery bench`: commands from the outside, and decoding of tiny models."""
 
 import json
 

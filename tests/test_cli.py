@@ -227,4 +227,4 @@ def test_a_conversion_is_shown_with_its_reasons(checkpoints, tmp_path, monkeypat
     assert "q/k-norm" in shown and "refused: the model class of this package" in shown
     assert "not measured" in shown
     assert str(tmp_path / "out") in shown
-    assert "\x1b" not in shown and "convert" in err  # plain on a pipe, progress beside it
+    assert "\x1b" not in shown and "convert" in err  # plain on a pipe, progress next to it

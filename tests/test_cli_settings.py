@@ -41,7 +41,7 @@ FLAGS = {
     "trust-remote-code variants wandb wandb-mode windows",
     "inspect": "allow-pickle json",
 }
-"""What verbs took before their options were made of the settings."""
+"""What commands took before their options were made of the settings."""
 
 MORE_FLAGS = {
     "convert": "text data window heal no-hadamard",
@@ -73,7 +73,7 @@ def test_every_option_says_what_it_is(verb):
 def test_all_settings_have_help_and_no_second_name_for_another():
     for name, cls in CLASSES.items():
         settings = settings_of(cls)
-        assert all(each.said.help.endswith(".") and each.said.section for each in settings.values()), name
+        assert all(each.info.help.endswith(".") and each.info.section for each in settings.values()), name
         flags = [each.flag for each in settings.values()]
         assert len(set(flags)) == len(flags), name
 
@@ -227,7 +227,7 @@ def test_help_of_one_target_has_its_options_and_examples_alone(to, monkeypatch, 
     code, shown, _ = run_main(monkeypatch, capsys, "convert", f"--to={to}", "--help")
     shown_flags = {found.strip("-").replace("-", "_") for found in re.findall(r"^│ (--[a-z-]+)", shown, re.MULTILINE)}
     every = {each.flag for name in TARGETS for each in settings_of(CLASSES[name]).values()}
-    own = {each.flag for each in settings_of(CLASSES[to]).values() if not each.said.in_file}
+    own = {each.flag for each in settings_of(CLASSES[to]).values() if not each.info.in_file}
     assert code == 0 and shown_flags & every == own
     assert all(f"--to {to}" in line for line in shown.splitlines() if line.strip().startswith("surgery convert --to"))
 

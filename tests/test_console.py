@@ -1,4 +1,4 @@
-"""What `surgery convert` prints of every target and method, from the command line as users call it."""
+"""Screens of `surgery convert` for every target and method, from the command line as users call it."""
 
 import json
 import re

@@ -16,7 +16,7 @@ from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED
 from surgery.model import remote_code_files
 from surgery.structures.converter import Conversion
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.stages import StageRuns
+from surgery.structures.stages import StageTracker
 
 QUICK = {
     "kv_ratio": 0.5,
@@ -38,14 +38,14 @@ def converted(checkpoints, tmp_path_factory):
     @cache
     def get(name: str, dtype: torch.dtype = torch.float32, **settings):
         runs = []
-        original = StageRuns.__init__
+        original = StageTracker.__init__
 
         def remember(self, *args, **kwargs):
             original(self, *args, **kwargs)
             runs.append(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StageRuns, "__init__", remember)
+            patch.setattr(StageTracker, "__init__", remember)
             out = tmp_path_factory.mktemp("out") / f"{name}-mla"
             result = convert_checkpoint(checkpoints(name, dtype), out, ConvertSettings(**{**QUICK, **settings}))
         return result, runs[0]
@@ -55,7 +55,7 @@ def converted(checkpoints, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def elsewhere(converted, tmp_path_factory):
-    """What a family's result computes in another process, on all held-out tokens."""
+    """Return the outputs of a family's result in another process, on all held-out tokens."""
 
     @cache
     def get(name: str):
@@ -66,12 +66,12 @@ def elsewhere(converted, tmp_path_factory):
     return get
 
 
-def simulated_logits(result: Conversion, runs: StageRuns) -> torch.Tensor:
+def simulated_logits(result: Conversion, runs: StageTracker) -> torch.Tensor:
     return runs._stream.logits(runs.hidden["truncated"])
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of the sequences that b has: a form that nothing is chosen of is simulated on a few texts."""
+    """Return the relative difference on the sequences of b: a form without choices is simulated on a few texts."""
     return float((a[: len(b)] - b).abs().max() / b.abs().max())
 
 

@@ -29,7 +29,7 @@ WEIGHTS_ONLY = {"calibration": "none", "group": 16}
 
 @pytest.fixture
 def mla(conversions):
-    """An MLA checkpoint of the own class, with biases or the exact key norm."""
+    """An MLA checkpoint of the custom model class, with biases or the exact key norm."""
     settings = ConvertSettings(calibration="none", carrier="own", kv_lora_rank=12, rope_dim=4)
     return lambda name: conversions(name, settings).path
 
@@ -120,7 +120,7 @@ def test_an_mla_checkpoint(mla, tmp_path, name, hadamard):
 
 
 def test_a_latent_is_rotated_exactly(mla):
-    """In float64, whatever the file's dtype rounds: scores and outputs of the latent are those of before."""
+    """Rotate in float64, whatever the file's dtype rounds: scores and outputs of the latent are those of before."""
     reader = CheckpointReader.open(mla("llama_bias"))
     config = AutoConfig.from_pretrained(reader.path)
     prefix = "model.layers.1.self_attn."

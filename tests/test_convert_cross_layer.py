@@ -23,11 +23,11 @@ from surgery.eval.report.plots import layer_errors
 from surgery.evaluation.models import Checkpoint
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
+from surgery.structures.context import ConversionContext
 from surgery.structures.cross_layer.latents import LatentSource, _metrics
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.cross_layer.structure import plan_groups
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.work import Work
 
 QUICK = {
     "method": "xkv",
@@ -151,7 +151,7 @@ def test_the_joint_moment_is_that_of_each_layer_on_its_diagonal(checkpoints):
     settings = CrossLayerSettings(**QUICK)
     opened = Source.open(checkpoints("mixtral"), settings)
     texts = Texts(text(), HeldOut.of_text(text()), {})
-    work = Work.in_folder(Snapshots(), opened, settings, texts, Progress(silent=True))
+    work = ConversionContext.in_folder(Snapshots(), opened, settings, texts, Progress(silent=True))
     with work.store, work.library as library, work.converted:
         work.gather(gradients=False)
         moment = joint_moment(opened, work.store, 0, 2, batch_size=1)

@@ -24,12 +24,12 @@ from surgery.running.loading import load_tokenizer
 
 @pytest.fixture
 def one_core(one_core, monkeypatch):
-    """Of the process that measures, too."""
+    """Use one core, in the process that measures too."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def forked_script(command: list[str], env: dict[str, str], **_) -> subprocess.CompletedProcess:
-    """In the place of `subprocess.run`: a script in a process that has imported transformers already."""
+    """Run a script in a process that has imported transformers already, in place of `subprocess.run`."""
     run_script = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
     fork = Fork(*command[2:], code=run_script, environment=env)
     return subprocess.CompletedProcess(command, fork.wait(), fork.stdout, fork.stderr)

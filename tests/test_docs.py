@@ -26,7 +26,7 @@ HEAVY = re.compile(r"surgery (run |bench )")
 
 
 def anchors(page: Path) -> set[str]:
-    """Those of a page's headings, as mkdocs and repositories make them."""
+    """Return the anchors of a page's headings, as mkdocs and repositories make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
@@ -120,7 +120,7 @@ def test_tutorials_show_no_long_work_as_runnable():
 
 
 def read_as_the_verb_does(words: list[str]) -> None:
-    """Parses a command without running it; raises for a verb or an option that there is not."""
+    """Parses a command without running it; raises for a command or an option that there is not."""
     command: Any = get_command(program.app)
     while hasattr(command, "commands"):
         verb = words[0] if words[0] in command.commands else getattr(command, "default", None)

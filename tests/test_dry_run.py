@@ -60,9 +60,9 @@ def test_the_class_and_the_bytes_are_those_of_the_conversion(case, checkpoints, 
     assert plan.target["model_type"] == report.target["model_type"]
     assert plan.target["reasons"] == report.target["reasons"]
     statuses = {name: row["status"] for name, row in report.target["engines"].items()}
-    foreseen = {name: row["status"] for name, row in plan.target["engines"].items()}
-    undecided = {name for name, status in foreseen.items() if status == OPEN}
-    assert foreseen == statuses | dict.fromkeys(undecided, OPEN)
+    forecast = {name: row["status"] for name, row in plan.target["engines"].items()}
+    undecided = {name for name, status in forecast.items() if status == OPEN}
+    assert forecast == statuses | dict.fromkeys(undecided, OPEN)
     assert undecided == ({"llama.cpp", "SGLang"} if case == "mla" else set())
     held = report.kv["predicted_bytes_per_token"]
     if plan.target["model_type"] == "surgery":
@@ -92,14 +92,14 @@ def most_allocated(work):
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_memory_of_a_batch_with_gradients(family, tmp_path):
-    """Of experts a token passes several, each as wide as the feed-forward block of a model without."""
+    """Count several experts a token, each as wide as the feed-forward block of a model without."""
     config = CONFIGS[family]()
     config.intermediate_size, config.vocab_size = 512, 64
     random_model(config, 0).save_pretrained(tmp_path / "wide")
     opened = Source.open(tmp_path / "wide", settings := ConvertSettings(batch_size=2))
     counts = {"length": 128, "calibration": 2, "held_out": 0, "recall_prompts": 0}
     demand = Demand(cached=16, statistics=True, gradients=True)
-    foreseen = Workload.of(opened, settings, counts, demand)._calibration_memory()[1]["one batch"]
+    forecast = Workload.of(opened, settings, counts, demand)._calibration_memory()[1]["one batch"]
     hidden, captured = torch.randn(2, 128, 32), CapturedAttention(opened.anatomy(0), gradients=True)
 
     def run():
@@ -108,7 +108,7 @@ def test_memory_of_a_batch_with_gradients(family, tmp_path):
 
     with opened.stream.layer(0) as layer:
         run()
-        assert 0.6 * foreseen < most_allocated(run) < foreseen
+        assert 0.6 * forecast < most_allocated(run) < forecast
 
 
 def test_less_work_takes_less_time(checkpoints, tmp_path, monkeypatch):
@@ -143,8 +143,8 @@ def test_operations_of_a_forward_sweep_are_those_that_torch_counts(checkpoints):
     opened = Source.open(checkpoints("llama"), settings := ConvertSettings(batch_size=2))
     tokens = torch.randint(4096, (4, 128), generator=torch.Generator().manual_seed(0))
     counts = {"length": 128, "calibration": 4, "held_out": 0, "recall_prompts": 0}
-    foreseen = Workload.of(opened, settings, counts, Demand(cached=16, statistics=True, gradients=True)).phase_flops()
+    forecast = Workload.of(opened, settings, counts, Demand(cached=16, statistics=True, gradients=True)).phase_flops()
     kernels = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: causal_attention}
     with BoundaryStore() as store, FlopCounterMode(display=False, custom_mapping=kernels) as forward:
         forward_sweep(opened.stream, tokens, store, 2, lambda: None)
-    assert foreseen["calibrate: forward"] == pytest.approx(forward.get_total_flops(), rel=0.01)
+    assert forecast["calibrate: forward"] == pytest.approx(forward.get_total_flops(), rel=0.01)

@@ -1,4 +1,4 @@
-"""What is said of engines, and conversions that keep to their limits."""
+"""Engines: the table of what they load, and conversions that respect their limits."""
 
 import json
 

@@ -21,9 +21,9 @@ CLASSES += [target.settings_class for target in TARGETS.values() if not target.f
 def test_every_setting_names_itself(settings_class):
     tried = 0
     for name, setting in settings_of(settings_class).items():
-        wrong = {"choices": "no such choice", "least": (setting.said.least or 0) - 1, "above": setting.said.above}
+        wrong = {"choices": "no such choice", "least": (setting.info.least or 0) - 1, "above": setting.info.above}
         for limit, value in wrong.items():
-            known = setting.choices if limit == "choices" else getattr(setting.said, limit)
+            known = setting.choices if limit == "choices" else getattr(setting.info, limit)
             if known in (None, ()) or (limit != "choices" and setting.choices):
                 continue
             with pytest.raises(SurgeryError) as caught:

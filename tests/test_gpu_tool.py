@@ -62,7 +62,8 @@ class Forked(Fork):
 
 
 def fork(arguments: list[str], environment: dict[str, str], log: Path) -> Any:
-    """The same as `gpu_run.start`, sooner, but for a step that compiles: forks have a Triton that interprets."""
+    """Fork instead of `gpu_run.start`, which is slower, but for a step that compiles: forks have a Triton that
+    interprets."""
     if environment.get("TRITON_INTERPRET") == "0":
         return sys.modules["gpu_run"].start(arguments, environment, log)
     path = tuple(map(Path, environment["PYTHONPATH"].split(os.pathsep)))

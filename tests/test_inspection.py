@@ -1,4 +1,4 @@
-"""What `surgery inspect` says, against numbers known by hand."""
+"""Screens of `surgery inspect`, against numbers known by hand."""
 
 import json
 from functools import cache

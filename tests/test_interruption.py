@@ -16,7 +16,7 @@ from surgery.cli import program as cli
 from surgery.common import interruption
 from surgery.common.interruption import interruptible, resumes_from
 from surgery.healing.launchers import run_to_its_end
-from surgery.structures.stages import StageRuns
+from surgery.structures.stages import StageTracker
 from surgery.training.guards import StopRequest
 
 HUNG_UP = pytest.mark.skipif(signal.getsignal(1) is signal.SIG_IGN, reason="nohup: a hangup is not to stop anything")
@@ -36,7 +36,7 @@ def test_what_had_just_begun_leaves_nothing(number, code, checkpoints, tmp_path,
         there.extend(path.name for path in tmp_path.iterdir())
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(StageRuns, "advance", stop)
+    monkeypatch.setattr(StageTracker, "advance", stop)
     before = signal.getsignal(number)
     arguments = ["convert", source, "--out", tmp_path / "out", "--calibration", "none", "--kv-ratio", "0.5"]
     ended, out, err = run_main(monkeypatch, capsys, *arguments)
@@ -111,7 +111,7 @@ def test_the_training_of_a_killed_healing_saves_and_ends(tmp_path):
 
 
 def test_it_does_so_where_nobody_asked_how_the_healing_ended(tmp_path):
-    """What started it lives on and reaps nothing, as the first process of a container may do: it stays a zombie."""
+    """Start from a process that lives on and reaps nothing, as the first of a container may do: it stays a zombie."""
     saved, ready = tmp_path / "saved", tmp_path / "ready"
     starter = subprocess.Popen([sys.executable, "-c", STARTER, str(saved), str(ready)])
     try:

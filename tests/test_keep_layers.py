@@ -1,4 +1,4 @@
-"""Layers that a conversion leaves as they are: by number, or because their windows forget anyway."""
+"""Layers that a conversion leaves unchanged: by number, or because their windows forget anyway."""
 
 import json
 import shutil
@@ -31,7 +31,8 @@ def config_of(folder):
 
 
 def converted(source, out, to, **asked):
-    """Report, tensors and config; shown as the verb does it, in a table of layers that were measured and kept ones."""
+    """Report, tensors and config; shown as the command does it, in a table of layers that were measured and kept
+    ones."""
     made = convert_checkpoint(source, out, TARGETS[to].settings({**QUICK, **asked}))
     show_conversion(made)
     return made.report.to_dict(), load_file(out / "model.safetensors"), config_of(out)
@@ -55,7 +56,7 @@ def test_a_kept_layer_is_the_sources_and_counts_whole(to, asked, checkpoints, tm
     """The conversion itself has checked that the written model computes and caches what was simulated."""
     source = checkpoints("llama")
     settings = TARGETS[to].settings({**QUICK, "keep_layers": "-1", **asked})
-    foreseen = plan_conversion(source, tmp_path / "foreseen", settings)
+    forecast = plan_conversion(source, tmp_path / "forecast", settings)
     report, tensors, config = converted(source, tmp_path / "out", to, keep_layers="-1", **asked)
     original = load_file(source / "model.safetensors")
     kept = {name: tensor for name, tensor in original.items() if name.startswith(ATTENTION.format(1))}
@@ -64,7 +65,7 @@ def test_a_kept_layer_is_the_sources_and_counts_whole(to, asked, checkpoints, tm
     assert ATTENTION.format(0) + "k_proj.weight" not in tensors
     if "bits" not in asked:
         assert report["kv"]["measured_bytes_per_token"] == FULL * (0.5 / 2 + 1 / 2)
-        assert foreseen.kv["bytes_per_token"] == report["kv"]["measured_bytes_per_token"]
+        assert forecast.kv["bytes_per_token"] == report["kv"]["measured_bytes_per_token"]
     assert set(report["layers"][1]["measured"]) <= {"quantized"} and report["layers"][0]["measured"]
 
 
@@ -83,12 +84,12 @@ def test_windowed_layers_stay_beside_full_ones(to, checkpoints, tmp_path, capsys
 
 
 def test_layers_of_a_state_stay_to_the_bit_and_count_nothing(checkpoints, tmp_path):
-    """Beside them a layer that predicts further tokens, as Qwen's checkpoints have one: no class reads it."""
+    """Next to them a layer that predicts further tokens, as Qwen's checkpoints have one: no class reads it."""
     source = shutil.copytree(checkpoints("qwen3_5_state"), tmp_path / "source")
     original = load_file(source / "model.safetensors") | {"mtp.fc.weight": torch.ones(2, 3)}
     save_file(original, source / "model.safetensors", {"format": "pt"})
     settings = TARGETS["lowrank"].settings({**QUICK, "keep_layers": "none"})
-    foreseen = plan_conversion(source, tmp_path / "foreseen", settings)
+    forecast = plan_conversion(source, tmp_path / "forecast", settings)
     report, tensors, config = converted(source, tmp_path / "out", "lowrank", keep_layers="none")
     kept = [name for name in original if ".self_attn." not in name and name != "lm_head.weight"]
     assert all(torch.equal(tensors[name], original[name]) for name in kept) and "mtp.fc.weight" in kept
@@ -99,7 +100,7 @@ def test_layers_of_a_state_stay_to_the_bit_and_count_nothing(checkpoints, tmp_pa
         == Facts.of(config_of(source)).cache(4)["cache_bytes_per_token"]
         == of_one
     )
-    assert foreseen.kv["bytes_per_token"] == report["kv"]["measured_bytes_per_token"] == of_one / 2
+    assert forecast.kv["bytes_per_token"] == report["kv"]["measured_bytes_per_token"] == of_one / 2
     assert inspect_checkpoint(tmp_path / "out").kv["bytes_per_token"] == of_one / 2
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())

@@ -25,7 +25,7 @@ HEADS = ("--method", "prulong", "--steps", "2", "--sinks", "4", "--window", "16"
 HEAL = ("--teacher", "{source}", "--data", str(HELD_OUT), "--max-steps", "1", "--length", "32", "--held-out", "2")
 PLAN = ("--kv-ratio", "0.5", "--allow", "quantized", "--calibration-tokens", "512", "--calibration-length", "64")
 VERBS = {
-    "convert": (("convert", "{source}", *CONVERT, "--out", "{out}"), "surgery.structures.stages.StageRuns.advance"),
+    "convert": (("convert", "{source}", *CONVERT, "--out", "{out}"), "surgery.structures.stages.StageTracker.advance"),
     "eval": (("eval", "{source}", *EVAL, "--out", "{out}"), "surgery.evaluation.run._Work.measure"),
     "heads": (
         ("heads", "{source}", *HEADS, "--text", str(HELD_OUT), "--out", "{out}.safetensors"),
@@ -46,7 +46,7 @@ def content(folder):
 
 @pytest.fixture
 def places(checkpoints, tmp_path):
-    """What commands name: all but the output is there."""
+    """Return the paths that commands take: all but the output exist."""
     source = checkpoints("llama")
     recipe = tmp_path / "recipe.yaml"
     step = {"name": "half", "source": str(source), "kv_ratio": 0.5, "calibration": "none"}
@@ -84,7 +84,7 @@ def test_the_second_is_refused_and_the_first_ends_well(verb, places, tmp_path, m
 
 
 def test_a_training_that_goes_on_by_itself_keeps_its_folder(checkpoints, tmp_path):
-    """That of a `surgery heal` which was killed, or one that was started without it."""
+    """Protect the folder of a `surgery heal` which was killed, or of a training that was started without it."""
     source = checkpoints("llama")
     values = heal_settings(tmp_path, source, source)
     run = tmp_path / "healed.run"

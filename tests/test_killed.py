@@ -1,4 +1,4 @@
-"""Every long verb, ended by SIGKILL at random moments and begun again each time, ends as one that nobody killed.
+"""Every long command, ended by SIGKILL at random moments and begun again each time, ends as one that nobody killed.
 
 pytest -n 0 -m slow tests/test_killed.py
 """
@@ -21,7 +21,7 @@ from surgery.heads.pattern import HeadPattern
 pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("SURGERY_KILLS", "50"))
-# All that a verb starts is in its process group; the training of a healing is a fork, as torch takes long to import.
+# All that a command starts is in its process group; the training of a healing is a fork, as torch takes long to import.
 ALONE = (
     """
 import os, runpy, sys
@@ -101,7 +101,7 @@ GO_ON = ("eval", "run")
 
 @pytest.fixture
 def places(checkpoints, tmp_path):
-    """What commands name, but for the output."""
+    """Return the paths that commands take, but for the output."""
     source, heal, recipe = checkpoints("llama"), tmp_path / "heal.yaml", tmp_path / "recipe.yaml"
     training = {"data": [str(HELD_OUT)], "length": 32, "held_out": 2, "max_steps": 12, "batch_size": 1}
     training |= {"max_tokens": None, "gradient_accumulation": 1, "save_every": 2, "eval_every": 6, "recall": 0.0}
@@ -143,7 +143,7 @@ def test_killed_at_random(verb, places, tmp_path):
         killed += stopped
         assert stopped or process.returncode == 0, process.stderr[-3000:]
         assert "damaged" not in process.stderr
-        if not stopped or (verb not in GO_ON and (again / name).exists()):  # it went on from so late that it was done
+        if not stopped or (verb not in GO_ON and (again / name).exists()):  # it resumed from so late that it was done
             assert content(again / name) == wanted
             shutil.rmtree(again)
             again.mkdir()

@@ -20,7 +20,7 @@ from surgery.engines import facts
 from surgery.engines.diagnosis import diagnose
 from surgery.engines.facts import Facts
 from surgery.evaluation.dry_run import plan_evaluation
-from surgery.evaluation.run import Request
+from surgery.evaluation.run import EvaluationRequest
 from surgery.evaluation.settings import EvalSettings
 from surgery.families import FAMILIES
 from surgery.inspection.checks import FAILED, verify_checkpoint
@@ -164,7 +164,7 @@ def answers(written, tmp_path) -> dict[str, object]:
     plan = make_plan(source, PlanSettings(kv_ratio=0.7, allow=("quantized", "bits"), context="1k", **TEXT))
     found |= {"plan source": plan.source["kv_bytes"], "plan row": min(row.kv_bytes for row in plan.rows)}
     tasks = EvalSettings(tasks="loss", windows=1, length=32, device="cpu")
-    request = Request((f"mla={mla}", f"lowrank={own}"), str(source), tmp_path / "eval", tasks)
+    request = EvaluationRequest((f"mla={mla}", f"lowrank={own}"), str(source), tmp_path / "eval", tasks)
     found |= {f"eval {row['name']}": row["kv"] for row in plan_evaluation(request, Progress(silent=True)).rows}
     return found
 

@@ -60,7 +60,8 @@ BUILDS_ON = {"cross_layer": {"low_rank"}}
 
 
 def module_name(file: Path) -> str:
-    """What a file is imported as; the packages at the top of the repository are linked into the package."""
+    """Return the name by which a file is imported; the packages at the top of the repository are linked into the
+    package."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "surgery" else ("surgery", *parts)
     return ".".join(parts).removesuffix(".__init__")
@@ -82,7 +83,7 @@ def imported(file: Path) -> frozenset[str]:
 
 
 def imports_of(source: str, package: str) -> frozenset[str]:
-    """The same of the text of a module of a package."""
+    """Return the imports in the text of a module of a package."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
@@ -102,7 +103,8 @@ def imports_of(source: str, package: str) -> frozenset[str]:
 
 
 def home(base: str, name: str) -> str:
-    """What ``from base import name`` loads: a module or folder of that name, or the module that has it."""
+    """Return the module that ``from base import name`` loads: a module or folder of that name, or the module that has
+    it."""
     if any(module == f"{base}.{name}" or module.startswith(f"{base}.{name}.") for module in FILES):
         return f"{base}.{name}"
     return surgery._HOMES.get(name, base) if base == "surgery" else base
@@ -196,7 +198,7 @@ def asked_for(tree: ast.AST) -> set[str]:
 
 
 def test_nothing_outside_a_structures_folder_asks_for_its_name():
-    """Of what knows targets; in floors below them "hybrid" is a kind of attention, as config.json says it."""
+    """Search what knows targets; in floors below them "hybrid" is a kind of attention, as config.json has it."""
     floor = next(index for index, packages in enumerate(FLOORS) if "structures" in packages)
     above = {package for packages in FLOORS[floor:] for package in packages}
     names = set(TARGETS)

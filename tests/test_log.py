@@ -24,7 +24,7 @@ QUICK += ["--calibration", HELD_OUT, "--to", "gqa", "--kv-heads", "1"]
 
 @pytest.fixture
 def logged_as(tmp_path, monkeypatch):
-    """Has what follows logged into a file of that name; gives its lines."""
+    """Log what follows into a file of that name; yield its lines."""
 
     def begin(name):
         monkeypatch.setenv(LOG_FILE, str(tmp_path / name))

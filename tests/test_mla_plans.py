@@ -1,4 +1,4 @@
-"""Which frequencies keep RoPE: each layer's own where a class holds them, one list for all where it does not."""
+"""Frequencies that keep RoPE: each layer's own where a class holds them, one list for all where it does not."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ NORMS = torch.tensor([[9.0, 1, 1, 8], [1, 7, 1, 6]]), torch.tensor([[2.0, 5, 1, 
 
 
 def plan(*, one_list: bool) -> list[list[int]]:
-    """Components of each frequency that two layers keep, three of eight in each; a third layer stays as it is."""
+    """Components of each frequency that two layers keep, three of eight in each; a third layer stays unchanged."""
     anatomy = SimpleNamespace(kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     library = SimpleNamespace(
         load=lambda layer: (SimpleNamespace(query_norm=torch.ones(2 * KV_HEADS, 4), key_norm=NORMS[layer]), None)

@@ -1,4 +1,4 @@
-"""Models that are called by name: found without being imported, and never written beside."""
+"""Models that are called by name: found without being imported, and never written next to."""
 
 from pathlib import Path
 

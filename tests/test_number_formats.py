@@ -163,7 +163,7 @@ def test_the_norm_of_a_tiny_latent_is_linear_within_its_bound(rank, scale):
 
 @pytest.mark.parametrize("rank", [1, 12, 511])
 def test_norms_are_recognised(rank):
-    """Of this version and of earlier ones, whose constant channel had the weight of the others."""
+    """Recognise those of this version and of earlier ones, whose constant channel had the weight of the others."""
     for norm in map(tiny_norm, (HALF_SCALE, WIDE_SCALE, OLD_SCALE)):
         assert recognised_norm(norm.weights(rank), None) == norm
     norm = constant_norm(rank)

@@ -249,14 +249,14 @@ class TestFiles:
 class TestNames:
     def test_an_evaluation_of_the_working_folder_lies_beside_it(self, checkpoints, tmp_path, monkeypatch):
         from surgery.common.progress import Progress
-        from surgery.evaluation.preparation import Request, prepare
+        from surgery.evaluation.preparation import EvaluationRequest, prepare
         from surgery.evaluation.settings import EvalSettings
 
         source = shutil.copytree(checkpoints("llama"), tmp_path / "ckpt")
         settings = EvalSettings(tasks=("loss",), windows=2, length=64, decoded=0, variants=(), data=(str(HELD_OUT),))
 
         def out_of(*models: str, out: Path | None = None) -> Path:
-            return prepare(Request(models, None, out, settings), Progress(silent=True), lambda *_: []).out
+            return prepare(EvaluationRequest(models, None, out, settings), Progress(silent=True), lambda *_: []).out
 
         monkeypatch.chdir(source)
         assert out_of(".") == tmp_path / "ckpt-eval"
@@ -324,7 +324,7 @@ def healing_folder(root: Path) -> WorkFolder:
 
 
 def runs(root: Path):
-    """What runs do to these, in one way or another."""
+    """Return the runs that touch these files, in one way or another."""
     yield lambda: write_result(root / "out", overwrite=True)
     yield lambda: write_result(root / "other", overwrite=True)
     yield lambda: write_result(root / "new", overwrite=True)
@@ -393,7 +393,7 @@ def test_whatever_is_planted_stays(seed, tmp_path, monkeypatch):
 
 
 def test_runs_replace_and_remove_what_is_theirs(tmp_path, monkeypatch):
-    """The same without anything planted: the test above would pass if nothing were ever removed."""
+    """Run the same without anything planted: the test above would pass if nothing were ever removed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     world(tmp_path)
     for step in (*list(runs(tmp_path))[:3], healing_folder(tmp_path).clear, healing_folder(tmp_path).remove):

@@ -1,4 +1,4 @@
-"""What people install: sdist and wheel, built as a release builds them and tried away from the repository."""
+"""Distributions: sdist and wheel, built as a release builds them and tried away from the repository."""
 
 import re
 import shutil

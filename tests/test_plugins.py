@@ -49,7 +49,7 @@ def installed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def told(installed, tmp_path_factory):
-    """What each command said: exit code, standard output, standard error."""
+    """Return the result of each command: exit code, standard output, standard error."""
     work = tmp_path_factory.mktemp("work")
     source = work / "arcee"
     random_model(ArceeConfig(**SHAPE)).save_pretrained(source)

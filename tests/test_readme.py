@@ -34,7 +34,7 @@ def table_of_the_report(name: str, shown: tuple[str, ...]) -> dict[str, list[str
 
 
 def rows_of(text: str, heading: str) -> dict[str, list[str]]:
-    """Cells of the first table behind a heading, by the first of a line; the head is under ""."""
+    """Cells of the first table after a heading, by the first of a line; the head is under ""."""
     lines = text[text.index(heading) :].partition("\n|")[2].partition("\n\n")[0].splitlines()
     cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if not line.startswith("|--")]
     return {name: rest for name, *rest in cells}

@@ -17,7 +17,7 @@ from surgery.structures.quantized.settings import QuantizedSettings
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """A source, what it became, and what that became, each beside the others."""
+    """A source, what it became, and what that became, each next to the others."""
     folder = tmp_path_factory.mktemp("converted")
     source = make_checkpoint(folder / "model", "llama")
     settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none", device="cpu")

@@ -1,4 +1,5 @@
-"""Who imports the package has its model class in AutoModel, without torch before that is needed, in every order."""
+"""Registration: an import of the package has its model class in AutoModel, without torch before that is needed, in
+every order."""
 
 import subprocess
 import sys

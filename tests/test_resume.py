@@ -130,7 +130,7 @@ def own_source(checkpoints, tmp_path):
 
 @pytest.fixture
 def read(monkeypatch):
-    """Of every reading of all weights, where they were."""
+    """Record where the source was whenever all of its weights were read."""
     hashed, places = CheckpointReader._hashed, []
     monkeypatch.setattr(CheckpointReader, "_hashed", lambda self, *of: places.append(self.path) or hashed(self, *of))
     return places
@@ -138,7 +138,7 @@ def read(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(checkpoints, tmp_path_factory):
-    """Of a conversion that nobody stopped."""
+    """Return a conversion that nobody stopped."""
     out = tmp_path_factory.mktemp("whole") / "small"
     convert_checkpoint(checkpoints("llama"), out, settings_of("gqa"))
     return results(out)
@@ -212,7 +212,7 @@ def test_what_was_kept_and_is_damaged_begins_anew(file, how, loops, first, whole
         path.unlink()
     states = stops(None)
     convert_checkpoint(source, out, settings_of("gqa"), progress=Progress())
-    assert f"damaged, and begun anew: {loops}\n" in capsys.readouterr().err.replace("\n ", " ")
+    assert f"damaged, and begun from scratch: {loops}\n" in capsys.readouterr().err.replace("\n ", " ")
     assert states[0] == first and results(out) == whole
 
 
@@ -280,7 +280,7 @@ staging.remove_owned = remove
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_what_was_kept_is_no_longer_there_once_a_part_of_it_is_removed(restart, checkpoints, tmp_path, stops):
-    """Killed at the end, where what was kept goes before the output gets its name, or where it has to begin anew."""
+    """Killed at the end, where what was kept goes before the output gets its name, or where it has to begin again."""
     source, out = checkpoints("llama"), tmp_path / "again" / "small"
     convert_checkpoint(source, tmp_path / "whole" / "small", settings_of("lowrank"))
     if restart:

@@ -1,4 +1,4 @@
-"""`surgery heads`: the pattern that it writes, what it goes on from, what it refuses, and how it answers."""
+"""`surgery heads`: the pattern that it writes, what it resumes from, what it refuses, and how it answers."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def scored(source, out, **changes):
 
 @pytest.fixture
 def stopping(monkeypatch):
-    """Has a training end with Ctrl-C at its nth sequence; without one only counts them."""
+    """Let a training end with Ctrl-C at its nth sequence; without one only count them."""
     measured = prulong.mean_loss
     monkeypatch.setattr(gate_training, "KEPT_EVERY", 1)
 

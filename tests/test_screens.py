@@ -35,7 +35,7 @@ QUICK += ["--calibration", HELD_OUT]
 
 
 def verbs(command, path=()):
-    """Every verb of the command line by its words."""
+    """Every command of the command line by its words."""
     if not hasattr(command, "commands"):
         return {path: command}
     return {k: v for name, each in command.commands.items() for k, v in verbs(each, (*path, name)).items()}

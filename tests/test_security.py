@@ -1,4 +1,4 @@
-"""What SECURITY.md promises that no other test holds, and that the tests it names are there."""
+"""Promises of SECURITY.md that no other test guards, and the tests that it names."""
 
 import json
 import re
@@ -20,7 +20,7 @@ QUICK += ["--calibration", HELD_OUT]
 
 @pytest.fixture(scope="module")
 def trap(tmp_path_factory):
-    """A checkpoint with code beside its weights, and the file that this code would make."""
+    """A checkpoint with code next to its weights, and the file that this code would make."""
     folder = tmp_path_factory.mktemp("trap")
     source, marker = make_checkpoint(folder / "source", "llama"), folder / "ran"
     (source / "code.py").write_text(CODE.format(marker=str(marker)))
@@ -54,7 +54,7 @@ def test_no_code_of_a_checkpoint_runs(verb, trap, tmp_path, monkeypatch, capsys)
 def test_the_trap_works(trap, monkeypatch):
     from transformers import AutoConfig, LlamaConfig
 
-    # What code of a checkpoint named, transformers would save beside every model of that class from then on.
+    # What code of a checkpoint named, transformers would save next to every model of that class from then on.
     monkeypatch.setattr(LlamaConfig, "_auto_class", None)
     source, marker = trap
     AutoConfig.from_pretrained(source, trust_remote_code=True)

@@ -99,7 +99,7 @@ def block_ranks(path) -> list[list[int]]:
 
 
 def forget(model, whole, kept):
-    """Has a model's attention read the first latents of every block only: no cached number changes."""
+    """Let a model's attention read the first latents of every block only: no cached value changes."""
 
     def dropped(sizes, left):
         return torch.cat([torch.arange(size) >= keep for size, keep in zip(sizes, left, strict=True)])
@@ -237,7 +237,7 @@ def test_nothing_is_lost_with_all_latents(converted, kind):
 @pytest.mark.parametrize("kind", ["joint", "cascade", "mla own", "mla tiny"])
 @torch.no_grad()
 def test_the_first_latents_are_better_than_others(converted, kind):
-    """Of one layer, on text: what its attention loses with other latents left out, as many of them."""
+    """Compare, of one layer on text, the errors of the attention with other latents left out, as many of them."""
     path = converted(kind).path
     text = AutoTokenizer.from_pretrained(path)(HELD_OUT.read_text()[:4000], return_tensors="pt").input_ids[:, :240]
     model = AutoModelForCausalLM.from_pretrained(path).eval()
@@ -269,7 +269,7 @@ def test_the_first_latents_are_better_than_others(converted, kind):
 @pytest.mark.parametrize("kind", ["joint", "mla own", "mla tiny"])
 @torch.no_grad()
 def test_conversions_write_latents_in_order(converted, kind):
-    """In the order of the energies that they report, which latents have as variances."""
+    """Order latents by the energies that conversions report, which are their variances."""
     path, energies = converted(kind).path, torch.tensor(converted(kind).report.layers[0].energies)
     text = AutoTokenizer.from_pretrained(path)(HELD_OUT.read_text()[:4000], return_tensors="pt").input_ids[:, :240]
     model, latents = AutoModelForCausalLM.from_pretrained(path).eval(), []

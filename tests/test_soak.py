@@ -43,7 +43,7 @@ def in_process(*arguments) -> None:
 
 
 def digest(out: Path) -> str:
-    """Of a checkpoint all but what says when and how long; of an evaluation what it measured."""
+    """Hash a checkpoint without times and durations, and an evaluation's measurements."""
     found = hashlib.sha256()
     if (out / "report.json").exists():
         rows = json.loads((out / "report.json").read_text())["rows"]
@@ -66,13 +66,13 @@ def children() -> set[str]:
 
 
 def slope(values: list[int]) -> float:
-    """Of a line through values one apart."""
+    """Return the slope of a line through values one apart."""
     return statistics.linear_regression(range(len(values)), values).slope
 
 
 @pytest.fixture
 def operations(checkpoints, tmp_path):
-    """What is asked of `surgery`, but for its output."""
+    """Return the commands of `surgery`, without their outputs."""
     source, made = checkpoints("llama"), tmp_path / "made"
     HeadPattern(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), "needle", 3, 20).save(tmp_path / "heads.safetensors")
     asked = {

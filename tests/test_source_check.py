@@ -102,7 +102,8 @@ def in_fp8(tensors):
 
 
 def with_adapter(folder):
-    """What PEFT leaves in the folder of a whole model (huggingface/peft#1381, huggingface/transformers#43781)."""
+    """Write the files that PEFT leaves in the folder of a whole model (huggingface/peft#1381,
+    huggingface/transformers#43781)."""
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"}))
     save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, folder / "adapter_model.safetensors")
 
@@ -237,7 +238,7 @@ def same_head(tensors):
 
 
 def half_head(tensors):
-    """The same numbers in another dtype."""
+    """Return the same head in another dtype."""
     half = {name: tensor.half() for name, tensor in tensors.items()}
     return half | {HEAD: half[EMBEDDING].float()}
 

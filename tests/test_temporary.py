@@ -79,7 +79,7 @@ def inode(folder):
 
 @pytest.mark.parametrize("kind", MARKERS)
 def test_a_folder_with_a_users_lock_stays(place, kind):
-    """A user's folder called as ours are, and an unlocked file beside it (found by an attack, in no public thread)."""
+    """A user's folder called as ours are, and an unlocked file next to it (found by an attack, in no public thread)."""
     folder = place / "surgery-thesis"
     folder.mkdir()
     (folder / "chapter.tex").write_text("mine")

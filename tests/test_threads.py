@@ -7,7 +7,7 @@ import sys
 import pytest
 from command_line import ROOT
 
-# What each verb's process has set by the time that torch could be loaded.
+# What each command's process has set by the time that torch could be loaded.
 PROBE = """
 import os, runpy, sys
 sys.argv = ["-m", "--version"]

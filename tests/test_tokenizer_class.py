@@ -24,7 +24,8 @@ def test_text_is_cut_alike(checkpoints, conversions, name, settings):
 
 
 def test_text_is_cut_alike_where_the_named_class_is_overruled(checkpoints, tmp_path, monkeypatch):
-    """As transformers 5.19 does for deepseek_v3: the class's way of cutting is then in tokenizer.json itself."""
+    """Overrule the class as transformers 5.19 does for deepseek_v3: its way of cutting is then in tokenizer.json
+    itself."""
     write = CheckpointWriter.write_json
     others = lambda self, name, value: None if name == "tokenizer_config.json" else write(self, name, value)  # noqa: E731
     monkeypatch.setattr(CheckpointWriter, "write_json", others)

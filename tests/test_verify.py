@@ -46,7 +46,7 @@ def outcomes(path):
 
 
 def files_of(path):
-    """What verify says of the files alone, without running them."""
+    """Return verify's checks of the files alone, without running them."""
     report = Recorded.beside(path)
     return checks._check("files", lambda: checks._files(report, compare_files(path, report.files)))
 

@@ -27,11 +27,11 @@ def cases(names: list[str]) -> Iterator[tuple[object, str]]:
     """Entries of ``COMPILED`` in the kernels' tests and the functions that give their launches, once each."""
     from kernel_examples import found
 
-    seen = set()
+    keys = set()
     for entry in found("COMPILED"):
         case = getattr(entry, "values", (entry,))[0]
-        if case.cases not in seen and (not names or any(name in case.cases for name in names)):
-            seen.add(case.cases)
+        if case.cases not in keys and (not names or any(name in case.cases for name in names)):
+            keys.add(case.cases)
             yield case, case.cases
 
 

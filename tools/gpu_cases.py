@@ -1,6 +1,6 @@
-"""What the benchmarks of a GPU run will launch, as tests for ``pytest -p gpu_compile``.
+"""Cases that the benchmarks of a GPU run will launch, as tests for ``pytest -p gpu_compile``.
 
-SURGERY_CASES has shapes of kernels, contexts and batches, with spaces between and commas within, and behind them a
+SURGERY_CASES has shapes of kernels, contexts and batches, with spaces between and commas within, and after them a
 shape of models and the forms in which they are decoded: ``llama3-8b,smollm2 4k,32k 1,32,128 llama3-8b mla,gqa``.
 """
 

@@ -46,7 +46,7 @@ def compile_only(capability: int, processors: int) -> None:
 
 
 def refusal(*tensors: torch.Tensor | None) -> str | None:
-    """Why no kernel takes tensors of such dtypes on a GPU; None if one does."""
+    """Return why no kernel takes tensors of such dtypes on a GPU; None if one does."""
     from surgery.kernels.backend import DTYPES
 
     dtypes = {each.dtype for each in tensors if each is not None and each.is_floating_point()}
@@ -87,7 +87,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 class Rows:
-    """What pytest reports of a test, appended as soon as it has ended."""
+    """Log of pytest's results, one line a test, appended as soon as it has ended."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write a row of the test's call, or of what kept it from being called."""

@@ -87,7 +87,7 @@ def write_pages(report: dict[str, Any] | None) -> None:
 
 
 def with_parts(page: str, report: dict[str, Any] | None) -> str:
-    """A page with its marked parts made anew."""
+    """A page with its marked parts rebuilt."""
     return MARK.sub(lambda mark: mark[1] + (PARTS[mark[2]](report) if report else NOTHING) + mark[3], page)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMS = "mla,mla-own,lowrank,gqa,mla-own-int4,lowrank-int4,gqa-int4,mla-int4"
-"""What models are decoded as, beside what they are."""
+"""What models are decoded as, next to what they are."""
 H100 = (90, 132)
 """Compute capability and multiprocessors that kernels are compiled for where no device has said its own."""
 CASES = str(ROOT / "tools" / "gpu_cases.py")
@@ -106,7 +106,7 @@ def _pytest(plugin: str, setup: Setup, workers: int) -> list[str]:
 
 
 def _compiled(setup: Setup) -> dict[str, str]:
-    """What the programs are for: the device that the first step found, and the cases of the steps to come."""
+    """Return the compilation targets: the device that the first step detected, and the cases of later steps."""
     try:
         device = json.loads((setup.work / "facts.jsonl").read_text(encoding="utf-8").splitlines()[-1])["device"]
         target = int("".join(device["capability"].split("."))), device["processors"]
@@ -287,7 +287,7 @@ def shape(out: Path, device: str, tiny: bool) -> None:
 
 
 def _surgery(*arguments: object) -> dict[str, Any]:
-    """What a command prints with --json, run in this process: another would import everything again."""
+    """Return the output of a command with --json, run in this process: another would import everything again."""
     from surgery.cli import main as surgery
 
     sys.argv[:] = ["surgery", *map(str, arguments), "--json"]

@@ -38,17 +38,18 @@ Line = dict[str, Any]
 
 
 def lines_of(model: str, work: Path, unseen: int) -> list[Line]:
-    """What plans weigh at all shares and the pairs: predicted and measured increases, with 95% intervals by text."""
+    """Return the candidates of plans at all shares and the pairs: predicted and measured increases, with 95% intervals
+    by text."""
     text = {"calibration_length": LENGTH, "context": str(LENGTH), "held_out": SEEN + unseen}
     settings, progress = PlanSettings(**text, keep_statistics=str(work / "statistics")), Progress()
     opened = Source.open(model_named(model), settings)
     texts = load_texts(opened, settings, progress, planted=False, held_out_length=settings.text_length)
     of_plan, others = texts.held_out.split(SEEN)
-    with opened_work(opened, settings, texts, progress) as made:
-        candidates = Candidates(opened, made, settings)
+    with opened_work(opened, settings, texts, progress) as work_context:
+        candidates = Candidates(opened, work_context, settings)
         pairs = [candidates.sized(find_target(to), values, share) for to, values in PAIRS for share in SHARES]
         sized = list({each.name: each for each in (*candidates.at(SHARES), *pairs) if each}.values())
-        predicted, measured = (measure(sized, made, part) for part in (of_plan.split(SEEN // 2)[0], others))
+        predicted, measured = (measure(sized, work_context, part) for part in (of_plan.split(SEEN // 2)[0], others))
     lines = []
     for each, own, other in zip(sized, predicted.scored, measured.scored, strict=True):
         expected, actual = own.beyond(predicted.source), increase(other.losses, measured.source.losses)
@@ -72,17 +73,18 @@ def increase(losses: list[float], source: list[float]) -> tuple[float, float, fl
 
 
 def facts(lines: list[Line]) -> dict[str, float]:
-    """How good predictions were: rank correlation, median error, those within a fifth or 0.01 nats, and intervals."""
+    """Return the accuracy of predictions: rank correlation, median error, those within a fifth or 0.01 nats, and
+    intervals."""
     pairs = [(float(line["predicted"]), float(line["measured"])) for line in lines]
     # An increase of less than 0.01 nats is within the noise of the texts.
     near = [abs(p - m) <= max(0.2 * abs(m), 0.01) for p, m in pairs]
-    held = [float(line["low"]) <= m <= float(line["high"]) for line, (_, m) in zip(lines, pairs, strict=True)]
+    covered = [float(line["low"]) <= m <= float(line["high"]) for line, (_, m) in zip(lines, pairs, strict=True)]
     return {
         "conversions": len(lines),
         "rank_correlation": statistics.correlation(*(ranks(side) for side in zip(*pairs, strict=True))),
         "median_relative_error": statistics.median(abs(p - m) / m for p, m in pairs if m > 0.05),
         "within": statistics.fmean(near),
-        "held": statistics.fmean(held),
+        "held": statistics.fmean(covered),
     }
 
 

@@ -34,7 +34,7 @@ BEGIN, END = "<!-- made by tools/readme.py -->\n", "<!-- end -->"
 
 
 def hook(report: dict[str, Any]) -> str:
-    """What stands beneath the picture."""
+    """Return the sentence beneath the picture."""
     chosen = {column.key: column for column in columns(report)}
     source, best = (next(row for row in report["rows"] if row["name"] == name) for name in ("source", SHOWN_FIRST))
     share, source_perplexity, perplexity, recall = (
@@ -48,25 +48,26 @@ def hook(report: dict[str, Any]) -> str:
 
 
 def caption(report: dict[str, Any], healed: dict[str, Any]) -> str:
-    """How it was measured."""
+    """Return the sentence about the measurement."""
     settings, timed = report["settings"], healed["rows"][0]["results"]["speed"]
     seconds = [row["conversion"]["healing"]["seconds"] for row in healed["rows"] if row["name"].endswith("-healed")]
     contexts = " and ".join(f"{each:,}" for each in _rates(healed["rows"][0]))
-    told = (
+    text = (
         f"How: loss in nats per token, and perplexity, on {settings['windows']} x {settings['length']:,} tokens that "
         f"no calibration saw; recall of {settings['recall_prompts']} numbers that are planted in text and asked for at "
-        f"its end; bytes of the live cache ({report['created'][:10]}). Tokens/s: decoded, of one sequence behind "
+        f"its end; bytes of the live cache ({report['created'][:10]}). Tokens/s: decoded, of one sequence after "
         f"{contexts} tokens, by transformers in {timed['dtype']} on {timed['device'].upper()}, threads: "
         f"{timed['threads']}. The `-healed` were trained for {' and '.join(f'{each / 60:.0f}' for each in seconds)} "
         "minutes on two cores. `bits-N` asks for an N-th of the bytes; first tokens and groups that are not full yet "
         "are exact and come on top. Intervals: [conversions](docs/smollm2/report.md), "
         "[healing](docs/smollm2/healing/report.md)."
     )
-    return textwrap.fill(told, 130, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 130, break_long_words=False, break_on_hyphens=False)
 
 
 def table(report: dict[str, Any], healed: dict[str, Any]) -> str:
-    """In Markdown: the source, then what else is shown by its bytes; MLA, its healing and speeds are of the second."""
+    """Return the Markdown table: the source, then the other rows by their bytes; MLA, its healing and speeds are of the
+    second."""
     chosen = {column.key: column for column in columns(report)}
     rows = [(row, report) for row in report["rows"] if row["name"] not in LEFT_OUT]
     rows += [(row, healed) for row in healed["rows"] if row["role"] != "baseline"]
@@ -74,10 +75,10 @@ def table(report: dict[str, Any], healed: dict[str, Any]) -> str:
     speeds = {row["name"]: _rates(row) for row in healed["rows"]}
     heads = [*SHOWN.values(), *(f"tokens/s, {context:,}" for context in speeds["source"])]
     lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
-    for row, found in rows:
+    for row, entry in rows:
         name = row["name"] if row["role"] == "variant" else f"`{row['name']}`"
         rates = speeds.get(row["name"]) or dict.fromkeys(speeds["source"])
-        cells = [chosen[key].text(row, found) for key in SHOWN]
+        cells = [chosen[key].text(row, entry) for key in SHOWN]
         cells += ["-" if rate is None else f"{rate:.1f}" for rate in rates.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", caption(report, healed), ""])

@@ -1,4 +1,5 @@
-"""Writes docs/reference.md: the verbs, every setting of targets and verbs, and public functions, as the code has them.
+"""Writes docs/reference.md: the commands, every setting of targets and commands, and public functions, as the code has
+them.
 
 python tools/reference.py            # writes it; tests/test_docs.py holds that it is current
 """
@@ -25,7 +26,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 HEAD = """# Reference
 
 Made from the code by `python tools/reference.py`. Every setting has one name: `kv_ratio` in a file and in Python is
-`--kv-ratio` on the command line. `surgery config NAME` prints the settings of a target or verb as a file to change.
+`--kv-ratio` on the command line. `surgery config NAME` prints the settings of a target or command as a file to change.
 """
 FUNCTIONS = ("inspect", "plan", "convert", "slice", "heal", "evaluate", "score_heads", "accelerate", "decelerate")
 FUNCTIONS += ("register_structure", "register_family", "register_scorer", "register_task", "register_method")
@@ -54,7 +55,7 @@ def page() -> str:
 
 
 def _verbs() -> str:
-    rows = ["| verb | |", "|---|---|"]
+    rows = ["| command | |", "|---|---|"]
 
     def add(command, path: tuple[str, ...]) -> None:
         if hasattr(command, "commands"):
@@ -71,14 +72,14 @@ def _table(settings: dict[str, Setting]) -> str:
     rows = ["| setting | default | |", "|---|---|---|"]
     for name, each in settings.items():
         choices = f" One of {', '.join(f'`{choice}`' for choice in each.listed)}." if each.listed else ""
-        rows.append(f"| `{name}` | {_default(each)} | {_line(f'{each.said.help}{choices} {each.said.more}')} |")
+        rows.append(f"| `{name}` | {_default(each)} | {_line(f'{each.info.help}{choices} {each.info.more}')} |")
     return "\n".join(rows) + "\n"
 
 
 def _default(setting: Setting) -> str:
     default = setting.default
     if default is None:
-        return _line(setting.said.unset) or "-"
+        return _line(setting.info.unset) or "-"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
     each = default if isinstance(default, tuple) else (default,)
@@ -88,14 +89,14 @@ def _default(setting: Setting) -> str:
 def _function(name: str) -> str:
     function = getattr(surgery, name)
     signature = f"surgery.{name}{inspect.signature(function)}"
-    told = inspect.getdoc(function)
+    text = inspect.getdoc(function)
     return (
-        f"### `surgery.{name}`\n\n```text\n{textwrap.fill(signature, 100, subsequent_indent='    ')}\n\n{told}\n```\n"
+        f"### `surgery.{name}`\n\n```text\n{textwrap.fill(signature, 100, subsequent_indent='    ')}\n\n{text}\n```\n"
     )
 
 
 def _line(text: str) -> str:
-    """In a cell of a table."""
+    """Escape a text for a cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

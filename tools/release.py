@@ -31,7 +31,7 @@ BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sy
 
 
 class NotReady(Exception):
-    """What keeps a release from being made, in one line."""
+    """Reason for which a release cannot be made, in one line."""
 
 
 def check_versions(root: Path = ROOT) -> str:
@@ -59,7 +59,7 @@ def check_address(root: Path = ROOT) -> None:
     Raises:
         NotReady: a file does not.
     """
-    silent = [name for name, said in ADDRESSES.items() if not re.search(said, _text(root / name), re.MULTILINE)]
+    silent = [name for name, pattern in ADDRESSES.items() if not re.search(pattern, _text(root / name), re.MULTILINE)]
     if silent:
         raise NotReady(f"{', '.join(silent)}: no public address (CONTRIBUTING.md, Make a release)")
 
@@ -73,7 +73,7 @@ def check_repository(version: str, root: Path = ROOT) -> None:
     if _git(root, "status", "--porcelain"):
         raise NotReady("there are changes that are not committed")
     if _git(root, "tag", "--list", f"v{version}"):
-        raise NotReady(f"v{version} is tagged already: raise surgery/version.py and begin CHANGELOG.md anew")
+        raise NotReady(f"v{version} is tagged already: raise surgery/version.py and add a heading to CHANGELOG.md")
 
 
 def build(root: Path, out: Path) -> tuple[Path, Path]:
@@ -109,8 +109,8 @@ def try_wheel(wheel: Path, folder: Path) -> dict[str, str]:
     here.mkdir()
     # A .pth file rather than system_site_packages, which would not see the packages of an environment like this one.
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    seen = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "packages.pth").write_text("".join(f"{path}\n" for path in seen))
+    paths = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "packages.pth").write_text("".join(f"{path}\n" for path in paths))
     install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", wheel]
     _run(install, here)
     place = Path(_run([python, "-c", "import surgery; print(surgery.__file__)"], here).strip())
@@ -123,12 +123,12 @@ def try_wheel(wheel: Path, folder: Path) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="check only")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     try:
         version = check_versions()
         check_address()
         check_repository(version)
-        if asked.check:
+        if arguments.check:
             print(f"{version} can be released")
             return
         built = build(ROOT, ROOT / "dist")

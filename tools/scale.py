@@ -1,4 +1,4 @@
-"""What conversions of large models take, on checkpoints of their shapes: foreseen without weights, or measured.
+"""Cost of conversions of large models, on checkpoints of their shapes: forecast without weights, or measured.
 
     PYTHONPATH=. python tools/scale.py llama3-8b llama3-70b llama3-405b
     PYTHONPATH=. python tools/scale.py llama3-8b --weights FOLDER --to mla --kv-ratio 0.28125 --calibration none
@@ -102,7 +102,7 @@ def make_random(folder: Path, config: dict) -> None:
 
 
 def convert(source: Path, *arguments: str) -> dict:
-    """What ``surgery convert --json`` prints."""
+    """Return the output of ``surgery convert --json``."""
     command = [sys.executable, "-m", "surgery", "convert", str(source), "--out", str(source.parent / "out"), "--json"]
     done = subprocess.run([*command, *arguments], stdout=subprocess.PIPE)
     if not done.stdout:
@@ -110,9 +110,9 @@ def convert(source: Path, *arguments: str) -> dict:
     return json.loads(done.stdout)
 
 
-def dry_run(source: Path, target: str, asked: list[str]) -> dict:
+def dry_run(source: Path, target: str, arguments: list[str]) -> dict:
     """The plan of a conversion to a quarter of the bytes, with the defaults but for what is asked."""
-    return convert(source, "--to", target, "--kv-ratio", "0.25", "--dry-run", *asked)
+    return convert(source, "--to", target, "--kv-ratio", "0.25", "--dry-run", *arguments)
 
 
 def line(shape: str, target: str, plan: dict) -> str:
@@ -125,17 +125,17 @@ def line(shape: str, target: str, plan: dict) -> str:
     )
 
 
-def measure(shape: str, folder: Path, asked: list[str]) -> None:
+def measure(shape: str, folder: Path, arguments: list[str]) -> None:
     """Convert a checkpoint of random weights, which is made if it is not there, and print what it took."""
     source = folder / shape
     if not source.exists():
         folder.mkdir(parents=True, exist_ok=True)
         make_random(source, SHAPES[shape])
-    foreseen = convert(source, *asked, "--dry-run")["memory"]["host_bytes"]
+    forecast = convert(source, *arguments, "--dry-run")["memory"]["host_bytes"]
     began = time.perf_counter()
-    peak = convert(source, *asked)["peak_memory_bytes"]
+    peak = convert(source, *arguments)["peak_memory_bytes"]
     seconds = time.perf_counter() - began
-    print(f"{duration(seconds)} by the clock, {size(peak)} of memory; the dry run says {size(foreseen)}")
+    print(f"{duration(seconds)} by the clock, {size(peak)} of memory; the dry run says {size(forecast)}")
 
 
 def main() -> None:
@@ -143,17 +143,17 @@ def main() -> None:
     parser.add_argument("shapes", nargs="+", choices=sorted(SHAPES), metavar="SHAPE")
     parser.add_argument("--targets", nargs="+", default=["mla", "lowrank"])
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="make random weights there, convert them")
-    said, asked = parser.parse_known_args()  # what else is given is of surgery convert
-    if said.weights:
-        for shape in said.shapes:
-            measure(shape, said.weights, asked)
+    options, further = parser.parse_known_args()  # what else is given is of surgery convert
+    if options.weights:
+        for shape in options.shapes:
+            measure(shape, options.weights, further)
         return
     print(HEADER)
     with tempfile.TemporaryDirectory() as folder:
-        for shape in said.shapes:
+        for shape in options.shapes:
             make_hollow(Path(folder) / shape, SHAPES[shape])
-            for target in said.targets:
-                print(line(shape, target, dry_run(Path(folder) / shape, target, asked)), flush=True)
+            for target in options.targets:
+                print(line(shape, target, dry_run(Path(folder) / shape, target, further)), flush=True)
             shutil.rmtree(Path(folder) / shape)
 
 

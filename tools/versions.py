@@ -1,7 +1,7 @@
 """Tries the package at both ends of what it declares: Python, and the oldest and newest releases of what it needs.
 
     python tools/versions.py                  # every pair below, one after the other; writes docs/versions.md
-    python tools/versions.py 3.10:floor       # some of them; rows of others stay as they are
+    python tools/versions.py 3.10:floor       # some of them; rows of others stay unchanged
 
 A pair gets an environment of its own, in which pip (or uv, where it is installed, in less time) installs the wheel: at
 the floor with a constraint for every lower bound of pyproject.toml, else the newest that fit each other. There every
@@ -87,14 +87,14 @@ def floors(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         stated = archive.read(name).decode()
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     bounds = re.findall(r"^Requires-Dist: ([\w.-]+)(?:\[.*?\])?>=([\w.]+)(?!.*kernels)", stated, re.MULTILINE)
     for package, bound in bounds:
-        if found.setdefault(package, bound) != bound:
+        if versions.setdefault(package, bound) != bound:
             sys.exit(
-                f"versions: pyproject.toml has {package} from {found[package]} and from {bound} on; say one of them"
+                f"versions: pyproject.toml has {package} from {versions[package]} and from {bound} on; say one of them"
             )
-    return [f"{package}=={bound}" for package, bound in found.items()]
+    return [f"{package}=={bound}" for package, bound in versions.items()]
 
 
 def interpreter(minor: str) -> str:
@@ -107,8 +107,8 @@ def interpreter(minor: str) -> str:
         shutil.which(f"python{minor}"),
         *glob.glob(os.path.expanduser(f"~/.pyenv/versions/{minor}.*/bin/python")),
     ):
-        asked = [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-        if path and subprocess.run(asked, capture_output=True, text=True).stdout.strip() == minor:
+        command = [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        if path and subprocess.run(command, capture_output=True, text=True).stdout.strip() == minor:
             return path
     sys.exit(f"versions: there is no Python {minor} on this machine")
 
@@ -141,21 +141,21 @@ def try_pair(minor: str, end: str, wheel: Path, folder: Path) -> tuple[str, bool
 def written(rows: dict[str, str]) -> str:
     """The page, with these rows by their pairs, and those of other pairs as it has them."""
     old = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
-    kept = {
+    table = {
         f"{match[1]}:{match[2]}": line for line in old if (match := re.match(r"\| (3\.\d+)\.\d+ \| (\w+) \|", line))
     }
-    kept |= rows
-    return INTRODUCTION + "".join(f"{kept[pair]}\n" for pair in PAIRS if pair in kept) + REMARKS
+    table |= rows
+    return INTRODUCTION + "".join(f"{table[pair]}\n" for pair in PAIRS if pair in table) + REMARKS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="*", choices=[[], *PAIRS], metavar="PYTHON:END", help=", ".join(PAIRS))
-    asked = parser.parse_args().pairs or PAIRS
+    pairs = parser.parse_args().pairs or PAIRS
     passed = True
     with TemporaryDirectory() as folder:
         wheel = build(ROOT, Path(folder))[1]
-        for pair in asked:
+        for pair in pairs:
             with TemporaryDirectory(dir=folder) as own:
                 row, good = try_pair(*pair.split(":"), wheel, Path(own))
             PAGE.write_text(written({pair: row}), encoding="utf-8")

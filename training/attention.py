@@ -19,7 +19,8 @@ KERNEL = "surgery_prefill"
 
 
 def use_attention(model: PreTrainedModel, choice: str, device: torch.device) -> str | None:
-    """Has a model train with another attention function than it was loaded with; says which, None for its own.
+    """Let a model train with another attention function than it was loaded with; return its name, None for the model's
+    own.
 
     Args:
         choice: "surgery" for the project's kernel, which takes keys and values of any widths, "model" for what the

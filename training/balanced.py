@@ -2,15 +2,15 @@
 
 A latent is made by a row of the down-projection and read by a column of up-projections; c times the one and 1/c times
 the other is the same function. Conversions choose c for their own ends: orthonormal columns in some metric leave rows
-of thousandths beside columns of units. Adam moves every entry by about the learning rate, whatever its size, and so
+of thousandths next to columns of units. Adam moves every entry by about the learning rate, whatever its size, and so
 destroys the rows before the columns have noticed. With entries of one size on both sides both move alike.
 
 In MLA classes of families the pairs of the shared rotary key are such numbers too, read by every head's queries, where
-they are neighbours. Their latents are only behind a norm that does nothing, as conversions make it: another one sees
+they are neighbours. Their latents are only after a norm that does nothing, as conversions make it: another one sees
 all latents at once, and none can be rescaled alone.
 
 The factors are powers of two, so that the student computes bit for bit what it did; but for a stock latent that stands
-beside a constant channel: the norm over both sees it a little more, by a share of the latent's energy over the
+next to a constant channel: the norm over both sees it a little more, by a share of the latent's energy over the
 constant's.
 """
 
@@ -44,7 +44,7 @@ class _Bundle:
 
     @property
     def trains(self) -> bool:
-        """Whether both sides do."""
+        """Return whether both sides train."""
         return bool(self.read) and all(map(_trains, (*self.made, *self.read)))
 
     def rescale(self) -> int:
@@ -96,15 +96,16 @@ def _own(attention: nn.Module | None) -> Iterator[_Bundle]:
 
 
 def _stock(attention: nn.Module, held: Mapping[int, Tensor]) -> Iterator[_Bundle]:
-    """Of a family's MLA: latents behind no norm but for those that never move, and rotary pairs that are interleaved.
+    """Yield the bundles of a family's MLA: latents without a norm but for those that never move, and interleaved rotary
+    pairs.
 
-    Makers of latents behind a norm that does nothing are `held` back, all or some.
+    Makers of latents after a norm that does nothing are `held` back, all or some.
     """
     down, up = attention.kv_a_proj_with_mqa, attention.kv_b_proj.weight
     rank = up.shape[1]
     if id(down.weight) in held:
         moves = held[id(down.weight)][:, 0]
-        free = int((moves[:rank] > 0).sum())  # what never moves stands behind the latents
+        free = int((moves[:rank] > 0).sum())  # what never moves stands after the latents
         if bool((moves[:free] > 0).all()):
             yield _Bundle([each[:free] for each in _parameters(down)], [up[:, :free]], moves[:free].to(up.device))
     if not getattr(attention.config, "rope_interleave", attention.config.model_type == "deepseek_v2"):
@@ -121,6 +122,6 @@ def _parameters(projection: nn.Linear) -> list[Tensor]:
 
 
 def _trains(view: Tensor) -> bool:
-    """Whether the parameter that a view is of trains; views made without gradients do not say so themselves."""
+    """Return whether the parameter that a view is of trains; views made without gradients do not know."""
     base = view if view._base is None else view._base
     return base.requires_grad

@@ -54,7 +54,8 @@ class ChatEncoder:
 
 
 def holds_conversations(path: Path) -> bool:
-    """Whether the first record of a jsonl or parquet file has messages. Faults are left for those who read it all."""
+    """Return whether the first record of a jsonl or parquet file has messages. Faults are left for those who read it
+    all."""
     with disk_errors(path):
         if path.suffix.lower() == ".parquet":
             import pyarrow.parquet as pq

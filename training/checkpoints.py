@@ -1,4 +1,4 @@
-"""What an interrupted run goes on from: folders that are whole or not there.
+"""Checkpoints from which an interrupted run resumes: folders that are whole or not there.
 
 A checkpoint is what accelerate's `save_state` writes (weights, optimizer, scaler and the random numbers of every
 process) and `state.json` with the loop's own numbers, written last. Only weights that train are kept: the others are in
@@ -38,7 +38,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, accelerator: Accelerator, *, keep_last: int = 2) -> None:
-        """Of a model that the accelerator has prepared. Creates the folder.
+        """Open the checkpoints of a model that the accelerator has prepared. Creates the folder.
 
         Raises:
             SurgeryError: the folder cannot be made.

@@ -25,7 +25,7 @@ Head = nn.Module | Tensor | Callable[[Tensor], Tensor]
 
 
 class States(NamedTuple):
-    """What a model knows at N positions before its head.
+    """Hidden states of a model at N positions before its head.
 
     Attributes:
         hidden: [N, D] final hidden states, after the last norm, in any floating dtype.
@@ -51,7 +51,7 @@ class States(NamedTuple):
 
 
 def chunk_count(positions: int, vocabulary: int, max_bytes: int = LOGIT_BYTES) -> int:
-    """How many chunks keep the fp32 logits [chunk, V] of each within ``max_bytes``, or at one position.
+    """Return how many chunks keep the fp32 logits [chunk, V] of each within ``max_bytes``, or at one position.
 
     Raises:
         SurgeryError: ``max_bytes`` is not positive.

@@ -1,4 +1,4 @@
-"""What a training step is given: rows of tokens, their labels, and which document every token belongs to.
+"""Batch of a training step: rows of tokens, their labels, and which document every token belongs to.
 
 `surgery.training.open_data.open_data` builds the sequences. A position in the data is one number, and step s of global
 batch size b takes sequences s·b to (s + 1)·b - 1, whatever the number of processes: that is what makes runs resumable
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingRow:
     """One sequence.
 
     Attributes:
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one length, stacked: [B, T] int64 each; see `Row`.
+    """Rows of one length, stacked: [B, T] int64 each; see `TrainingRow`.
 
     Attributes:
         predicting: [N] int64, the positions that predict something, as indices into [B T]: those whose next token has a
@@ -63,12 +63,12 @@ class Batch:
 
     @property
     def packed(self) -> bool:
-        """Whether a row holds several documents."""
+        """Return whether a row holds several documents."""
         return holds_several(self.spans)
 
     @property
     def position_ids(self) -> LongTensor:
-        """[B, T] int64: positions that start anew with every document.
+        """[B, T] int64: positions that restart with every document.
 
         Models of transformers build a mask from them that keeps attention inside documents, if they are given no
         attention mask and no cache; see `surgery.training.document_masks.honours_document_masks`.
@@ -90,7 +90,7 @@ class Batch:
 
 
 def holds_several(spans: Sequence[Sequence[slice]]) -> bool:
-    """Whether some row has the spans of several documents."""
+    """Return whether some row has the spans of several documents."""
     return any(len(row) > 1 for row in spans)
 
 
@@ -115,14 +115,14 @@ class Sequences(Protocol):
 
     data_sha256: str
 
-    def sequence(self, number: int) -> Row:
+    def sequence(self, number: int) -> TrainingRow:
         """Row `number`: always the same one, whichever was given before."""
 
     def describe(self) -> dict[str, Any]:
         """Plain values for the log: sources, sizes, shares."""
 
 
-def collate(rows: Sequence[Row]) -> Batch:
+def collate(rows: Sequence[TrainingRow]) -> Batch:
     """Stacks rows.
 
     Raises:

@@ -66,7 +66,7 @@ class Body:
             return self.model(**call).logits
 
     def head(self) -> nn.Module:
-        """What makes logits of `states`."""
+        """Return the module that makes logits of `states`."""
         return self.model.get_output_embeddings() if self.splits else nn.Identity()
 
 
@@ -84,12 +84,12 @@ class Distillation(nn.Module):
         *,
         document_masks: bool = False,
     ) -> None:
-        """Of models that are loaded and not wrapped.
+        """Prepare the losses of models that are loaded and not wrapped.
 
         Args:
             weights: of the objective.
             teacher: None where no part needs it, or its logits come with the batch.
-            document_masks: whether attention keeps inside of documents, by positions that start anew.
+            document_masks: whether attention keeps inside of documents, by positions that restart.
 
         Raises:
             SurgeryError: vocabularies differ, or the numbers of layers or hidden sizes where layers are matched.
@@ -162,7 +162,7 @@ class Distillation(nn.Module):
         return total, parts
 
     def _layerwise(self, batch: Batch, inputs: tuple, positions: float) -> Tensor:
-        """How far each attention's output is from its teacher's on the same input."""
+        """Return the distance of each attention's output from its teacher's on the same input."""
         teacher = self._teacher[0]
         with torch.no_grad(), recorded(teacher.model, attention=True, inputs=True) as known:
             teacher.states(*inputs)
@@ -177,7 +177,7 @@ class Distillation(nn.Module):
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the teacher's logits must come with each batch."""
+        """Return whether the teacher's logits must come with each batch."""
         return self.weights.needs_teacher and self._teacher[0] is None
 
     def measured(self) -> list[str]:

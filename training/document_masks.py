@@ -14,9 +14,9 @@ alone, a document goes through kernels of other shapes. In bfloat16, 16 units of
 
 @torch.no_grad()
 def honours_document_masks(model: nn.Module, length: int = 128) -> bool:
-    """Whether `Batch.position_ids` are enough for a model to see every document alone.
+    """Return whether `Batch.position_ids` are enough for a model to see every document alone.
 
-    transformers takes positions that start anew for a packed row and masks what is before, where there is neither an
+    transformers takes positions that restart for a packed row and masks what is before, where there is neither an
     attention mask nor a cache. An attention that knows no such rule may ignore positions altogether, or refuse them, as
     layers that share a cache do. Two documents of random tokens are run packed and the second alone. The outputs of the
     second must be equal but for rounding, measured by how far they are from equal when nothing says that there are two
@@ -47,7 +47,7 @@ def honours_document_masks(model: nn.Module, length: int = 128) -> bool:
 
 
 def _states(model: nn.Module, tokens: LongTensor, positions: LongTensor) -> Tensor:
-    """What comes out of the model's body, or of the whole where it has none, in fp32."""
+    """Return the outputs of the model's body, or of the whole where it has none, in fp32."""
     body = getattr(model, "base_model", model)
     output = body(input_ids=tokens, position_ids=positions, use_cache=False)
     states = getattr(output, "last_hidden_state", None)

@@ -73,7 +73,8 @@ def factors_of(rules: Mapping[str, Any], model: nn.Module, where: str) -> dict[s
 
 
 def adapter_factors(factors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The same for a model with adapters: the update of a weight [out, in] is B A, with B [out, rank] from 0 on.
+    """Return the factors for a model with adapters: the update of a weight [out, in] is B A, with B [out, rank] from 0
+    on.
 
     Rows of the update move by a factor less where rows of B do, columns where columns of A do. What A begins with is
     multiplied by those, too.
@@ -108,7 +109,7 @@ class EntryFactors:
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], factors: Mapping[str, Tensor]) -> None:
-        """Of parameters as they train: after the model was sharded.
+        """Take parameters as they train: after the model was sharded.
 
         Args:
             factors: by name, of the whole parameter's shape, fp32; those of what does not train are passed over.

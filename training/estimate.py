@@ -17,7 +17,7 @@ FSDP2 divides all but the teacher (its layers too with `shard_teacher`), activat
 layers, embeddings and head. Operations are 2 a token and parameter of a matrix for a forward pass, as many for
 gradients of inputs, and as many for gradients of what trains; attention's own T² are left out.
 
-Beside all that PyTorch allocates in a step of the demo model on a CPU (attention or all trained, fp32 or bf16, with
+Next to all that PyTorch allocates in a step of the demo model on a CPU (attention or all trained, fp32 or bf16, with
 gradient checkpointing or without, rows of 256 and 1,024 tokens) the peak is off by -13% to +10%
 (`tests/training/test_estimate.py`). Left out: CUDA's own memory and fragments (a GiB or more), norms, softmax, masks,
 data, loading and saving.
@@ -50,7 +50,7 @@ LOGIT_TENSORS = 6
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a healing will take.
+    """Forecast of a healing.
 
     Attributes:
         parameters: of the student, those that train, and the teacher's.
@@ -73,7 +73,7 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Of one device."""
+        """Peak bytes of one device."""
         return sum(self.memory.values())
 
     def to_dict(self) -> dict[str, Any]:

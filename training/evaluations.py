@@ -116,7 +116,7 @@ class Evaluations:
 
 
 def headline(task: str, result: dict[str, Any]) -> dict[str, Any]:
-    """What a run's log keeps of a task's result: plain numbers."""
+    """Return the plain numbers of a task's result for the run's log."""
     if task == "loss":
         found = {"loss": result["loss"]}
         return found | ({"cached_loss": result["cached"]["loss"]} if result["cached"] else {})

@@ -1,4 +1,4 @@
-"""What ends a run before its time: losses that explode, signals, memory that runs out."""
+"""Guards that end a run early: losses that explode, signals, memory that runs out."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def memory_errors(settings: HealSettings, doing: Callable[[], str]) -> Iterator[
 
 
 def knobs(settings: HealSettings) -> list[str]:
-    """What of the settings would take less memory, what costs least first."""
+    """Return the settings that would take less memory, the cheapest first."""
     found = []
     if settings.batch_size > 1:
         batch, steps = settings.batch_size // 2, settings.gradient_accumulation * settings.batch_size
@@ -147,4 +147,4 @@ def knobs(settings: HealSettings) -> list[str]:
 def _advice(last_good: Path | None) -> str:
     if last_good is None:
         return "no checkpoint was saved yet; lower learning_rate or raise warmup"
-    return f"the last good checkpoint is {last_good}; lower learning_rate, or raise warmup or spike, and start anew"
+    return f"the last good checkpoint is {last_good}; lower learning_rate, or raise warmup or spike, and restart"

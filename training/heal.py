@@ -123,7 +123,7 @@ class _Run:
 
     @property
     def sharded(self) -> bool:
-        """Whether accelerate shards what trains."""
+        """Return whether accelerate shards what trains."""
         return self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
     def train(self, student_reader: CheckpointReader, teacher_reader: CheckpointReader | None) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class _Run:
         loop.run()
 
     def _facts(self) -> dict[str, Any]:
-        """What this machine and its tracker add to heal.json."""
+        """Return the facts of this machine and its tracker for heal.json."""
         return {
             "precision": self.accelerator.mixed_precision,
             "device": self.accelerator.device.type,
@@ -275,7 +275,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _identity(settings: HealSettings, shas: list[str | None], data: HealingData, processes: int) -> dict[str, Any]:
-    """What a resumed run must have like the run before, as plain values."""
+    """Return the facts that a resumed run must share with the run before, as plain values."""
     deciding = {name: json.loads(json.dumps(getattr(settings, name))) for name in DECIDING}
     models = {"student": shas[0], "teacher": shas[1], "data": data.data_sha256}
     return {

@@ -1,4 +1,4 @@
-"""What the host knows of a batch's documents, told to transformers before it asks the device."""
+"""Facts of a batch's documents that the host knows, passed to transformers before it asks the device."""
 
 from __future__ import annotations
 

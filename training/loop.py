@@ -23,7 +23,7 @@ from surgery.common.human import count, decimal, duration, size, with_perplexity
 from surgery.common.other_threads import other_threads
 from surgery.common.progress import Progress
 from surgery.training.checkpoints import BEST, Checkpoints
-from surgery.training.data import Row, Sequences, collate, dealt
+from surgery.training.data import Sequences, TrainingRow, collate, dealt
 from surgery.training.entry_factors import EntryFactors
 from surgery.training.evaluations import Evaluations, scalars
 from surgery.training.guards import Interrupted, SpikeGuard, StopRequest, memory_errors
@@ -38,7 +38,7 @@ from surgery.training.top_k import TopK
 
 @dataclass
 class Training:
-    """What the loop works on, all of it ready: prepared by the accelerator, on its device.
+    """Parts that the loop works on, prepared by the accelerator and on its device.
 
     Attributes:
         module: gives losses as `distillation.Distillation` does; `names` are the parts of its measurements.
@@ -56,7 +56,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     factors: EntryFactors
     sequences: Sequences
-    held_out: list[Row]
+    held_out: list[TrainingRow]
     checkpoints: Checkpoints
     log: RunLog
     progress: Progress
@@ -101,7 +101,7 @@ class Loop:
 
     @property
     def takes_best(self) -> bool:
-        """Whether the best state is written, not the last."""
+        """Return whether the best state is written, not the last."""
         return self._t.keeps_best or self._t.settings.patience is not None
 
     def resume(self) -> bool:
@@ -235,7 +235,8 @@ class Loop:
         return nullcontext(1.0) if self._nested is None else self._nested.drawn(self.at.step)
 
     def _guard(self, share: float | None) -> SpikeGuard:
-        """What compares a loss with the last ones of its share of latents; with none where blocks have several."""
+        """Return the guard that compares a loss with the last ones of its share of latents; with none where blocks have
+        several."""
         recent = self.at.recent if share == 1 else self.at.recent_nested.get(f"{share}")
         return SpikeGuard(None if share is None else self._t.settings.spike, recent, self.at.spikes)
 
@@ -247,7 +248,7 @@ class Loop:
             self.at.recent_nested[f"{share}"] = guard.recent
 
     def _set_learning_rate(self) -> float:
-        """That of the middle of the coming step."""
+        """Set and return the learning rate of the middle of the coming step."""
         at, settings = self.at, self._t.settings
         tokens = at.tokens + self._batch * settings.length / 2
         used = self._budget.used(at.step + 0.5, tokens, at.seconds)

@@ -65,7 +65,7 @@ def matching_loss(
 
 @contextmanager
 def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Recording]:
-    """Has each attention of the student run on its teacher's input, for the length of a ``with`` block.
+    """Run each attention of the student on its teacher's input, for the length of a ``with`` block.
 
     Everything else that an attention is called with (masks, positions, rotary embeddings, what layers share) is of the
     student's own making, so that teacher and student may be of different classes. Its output is recorded, with

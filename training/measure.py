@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from surgery.common.memory import peak_memory as resident_peak
 from surgery.eval.logits import evaluation_mode
-from surgery.training.data import IGNORED, Row, collate
+from surgery.training.data import IGNORED, TrainingRow, collate
 
 
 @torch.no_grad()
 def held_out_losses(
-    accelerator: Accelerator, module: nn.Module, rows: Sequence[Row], batch_size: int, names: Sequence[str]
+    accelerator: Accelerator, module: nn.Module, rows: Sequence[TrainingRow], batch_size: int, names: Sequence[str]
 ) -> dict[str, float]:
     """Mean losses, in nats per predicted token, over all rows; the same on every process.
 

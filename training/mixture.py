@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from surgery.training.data import Row, Sequences
+from surgery.training.data import Sequences, TrainingRow
 from surgery.training.packing import digest
 from surgery.training.shuffling import interleaving
 
@@ -28,7 +28,7 @@ class MixedSequences:
         self._before = np.concatenate([np.zeros((1, len(self._parts)), dtype=np.int64), np.cumsum(ones, axis=0)])
         self.data_sha256 = digest({"parts": [part.data_sha256 for part in parts], "order": self._order.tolist()})
 
-    def sequence(self, number: int) -> Row:
+    def sequence(self, number: int) -> TrainingRow:
         period, place = divmod(number, len(self._order))
         part = int(self._order[place])
         return self._parts[part].sequence(int(period * self._in_period[part] + self._before[place, part]))
@@ -44,6 +44,6 @@ class MixedSequences:
 
 
 def shares_of(count: int, weights: Sequence[float]) -> list[int]:
-    """How many of the first `count` sequences of a mixture are each part's."""
+    """Return how many of the first `count` sequences of a mixture each part has."""
     order = interleaving(weights)
     return np.bincount(order[np.arange(count) % len(order)], minlength=len(weights)).tolist()

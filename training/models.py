@@ -41,14 +41,14 @@ def set_dtypes(model: nn.Module, computed: torch.dtype) -> None:
 
 
 def set_quantization_aware(model: nn.Module, aware: bool) -> bool:
-    """Whether training reads what the model's quantised cache would give, once that was asked of those that can."""
+    """Switch whether training reads the model's quantised cache; return whether it now does."""
     if hasattr(model, "quantization_aware"):
         model.quantization_aware = aware
     return bool(getattr(model, "quantization_aware", False))
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What trains, whole and on the CPU; all processes call it, since those of a sharded model must."""
+    """Return the tensors that train, whole and on the CPU; all processes of a sharded model must call it."""
     return {name: _whole(each).cpu().clone() for name, each in model.named_parameters() if each.requires_grad}
 
 
@@ -77,7 +77,7 @@ def write_healed(
         reader: of the student's checkpoint.
         trained: by the names of the student's parameters, with adapters if the settings have them; fp32.
         folder: exists; what is in it stays.
-        carried: files beside the student's weights, as they were before the training.
+        carried: files next to the student's weights, as they were before the training.
 
     Raises:
         SurgeryError: a tensor has no place in the student, the student is another by now, or the disk is full.
@@ -114,7 +114,7 @@ def _fill(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
 
 
 def _write_in_its_place(model: nn.Module, reader: CheckpointReader, folder: Path) -> None:
-    """Weight files of a model of pictures and text with its language model as it is now; all else bit for bit."""
+    """Weight files of a vision-language model with its language model as it is now; all else bit for bit."""
     state = model.state_dict()
     now = {stored: state[name] for name, stored in reader.stored_names.items()}
     for path in sorted(reader.model_folder().glob("*.safetensors*")):

@@ -28,7 +28,7 @@ MASK = "latent_mask"
 
 
 class NestedRanks:
-    """Has the latents of a student beyond drawn ranks be zero.
+    """Mask that zeroes the latents of a student beyond drawn ranks.
 
     The draw of a step follows from seed, step, layer and block alone: a resumed run draws what one without a stop does,
     and all processes and batches of a step draw alike. Outside of `drawn` and `cut` nothing is zero.
@@ -38,7 +38,7 @@ class NestedRanks:
     """
 
     def __init__(self, student: nn.Module, shares: Sequence[float], seed: int) -> None:
-        """Of a student as it trains, on its device, with whatever was put into it or around it.
+        """Mask a student as it trains, on its device, with whatever was put into it or around it.
 
         Raises:
             SurgeryError: a layer has no latents that can be cut, or the cache quantises them.
@@ -52,7 +52,7 @@ class NestedRanks:
         for down in self._downs:
             weight = next(down.parameters())
             width = getattr(down, "out_features", None) or len(weight)
-            # A buffer that is filled anew and never exchanged: a compiled layer reads it without being compiled again.
+            # A buffer that is refilled and never exchanged: a compiled layer reads it without being compiled again.
             down.register_buffer(MASK, torch.ones(width, device=weight.device), persistent=False)
             down.register_forward_hook(_masked)
 

@@ -1,4 +1,4 @@
-"""What healing minimises: divergences from the teacher's distribution, and cross-entropy, on logits never held whole.
+"""Objectives of healing: divergences from the teacher's distribution, and cross-entropy, on logits never held whole.
 
 With P the teacher's distribution over the next token and Q the student's, both at temperature τ (softmax of logits/τ):
 
@@ -84,12 +84,12 @@ class ObjectiveWeights(FileSettings):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the teacher's distribution is compared with."""
+        """Return whether an objective compares with the teacher's distribution."""
         return any(getattr(self, name) for name in DISTILLED)
 
 
 def predicting(labels: LongTensor) -> BoolTensor:
-    """Which positions predict something: [B, T - 1], true at t where ``labels`` [B, T] hold a token at t + 1."""
+    """Return the positions that predict: [B, T - 1], true at t where ``labels`` [B, T] hold a token at t + 1."""
     return labels[:, 1:] != -100
 
 

@@ -1,4 +1,4 @@
-"""From the names of sources to the sequences of a run: tokenises what is not tokenised yet, and mixes."""
+"""Data of a run from the names of its sources: tokenises what is not tokenised yet, and mixes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.running.processes import Processes
-from surgery.training.data import Row, Sequences
+from surgery.training.data import Sequences, TrainingRow
 from surgery.training.mixture import MixedSequences, shares_of
 from surgery.training.packing import PackedSequences, Recalls, RowShape, digest
 from surgery.training.settings import HealSettings
@@ -21,7 +21,7 @@ from surgery.training.token_file import TokenFile
 
 @dataclass(frozen=True)
 class HealingData:
-    """What a run trains on, and what its held-out loss is taken on.
+    """Training sequences of a run, and those of its held-out loss.
 
     Attributes:
         sequences: endless rows to train on.
@@ -29,7 +29,7 @@ class HealingData:
     """
 
     sequences: Sequences
-    held_out: list[Row]
+    held_out: list[TrainingRow]
 
     @property
     def data_sha256(self) -> str:

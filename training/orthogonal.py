@@ -11,9 +11,9 @@ columns: of all down-projections to these columns, the one with the least error.
 
 Orthonormal is meant in the metric in which the student's own columns are: conversions by the loss find columns with
 Uᵀ M U = I, and M is not in the checkpoint. With U₀ = A S Bᵀ as it was loaded (thin), G = A S⁻² Aᵀ + σ² (I - A Aᵀ) has
-U₀ᵀ G U₀ = I, with 1/σ the geometric mean of S. So an untrained student stays as it is, and for orthonormal U₀ G = I.
+U₀ᵀ G U₀ = I, with 1/σ the geometric mean of S. So an untrained student stays unchanged, and for orthonormal U₀ G = I.
 
-Adam's moments are left as they are. They belong to U and D before the change of basis; R is the identity up to terms
+Adam's moments are left unchanged. They belong to U and D before the change of basis; R is the identity up to terms
 of the learning rate's size, so what is wrong in them is of that order too, and forgotten with them.
 """
 
@@ -41,7 +41,7 @@ class Metric:
 
     @classmethod
     def of(cls, up: Tensor, where: str) -> Metric:
-        """That in which the columns of `up` [n, r] are orthonormal.
+        """Build the metric in which the columns of `up` [n, r] are orthonormal.
 
         Raises:
             SurgeryError: they are not independent.
@@ -64,7 +64,7 @@ class OrthogonalFactors:
     """Makes the columns orthonormal again that read the latents of a student, block by block."""
 
     def __init__(self, student: nn.Module) -> None:
-        """Of a student with the weights that it was loaded with, which say the metric.
+        """Take the metric from a student with the weights that it was loaded with.
 
         Raises:
             SurgeryError: parameters are sharded or do not train, latents are read by several layers, or columns are

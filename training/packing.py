@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.calibration.planted import Wording, in_code, plant
 from surgery.common.errors import SurgeryError
-from surgery.training.data import IGNORED, Row
+from surgery.training.data import IGNORED, TrainingRow
 from surgery.training.shuffling import shuffled
 from surgery.training.token_file import TokenFile
 
@@ -31,7 +31,7 @@ HELD_OUT_DOCUMENTS, DOCUMENT_ORDER, ROW_ORDER = range(3)
 
 @dataclass(frozen=True)
 class RowShape:
-    """How rows are laid out.
+    """Layout of rows.
 
     Attributes:
         length: tokens T of a row.
@@ -55,7 +55,7 @@ class RowShape:
         """Tokens of documents that a row holds."""
         return self.length - (self.bos is not None)
 
-    def row(self, pieces: Sequence[Sequence[int]]) -> Row:
+    def row(self, pieces: Sequence[Sequence[int]]) -> TrainingRow:
         """The row of documents, or parts of such, that together have `room` tokens."""
         tokens = [] if self.bos is None else [self.bos]
         # After a bos the first piece's first token can be predicted; of the others it follows another document.
@@ -69,7 +69,7 @@ class RowShape:
         ids = torch.tensor(tokens, dtype=torch.long)
         labels = ids.clone()
         labels[sorted(firsts)] = IGNORED
-        return Row(ids, labels, torch.tensor(documents, dtype=torch.long))
+        return TrainingRow(ids, labels, torch.tensor(documents, dtype=torch.long))
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class PackedSequences:
             "recall": recalls.share if recalls else 0.0,
         }
 
-    def sequence(self, number: int) -> Row:
+    def sequence(self, number: int) -> TrainingRow:
         epoch, place = divmod(number, self.rows)
         if epoch != self._epoch:
             self._epoch, self._permutation = epoch, shuffled(self.rows, self._seed, ROW_ORDER, epoch)
@@ -190,7 +190,7 @@ class _Layout:
         self.rows = int(self._offsets[-1]) // shape.room
 
     def pieces(self, file: TokenFile, row: int) -> list[list[int]]:
-        """What documents contribute to a row, in order."""
+        """Return the pieces of documents in a row, in order."""
         start, end = row * self._room, (row + 1) * self._room
         pieces = []
         for place in range(int(np.searchsorted(self._offsets, start, side="right")) - 1, len(self._documents)):

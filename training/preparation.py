@@ -1,4 +1,4 @@
-"""What a run trains with: accelerate as the settings ask for it, and the models and their optimizer in its hands."""
+"""Preparation of a run: accelerate by the settings, and the models and optimizer that it wraps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What the layers of a causal model give, recorded while it runs; the model may be wrapped.
+"""Recording of the outputs of a causal model's layers while it runs; the model may be wrapped.
 
-Hooks on the decoder's layers do it, so that stock and own classes are alike, and the model's code is left as it is.
+Hooks on the decoder's layers do it, so that stock and custom model classes are alike, and the model's code is left
+unchanged.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ class Recording:
 
     @property
     def hidden(self) -> list[Tensor]:
-        """What each layer gives to the next, [B, T, D] of each."""
+        """Outputs of each layer, [B, T, D] of each."""
         return self._joined("hidden")
 
     @property
     def attention(self) -> list[Tensor]:
-        """What each attention adds to the residual stream, [B, T, D] of each."""
+        """Outputs of each attention to the residual stream, [B, T, D] of each."""
         return self._joined("attention")
 
     @property
     def inputs(self) -> list[Tensor]:
-        """What each attention is given: normalised hidden states, [B, T, D] of each."""
+        """Inputs of each attention: normalised hidden states, [B, T, D] of each."""
         return self._joined("inputs")
 
     def _joined(self, kind: str) -> list[Tensor]:
@@ -153,7 +154,7 @@ def recorded(
 
 
 def attention_of(layer: nn.Module) -> nn.Module | None:
-    """What mixes tokens in a decoder layer: its attention, or linear attention in its place; None if it has neither."""
+    """Return the token mixer of a decoder layer: its attention, or linear attention instead; None if it has neither."""
     found = (getattr(layer, name, None) for name in ("self_attn", "linear_attn", "mamba"))
     return next((module for module in found if module is not None), None)
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: one JSON object a line in a file, always, and a tracker beside it if one is asked for."""
+"""Log of a run: one JSON object a line in a file, always, and a tracker in addition if one is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run is, and the learning rate that belongs to it."""
+"""Progress of a run, and the learning rate that belongs to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may use; None is no limit.
+    """Budget of a run; None is no limit.
 
     Attributes:
         steps, tokens, seconds: the limits.
@@ -42,13 +42,13 @@ def learning_rate(schedule: str, used: float, *, warmup: float = 0.0, final: flo
 
 @dataclass
 class Position:
-    """How far a run is: what a checkpoint keeps beside weights, optimizer and random numbers.
+    """Position of a run: the part of a checkpoint next to weights, optimizer and random numbers.
 
     Attributes:
         step, tokens: done so far.
         seconds: of training, over all resumed runs; measuring does not count.
         step_seconds: of them, those inside of steps.
-        measuring_seconds: of held-out losses and evaluations, beside those of training.
+        measuring_seconds: of held-out losses and evaluations, next to those of training.
         recent: losses that a spike is measured against; `recent_nested`, by the share of latents that made them.
         spikes: steps in a row that were left out for theirs.
         first_loss, last_loss: of the first and the last step, the weighted sum.

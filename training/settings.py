@@ -1,4 +1,4 @@
-"""What a user can ask of a healing, with the defaults in one place."""
+"""Settings of a healing, with the defaults in one place."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class HealSettings(FileSettings):
     out: str = setting(
         "",
         "Folder of the healed checkpoint.",
-        more="What a resumed run needs lies in OUT.run beside it.",
+        more="What a resumed run needs lies in OUT.run next to it.",
         in_file=True,
     )
     data: tuple[str | dict[str, Any], ...] = setting(
@@ -249,7 +249,7 @@ class HealSettings(FileSettings):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether there is something to distil from."""
+        """Return whether there is something to distil from."""
         return self.teacher is not None or self.teacher_logits is not None
 
     def _check_together(self) -> None:
@@ -342,5 +342,5 @@ class HealSettings(FileSettings):
 
 
 def named(pattern: str, name: str) -> bool:
-    """Whether a name fits a pattern with * and ?; a pattern also fits the names that end in `.pattern`."""
+    """Return whether a name fits a pattern with * and ?; a pattern also fits the names that end in `.pattern`."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")

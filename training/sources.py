@@ -1,4 +1,4 @@
-"""What the data of a run can name, and how each source becomes tokenised documents."""
+"""Sources of a run's data, and the way from each to tokenised documents."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class TextSource(FileSettings):
 
     @property
     def is_chat(self) -> bool:
-        """Whether its records are conversations; looks into the file where the format says "auto"."""
+        """Return whether its records are conversations; looks into the file where the format is "auto"."""
         return self.format == "chat" or (self.format == "auto" and self._is_file and holds_conversations(self._path))
 
     @property
     def wording(self) -> Wording:
-        """How planted facts are worded in it."""
+        """Wording of the facts that are planted in it."""
         return TEXTS[self.source][2] if self.source in TEXTS else in_code
 
     @property

@@ -42,7 +42,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class CacheIdentity:
-    """What decides the content of a cache.
+    """Facts that determine the content of a cache.
 
     Attributes:
         model: sha256 of the teacher's weights.
@@ -164,7 +164,7 @@ class TeacherLogits:
             processes.wait()
 
     def _top_of(self, states: States) -> TopK:
-        """Of hidden states [B, T, D], at all positions but the last, on the CPU."""
+        """Return the top logits for hidden states [B, T, D], at all positions but the last, on the CPU."""
         hidden = states.hidden[:, :-1]
         top = top_k(states._replace(hidden=hidden.flatten(0, 1)), self.identity.k)
         return top.map(lambda tensor: tensor.unflatten(0, hidden.shape[:2]).cpu())

@@ -75,7 +75,7 @@ class TokenFile:
         limit: int | None = None,
         advance: Callable[[int], Any] = int,
     ) -> TokenFile:
-        """Writes documents beside the folder and renames that, so that it is there whole or not at all.
+        """Writes documents next to the folder and renames that, so that it is there whole or not at all.
 
         Args:
             identity: everything that decides the documents, as plain values.

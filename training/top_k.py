@@ -49,12 +49,12 @@ class TopK:
         return TopK(**tensors, vocabulary=self.vocabulary)
 
     def to(self, device: torch.device) -> TopK:
-        """The same on another device."""
+        """Return the same on another device."""
         return self.map(lambda tensor: moved(tensor, device))
 
     @property
     def whole(self) -> bool:
-        """Whether every token has its name."""
+        """Return whether it has the logits of the whole vocabulary."""
         return self.values.shape[-1] == self.vocabulary
 
 

@@ -43,7 +43,7 @@ class Tracker:
     """
 
     def __init__(self, accelerator: Any = None, note: Callable[[str], None] = lambda text: None) -> None:
-        """Of an accelerator that has started its trackers; None for no tracker. `note` says what fails."""
+        """Wrap an accelerator that has started its trackers; None for no tracker. `note` reports what fails."""
         self._accelerator, self._note = accelerator, note
         self.failed: str | None = None
 
@@ -59,7 +59,8 @@ class Tracker:
         self._accelerator = None
 
     def run(self) -> dict[str, str] | None:
-        """Where wandb has the run: entity, project, run_id and url, as far as it says; None where nothing is kept."""
+        """Return the place of the run in wandb: entity, project, run_id and url, as far as known; None where nothing is
+        logged."""
         run = getattr(next(iter(getattr(self._accelerator, "trackers", ())), None), "run", None)
         if not getattr(run, "id", None) or getattr(run, "disabled", False):
             return None
@@ -81,7 +82,7 @@ class Tracker:
 
 
 def tracker_folder(settings: HealSettings) -> Path:
-    """Where a tracker that writes files does."""
+    """Return the folder of a tracker that writes files."""
     return Path(settings.tracker_folder or f"{settings.out}.run").expanduser().resolve()
 
 
@@ -113,7 +114,7 @@ def start_tracker(
 
 
 def _wandb_options(settings: HealSettings, folder: Path) -> dict[str, Any]:
-    """Arguments of `wandb.init`: the run stands beside the conversion that is healed, and what is measured of it."""
+    """Arguments of `wandb.init`: the run stands next to the conversion that is healed, and what is measured of it."""
     import wandb
 
     quiet = wandb.Settings(silent=True, console="off", init_timeout=SECONDS)
@@ -122,12 +123,12 @@ def _wandb_options(settings: HealSettings, folder: Path) -> dict[str, Any]:
 
 
 def _is_online(settings: HealSettings) -> bool:
-    """Whether wandb sends the run at once; the environment can say otherwise."""
+    """Return whether wandb sends the run at once; the environment can override it."""
     return settings.wandb_mode == "online" and os.environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun")
 
 
 def _has_key() -> bool:
-    """Whether wandb has a key, from the environment or the netrc file. wandb itself would ask at the terminal."""
+    """Return whether wandb has a key in the environment or the netrc file. wandb itself would ask at the terminal."""
     from requests.utils import get_netrc_auth
 
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):

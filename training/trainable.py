@@ -1,4 +1,4 @@
-"""Which parameters train: all, the attentions', those the teacher does not have, or adapters beside them."""
+"""Trainable parameters: all, the attentions', those the teacher does not have, or adapters next to them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, modules: Sequence[st
 
 
 def in_attention(name: str) -> bool:
-    """Whether a module or parameter of this name belongs to a decoder layer's attention."""
+    """Return whether a module or parameter of this name belongs to a decoder layer's attention."""
     return any(part in ATTENTION for part in name.split("."))
 
 

@@ -71,6 +71,6 @@ def _plain(value: float) -> str:
 
 
 def _signed(value: float) -> str:
-    """As many decimals as a tick like 0.003, 2.5 or 40 needs."""
+    """Format a tick with as many decimals as 0.003, 2.5 or 40 needs."""
     digits = next((d for d in range(8) if abs(value * 10**d - round(value * 10**d)) < 1e-6), 8)
     return signed(value, digits)

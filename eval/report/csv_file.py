@@ -8,7 +8,7 @@ from typing import Any
 
 from surgery.common.tables import csv_file
 from surgery.common.tables.table import Table
-from surgery.eval.report.tables import Report, Row, by_bytes, columns, scalars
+from surgery.eval.report.tables import Report, ReportRow, by_bytes, columns, scalars
 
 IDENTITY = ("name", "role", "path", "sha256", "class", "dtype")
 
@@ -24,7 +24,7 @@ def write(report: Report, path: Path) -> None:
     csv_file.write(Table.of(keys, ([line.get(key) for key in keys] for line in lines)), path)
 
 
-def _line(row: Row, report: Report) -> dict[str, Any]:
+def _line(row: ReportRow, report: Report) -> dict[str, Any]:
     line: dict[str, Any] = {key: row.get(key) for key in IDENTITY}
     line["variant"] = json.dumps(row["variant"], sort_keys=True) if row.get("variant") else None
     for column in columns(report):

@@ -17,7 +17,7 @@ SCHEMA = 1
 SHARED_SETTINGS = ("seed", "limit", "batch_size", "dtype", "device", "context")
 
 Report = dict[str, Any]
-Row = dict[str, Any]
+ReportRow = dict[str, Any]
 
 # Per-sample values of a row's results, by what the comparison is called.
 SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
@@ -35,7 +35,7 @@ SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
 }
 
 
-def compare_with_baseline(row: Row, baseline: Row, seed: int) -> dict[str, Any]:
+def compare_with_baseline(row: ReportRow, baseline: ReportRow, seed: int) -> dict[str, Any]:
     """Paired differences of a row to the baseline's in everything that both have samples of."""
     found = {}
     for name, samples in SAMPLES.items():
@@ -64,7 +64,7 @@ def finish(report: Report) -> Report:
 
 
 def dig(value: Any, *path: str) -> Any:
-    """What lies at a path of keys in nested dicts; None if any step is missing."""
+    """Return the value at a path of keys in nested dicts; None if any step is missing."""
     for key in path:
         if not isinstance(value, dict):
             return None
@@ -150,14 +150,14 @@ def _check_same(first: Report, other: Report, first_name: str, name: str) -> Non
         raise SurgeryError(f"{name}: its models have another tokenizer than those of {first_name}; they do not compare")
 
 
-def _add_row(rows: list[Row], row: Row, report: str) -> None:
+def _add_row(rows: list[ReportRow], row: ReportRow, report: str) -> None:
     known = next((other for other in rows if other["name"] == row["name"]), None)
     if known is None:
         rows.append({**row, "results": dict(row["results"]), "seconds": dict(row["seconds"]), "kv": dict(row["kv"])})
         return
     if (known["sha256"], known["variant"]) != (row["sha256"], row["variant"]):
         raise SurgeryError(
-            f"{report}: {row['name']} is another model than in an earlier report; name it anew: surgery eval NAME=CKPT"
+            f"{report}: {row['name']} is another model than in an earlier report; rename it: surgery eval NAME=CKPT"
         )
     for task, result in row["results"].items():
         if task not in known["results"]:

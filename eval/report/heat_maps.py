@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from surgery.eval.report.plots import WIDTH
 from surgery.eval.report.style import INK, PAPER, label, styled
-from surgery.eval.report.tables import Report, Row, dig
+from surgery.eval.report.tables import Report, ReportRow, dig
 
 COLOURS = colormaps["cividis"]  # reads the same with every kind of colour vision, and in grey
 LIMIT_COLOUR = "#d55e00"
@@ -72,7 +72,7 @@ def ruler(report: Report) -> Figure | None:
     return figure
 
 
-def _needle_panel(ax: Axes, row: Row) -> None:
+def _needle_panel(ax: Axes, row: ReportRow) -> None:
     result = row["results"]["needle"]
     lengths, limit = result["lengths"], result.get("limit")
     by_depth = [list(line) for line in zip(*result["grid"], strict=True)]

@@ -12,7 +12,7 @@ from surgery.eval.report.tables import Report, dig
 
 
 def completions(report: Report) -> dict[str, list[tuple[Cell, str]]]:
-    """By prompt, what every row wrote."""
+    """Group the rows' completions by prompt."""
     written: dict[str, list[tuple[Cell, str]]] = {}
     for row in report["rows"]:
         for one in dig(row, "results", "generate", "completions") or []:
@@ -21,7 +21,7 @@ def completions(report: Report) -> dict[str, list[tuple[Cell, str]]]:
 
 
 def conversions(report: Report) -> Table | None:
-    """How each converted checkpoint was made: method, command, time, peak memory, healing run."""
+    """Build the table of conversions: method, command, time, peak memory and healing run of each."""
     lines = []
     for row in report["rows"]:
         if made := row.get("conversion"):
@@ -72,7 +72,7 @@ def checkpoints(report: Report) -> Table | None:
 
 
 def times(report: Report) -> Table | None:
-    """How long each task took of each row."""
+    """Build the table of the time that each task took of each row."""
     tasks = list(dict.fromkeys(task for row in report["rows"] for task in row.get("seconds") or {}))
     lines = [(row, [dig(row, "seconds", task) for task in tasks]) for row in report["rows"]]
     return of_rows(report, [Column(task, "", duration) for task in tasks], lines if tasks else [], "Time of measuring")

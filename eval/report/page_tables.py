@@ -9,7 +9,7 @@ from typing import Any
 from surgery.common.human import decimal, perplexity_text, share, with_perplexity
 from surgery.common.tables.table import Cell, Column, Table
 from surgery.eval.report.style import looks
-from surgery.eval.report.tables import Report, Row, described, dig, interval, lm_eval_tasks, signed_points
+from surgery.eval.report.tables import Report, ReportRow, described, dig, interval, lm_eval_tasks, signed_points
 from surgery.eval.report.tables import headline as plain_headline
 
 MOST_SOURCES_ACROSS = 6
@@ -18,13 +18,13 @@ MOST_SOURCES_ACROSS = 6
 def headline(report: Report) -> Table:
     """The headline table, with what each row is."""
 
-    def name(row: Row) -> Cell:
+    def name(row: ReportRow) -> Cell:
         return replace(name_cell(report, row), below=(described(row),))
 
     return plain_headline(report, name=name)
 
 
-def name_cell(report: Report, row: Row) -> Cell:
+def name_cell(report: Report, row: ReportRow) -> Cell:
     """A row's name, with its colour and kind as in the plots."""
     look = next(look for each, look in zip(report["rows"], looks(report), strict=True) if each is row)
     return Cell(row["name"], tone=str(row.get("role") or ""), mark=look.colour)
@@ -33,7 +33,7 @@ def name_cell(report: Report, row: Row) -> Cell:
 def of_rows(
     report: Report,
     columns: Sequence[Column | str],
-    lines: Sequence[tuple[Row, Sequence[Any]]],
+    lines: Sequence[tuple[ReportRow, Sequence[Any]]],
     caption: str,
     *notes: str,
 ) -> Table | None:
@@ -95,7 +95,7 @@ def recall(report: Report) -> Table | None:
 
 
 def ruler(report: Report) -> Table | None:
-    """What the heat map cannot say: averages by length, and what a star means."""
+    """Build the table that completes the heat map: averages by length, and the meaning of a star."""
     lengths = {n for row in report["rows"] for n in dig(row, "results", "ruler", "lengths") or {}}
     lengths = sorted(lengths, key=int)
     lines = []
@@ -104,7 +104,7 @@ def ruler(report: Report) -> Table | None:
             averages = [dig(result, "lengths", length, "average") for length in lengths]
             lines.append((row, [*averages, result.get("average")]))
     columns = [Column(f"{int(length):,} tokens", "", share) for length in lengths]
-    star = "* made-up stand-in data in place of the published set. RULER-style: not comparable with published RULER."
+    star = "* synthetic data in place of the published set. RULER-style: not comparable with published RULER."
     return of_rows(report, [*columns, Column("all", "", share)], lines, "Average score", star) if lengths else None
 
 

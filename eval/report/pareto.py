@@ -14,7 +14,7 @@ from surgery.common.human import size
 from surgery.eval.report.axes import change_axis, share_axis
 from surgery.eval.report.plots import WIDTH
 from surgery.eval.report.style import FAINT, INK, MUTED, REST, Look, label, looks, styled
-from surgery.eval.report.tables import Report, Row, bounds, dig
+from surgery.eval.report.tables import Report, ReportRow, bounds, dig
 from surgery.eval.report.verdict import unbeaten
 
 HOLLOW = "variant"
@@ -30,7 +30,7 @@ class Point:
         low, high: 95 % interval of y; equal to y where there is none.
     """
 
-    row: Row
+    row: ReportRow
     look: Look
     x: float
     y: float
@@ -140,7 +140,7 @@ def _legend(ax: Axes, roles: set, better: str) -> None:
 
 
 def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point], shown: set[int]) -> None:
-    """Writes every name beside its point, at the first place around it where it covers nothing drawn before.
+    """Writes every name next to its point, at the first place around it where it covers nothing drawn before.
 
     Those that are always shown come first. A name that would cover another one wherever it stood is left out.
     """
@@ -166,7 +166,7 @@ def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point
 
 
 def _box(mark: tuple, width: float, height: float, place: tuple, scale: float) -> tuple:
-    """What a name takes at a place around its point: left, bottom, right, top in pixels."""
+    """Return the box of a name at a side of its point: left, bottom, right, top in pixels."""
     dx, dy, ha, va = place
     left = mark[0] + dx * scale - {"left": 0, "center": width / 2, "right": width}[ha]
     bottom = mark[1] + dy * scale - {"bottom": 0, "center": height / 2, "top": height}[va]

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from surgery.eval.report.axes import change_axis, context_axis, decades_axis
 from surgery.eval.report.style import INK, REST, Look, label, looks, styled
-from surgery.eval.report.tables import Report, Row, dig
+from surgery.eval.report.tables import Report, ReportRow, dig
 
 WIDTH = 12.0
 """Inches; at the page's 96 pixels an inch all of a page's column."""
@@ -22,7 +22,7 @@ WIDTH = 12.0
 
 @styled
 def loss_by_position(report: Report) -> Figure | None:
-    """Loss along the context, and beside it what each row loses against the baseline, nats a token."""
+    """Loss along the context, and next to it what each row loses against the baseline, nats a token."""
     drawn = [
         (row, look, {(b["start"] + b["end"]) / 2: b["loss"] for b in dig(row, "results", "loss", "by_position")})
         for row, look in zip(report["rows"], looks(report), strict=True)
@@ -113,7 +113,7 @@ def layer_errors(report: Report) -> Figure | None:
 
 
 def _place(layer: int | str) -> float:
-    """Where a layer is drawn; layers that share latents, such as "4-7", in their middle."""
+    """Return the coordinate of a layer; layers that share latents, such as "4-7", get their middle."""
     first, _, last = str(layer).partition("-")
     return (float(first) + float(last or first)) / 2
 
@@ -126,7 +126,7 @@ def _panels(number: int, height: float) -> tuple[Figure, list[Axes]]:
     return figure, [figure.add_subplot(down, across, index + 1) for index in range(number)]
 
 
-def _line(ax: Axes, x: Sequence[float], y: Sequence[float | None], row: Row, look: Look) -> None:
+def _line(ax: Axes, x: Sequence[float], y: Sequence[float | None], row: ReportRow, look: Look) -> None:
     """A row's line through what was measured and is finite; a broken checkpoint's NaN leaves a gap."""
     y = [value if value is not None and math.isfinite(value) else math.nan for value in y]
     if all(map(math.isnan, y)):
@@ -153,7 +153,7 @@ def _with_legend(figure: Figure, axes: list[Axes]) -> Figure:
 
 
 def positive(value: float | None) -> bool:
-    """Whether a logarithmic axis can show it."""
+    """Return whether a logarithmic axis can show a value."""
     return value is not None and math.isfinite(value) and value > 0
 
 

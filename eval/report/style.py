@@ -1,4 +1,4 @@
-"""How all plots of a report look: one colour a row, one set of lines, and the same bytes for the same report."""
+"""Style of all plots of a report: one colour a row, one set of lines, and the same bytes for the same report."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ STYLE = {
 
 
 class Look(NamedTuple):
-    """How one row is drawn in every plot; those that others beat at both bytes and loss can be turned off."""
+    """Style of one row in every plot; those that others beat at both bytes and loss can be turned off."""
 
     colour: str
     dashes: str | tuple
@@ -97,7 +97,7 @@ def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure
 def looks(report: Report) -> list[Look]:
     """The look of each row; the baseline is grey.
 
-    Rows that no other beats come first, so that what is shown together unasked differs in colour; behind eleven rows
+    Rows that no other beats come first, so that what is shown together unasked differs in colour; after eleven rows
     colours come again with other dashes.
     """
     compared = [row for role in ("checkpoint", "variant") for row in compared_rows(report, role)]

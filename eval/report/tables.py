@@ -16,7 +16,7 @@ from surgery.common.human import decimal, perplexity, perplexity_text, share, wi
 from surgery.common.tables.table import NONE, Cell, Column, Table
 from surgery.eval.report.document import dig
 
-Row = dict[str, Any]
+ReportRow = dict[str, Any]
 Report = dict[str, Any]
 Value = float | str | None
 
@@ -35,22 +35,22 @@ class Measure(Column):
         on_terminal: whether a terminal, which is narrow, shows it too.
     """
 
-    value: Callable[[Row, Report], Value]
+    value: Callable[[ReportRow, Report], Value]
     compared: str | None = None
     is_difference: bool = False
     is_share: bool = False
     on_terminal: bool = True
 
-    def text(self, row: Row, report: Report) -> str:
+    def text(self, row: ReportRow, report: Report) -> str:
         """The value as people read it, a dash where there is none."""
         value = self.value(row, report)
         return NONE if value is None else self.form(value)
 
-    def change(self, row: Row) -> dict[str, float] | None:
+    def change(self, row: ReportRow) -> dict[str, float] | None:
         """`difference`, `low`, `high` of this row minus the baseline (95% interval); None where not compared."""
         return dig(row, "comparison", self.compared) if self.compared else None
 
-    def change_texts(self, row: Row) -> tuple[str, ...]:
+    def change_texts(self, row: ReportRow) -> tuple[str, ...]:
         """The change and its interval, or the interval alone if the value is the change; nothing where not compared."""
         change = self.change(row)
         if change is None:
@@ -58,8 +58,8 @@ class Measure(Column):
         form = signed_points if self.is_share or self.compared in SHARES else signed
         return (() if self.is_difference else (form(change["difference"]),)) + interval(change, form)
 
-    def verdict(self, row: Row) -> Literal["better", "worse"] | None:
-        """Whether the interval of the change lies on one side of zero, and on which."""
+    def verdict(self, row: ReportRow) -> Literal["better", "worse"] | None:
+        """Return on which side of zero the interval of the change lies; None if it holds zero."""
         ends = bounds(self.change(row) or {})
         if ends is None or self.better is None or ends[0] <= 0 <= ends[1]:
             return None
@@ -83,7 +83,7 @@ def by_bytes(report: Report) -> Report:
     return {**report, "rows": rows}
 
 
-def headline(report: Report, *, narrow: bool = False, name: Callable[[Row], Any] = itemgetter("name")) -> Table:
+def headline(report: Report, *, narrow: bool = False, name: Callable[[ReportRow], Any] = itemgetter("name")) -> Table:
     """The table that every form of a report begins with.
 
     Args:
@@ -143,7 +143,7 @@ def interval(change: dict[str, float], form: Callable[[float], str] = signed) ->
     return () if ends is None else (f"[{form(ends[0])}, {form(ends[1])}]",)
 
 
-def scalars(row: Row) -> dict[str, float]:
+def scalars(row: ReportRow) -> dict[str, float]:
     """Everything measured of a row that is one number but no headline: dotted key to exact value, in a fixed order.
 
     By source of the text, by needle length, by RULER task and length, by lm-eval metric, by context and batch.
@@ -172,7 +172,7 @@ def _of_prompts(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
         yield f"ruler.{length}.average", part.get("average")
 
 
-def _of_lm_eval(row: Row) -> Iterator[tuple[str, Value]]:
+def _of_lm_eval(row: ReportRow) -> Iterator[tuple[str, Value]]:
     for task in lm_eval_tasks(row):
         for metric, measured in (row["results"][task].get("metrics") or {}).items():
             yield f"{task}.{metric}", measured.get("value")
@@ -189,13 +189,13 @@ def _keys(prefix: str, values: dict[str, Any], *keys: str) -> Iterator[tuple[str
     yield from ((f"{prefix}.{key}", values.get(key)) for key in keys)
 
 
-def lm_eval_tasks(row: Row) -> list[str]:
+def lm_eval_tasks(row: ReportRow) -> list[str]:
     """The keys of a row's results that lm-eval measured."""
     return [key for key in row.get("results") or {} if key.startswith("lm-eval:")]
 
 
-def described(row: Row) -> str:
-    """What a row is, in a few words: ``baseline``, ``mla, fisher, healed``, ``quantized-kv, bits 4, group 32``."""
+def described(row: ReportRow) -> str:
+    """Describe a row in a few words: ``baseline``, ``mla, fisher, healed``, ``quantized-kv, bits 4, group 32``."""
     variant, conversion = row.get("variant"), row.get("conversion")
     if variant:
         rest = [f"{key.replace('_', ' ')} {value}" for key, value in variant.items() if key != "kind"]
@@ -206,7 +206,7 @@ def described(row: Row) -> str:
     return str(row.get("role", ""))
 
 
-def _at(*path: str) -> Callable[[Row, Report], Value]:
+def _at(*path: str) -> Callable[[ReportRow, Report], Value]:
     return lambda row, report: dig(row, *path)
 
 
@@ -214,11 +214,11 @@ def _digits(count: int) -> Callable[[float], str]:
     return lambda value: decimal(value, count)
 
 
-def _perplexity(row: Row, report: Report) -> float | None:
+def _perplexity(row: ReportRow, report: Report) -> float | None:
     return perplexity(dig(row, "results", "loss", "loss"))
 
 
-def _memorised(key: str) -> Callable[[Row, Report], Value]:
+def _memorised(key: str) -> Callable[[ReportRow, Report], Value]:
     return lambda row, report: dig(row, "results", "loss", "memorised", key) if report.get("baseline") else None
 
 
@@ -229,7 +229,7 @@ CONTEXTS = {1024: "1k", 8192: "8k", 32_768: "32k", 131_072: "128k"}
 def _share_at(tokens: int) -> Measure:
     """KV bytes at a context by formula, as a share of the baseline's."""
 
-    def value(row: Row, report: Report) -> float | None:
+    def value(row: ReportRow, report: Report) -> float | None:
         pair = [dig(each, "kv", "by_context", str(tokens)) for each in (row, baseline_of(report))]
         return pair[0] / pair[1] if all(pair) else None
 
@@ -245,9 +245,9 @@ def _share_at(tokens: int) -> Measure:
 
 
 def _loss_at(tokens: int) -> Measure:
-    """The change of the loss of tokens behind half of a context to all of it, where windows are longer than 1k."""
+    """The change of the loss of tokens after half of a context to all of it, where windows are longer than 1k."""
 
-    def value(row: Row, report: Report) -> float | None:
+    def value(row: ReportRow, report: Report) -> float | None:
         if row is (baseline := baseline_of(report)):
             return None
         buckets = [dig(each, "results", "loss", "by_position") or [] for each in (row, baseline)]
@@ -267,7 +267,7 @@ def _loss_at(tokens: int) -> Measure:
     )
 
 
-def baseline_of(report: Report) -> Row | None:
+def baseline_of(report: Report) -> ReportRow | None:
     """The row that others are compared with."""
     return next((row for row in report["rows"] if row["name"] == report.get("baseline")), None)
 
@@ -301,9 +301,9 @@ HEADLINE: tuple[Measure, ...] = (
       for share, key in (("99", "kl_99"), ("99.9", "kl_99_9"))),
     Measure("top-1", "Share of positions where the row's most likely token is the baseline's",
             share, "high", key="top1_agreement", value=_at("results", "loss", "divergence", "top1_agreement")),
-    Measure("by heart", "Share of tokens that cost the baseline less than 0.1 nats: they hide damage to attention",
+    Measure("memorised", "Share of tokens that cost the baseline less than 0.1 nats: they hide damage to attention",
             share, key="memorised", value=_memorised("share"), on_terminal=False),
-    Measure("loss, others (perplexity)", "Loss of tokens that the baseline does not know by heart, nats a token",
+    Measure("loss, others (perplexity)", "Loss of tokens that the baseline has not memorised, nats a token",
             with_perplexity, "low", key="loss_of_others", compared="loss_of_others", on_terminal=False,
             value=_memorised("loss_of_others")),
     Measure("recall", "Share of planted keys given back, all digits right",
@@ -336,7 +336,7 @@ def _lm_eval_columns(report: Report) -> list[Measure]:
 
 
 def _headline_columns(report: Report) -> list[Measure]:
-    """Of tasks whose results say themselves what their number is: `surgery.eval.session.Task.run`."""
+    """Return the columns of tasks whose results define their own headline: `surgery.eval.session.Task.run`."""
     told = {
         name: result["headline"]
         for row in report["rows"]

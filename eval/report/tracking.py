@@ -1,4 +1,4 @@
-"""The report in Weights & Biases: a run a row, beside the run that healed the checkpoint."""
+"""The report in Weights & Biases: a run a row, next to the run that healed the checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.report.figures import save_needle_png, save_pngs
 from surgery.eval.report.page import render
 from surgery.eval.report.page_details import healing_run
-from surgery.eval.report.tables import Report, Row, columns, dig, scalars
+from surgery.eval.report.tables import Report, ReportRow, columns, dig, scalars
 
 PARETO = ("pareto-loss", "pareto-recall")
 NAME_LENGTH = 128
@@ -108,7 +108,7 @@ def place(run: Any, mode: str) -> str:
     return str(Path(run.dir).parent) if mode == "offline" else str(run.url)
 
 
-def group(row: Row, report: Report) -> str | None:
+def group(row: ReportRow, report: Report) -> str | None:
     """The group of a row's run: that of the conversion and its healings; of others, such as the source with the page,
     that of all conversions in the report if they share one, else the report's title."""
     known = {name for each in report["rows"] if (name := dig(each, "conversion", "lineage"))}
@@ -117,8 +117,8 @@ def group(row: Row, report: Report) -> str | None:
     return str(name) if name else None
 
 
-def config(row: Row, report: Report) -> dict[str, Any]:
-    """What decided the numbers of a row. Layers of a conversion are left to a table."""
+def config(row: ReportRow, report: Report) -> dict[str, Any]:
+    """Return the settings that determine a row's numbers. Layers of a conversion are left to a table."""
     told = {
         key: report.get(key)
         for key in (
@@ -141,7 +141,7 @@ def config(row: Row, report: Report) -> dict[str, Any]:
     return told
 
 
-def summary(row: Row, report: Report) -> dict[str, float]:
+def summary(row: ReportRow, report: Report) -> dict[str, float]:
     """Headline numbers by column key, ``KEY/change``, ``KEY/low`` and ``KEY/high``, and `tables.scalars`."""
     found: dict[str, float | str | None] = {}
     for column in columns(report):
@@ -155,7 +155,7 @@ def summary(row: Row, report: Report) -> dict[str, float]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _tables(row: Row) -> Iterator[tuple[str, list[str], list[list]]]:
+def _tables(row: ReportRow) -> Iterator[tuple[str, list[str], list[list]]]:
     """Name, column names and lines of every table of a row."""
     results = row.get("results") or {}
     by_position = dig(results, "loss", "by_position") or []

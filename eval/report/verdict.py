@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from surgery.common.human import cost, perplexity, perplexity_text, share
-from surgery.eval.report.tables import Report, Row, baseline_of, dig
+from surgery.eval.report.tables import Report, ReportRow, baseline_of, dig
 
 
 def verdict(report: Report) -> list[str]:
-    """What the checkpoint that loses least costs, and which smaller ones no checkpoint beats at both bytes and loss.
+    """Return the verdict: the bytes and loss of the checkpoint of the lowest loss, and the smaller ones that none beats
+    at both.
 
     Nothing where no checkpoint was compared with a baseline.
     """
@@ -31,7 +32,7 @@ def by_checkpoint(report: Report) -> list[str]:
     ]
 
 
-def compared_rows(report: Report, role: str = "checkpoint") -> list[Row]:
+def compared_rows(report: Report, role: str = "checkpoint") -> list[ReportRow]:
     """Rows of a kind whose bytes and loss were compared with a baseline's."""
     return [
         row
@@ -42,7 +43,7 @@ def compared_rows(report: Report, role: str = "checkpoint") -> list[Row]:
     ]
 
 
-def frontier(rows: Sequence[Row]) -> list[Row]:
+def frontier(rows: Sequence[ReportRow]) -> list[ReportRow]:
     """Rows that no other beats at both bytes and loss, the one that loses least first."""
     return [rows[index] for index in unbeaten([(_lost(row), row["kv"]["ratio"]) for row in rows])]
 
@@ -61,7 +62,7 @@ def unbeaten(points: Sequence[tuple[float, float]], better: str = "low") -> list
     return kept
 
 
-def _told(row: Row, report: Report) -> str:
+def _told(row: ReportRow, report: Report) -> str:
     baseline = baseline_of(report) or {}
     held, change = dig(row, "kv", "bytes_per_token"), perplexity(_lost(row)) - 1
     losses = [dig(each, "results", "loss", "loss") for each in (baseline, row)]
@@ -76,7 +77,7 @@ def _told(row: Row, report: Report) -> str:
     return ", ".join(filter(None, parts)) + rivals + "."
 
 
-def _briefly(row: Row) -> str:
+def _briefly(row: ReportRow) -> str:
     recall = dig(row, "results", "recall", "accuracy")
     found = "" if recall is None else f", recall {share(recall)}"
     return f"{row['name']}, {share(row['kv']['ratio'])}: perplexity {perplexity(_lost(row)) - 1:+.1%}{found}"
@@ -86,7 +87,7 @@ def _arrow(losses: Sequence[float]) -> str:
     return " → ".join(perplexity_text(perplexity(loss)) for loss in losses)
 
 
-def _rivals(row: Row, report: Report) -> str:
+def _rivals(row: ReportRow, report: Report) -> str:
     """The nearest cheap baselines in bytes that no other one beats: one no larger than a row, and one larger."""
     rivals, bytes_of = frontier(compared_rows(report, "variant")), lambda each: each["kv"]["ratio"]
     below = max((each for each in rivals if bytes_of(each) <= bytes_of(row)), key=bytes_of, default=None)
@@ -99,9 +100,9 @@ def _rivals(row: Row, report: Report) -> str:
     )
 
 
-def _lost(row: Row) -> float:
+def _lost(row: ReportRow) -> float:
     return row["comparison"]["loss"]["difference"]
 
 
-def _first(rows: Sequence[Row]) -> str:
+def _first(rows: Sequence[ReportRow]) -> str:
     return f"Loses least of {len(rows)} checkpoints: " if len(rows) > 1 else ""

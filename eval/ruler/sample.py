@@ -1,4 +1,4 @@
-"""What a RULER-style sample is, what it is made from, and how an answer to it is scored."""
+"""RULER-style samples: their parts, and how an answer is scored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surgery.eval.ruler.domain import Domain
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides a sample besides the size of its haystack.
+    """Settings of a sample besides the size of its haystack.
 
     Attributes:
         domain: wording.
@@ -74,7 +74,7 @@ class Sample:
 
 
 def found_in(output: str, references: Sequence[str]) -> list[bool]:
-    """For each reference whether it occurs in `output`, whatever its case."""
+    """Return for each reference whether it occurs in `output`, whatever its case."""
     return [reference.lower() in output.lower() for reference in references]
 
 

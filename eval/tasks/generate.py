@@ -1,4 +1,4 @@
-"""What the models write: greedy completions of the same prompts, to be read side by side."""
+"""Task that lets models write: greedy completions of the same prompts, to be compared by a reader."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ class GenerateTask:
 
 
 def build(data: TaskData) -> GenerateTask:
-    """From the settings and texts of an evaluation."""
+    """Build the task from the settings and texts of an evaluation."""
     return GenerateTask(data.settings.prompts or data.openings(), data.settings.new_tokens)

@@ -1,4 +1,4 @@
-"""What every row of a report shows: bytes of the live cache, its peak, and the share of attention that is computed."""
+"""Task of every report: bytes of the live cache, its peak, and the share of attention that is computed."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class LmHarnessTask:
 
     @property
     def name(self) -> str:
-        """What `--tasks` calls it."""
+        """Name of the task in `--tasks`."""
         return f"lm-eval:{self.task}"
 
     def settings(self) -> dict[str, Any]:

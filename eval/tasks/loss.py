@@ -1,4 +1,4 @@
-"""Held-out loss: by source and position, in one forward pass and through the live cache, beside the baseline's."""
+"""Held-out loss: by source and position, in one forward pass and through the live cache, next to the baseline's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class LossTask:
 
     @torch.no_grad()
     def keep(self, model: PreTrainedModel, session: Session) -> KeptPredictions:
-        """What later models are compared with."""
+        """Return the predictions with which later models are compared."""
         batches = self._batches(session)
         kept: dict[int, Tensor] = {}
         losses: dict[int, Tensor] = {}
@@ -191,5 +191,5 @@ def _memorised(losses: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
 
 
 def build(data: TaskData) -> LossTask:
-    """From the settings and texts of an evaluation."""
+    """Build the task from the settings and texts of an evaluation."""
     return LossTask(data.text, data.settings.decoded)

@@ -225,7 +225,7 @@ def _hits(model: PreTrainedModel, session: Session, prompts: list[NeedlePrompt],
 
 
 def build(data: TaskData) -> NeedleTask:
-    """From the settings and texts of an evaluation."""
+    """Build the task from the settings and texts of an evaluation."""
     asked = data.settings
     return NeedleTask(
         lengths=asked.needle_lengths or default_lengths(data.limit),

@@ -52,7 +52,7 @@ class RecallTask:
 
 
 def build(data: TaskData) -> RecallTask:
-    """From the settings and texts of an evaluation."""
+    """Build the task from the settings and texts of an evaluation."""
     asked = data.settings
     ids, seed = data.text.ids.numpy(), asked.seed + RECALL_SEED
     return RecallTask(recall_prompts(data.tokenizer, ids, asked.recall_prompts, asked.length, seed))

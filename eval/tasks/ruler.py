@@ -117,7 +117,7 @@ def _mean(values: list[float]) -> float:
 
 
 def build(data: TaskData) -> RulerTask:
-    """From the settings and texts of an evaluation."""
+    """Build the task from the settings and texts of an evaluation."""
     asked = data.settings
     return RulerTask(
         lengths=asked.ruler_lengths or (asked.length,),

@@ -53,7 +53,7 @@ class SpeedTask:
             )
 
     def settings(self) -> dict[str, Any]:
-        """What decides the result besides the model and the machine."""
+        """Return the settings that determine the result besides the model and the machine."""
         return {
             "contexts": sorted(set(self.contexts)),
             "batches": sorted(set(self.batches)),
@@ -107,7 +107,7 @@ def _empty(size: tuple[int, int], note: str) -> dict[str, Any]:
 
 
 def build(data: TaskData) -> SpeedTask:
-    """From the settings and texts of an evaluation."""
+    """Build the task from the settings and texts of an evaluation."""
     return SpeedTask(data.contexts(), data.settings.batches)
 
 

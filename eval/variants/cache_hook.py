@@ -20,7 +20,7 @@ class NoVariant(SurgeryError):
 def install(
     model: PreTrainedModel, name: str, prepare: Callable[[nn.Module, Call], None], layers: Sequence[CompactLayer]
 ) -> PreTrainedModel:
-    """Has `prepare(decoder, call)` change the arguments of every call of the decoder of `model`; returns `model`.
+    """Let `prepare(decoder, call)` change the arguments of every call of the decoder of `model`; return `model`.
 
     A ValueError of `prepare` is raised as SurgeryError. `model.kv_bytes(tokens)` becomes the bytes of a cache of
     `layers`, one for each of the model's, by formula.

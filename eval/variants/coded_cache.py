@@ -233,7 +233,7 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(stored: Tensor, bits: int) -> Tensor:
-    """What `packed` was given, in float32."""
+    """Return the values that `packed` packed, in float32."""
     return unpack(stored.unsqueeze(-1), bits).squeeze(-1).float()
 
 

@@ -5,7 +5,7 @@ arXiv:2606.03458. Tiles of `group` tokens of a head are rotated by a Hadamard ma
 their standard deviations in turn, and the scales of the step with the least imbalance are taken; a row (a channel of
 the keys, a token of the values) is then rounded to even steps between its extremes. Scales and zeros are fp16, as in
 huawei-csl/KVarN and `vllm/model_executor/layers/quantization/kvarn`. The first 128 tokens and the tile that is not full
-stay as they are.
+stay unchanged.
 
 Left out: nothing that we know of; its kernels have not been run here.
 """

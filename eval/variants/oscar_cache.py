@@ -5,7 +5,7 @@ in FutureMLS-Lab/OSCAR (`rotation/compute_kv_rotation.py`, `QuantKernel/oscar_ro
 head are rotated by the eigenvectors of its queries' second moment and a Hadamard matrix; values by those of their own,
 in which a token counts by the energy of its key under the queries. The largest 4% and 8% of a rotated head are clipped
 and the rest has four even steps; scale and zero are 16 bits each, as the paper's 2.28 bits count. The first 64 and the
-last 256 tokens stay as they are. Each head has rotations of its own, which the authors found better than one a layer.
+last 256 tokens stay unchanged. Each head has rotations of its own, which the authors found better than one a layer.
 
 Left out: the bit-reversed order of channels, which changes nothing where a head is one group (up to 128 channels), and
 the Lloyd-Max steps of newer branches. Its rotations are of 30k tokens of GPQA with answers, ours of 4k of other text.
@@ -38,7 +38,7 @@ class RotatedInt2(Coder):
 
     @property
     def rotation(self) -> Tensor:
-        """In a module, as weights are: what walks a cache for its bytes must not count it."""
+        """Rotation, held in a module as weights are: a walk over the cache for its bytes must not count it."""
         return self.weights[0]
 
     def encode(self, tokens: Tensor) -> Parts:

@@ -16,7 +16,7 @@ def quantize_kv(
     """Makes every attention of `model` read keys and values that are quantised as `QuantizedKVLayer` does it.
 
     A plain forward pass reads as much of the text quantised as a cache of the whole of it holds. In a padded batch,
-    padding shares groups with the tokens beside it, so its rows are quantised a little differently than they would be
+    padding shares groups with the tokens next to it, so its rows are quantised a little differently than they would be
     alone.
 
     Args:

@@ -4,7 +4,7 @@ Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distor
 0.32 has it (`model_executor/layers/quantization/turboquant`): keys are divided by their norm, rotated by a Hadamard
 matrix and rounded to the Lloyd-Max centroids of N(0, 1/d), with the norm in fp16; the presets ending in `nc` scale the
 rounded vector back to norm 1. Values have even steps, with scale and zero in fp16 a token and head. `k8v4` has keys in
-fp8. The first two and the last two layers stay as they are.
+fp8. The first two and the last two layers stay unchanged.
 
 Left out: the paper's second stage (QJL), as in vLLM; and that vLLM reads a prompt's own keys unquantised.
 `tests/engines/test_vllm_formats.py` compares with vLLM's kernels.

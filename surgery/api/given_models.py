@@ -1,4 +1,4 @@
-"""What the functions of the package take for a model, and where they put what they make.
+"""Models as arguments of the package's functions, and the folders of their outputs.
 
 A model is a folder, a GGUF file, a hub id, a name (``builtin``, ``smollm2``), a model of transformers in memory with
 its tokenizer, or the result of another function.
@@ -27,7 +27,7 @@ Model: TypeAlias = Union[str, "os.PathLike[str]", "PreTrainedModel", Checkpoint]
 
 @dataclass(frozen=True)
 class OnDisk:
-    """A model where the verbs can read it.
+    """A model where the commands can read it.
 
     Attributes:
         path: a folder, a GGUF file or a hub id.
@@ -41,7 +41,7 @@ class OnDisk:
 
     @property
     def name(self) -> str:
-        """What outputs are called after."""
+        """Name after which outputs are called."""
         return Path(self.path).stem if Path(self.path).is_file() else Path(self.path).name
 
 
@@ -78,15 +78,15 @@ def on_disk(model: Model, tokenizer: PreTrainedTokenizerBase | None, *, tokenize
 
 @contextmanager
 def placed(out: str | Path | None, name: str) -> Iterator[tuple[Path, TemporaryFolder | None]]:
-    """Where an output goes: as asked for, or in a temporary folder, which is removed at once if the block fails."""
+    """Yield the output path: the user's, or a temporary folder, which is removed at once if the block fails."""
     if out is not None:
         yield Path(out), None
         return
-    kept = TemporaryFolder("result")
+    temporary = TemporaryFolder("result")
     try:
-        yield kept.path / name, kept
+        yield temporary.path / name, temporary
     except BaseException:
-        kept.remove()
+        temporary.remove()
         raise
 
 

@@ -1,4 +1,5 @@
-"""The verbs that look at models: what one can become, what is chosen for a budget, how good it is, which heads matter.
+"""The commands that look at models: what one can become, what is chosen for a budget, how good it is, which heads
+matter.
 
 Like those of :mod:`surgery.api.rewriting` they are the command line's, for notebooks and programs: settings have the
 names of YAML files (``surgery config NAME``), and torch is imported when one is called.
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def inspect(model: Model, *, allow_pickle: bool = False) -> Inspection:
-    """What attention a model has, what it caches, and what it can be converted to: ``surgery inspect``.
+    """Inspect a model's attention, its cache and its possible conversions, as ``surgery inspect`` does.
 
     Args:
         model: see :mod:`surgery.api.given_models`.
@@ -76,11 +77,11 @@ def plan(
     """
     from surgery.planning.settings import PlanSettings
 
-    asked = PlanSettings.from_mapping(settings, "plan")
+    plan_settings = PlanSettings.from_mapping(settings, "plan")
     with on_disk(model, tokenizer, tokenized=True) as source:
         from surgery.planning.plan import make_plan
 
-        return make_plan(source.path, asked, allow_pickle=allow_pickle, progress=Progress(silent=not progress))
+        return make_plan(source.path, plan_settings, allow_pickle=allow_pickle, progress=Progress(silent=not progress))
 
 
 def verify(model: Model, *, device: str = "auto", seed: int = 0, progress: bool = True) -> Checked:
@@ -122,7 +123,7 @@ def evaluate(
     progress: bool = True,
     **settings: Any,
 ) -> Evaluated:
-    """Measures models beside their source and beside cheap baselines: ``surgery eval``.
+    """Measures models next to their source and next to cheap baselines: ``surgery eval``.
 
     Args:
         models: one or more, by name if they are a mapping; see :mod:`surgery.api.given_models`.
@@ -133,7 +134,7 @@ def evaluate(
         title: of the report.
         overwrite: replace a report of other models, tasks or settings.
         allow_pickle: read pickled weights if there are no others.
-        trust_remote_code: run code that lies beside the weights.
+        trust_remote_code: run code that lies next to the weights.
         progress: show bars on standard error.
         **settings: of :class:`surgery.evaluation.settings.EvalSettings`, such as ``tasks``, ``data``, ``windows``.
 
@@ -147,20 +148,20 @@ def evaluate(
     from surgery.evaluation.settings import EvalSettings
 
     read = {} if config is None else read_mapping(find_shipped(config, "configs"))
-    asked = EvalSettings.from_mapping({**read, **settings}, "evaluate" if config is None else str(config))
+    eval_settings = EvalSettings.from_mapping({**read, **settings}, "evaluate" if config is None else str(config))
     with ExitStack() as opened:
-        given = _rows(models, tokenizer, opened)
+        rows = _rows(models, tokenizer, opened)
         compared = None if baseline is None else opened.enter_context(on_disk(baseline, tokenizer))
         folder = Path(opened.enter_context(TemporaryFolder("eval")) if out is None else out)
         from surgery.evaluation.output import track
-        from surgery.evaluation.run import Request
+        from surgery.evaluation.run import EvaluationRequest
         from surgery.evaluation.run import evaluate as run
 
-        request = Request(
-            given,
+        request = EvaluationRequest(
+            rows,
             None if compared is None else compared.path,
             folder,
-            asked,
+            eval_settings,
             command="surgery.evaluate",
             title=title,
             writes=out is not None,
@@ -168,10 +169,10 @@ def evaluate(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
-        found = run(request, Progress(silent=not progress))
-        if asked.wandb and found.is_main:
-            track(found.report, folder, asked.wandb, asked.wandb_mode)
-        return Evaluated.of(found.report, None if out is None else folder)
+        result = run(request, Progress(silent=not progress))
+        if eval_settings.wandb and result.is_main:
+            track(result.report, folder, eval_settings.wandb, eval_settings.wandb_mode)
+        return Evaluated.of(result.report, None if out is None else folder)
 
 
 def score_heads(
@@ -191,7 +192,7 @@ def score_heads(
     Args:
         model: see :mod:`surgery.api.given_models`.
         method: duo, prulong, needle, induction or kvzip.
-        out: file to write, NAME.safetensors, with a picture beside it; without it the result is temporary.
+        out: file to write, NAME.safetensors, with a picture next to it; without it the result is temporary.
         tokenizer: of a model in memory.
         config: YAML file of settings, or the name of one that ships; arguments win over it.
         overwrite: replace existing files.
@@ -209,16 +210,16 @@ def score_heads(
     from surgery.heads.settings import SUFFIX, HeadSettings
 
     read = {} if config is None else read_mapping(find_shipped(config, "configs"))
-    asked = HeadSettings.from_mapping({**read, "method": method, **settings}, "score_heads")
+    head_settings = HeadSettings.from_mapping({**read, "method": method, **settings}, "score_heads")
     with (
         on_disk(model, tokenizer) as source,
-        placed(out, f"{source.name}-heads-{method}{SUFFIX}") as (place, kept),
+        placed(out, f"{source.name}-heads-{method}{SUFFIX}") as (place, temporary),
     ):
         from surgery.heads.scoring import score_heads as score
 
-        said = {"overwrite": overwrite, "allow_pickle": allow_pickle, "progress": Progress(silent=not progress)}
-        scored = score(source.path, place, asked, **said)
-        return ScoredHeads(scored.path, scored.pattern, _kept=kept)
+        options = {"overwrite": overwrite, "allow_pickle": allow_pickle, "progress": Progress(silent=not progress)}
+        scored = score(source.path, place, head_settings, **options)
+        return ScoredHeads(scored.path, scored.pattern, _kept=temporary)
 
 
 def _rows(models: Any, tokenizer: PreTrainedTokenizerBase | None, opened: ExitStack) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""Adding to what the verbs know, from a program. Packages do the same by entry points: CONTRIBUTING.md, "Plug in"."""
+"""Adding to what the commands know, from a program. Packages do the same by entry points: CONTRIBUTING.md, "Plug
+in"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the functions of the package return: numbers, the report they are from, and the model on demand."""
+"""Results of the package's functions: numbers, the report they are from, and the model on demand."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Converted(Checkpoint):
-    """What :func:`surgery.convert` and :func:`surgery.slice` make.
+    """Result of :func:`surgery.convert` and :func:`surgery.slice`.
 
     Attributes:
         loss_before, loss_after: nats per token on held-out text, of the source and of what was written, as it was
@@ -107,7 +107,7 @@ class Converted(Checkpoint):
 
     @classmethod
     def of(cls, path: Path, report: dict[str, Any], **others: Any) -> Converted:
-        """From a conversion's report."""
+        """Build the result from a conversion's report."""
         stages, kv = (report.get("healing") or {}).get("quality") or report["ladder"], report["kv"]
         first, last = stages[0], stages[-1]
         return cls(
@@ -125,7 +125,7 @@ class Converted(Checkpoint):
 
 @dataclass(frozen=True)
 class Healed(Checkpoint):
-    """What :func:`surgery.heal` makes.
+    """Result of :func:`surgery.heal`.
 
     Attributes:
         loss_source, loss_before, loss_after: nats per token on held-out text, of the teacher, of the checkpoint that
@@ -146,7 +146,7 @@ class Healed(Checkpoint):
 
     @classmethod
     def of(cls, path: Path, healing: dict[str, Any], **others: Any) -> Healed:
-        """From the record of a healing."""
+        """Build the result from the record of a healing."""
         measured = {row["name"]: row for row in healing["quality"]}
         stages = [measured.get(name) or {} for name in ("source", "converted", "healed")]
         losses, recalls = ([stage.get(name) for stage in stages] for name in ("loss", "recall"))
@@ -175,7 +175,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What :func:`surgery.evaluate` measured; notebooks show its page.
+    """Result of :func:`surgery.evaluate`; notebooks show its page.
 
     Attributes:
         rows: the models, the baseline first, cheap baselines last.
@@ -221,7 +221,7 @@ class Evaluated:
 
     @classmethod
     def of(cls, report: dict[str, Any], folder: Path | None) -> Evaluated:
-        """From the report of an evaluation."""
+        """Build the result from the report of an evaluation."""
         rows = tuple(
             Row(
                 row["name"],
@@ -238,7 +238,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class ScoredHeads:
-    """What :func:`surgery.score_heads` found; ``heads`` of a hybrid conversion takes it.
+    """Result of :func:`surgery.score_heads`; ``heads`` of a hybrid conversion takes it.
 
     Attributes:
         path: of the pattern file. Without an ``out`` it is a temporary one, which goes with this object.
@@ -256,7 +256,7 @@ class ScoredHeads:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What the heads were scored with."""
+        """Settings with which the heads were scored."""
         return self.pattern.settings
 
     @cached_property

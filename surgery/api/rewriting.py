@@ -1,4 +1,4 @@
-"""The verbs that make a checkpoint of another: conversion, a smaller slice, recovery training.
+"""The commands that make a checkpoint of another: conversion, a smaller slice, recovery training.
 
 Like those of :mod:`surgery.api.measuring` they are the command line's, for notebooks and programs: settings have the
 names of YAML files (``surgery config NAME``), and torch is imported when one is called. Nothing is written without an
@@ -74,10 +74,10 @@ def convert(
     if isinstance(settings.get("heads"), ScoredHeads):
         settings["heads"] = str(settings["heads"].path)
     target = find_target(to)
-    asked = target.settings(settings, None if config is None else find_shipped(config, "configs"))
+    target_settings = target.settings(settings, None if config is None else find_shipped(config, "configs"))
     further = {"allow_pickle": allow_pickle, "keep_code": keep_code, "command": f"surgery.convert(to={to!r})"}
     further |= {} if heal is None else {"heal": seconds_of(heal, "heal")}
-    return _convert(target, asked, model, out, tokenizer, overwrite=overwrite, progress=progress, **further)
+    return _convert(target, target_settings, model, out, tokenizer, overwrite=overwrite, progress=progress, **further)
 
 
 def slice(
@@ -109,9 +109,9 @@ def slice(
     """
     from surgery.structures.registry import SLICE
 
-    asked = SLICE.settings({"kv_ratio": kv_ratio, **settings})
+    slice_settings = SLICE.settings({"kv_ratio": kv_ratio, **settings})
     further = {"allow_pickle": allow_pickle, "keep_code": keep_code, "command": "surgery.slice()"}
-    return _convert(SLICE, asked, model, out, tokenizer, overwrite=overwrite, progress=progress, **further)
+    return _convert(SLICE, slice_settings, model, out, tokenizer, overwrite=overwrite, progress=progress, **further)
 
 
 def heal(
@@ -158,15 +158,15 @@ def heal(
     check_processes(processes)
     launcher = None if launcher is None else find_launcher(launcher)
     config = None if config is None else find_shipped(config, "configs")
-    said = {**({} if config is None else read_mapping(config)), **settings}
-    HealSettings.from_mapping({"teacher": "its source", **said}, "heal" if config is None else str(config))
-    if teacher is None and isinstance(model, Checkpoint) and not any(said.get(name) for name in LEARNED_FROM):
+    all_settings = {**({} if config is None else read_mapping(config)), **settings}
+    HealSettings.from_mapping({"teacher": "its source", **all_settings}, "heal" if config is None else str(config))
+    if teacher is None and isinstance(model, Checkpoint) and not any(all_settings.get(name) for name in LEARNED_FROM):
         teacher = _first_source(model)
     with ExitStack() as opened:
         student = opened.enter_context(on_disk(model, tokenizer))
         if teacher is not None:
             settings["teacher"] = opened.enter_context(on_disk(teacher, tokenizer)).path
-        place, kept = opened.enter_context(placed(out, f"{student.name}-healed"))
+        place, temporary = opened.enter_context(placed(out, f"{student.name}-healed"))
         settle_output(student.path, find_local(student.path), place, "healed", overwrite=overwrite)
         from surgery.healing.heal import HealRequest, heal_checkpoint
 
@@ -182,8 +182,8 @@ def heal(
             command="surgery.heal()",
         )
         healed = heal_checkpoint(request, Progress(silent=not progress))
-        found = {"source": student.source, "_device": student.device, "_kept": kept}
-        return Healed.of(healed.path, healed.healing, **found)
+        origin = {"source": student.source, "_device": student.device, "_kept": temporary}
+        return Healed.of(healed.path, healed.healing, **origin)
 
 
 def _convert(
@@ -201,7 +201,7 @@ def _convert(
     """A conversion, and seconds of healing if there are some; ``further`` is of its request."""
     with (
         on_disk(model, tokenizer, tokenized=settings.calibration != NO_CALIBRATION) as source,
-        placed(out, f"{source.name}-{target.name}") as (place, kept),
+        placed(out, f"{source.name}-{target.name}") as (place, temporary),
     ):
         target.check_places(source.path, place, settings, overwrite=overwrite)
         from surgery.structures.converter import convert
@@ -215,12 +215,12 @@ def _convert(
             from surgery.healing.convert_and_heal import convert_and_heal
 
             conversion = convert_and_heal(request, {"max_seconds": heal}, measure={}, progress=bars)
-        found = {"source": source.source, "_device": source.device, "_kept": kept}
-        return Converted.of(conversion.path, conversion.report.to_dict(), **found)
+        origin = {"source": source.source, "_device": source.device, "_kept": temporary}
+        return Converted.of(conversion.path, conversion.report.to_dict(), **origin)
 
 
 def _first_source(model: Checkpoint) -> Checkpoint | str | None:
-    """What a result was made from in the first place, as far back as that can be read."""
+    """Return the first source of a result, as far back as that can be read."""
     source = model.source
     while isinstance(source, Checkpoint) and source.source is not None:
         source = source.source

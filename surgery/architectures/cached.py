@@ -33,7 +33,7 @@ def check_quantizable(path: Path, config) -> None:
         raise SurgeryError.at(path, f"{error}") from None
     if getattr(config, "base_model_type", config.model_type) in OUTPUT_GATES:
         raise SurgeryError.at(
-            path, "values behind a gate cannot be rotated, which a quantised cache asks for: leave --bits out"
+            path, "values before a gate cannot be rotated, which a quantised cache needs. Leave --bits out"
         )
     if getattr(config, "kv_cache", None):
         raise SurgeryError.at(path, "its KV cache is quantised already; convert the checkpoint that it was made of")
@@ -44,10 +44,10 @@ def check_quantizable(path: Path, config) -> None:
 
 def rotated_tensors(reader: CheckpointReader, config, layer: int) -> dict[str, Tensor]:
     """A layer's tensors with a Hadamard rotation folded in, in their own dtype: values, or the latent."""
-    prefix, (wanted, rotate) = ATTENTION_PREFIX.format(layer=layer), _rotation(config, layer)
-    names = [name for name in reader.names() if name.startswith(tuple(prefix + part for part in wanted))]
-    found = {name.removeprefix(prefix): reader.tensor(name) for name in names}
-    return {prefix + name: tensor.to(found[name].dtype).contiguous() for name, tensor in rotate(found).items()}
+    prefix, (modules, rotate) = ATTENTION_PREFIX.format(layer=layer), _rotation(config, layer)
+    names = [name for name in reader.names() if name.startswith(tuple(prefix + part for part in modules))]
+    tensors = {name.removeprefix(prefix): reader.tensor(name) for name in names}
+    return {prefix + name: tensor.to(tensors[name].dtype).contiguous() for name, tensor in rotate(tensors).items()}
 
 
 def _rotation(config, layer: int) -> tuple[tuple[str, ...], Callable[[dict[str, Tensor]], dict[str, Tensor]]]:
@@ -67,8 +67,8 @@ def _rotation(config, layer: int) -> tuple[tuple[str, ...], Callable[[dict[str, 
     )
 
 
-def _rotated_values(found: dict[str, Tensor], heads: int, kv_heads: int) -> dict[str, Tensor]:
-    v, o, bias = found["v_proj.weight"], found["o_proj.weight"], found.get("v_proj.bias")
+def _rotated_values(tensors: dict[str, Tensor], heads: int, kv_heads: int) -> dict[str, Tensor]:
+    v, o, bias = tensors["v_proj.weight"], tensors["o_proj.weight"], tensors.get("v_proj.bias")
     v, o, bias = rotate_values(
         v.unflatten(0, (kv_heads, -1)),
         o.unflatten(1, (heads, -1)),
@@ -78,25 +78,25 @@ def _rotated_values(found: dict[str, Tensor], heads: int, kv_heads: int) -> dict
     return rotated if bias is None else {**rotated, "v_proj.bias": bias.flatten()}
 
 
-def _rotated_behind_norm(found: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+def _rotated_behind_norm(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
     """Latents of a family's MLA: a rotation leaves their norm as it is once its weight is one for all.
 
     It stays if it is, as in what conversions write; else it goes to what reads them.
     """
-    rows = {name: tensor.double() for name, tensor in found.items()}
+    rows = {name: tensor.double() for name, tensor in tensors.items()}
     weight, up, bias = rows[f"{NORM}.weight"], rows[f"{UP}.weight"], rows.get(f"{DOWN}.bias")
-    kept = weight if bool((weight == weight[0]).all()) else torch.ones_like(weight)
-    up = up * (weight / kept)
+    norm = weight if bool((weight == weight[0]).all()) else torch.ones_like(weight)
+    up = up * (weight / norm)
     turned = rotate_latent(rows[f"{DOWN}.weight"][:rank], [up], None if bias is None else bias[:rank])
     rows[f"{DOWN}.weight"][:rank], (rows[f"{UP}.weight"],), latent_bias = turned
     if bias is not None:
         bias[:rank] = latent_bias
-    return {**rows, f"{NORM}.weight": kept}
+    return {**rows, f"{NORM}.weight": norm}
 
 
-def _rotated_latent(found: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    down, bias = found["kv_down.weight"].double(), found.get("kv_down.bias")
-    query, value = found["query_up"].double(), found["value_up"]
+def _rotated_latent(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    down, bias = tensors["kv_down.weight"].double(), tensors.get("kv_down.bias")
+    query, value = tensors["query_up"].double(), tensors["value_up"]
     latent_bias = None if bias is None else bias[:rank]
     down[:rank], (query[..., :rank], value), latent_bias = rotate_latent(
         down[:rank], [query[..., :rank], value], latent_bias
@@ -109,14 +109,14 @@ def _rotated_latent(found: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
     return rotated
 
 
-def _rotated_blocks(found: dict[str, Tensor], ranks: Sequence[int], earlier: Sequence[int]) -> dict[str, Tensor]:
+def _rotated_blocks(tensors: dict[str, Tensor], ranks: Sequence[int], earlier: Sequence[int]) -> dict[str, Tensor]:
     """Low-rank latents, a rotation for each block; those of earlier layers come in with theirs."""
-    rotated = {"kv_down.weight": _rotations(ranks).T @ found["kv_down.weight"].double()}
+    rotated = {"kv_down.weight": _rotations(ranks).T @ tensors["kv_down.weight"].double()}
     for number, rank in enumerate(ranks):
         columns = _rotations([*earlier, rank])
         for name in (f"key_up.{number}", f"value_up.{number}"):
-            if name in found:
-                rotated[name] = found[name].double() @ columns
+            if name in tensors:
+                rotated[name] = tensors[name].double() @ columns
     return rotated
 
 

@@ -1,4 +1,4 @@
-"""Which class carries a conversion, and why."""
+"""Choice of the class that carries a conversion, and its reasons."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Carrier:
 
     @property
     def stock(self) -> bool:
-        """Whether it is a class of transformers."""
+        """Return whether it is a class of transformers."""
         return isinstance(self.writer, StockMLA)
 
 
@@ -29,12 +29,12 @@ def choose_carrier(
     spec: MLASpec,
     obstacles: Sequence[str],
     *,
-    wanted: str,
+    choice: str,
     latent_norm: str,
     head_sizes: tuple[int, int, int] | None,
     tied: bool,
 ) -> Carrier:
-    """Stock ``deepseek_v3`` where it can carry the conversion, the project's own class otherwise.
+    """Stock ``deepseek_v3`` where it can carry the conversion, the custom model class otherwise.
 
     Args:
         obstacles: why stock cannot, :func:`surgery.architectures.deepseek_v3.obstacles`.
@@ -44,12 +44,12 @@ def choose_carrier(
     Raises:
         SurgeryError: "stock" is wanted and impossible.
     """
-    if wanted == "own":
+    if choice == "own":
         return Carrier(OwnMLA(spec), ("asked for",))
     if not obstacles:
         return Carrier(
             StockMLA.choose(config, spec, latent_norm, head_sizes, tied), ("stock deepseek_v3 carries it exactly",)
         )
-    if wanted == "stock":
+    if choice == "stock":
         raise SurgeryError(f"stock deepseek_v3 cannot carry this model: {'; '.join(obstacles)}; use --carrier own")
     return Carrier(OwnMLA(spec), tuple(obstacles))

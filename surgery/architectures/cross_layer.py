@@ -1,6 +1,6 @@
 """Layers that share a cache, in the project's own model class: names, shapes and config of what is written.
 
-All tensors of the source are kept, byte for byte; a shared basis stands beside them.
+All tensors of the source are kept, byte for byte; a shared basis stands next to them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class OwnCrossLayer:
         return result
 
     def latent_tensors(self, group: int, basis: SharedBasis, weights: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The same of MLA, whose caches hold latents times the ``weights`` [r] of their norms; float64."""
+        """Return the tensors for MLA, whose caches hold latents times the ``weights`` [r] of their norms; float64."""
         start = self.groups[group][0]
         result = {}
         for place, (down, up, weight) in enumerate(zip(basis.down, basis.up, weights, strict=True)):

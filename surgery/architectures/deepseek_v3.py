@@ -34,38 +34,39 @@ MODEL_TYPE = "deepseek_v3"
 INPUT_NORM = "model.layers.{layer}.input_layernorm.weight"
 
 ROPE_SCALE = 2.0**-4
-"""Scale of rotary keys beside a tiny latent. One tensor holds what makes both, and one scale of fp8 must reach both."""
+"""Scale of rotary keys next to a tiny latent. One tensor holds what makes both, and one scale of fp8 must reach
+both."""
 LARGEST_QUERY = 2.0**15
 """Of query weights, half of what float16 holds; rotary keys are larger where queries would exceed it."""
 
 
 def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, beside: str | None = None) -> list[str]:
-    """Why the stock class cannot carry a conversion; empty if it can.
+    """Return why the stock class cannot carry a conversion; empty if it can.
 
     Args:
         config: the source's config.json.
         experts, mlp_bias: what the source's feed-forward layers have.
         beside: what else its layers have around the attention.
     """
-    found = [] if beside is None else [f"the source has {beside}"]
+    reasons = [] if beside is None else [f"the source has {beside}"]
     if spec.key_norm_eps is not None:
-        found.append("the source normalises queries and keys per head (q/k-norm)")
+        reasons.append("the source normalises queries and keys per head (q/k-norm)")
     if experts:
-        found.append("the source is a mixture of experts with another router")
+        reasons.append("the source is a mixture of experts with another router")
     if mlp_bias:
-        found.append("the source's feed-forward layers have biases")
+        reasons.append("the source's feed-forward layers have biases")
     limit = config.get("max_position_embeddings") or 0
     if any(window is not None and window < limit for window in spec.windows):
-        found.append("the source has sliding windows")
+        reasons.append("the source has sliding windows")
     if spec.kept:
-        found.append("some layers keep their attention")
+        reasons.append("some layers keep their attention")
     elif not spec.uniform:
-        found.append("ranks or frequencies differ between layers")
+        reasons.append("ranks or frequencies differ between layers")
     if any((f == 0).any() for f in spec.inv_freq):
-        found.append("some of the source's rotary pairs stand still")
+        reasons.append("some of the source's rotary pairs stand still")
     if min(len(f) for f in spec.inv_freq) == 0:
-        found.append("no rotary part is left")
-    return found
+        reasons.append("no rotary part is left")
+    return reasons
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class StockMLA:
     Attributes:
         norm: how the latent's norm is neutralised.
         rescale: what the residual stream is multiplied by, 1.0 if the source's eps serves.
-        head_sizes: unrotated, rotated and value numbers of a head as they are written, zeros behind the model's own;
+        head_sizes: unrotated, rotated and value numbers of a head as they are written, zeros after the model's own;
             None: no zeros.
         untied: whether embeddings that are the output head too are written twice.
     """
@@ -173,7 +174,7 @@ class StockMLA:
                 "attention_factor": 1.0,
                 "original_max_position_embeddings": limit,
             }
-        kept = (
+        fields = (
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_act "
             "max_position_embeddings use_cache bos_token_id eos_token_id pad_token_id tie_word_embeddings "
             "initializer_range pretraining_tp dtype torch_dtype attention_dropout"
@@ -181,7 +182,7 @@ class StockMLA:
         return {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": MODEL_TYPE,
-            **{name: source[name] for name in kept.split() if name in source},
+            **{name: source[name] for name in fields.split() if name in source},
             # Written out because the classes' defaults differ.
             "tie_word_embeddings": bool(source.get("tie_word_embeddings", False)) and not self.untied,
             "bos_token_id": source.get("bos_token_id"),
@@ -215,7 +216,7 @@ class StockMLA:
         }
 
     def copied(self, names: list[str]) -> list[str]:
-        """Which of the source's attention tensors of a layer are kept as they are: none."""
+        """Return which of the source's attention tensors of a layer stay unchanged: none."""
         return []
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
@@ -317,17 +318,17 @@ class StockMLA:
 
 
 def zero_rows(tensor: Tensor, rows: int) -> Tensor:
-    """``tensor`` [..., n, m] with zeros behind its rows, [..., rows, m]."""
+    """``tensor`` [..., n, m] with zeros after its rows, [..., rows, m]."""
     return torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[-2]))
 
 
 def _frequency_factors(inv_freq: Tensor, base: float) -> list[float]:
     """LongRoPE factors for which transformers computes exactly these float32 frequencies, up to its last bit."""
     grid = base ** (torch.arange(0, 2 * len(inv_freq), 2, dtype=torch.int64).float() / (2 * len(inv_freq)))
-    wanted = inv_freq.float()
+    target = inv_freq.float()
     factor = (1.0 / (inv_freq.double() * grid.double())).float()
     for _ in range(4):
-        got = 1.0 / (factor * grid)
-        direction = torch.where(got > wanted, torch.inf, -torch.inf)
-        factor = torch.where(got == wanted, factor, torch.nextafter(factor, direction))
+        scaled = 1.0 / (factor * grid)
+        direction = torch.where(scaled > target, torch.inf, -torch.inf)
+        factor = torch.where(scaled == target, factor, torch.nextafter(factor, direction))
     return [float(f) for f in factor.double()]

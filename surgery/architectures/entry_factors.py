@@ -1,8 +1,9 @@
-"""What training must leave as it is in a checkpoint, so that its class goes on computing what it is meant to.
+"""Tensors that training must leave unchanged or scale, so that a checkpoint's class goes on computing what it is meant
+to.
 
 Stock MLA classes normalise the latent, and conversions make that norm the identity (:mod:`.neutral_norm`). Its weight
-must not move, nor a channel that is constant, nor what reads it: behind the norm it may be in the thousands, and one
-step of an optimizer would drown all else. Latents that were scaled down to be small beside the norm's eps must move in
+must not move, nor a channel that is constant, nor what reads it: after the norm it may be in the thousands, and one
+step of an optimizer would drown all else. Latents that were scaled down to be small next to the norm's eps must move in
 proportion to their size, and so must what is larger where the inputs are smaller.
 """
 
@@ -29,8 +30,8 @@ def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
     for layer in range(reader.config["num_hidden_layers"]):
         prefix = ATTENTION_PREFIX.format(layer=layer)
         weight, bias = prefix + "kv_a_proj_with_mqa.weight", prefix + "kv_a_proj_with_mqa.bias"
-        held = reader.tensor(bias)[:width] if bias in reader else None
-        norm = recognised_norm(reader.tensor(prefix + "kv_a_layernorm.weight"), held)
+        biases = reader.tensor(bias)[:width] if bias in reader else None
+        norm = recognised_norm(reader.tensor(prefix + "kv_a_layernorm.weight"), biases)
         if norm is None:  # a norm that does something, as in DeepSeek's own models
             continue
         rules[prefix + "kv_a_layernorm.weight"] = True
@@ -88,5 +89,5 @@ def _query_latent(reader: CheckpointReader, prefix: str) -> dict[str, Any]:
     if not torch.equal(weight, torch.eye(channels + 1, channels, dtype=weight.dtype) * scale):
         return {}
     norm = reader.tensor(names[2])
-    factor = float(norm[0]) * scale / (float(norm[-1]) * constant)  # of inputs to the constant, behind the norm
+    factor = float(norm[0]) * scale / (float(norm[-1]) * constant)  # of inputs to the constant, after the norm
     return {**dict.fromkeys(names, True), prefix + "q_b_proj.weight": {"columns": [channels], "factor": factor}}

@@ -87,18 +87,18 @@ class StreamableModel:
             if entry.shares_cache:
                 raise SurgeryError.at(path, f"heads of {entry.kind} attention (layer {layer}) cannot stream")
             if isinstance(entry, LatentEntry):
-                found = (Unit(tuple(range(kv_heads)), entry.width(plain)),)
+                layer_units = (Unit(tuple(range(kv_heads)), entry.width(plain)),)
             elif isinstance(entry, LowRankEntry):
                 if entry.has_window or entry.joined:
-                    raise SurgeryError.at(path, f"layer {layer} has an exact window or reads other layers' latents")
-                found = _units_of_blocks(entry.blocks)
-                if len(found) > 1 and config["base_model_type"] in NORM_OVER_HEADS:
+                    raise SurgeryError.at(path, f"layer {layer} has a residual window or reads other layers' latents")
+                layer_units = _units_of_blocks(entry.blocks)
+                if len(layer_units) > 1 and config["base_model_type"] in NORM_OVER_HEADS:
                     raise SurgeryError.at(path, f"the key norm of layer {layer} is over all heads, which stay together")
             else:
                 count = getattr(entry, "kv_heads", kv_heads)
-                found = tuple(Unit((head,), 2 * head_dim) for head in range(count))
-            units.append(found)
-        counts = {sum(len(unit.heads) for unit in found) for found in units}
+                layer_units = tuple(Unit((head,), 2 * head_dim) for head in range(count))
+            units.append(layer_units)
+        counts = {sum(len(unit.heads) for unit in layer_units) for layer_units in units}
         if len(counts) > 1:
             raise SurgeryError.at(path, f"layers have {sorted(counts)} KV heads; a pattern has one number for all")
         return cls(config, counts.pop(), head_dim, tuple(units))
@@ -107,16 +107,16 @@ class StreamableModel:
     def layers(self) -> int:
         return len(self.units)
 
-    def bytes_at(self, full: BoolTensor, tokens: int, kept: int, itemsize: int, extra: float = 0.0) -> float:
+    def bytes_at(self, full: BoolTensor, tokens: int, window: int, itemsize: int, extra: float = 0.0) -> float:
         """KV bytes of a plan with these full heads [L, G] after ``tokens`` tokens of one sequence.
 
-        ``kept`` tokens stay of streaming heads, and ``extra`` bytes are added for each of these heads.
+        ``window`` tokens stay of streaming heads, and ``extra`` bytes are added for each of these heads.
         """
         total = 0.0
-        for layer, found in enumerate(self.units):
-            for unit in found:
+        for layer, layer_units in enumerate(self.units):
+            for unit in layer_units:
                 whole = bool(full[layer, unit.heads[0]])
-                total += unit.width * itemsize * (tokens if whole else min(tokens, kept))
+                total += unit.width * itemsize * (tokens if whole else min(tokens, window))
                 total += 0 if whole else extra * len(unit.heads)
         return total
 
@@ -148,15 +148,15 @@ def moved_names(reader: CheckpointReader, layer: int) -> list[str]:
     """The tensors of a layer in which heads have places."""
     prefix = ATTENTION_PREFIX.format(layer=layer)
     moved = ("q_proj.", "k_proj.", "v_proj.", "o_proj.weight", "q_norm.", "k_norm.")
-    wanted = tuple(f"{prefix}{name}" for name in moved)
-    return [name for name in reader.names() if name.startswith(wanted)]
+    prefixes = tuple(f"{prefix}{name}" for name in moved)
+    return [name for name in reader.names() if name.startswith(prefixes)]
 
 
 def moved_tensors(reader: CheckpointReader, layer: int, order: list[int]) -> dict[str, Tensor]:
-    """Those tensors with the KV heads in another order, in their own dtype."""
+    """Return those tensors with the KV heads in another order, in their own dtype."""
     prefix = ATTENTION_PREFIX.format(layer=layer)
-    found = {name.removeprefix(prefix): reader.tensor(name) for name in moved_names(reader, layer)}
-    return {prefix + name: tensor.contiguous() for name, tensor in permute_heads(found, order).items()}
+    tensors = {name.removeprefix(prefix): reader.tensor(name) for name in moved_names(reader, layer)}
+    return {prefix + name: tensor.contiguous() for name, tensor in permute_heads(tensors, order).items()}
 
 
 def _units_of_blocks(blocks: Sequence[Block]) -> tuple[Unit, ...]:
@@ -179,5 +179,5 @@ def _units_of_blocks(blocks: Sequence[Block]) -> tuple[Unit, ...]:
 
 
 def compensation_bytes(head_dim: int) -> int:
-    """What a compensated head keeps besides its window: the sums of dropped keys and values, in float32."""
+    """Return the bytes of a compensated head besides its window: the sums of dropped keys and values, in float32."""
     return 2 * head_dim * torch.float32.itemsize

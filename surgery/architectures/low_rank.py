@@ -30,7 +30,7 @@ class OwnLowRank:
         anatomy: of any layer of the source; all have one shape.
         blocks: every layer's latents; none of a layer that keeps its attention.
         shared_layers: how many layers before each one hand their latents on to it.
-        sinks, window: tokens that are read exactly beside the latents; 0 for none.
+        sinks, window: tokens that are read exactly next to the latents; 0 for none.
         codes: every layer's formats of adjacent latents; None where all have one.
     """
 
@@ -72,10 +72,10 @@ class OwnLowRank:
         return own_config(source, entries)
 
     def copied(self, names: Sequence[str]) -> list[str]:
-        """Which of the source's attention tensors of a layer are kept as they are."""
-        kept = "q_proj.bias", "q_norm.", "k_norm.", "o_proj.bias", "sinks"
-        kept += ("k_proj.", "v_proj.") if self.window else ()
-        return [name for name in names if name.rpartition("self_attn.")[2].startswith(kept)]
+        """Return which of the source's attention tensors of a layer stay unchanged."""
+        prefixes = "q_proj.bias", "q_norm.", "k_norm.", "o_proj.bias", "sinks"
+        prefixes += ("k_proj.", "v_proj.") if self.window else ()
+        return [name for name in names if name.rpartition("self_attn.")[2].startswith(prefixes)]
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
         """Names, dtypes and shapes of a layer's new tensors."""

@@ -1,7 +1,7 @@
 """MLA in the project's own model class: what the stock class cannot carry.
 
 The class keeps the source's own query projection and norm (copied byte for byte) and holds the latent form of
-:mod:`surgery.transforms.latent_layer` beside them.
+:mod:`surgery.transforms.latent_layer` next to them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class OwnMLA:
         return own_config(source, layers)
 
     def copied(self, names: list[str]) -> list[str]:
-        """Which of the source's attention tensors of a layer are kept as they are."""
-        kept = ["q_proj.", "q_norm.", "o_proj.bias", "sinks"]
+        """Return which of the source's attention tensors of a layer stay unchanged."""
+        prefixes = ["q_proj.", "q_norm.", "o_proj.bias", "sinks"]
         if self.spec.key_norm_eps is not None:
-            kept.append("k_proj.")  # gives the exact key norm its inverse RMS
-        return [name for name in names if name.rpartition("self_attn.")[2].startswith(tuple(kept))]
+            prefixes.append("k_proj.")  # gives the exact key norm its inverse RMS
+        return [name for name in names if name.rpartition("self_attn.")[2].startswith(tuple(prefixes))]
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
         """Names, dtypes and shapes of a layer's new tensors."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from surgery.common.errors import SurgeryError
-from surgery.families.base import FURTHER
+from surgery.families.base import MTP_LAYERS
 from surgery.model.layer_entry import LayerEntry
 from surgery.model.parts import entry_of
 
@@ -14,18 +14,19 @@ MODEL_TYPE = "surgery"
 
 
 def own_config(source: dict[str, Any], entries: Sequence[LayerEntry], **more: Any) -> dict[str, Any]:
-    """config.json of the own class, from that of a family's checkpoint or of one that is of the own class already."""
+    """config.json of the custom model class, from that of a family's checkpoint or of one that is of the custom model
+    class already."""
     own = {"architectures": ["SurgeryForCausalLM"], "model_type": MODEL_TYPE}
     if source["model_type"] != MODEL_TYPE:
         own["base_model_type"] = source["model_type"]
-    if source.get(FURTHER):
-        own[FURTHER] = 0
+    if source.get(MTP_LAYERS):
+        own[MTP_LAYERS] = 0
     layers = [entry.to_entry() for entry in entries]
     return with_auto_map({**source, **own, "attention_layers": layers, **more})
 
 
 def with_auto_map(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json of the own class with the `auto_map` that its layers and its cache need."""
+    """Return config.json of the custom model class with the `auto_map` that its layers and its cache need."""
     from surgery.model import auto_map
 
     return {**config, "auto_map": auto_map(config)}

@@ -39,7 +39,7 @@ class Carrier:
         config: config.json of the class that verifies the result.
         own_class: whether that is the project's.
         final_config: config.json of another class that holds the same tensors, once the result is verified; with it
-            ``final_code``, the files that it needs beside the weights.
+            ``final_code``, the files that it needs next to the weights.
     """
 
     model_type: str
@@ -75,12 +75,12 @@ def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -
 
 
 def holds_kv_heads(model_type: str) -> bool:
-    """Whether a family's own class knows KV heads apart from query heads."""
+    """Return whether a family's own class knows KV heads apart from query heads."""
     return FAMILIES[model_type].renamed is None
 
 
 def has_head_dim(config: object) -> bool:
-    """Whether a transformers config's class declares the width of heads apart from their number."""
+    """Return whether a transformers config's class declares the width of heads apart from their number."""
     return "head_dim" in {field.name for field in fields(type(config))}
 
 

@@ -32,7 +32,7 @@ class OwnQuantizedMLA(OwnMLA):
     first_tokens: int
 
     def entries(self) -> list[QuantizedLatentEntry | StockEntry]:
-        """What config.json says of each layer."""
+        """Return the entries of config.json for the layers."""
         return [
             QuantizedLatentEntry(
                 kv_lora_rank=rank,

@@ -32,7 +32,7 @@ Ranks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """What stays of a tensor: some indices along one dimension, and what they are multiplied by."""
+    """Slice of a tensor: some indices along one dimension, and the factors they are multiplied by."""
 
     dim: int
     kept: tuple[int, ...]
@@ -52,11 +52,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class LatentModel:
-    """A checkpoint whose attention caches latents: the project's own class, or stock ``deepseek_v3``.
+    """A checkpoint whose attention caches latents: the custom model class, or stock ``deepseek_v3``.
 
     Attributes:
         config: its config.json.
-        norm: how the stock class's latent norm is neutralised; None in the own class, which has none.
+        norm: how the stock class's latent norm is neutralised; None in the custom model class, which has none.
     """
 
     config: dict
@@ -83,17 +83,17 @@ class LatentModel:
             )
         for index, entry in enumerate(layer_entries(config)):
             if not entry.ranks:
-                found = entry.kind or "the family's own"
+                named_kind = entry.kind or "the family's own"
                 raise SurgeryError.at(
                     path,
-                    f"layer {index} has {found} attention, without latents in an order; convert its "
+                    f"layer {index} has {named_kind} attention, without latents in an order; convert its "
                     "source again with a smaller --kv-ratio",
                 )
         return cls(config, None)
 
     @property
     def stock(self) -> bool:
-        """Whether it is of a class of transformers."""
+        """Return whether it is of a class of transformers."""
         return self.norm is not None
 
     @cached_property
@@ -112,7 +112,7 @@ class LatentModel:
         return tuple(entry.ranks for entry in self.entries)
 
     def rope_dim(self, layer: int) -> int:
-        """Rotary dimensions that a layer caches of every token beside its latents."""
+        """Rotary dimensions that a layer caches of every token next to its latents."""
         if self.stock:
             return self.config["qk_rope_head_dim"]
         return getattr(self.entries[layer], "rope_dim", 0)
@@ -125,7 +125,7 @@ class LatentModel:
         return entry.width(SimpleNamespace(**self.config)) - sum(entry.ranks)
 
     def sliced(self, ranks: Ranks) -> LatentModel:
-        """The same model with the first so many latents of every block.
+        """Return the same model with the first so many latents of every block.
 
         Raises:
             SurgeryError: the stock class has one rank for all layers.
@@ -137,11 +137,11 @@ class LatentModel:
             norm = constant_norm(rank) if self.norm.extra else self.norm
             return LatentModel({**self.config, "kv_lora_rank": rank + norm.extra}, norm)
         layers = []
-        for entry, kept in zip(self.entries, ranks, strict=True):
+        for entry, new_ranks in zip(self.entries, ranks, strict=True):
             if isinstance(entry, LatentEntry):
-                layers.append(replace(entry, kv_lora_rank=kept[0]))
+                layers.append(replace(entry, kv_lora_rank=new_ranks[0]))
                 continue
-            blocks = tuple(replace(block, rank=rank) for block, rank in zip(entry.blocks, kept, strict=True))
+            blocks = tuple(replace(block, rank=rank) for block, rank in zip(entry.blocks, new_ranks, strict=True))
             layer = len(layers)
             shared_rank = sum(sum(other) for other in ranks[layer - entry.shared_layers : layer])
             layers.append(replace(entry, blocks=blocks, shared_rank=shared_rank))
@@ -153,17 +153,17 @@ class LatentModel:
 
     @property
     def down_name(self) -> str:
-        """Of the projection whose first outputs are the latents."""
+        """Name of the projection whose first outputs are the latents."""
         return "kv_a_proj_with_mqa" if self.stock else "kv_down"
 
     def cuts(self, layer: int, ranks: Ranks) -> dict[str, Cut]:
-        """What stays of a layer's attention tensors, by their names within it; some may not exist."""
+        """Return the cuts of a layer's attention tensors, by their names within it; some may not exist."""
         if self.stock:
             return self._stock_cuts(layer, ranks)
         if isinstance(self.entries[layer], LowRankEntry):
             return self._low_rank_cuts(layer, ranks)
-        ((rank,), (kept,)) = self.ranks[layer], ranks[layer]
-        latents = tuple(range(kept))
+        ((rank,), (new_rank,)) = self.ranks[layer], ranks[layer]
+        latents = tuple(range(new_rank))
         rows = (*latents, *range(rank, rank + self.rope_dim(layer)))
         return {
             "kv_down.weight": Cut(0, rows),
@@ -184,13 +184,13 @@ class LatentModel:
 
     def _stock_cuts(self, layer: int, ranks: Ranks) -> dict[str, Cut]:
         width, new = self.config["kv_lora_rank"], self.sliced(ranks).norm
-        kept = (*range(ranks[layer][0]), *range(width - self.norm.extra, width))
-        rows = (*kept, *range(width, width + self.rope_dim(layer)))
+        latent_rows = (*range(ranks[layer][0]), *range(width - self.norm.extra, width))
+        rows = (*latent_rows, *range(width, width + self.rope_dim(layer)))
         return {
             "kv_a_proj_with_mqa.weight": Cut(0, rows),
             "kv_a_proj_with_mqa.bias": Cut(0, rows),
-            "kv_a_layernorm.weight": Cut(0, kept, new.weight / self.norm.weight),
-            "kv_b_proj.weight": Cut(1, kept, self.norm.gain / new.gain),
+            "kv_a_layernorm.weight": Cut(0, latent_rows, new.weight / self.norm.weight),
+            "kv_b_proj.weight": Cut(1, latent_rows, self.norm.gain / new.gain),
         }
 
 
@@ -214,17 +214,17 @@ def _cuts_by_name(reader: CheckpointReader, model: LatentModel, layer: int, rank
     return {prefix + name: cut for name, cut in model.cuts(layer, ranks).items() if prefix + name in reader}
 
 
-def _firsts(sizes: Iterable[int], kept: Sequence[int]) -> tuple[int, ...]:
-    """Places of the first ``kept`` of each of several runs of these sizes, one behind the other."""
+def _firsts(sizes: Iterable[int], counts: Sequence[int]) -> tuple[int, ...]:
+    """Places of the first ``counts`` of each of several runs of these sizes, one after the other."""
     places, start = [], 0
-    for size, count in zip(sizes, kept, strict=True):
+    for size, count in zip(sizes, counts, strict=True):
         places += range(start, start + count)
         start += size
     return tuple(places)
 
 
 def _stock_norm(path: Path, reader: CheckpointReader) -> NeutralNorm:
-    """How a stock checkpoint's latent norms are neutralised.
+    """Return the way to neutralise a stock checkpoint's latent norms.
 
     Raises:
         SurgeryError: one of them is a real norm, as in DeepSeek's own models.

@@ -22,7 +22,7 @@ def sliding_config(source: dict[str, Any], streams: Sequence[bool], window: int)
         window: tokens that a query of such a layer sees, its own among them.
 
     Raises:
-        SurgeryError: no stock class has the source's layers beside such with a window.
+        SurgeryError: no stock class has the source's layers next to such with a window.
     """
     carrier = CARRIERS.get(source["model_type"])
     if carrier is None:
@@ -32,9 +32,9 @@ def sliding_config(source: dict[str, Any], streams: Sequence[bool], window: int)
         )
     if carrier != source["model_type"] and (source.get("attention_bias") or source.get("mlp_bias")):
         raise SurgeryError(f"granularity layer: {carrier} has no biases, and the source has; leave it out")
-    kept = {name: value for name, value in source.items() if carrier == source["model_type"] or name not in OF_LLAMA}
+    fields = {name: value for name, value in source.items() if carrier == source["model_type"] or name not in OF_LLAMA}
     config = {
-        **kept,
+        **fields,
         "model_type": carrier,
         "layer_types": ["sliding_attention" if each else "full_attention" for each in streams],
         "sliding_window": window,

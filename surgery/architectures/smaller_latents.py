@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint import CheckpointReader, TensorSpec
-from surgery.families.base import ATTENTION_PREFIX, FURTHER, is_further
+from surgery.families.base import ATTENTION_PREFIX, MTP_LAYERS, is_mtp_layer
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.latent_family import DOWN, NORM, UP
 
@@ -37,7 +37,7 @@ class SmallerLatents:
     def config(self) -> dict[str, Any]:
         """The source's config.json with the new rank."""
         config = {**self.reader.config, "kv_lora_rank": self.rank}
-        return {**config, FURTHER: 0} if config.get(FURTHER) else config
+        return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else config
 
     def plan(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Names, dtypes and shapes of the result, from those of the source."""
@@ -49,11 +49,11 @@ class SmallerLatents:
         return {name: TensorSpec(spec.dtype, changed.get(name, spec.shape)) for name, spec in tensors.items()}
 
     def reasons(self) -> list[str]:
-        """Why the class is what it is, and what of the source is not there."""
-        found = ["the source's own class holds another rank"]
-        if further := {name.split(".")[2] for name in self.reader.names() if is_further(name, self.layers)}:
-            found.append(f"layers that predict further tokens are left out ({len(further)})")
-        return found
+        """Return the reasons for the class, and the parts of the source that are missing."""
+        messages = ["the source's own class holds another rank"]
+        if further := {name.split(".")[2] for name in self.reader.names() if is_mtp_layer(name, self.layers)}:
+            messages.append(f"MTP layers are left out ({len(further)})")
+        return messages
 
     def tensors(self, layer: int, smaller: LatentAnatomy) -> dict[str, Tensor]:
         """A layer's new tensors by their full names, in the source's dtypes.
@@ -68,16 +68,16 @@ class SmallerLatents:
             rotated = rows[rank:] if smaller.order is None else rows[rank:][smaller.order.argsort()]
             return torch.cat([rows[:rank], rotated])
 
-        found = {
+        result = {
             f"{DOWN}.weight": stored(smaller.down),
             f"{NORM}.weight": torch.full((rank,), weight),
             f"{UP}.weight": smaller.up.flatten(0, 1) / weight,
         }
         if smaller.down_bias is not None:
-            found[f"{DOWN}.bias"] = stored(smaller.down_bias)
+            result[f"{DOWN}.bias"] = stored(smaller.down_bias)
         return {
             prefix + name: tensor.to(self.reader.info(prefix + name).dtype).contiguous()
-            for name, tensor in found.items()
+            for name, tensor in result.items()
         }
 
     def _shapes(self, tensors: Mapping[str, TensorSpec], layer: int) -> dict[tuple[str, str], tuple[int, ...]]:

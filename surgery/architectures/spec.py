@@ -1,4 +1,4 @@
-"""What a converted model looks like, independently of the class that will carry it."""
+"""Converted model, independent of the class that will carry it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MLASpec:
 
     @property
     def uniform(self) -> bool:
-        """Whether all layers share one rank and one list of frequencies."""
+        """Return whether all layers share one rank and one list of frequencies."""
         first = self.inv_freq[0]
         return len(set(self.ranks)) == 1 and all(
             f.shape == first.shape and torch.equal(f, first) for f in self.inv_freq

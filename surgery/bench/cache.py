@@ -16,7 +16,7 @@ CHUNK = 2048
 
 
 class SteadyLayer(DynamicLayer):
-    """Keys and values of a fixed number of tokens, allocated once, and one slot behind them for the newest.
+    """Keys and values of a fixed number of tokens, allocated once, and one slot after them for the newest.
 
     A step writes to that slot and reads everything, without the copy by which a plain cache grows; the next step does
     the same. A CUDA graph of the step can therefore be replayed.
@@ -64,7 +64,7 @@ def filled_cache(model, batch: int, context: int, device: torch.device, steps: i
 
 @torch.no_grad()
 def is_plain(model, device: torch.device) -> bool:
-    """Whether a model caches nothing but keys and values of all tokens."""
+    """Return whether a model caches nothing but keys and values of all tokens."""
     layers = getattr(_probe(model, 1, device), "layers", [])
     return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
 
@@ -85,5 +85,5 @@ def _steady_cache(model, batch: int, context: int, device: torch.device) -> Dyna
 
 
 def _random(like: Tensor, tokens: int, generator: torch.Generator) -> Tensor:
-    made = like.new_empty(*like.shape[:2], tokens, like.shape[-1])
-    return made.normal_(0.0, 1.0, generator=generator)
+    buffer = like.new_empty(*like.shape[:2], tokens, like.shape[-1])
+    return buffer.normal_(0.0, 1.0, generator=generator)

@@ -1,4 +1,4 @@
-"""``surgery bench decode``: tokens a second and peak memory of decoding, source beside converted, whole models.
+"""``surgery bench decode``: tokens a second and peak memory of decoding, source next to converted, whole models.
 
 All models go through one greedy loop over a cache that is filled at random (:mod:`surgery.bench.cache`): a step reads
 the most likely token of the last one. Plain caches have a fixed number of tokens, others grow as in use. Steps are
@@ -58,7 +58,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """What is measured.
+    """Settings of a measurement of decoding.
 
     Attributes:
         contexts: tokens of the cache.
@@ -78,7 +78,7 @@ class DecodeSettings:
     seconds: float = float("inf")
 
 
-def subjects(given: Sequence[str], settings: DecodeSettings) -> Iterator[Subject]:
+def subjects(names: Sequence[str], settings: DecodeSettings) -> Iterator[Subject]:
     """Named shapes as source and converted, folders as they are.
 
     Raises:
@@ -88,7 +88,7 @@ def subjects(given: Sequence[str], settings: DecodeSettings) -> Iterator[Subject
     for structure in settings.structures:
         if structure not in configs:
             raise SurgeryError(f"--to {structure}: choose {', '.join(configs)}")
-    for name in given:
+    for name in names:
         if not is_shape(name):
             reader = language_model(open_source(name))
             yield Subject(reader.name, "checkpoint", lambda at, r=reader: causal_model(r).to(at))
@@ -96,12 +96,12 @@ def subjects(given: Sequence[str], settings: DecodeSettings) -> Iterator[Subject
         config = bench_models.source_config(name)
         yield Subject(name, "source", lambda at, c=config: bench_models.random_model(c, at))
         for structure in settings.structures:
-            made = configs[structure](config, settings.rank, settings.rope_dim)
-            yield Subject(name, structure, lambda at, c=made: bench_models.random_model(c, at))
+            result = configs[structure](config, settings.rank, settings.rope_dim)
+            yield Subject(name, structure, lambda at, c=result: bench_models.random_model(c, at))
 
 
 def measure_decoding(
-    given: Sequence[str],
+    names: Sequence[str],
     settings: DecodeSettings,
     device: torch.device,
     *,
@@ -124,7 +124,7 @@ def measure_decoding(
         "note": None if device.type == "cuda" else "measured on a CPU: figures say nothing of a GPU",
         "rows": [],
     }
-    for subject in list(subjects(given, settings)):
+    for subject in list(subjects(names, settings)):
         for accelerated in settings.kernels:
             if time.monotonic() - began > settings.seconds:
                 record["note"] = f"stopped after {settings.seconds:.0f} s: not everything was measured"
@@ -161,11 +161,11 @@ def _rows(
             place |= {"layers": sorted(set(done.layers)), "logit_error": done.error}
         for context in settings.contexts:
             tried: set[int] = set()
-            for wanted in settings.batches:
+            for batch in settings.batches:
                 if time.monotonic() - began > settings.seconds:
                     return
                 at = {**place, "context": context}
-                row = _row(model, at, wanted, device, tried)
+                row = _row(model, at, batch, device, tried)
                 if row is not None:
                     yield row
     except (ImportError, SurgeryError, ValueError) as error:
@@ -175,23 +175,23 @@ def _rows(
         free_memory()
 
 
-def _row(model: Any, place: dict, wanted: int | None, device: torch.device, tried: set[int]) -> dict | None:
+def _row(model: Any, place: dict, requested: int | None, device: torch.device, tried: set[int]) -> dict | None:
     """One measurement; the largest batch is looked for downwards. None if that batch was measured already."""
-    batch = wanted or _largest(model, place["context"], device)
+    batch = requested or _largest(model, place["context"], device)
     while batch not in tried:
         tried.add(batch)
-        found = unless_out_of_memory(lambda batch=batch: _measure(model, batch, place["context"], device))
+        measurement = unless_out_of_memory(lambda batch=batch: _measure(model, batch, place["context"], device))
         free_memory()
-        if not isinstance(found, OutOfMemory):
-            return {**place, "batch": batch, "largest": wanted is None, **found}
-        if wanted is not None or batch == 1:
-            return {**place, "batch": batch, "largest": wanted is None, "skipped": "out of memory"}
+        if not isinstance(measurement, OutOfMemory):
+            return {**place, "batch": batch, "largest": requested is None, **measurement}
+        if requested is not None or batch == 1:
+            return {**place, "batch": batch, "largest": requested is None, "skipped": "out of memory"}
         batch = max(1, batch * 3 // 4)
     return None
 
 
 def _largest(model: Any, context: int, device: torch.device) -> int:
-    """Rows whose caches fit beside the weights, to begin with."""
+    """Rows whose caches fit next to the weights, to begin with."""
     free_memory()
     short = min(context, 256)  # a window, or a group of tokens that are quantized together, is full by then
     row = cache_bytes(filled_cache(model, 1, short, device)) / short * context
@@ -205,7 +205,7 @@ def _measure(model: Any, batch: int, context: int, device: torch.device) -> dict
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
     position = torch.full((batch, 1), context, dtype=torch.long, device=device)
     where = {"position_ids": position} if plain else {}  # a cache that grows counts by itself
-    held = cache_bytes(cache)
+    kv_bytes = cache_bytes(cache)
 
     def step() -> None:
         out = model(input_ids=token, use_cache=True, logits_to_keep=1, **where, **{CACHE: cache})
@@ -219,7 +219,7 @@ def _measure(model: Any, batch: int, context: int, device: torch.device) -> dict
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     best = min(filter(None, (eager, replayed)))
     return {
-        "cache_bytes": held,
+        "cache_bytes": kv_bytes,
         "peak_memory_bytes": peak,
         "step_seconds": eager,
         "graph_step_seconds": replayed,
@@ -230,15 +230,15 @@ def _measure(model: Any, batch: int, context: int, device: torch.device) -> dict
 
 def _seconds(step: Callable[[], Any], device: torch.device) -> float:
     """Median seconds of a step over some runs of `STEPS`, no longer than needed on a CPU."""
-    found = []
+    times = []
     for _ in range(REPEATS):
         synchronize(device)
         start = time.perf_counter()
         for _ in range(STEPS if device.type == "cuda" else 2):
             step()
         synchronize(device)
-        found.append((time.perf_counter() - start) / (STEPS if device.type == "cuda" else 2))
-    return statistics.median(found)
+        times.append((time.perf_counter() - start) / (STEPS if device.type == "cuda" else 2))
+    return statistics.median(times)
 
 
 def _graph_seconds(step: Callable[[], Any], device: torch.device) -> tuple[float | None, str | None]:
@@ -264,7 +264,7 @@ def _graph_seconds(step: Callable[[], Any], device: torch.device) -> tuple[float
 
 
 def _against_source(rows: list[dict]) -> None:
-    """How many times the source's tokens a second, as it is and at the same place, a row reaches."""
+    """Add to each row the ratio of its tokens a second to the source's, at the same context and batch."""
     measured = [row for row in rows if "tokens_per_second" in row]
     sources = {
         (row["model"], row["context"], "largest" if row["largest"] else row["batch"]): row["tokens_per_second"]

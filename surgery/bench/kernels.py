@@ -33,7 +33,7 @@ def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tup
     if dtype not in DTYPES:
         raise SurgeryError(f"--dtype {dtype}: choose {', '.join(DTYPES)}")
     try:
-        wanted = cases(
+        selection = cases(
             _words(request.operations, OPERATIONS),
             _words(request.shapes, plan.models),
             sizes(request.contexts, "--contexts") if request.contexts else plan.contexts,
@@ -52,7 +52,7 @@ def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tup
         baselines=request.baselines,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    return bench.run(wanted, command), path
+    return bench.run(selection, command), path
 
 
 def sizes(text: str, option: str) -> list[int]:

@@ -25,7 +25,7 @@ def source_config(shape: str) -> PreTrainedConfig:
 
 
 def converted_configs() -> dict[str, ConfigOf]:
-    """What ``--to`` can name, those of installed packages among them.
+    """Return the configs of what ``--to`` can name, those of installed packages among them.
 
     ``NAME-int4`` is ``NAME`` in the custom model class, with a cache in 4 bits.
     """

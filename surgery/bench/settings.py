@@ -1,4 +1,4 @@
-"""What a user can ask of ``surgery bench kernels``. Needs no torch."""
+"""Settings of ``surgery bench kernels``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from surgery.common.setting import setting
 
 @dataclass(frozen=True)
 class KernelRequest(FileSettings):
-    """What was asked for; None where nothing was said. Lists are words with commas between them."""
+    """Request for a benchmark; None for each option that is not set. Lists are words with commas between them."""
 
     operations: str | None = setting(None, "Which, with commas between.", unset="all", section="Cases", metavar="NAMES")
     shapes: str | None = setting(None, "Models.", unset="llama2-7b,llama3-8b,qwen2.5-7b", metavar="NAMES")
@@ -23,6 +23,6 @@ class KernelRequest(FileSettings):
     tuned_folder: str | None = setting(
         None, "Folder of the file they go to, GPU.json.", unset="the package's", flag="tuned", metavar="DIR"
     )
-    baselines: bool = setting(True, "PyTorch's kernels beside them (SDPA, FlexAttention).")
+    baselines: bool = setting(True, "PyTorch's kernels next to them (SDPA, FlexAttention).")
     limit: float | None = setting(None, "Begin nothing more after so long.", unset="no limit", metavar="SECONDS")
     device: str = setting("auto", "Where they run: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME")

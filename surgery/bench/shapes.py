@@ -73,7 +73,7 @@ DECODE_SHAPES = {**_DENSE, **TINY}
 
 
 def is_shape(name: str) -> bool:
-    """Whether a shape to decode is named, and not the folder or GGUF file of a checkpoint.
+    """Return whether the name is of a shape to decode, and not the folder or GGUF file of a checkpoint.
 
     Raises:
         SurgeryError: it is neither.

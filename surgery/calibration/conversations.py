@@ -99,7 +99,7 @@ def sample_conversations(
     """
     ends = _ends(model, tokenizer)
     template = ChatTemplate(tokenizer)
-    asked = [_asked(tokenizer, template, prompt) for prompt in prompts]
+    encoded = [_asked(tokenizer, template, prompt) for prompt in prompts]
     rng = random.Random(seed)
     left = tokens
 
@@ -110,14 +110,14 @@ def sample_conversations(
         if more:
             advance(more)
 
-    found: list[list[int]] = []
-    while (lacking := tokens - sum(map(len, found))) > 0:
+    replies: list[list[int]] = []
+    while (lacking := tokens - sum(map(len, replies))) > 0:
         # As many at once as will do if replies are a third as long as they may be: another round costs far more steps.
-        count = min(len(asked), 1 + lacking // (REPLY // 3 + min(map(len, asked))))
-        chosen = rng.sample(asked, count)
-        found += sample_replies(model, chosen, REPLY, ends, rng.getrandbits(32), grow)
+        count = min(len(encoded), 1 + lacking // (REPLY // 3 + min(map(len, encoded))))
+        chosen = rng.sample(encoded, count)
+        replies += sample_replies(model, chosen, REPLY, ends, rng.getrandbits(32), grow)
         grow(sum(map(len, chosen)))
-    return found
+    return replies
 
 
 def _asked(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, prompt: str) -> list[int]:

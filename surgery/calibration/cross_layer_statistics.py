@@ -1,4 +1,4 @@
-"""What the layers of a group have to do with each other: the joint second moment of their keys and values."""
+"""Joint second moment of the keys and values of a group's layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from surgery.running.source import Source
 def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, batch_size: int) -> Tensor:
     """``E[z zᵀ]`` of the stacked ``z_i = [k ; v]`` of layers ``start`` to ``stop`` - 1, [W·n, W·n] in float64.
 
-    Keys are without biases and before their norm; of MLA z_i are latents behind theirs. Products and sums are as
+    Keys are without biases and before their norm; of MLA z_i are latents after theirs. Products and sums are as
     :mod:`surgery.running.moment_precision` says.
 
     Args:

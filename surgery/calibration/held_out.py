@@ -56,14 +56,14 @@ class HeldOut:
         """The first texts and as many of the recall prompts, and the others."""
         prompts = min(texts, len(self.answers))
         first, second = self.tokens[: self.texts].split([texts, self.texts - texts])
-        asked, others = self.tokens[self.texts :].split([prompts, len(self.answers) - prompts])
+        prompt_tokens, others = self.tokens[self.texts :].split([prompts, len(self.answers) - prompts])
         return (
-            HeldOut(torch.cat([first, asked]), texts, self.answers[:prompts]),
+            HeldOut(torch.cat([first, prompt_tokens]), texts, self.answers[:prompts]),
             HeldOut(torch.cat([second, others]), self.texts - texts, self.answers[prompts:]),
         )
 
     def with_recall(self, tokens: Tensor, answers: Tensor) -> HeldOut:
-        """The same text with recall prompts [n, T] behind it, and where their answers are, bool [n, T]."""
+        """Return the same text followed by recall prompts [n, T], and the positions of their answers, bool [n, T]."""
         return HeldOut(torch.cat([self.tokens, tokens]), self.texts, answers)
 
     def score(self, stream: LayerStream, hidden: Tensor) -> Score:
@@ -77,10 +77,10 @@ class HeldOut:
             return None, None
         row, position = self.answers.nonzero().T
         logits = stream.logits(hidden[self.texts :][row, position - 1].to(stream.device, stream.dtype))
-        wanted = self.tokens[self.texts :][row, position].to(logits.device)
-        wrong = (logits.argmax(-1) != wanted).cpu()
+        targets = self.tokens[self.texts :][row, position].to(logits.device)
+        wrong = (logits.argmax(-1) != targets).cpu()
         recall = 1 - len(row[wrong].unique()) / len(self.answers)
-        return recall, float(torch.nn.functional.cross_entropy(logits.double(), wanted))
+        return recall, float(torch.nn.functional.cross_entropy(logits.double(), targets))
 
 
 def logit_difference(stream: LayerStream, hidden: Tensor, other_stream: LayerStream, other: Tensor) -> float:

@@ -38,8 +38,8 @@ MOST_MODULES = 64
 
 
 def default_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """What fits a model where nobody names a text: the files that ship, which real language models know by heart, for
-    a model of code such as the demo's, and prose and code of what is installed for others."""
+    """Return the default texts of a model: the files that ship, which real language models have memorised, for a model
+    of code such as the demo's, and prose and code of what is installed for others."""
     return (BUILTIN,) if len(tokenizer) < SMALL_VOCABULARY else (PROSE, CODE)
 
 
@@ -62,21 +62,21 @@ def load_documents(
     Raises:
         SurgeryError: a text cannot be read, or is empty.
     """
-    wanted = tokens * CHARACTERS_PER_TOKEN // len(names)
+    characters = tokens * CHARACTERS_PER_TOKEN // len(names)
     documents = []
     for name in names:
         if name == BUILTIN:
-            found = _builtin()
+            loaded = _builtin()
         elif name in INSTALLED:
             read = islice(INSTALLED[name](seed), MOST_MODULES)
-            found = _until(wanted, (Document(text, ((0, name),)) for _, text in read))
+            loaded = _until(characters, (Document(text, ((0, name),)) for _, text in read))
         elif name == CHAT:
-            found = [Document(text, ((0, name),)) for text in conversations()]
+            loaded = [Document(text, ((0, name),)) for text in conversations()]
         else:
-            found = _read(name, text_field, wanted)
-        if not found:
+            loaded = _read(name, text_field, characters)
+        if not loaded:
             raise SurgeryError(f"{name}: no text in it")
-        documents += found
+        documents += loaded
     return documents
 
 
@@ -86,18 +86,18 @@ def _builtin() -> list[Document]:
     return [Document(HELD_OUT.read_text(encoding="utf-8"), HELD_OUT_SECTIONS)]
 
 
-def _read(name: str, text_field: str, wanted: int) -> list[Document]:
+def _read(name: str, text_field: str, characters: int) -> list[Document]:
     # What is not a dataset's name is a path; its last part is enough to tell the sources of a report apart.
     source = Path(name).name if Path(name).expanduser().exists() else name
-    return _until(wanted, (Document(text, ((0, source),)) for text in iter_documents(name, text_field=text_field)))
+    return _until(characters, (Document(text, ((0, source),)) for text in iter_documents(name, text_field=text_field)))
 
 
-def _until(wanted: int, source: Iterable[Document]) -> list[Document]:
+def _until(characters: int, source: Iterable[Document]) -> list[Document]:
     """Documents until they have so many characters."""
     documents, size = [], 0
     for document in source:
         documents.append(document)
         size += len(document.text)
-        if size >= wanted:
+        if size >= characters:
             break
     return documents

@@ -36,12 +36,12 @@ def installed_prose(seed: int) -> Iterator[tuple[str, str]]:
     Recent distributions come first, otherwise the order is the seed's. A paragraph comes once, however many
     distributions have it.
     """
-    found = {_name(distribution): distribution for distribution in metadata.distributions()}
-    order = sorted(name for name in found if name.split()[0] != OWN)
+    distributions = {_name(distribution): distribution for distribution in metadata.distributions()}
+    order = sorted(name for name in distributions if name.split()[0] != OWN)
     random.Random(seed).shuffle(order)
-    described = {name: _description(found[name]) for name in order}
+    described = {name: _description(distributions[name]) for name in order}
     seen: set[str] = set()
-    for name in sorted(order, key=lambda name: not _is_recent(found[name], described[name])):
+    for name in sorted(order, key=lambda name: not _is_recent(distributions[name], described[name])):
         fresh = [paragraph for paragraph in dict.fromkeys(paragraphs(described[name])) if paragraph not in seen]
         seen.update(fresh)
         document = "\n\n".join(fresh)[:MOST_OF_ONE]
@@ -51,7 +51,7 @@ def installed_prose(seed: int) -> Iterator[tuple[str, str]]:
 
 def installed_code(seed: int) -> Iterator[tuple[str, str]]:
     """Modules of torch and transformers, in the seed's order: (name and version, source)."""
-    modules = [found for package in CODE_PACKAGES for found in _modules(package)]
+    modules = [module for package in CODE_PACKAGES for module in _modules(package)]
     random.Random(seed).shuffle(modules)
     for name, path in modules:
         yield name, path.read_text(encoding="utf-8", errors="replace")
@@ -68,7 +68,7 @@ def installed_docstrings(seed: int) -> Iterator[str]:
     modules = [path for package in packages for path in _sources(package)]
     random.Random(seed).shuffle(modules)
     seen = {
-        paragraph for found in metadata.distributions() for paragraph in paragraphs(_description(found))
+        paragraph for distribution in metadata.distributions() for paragraph in paragraphs(_description(distribution))
     }  # what is held out as prose
     for path in modules:
         fresh = [text for text in dict.fromkeys(paragraphs(docstrings(path.read_bytes()))) if text not in seen]
@@ -90,8 +90,8 @@ def _sources(package: str) -> list[Path]:
     if spec is None or not spec.submodule_search_locations:
         return []
     root = Path(next(iter(spec.submodule_search_locations)))
-    found = sorted(path for path in root.rglob("*.py") if not SKIPPED_CODE.search(str(path.relative_to(root))))
-    return [path for path in found if path.stat().st_size in MODULE_BYTES]
+    paths = sorted(path for path in root.rglob("*.py") if not SKIPPED_CODE.search(str(path.relative_to(root))))
+    return [path for path in paths if path.stat().st_size in MODULE_BYTES]
 
 
 def _name(distribution: metadata.Distribution) -> str:

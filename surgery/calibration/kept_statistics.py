@@ -19,7 +19,7 @@ from surgery.checkpoint.disk import disk_errors
 from surgery.version import __version__
 
 WITH_LAGS = "fisher"
-"""Whose statistics have attention over lags beside what all have."""
+"""Whose statistics have attention over lags next to what all have."""
 
 
 class KeptStatistics:
@@ -36,10 +36,10 @@ class KeptStatistics:
 
     def read_into(self, library: StatisticsLibrary) -> bool:
         """Fills the library if there are such statistics, or such with lags where none are asked for; whether so."""
-        found = [self._folder]
+        folders = [self._folder]
         if self._facts.get("lags_of") is None:
-            found.append(self._place({**self._facts, "lags_of": WITH_LAGS}))
-        for folder in found:
+            folders.append(self._place({**self._facts, "lags_of": WITH_LAGS}))
+        for folder in folders:
             if folder.is_dir():
                 _copy(folder, library.folder)
                 return True

@@ -136,7 +136,7 @@ def _mean(
 
 
 def _any(batches: Sequence[Tensor]) -> bool:
-    """Whether a row of these is not zero."""
+    """Return whether any row is not zero."""
     return any(bool(batch.any()) for batch in batches)
 
 
@@ -149,12 +149,12 @@ def _unusual(rows: Held, moment: Tensor, *, device: str | torch.device, processe
 
     def of_part(part: int) -> Tensor:
         nonlocal inverse
-        found = []
+        unusual_rows = []
         for batch in rows[part]:
             x = precision.widened(batch.to(device))
             inverse = inverse.to(x)
-            found.append(precision.kept(((x @ inverse) * x).sum(-1)))
+            unusual_rows.append(precision.kept(((x @ inverse) * x).sum(-1)))
             give_back(batch)
-        return torch.cat(found).cpu() / size
+        return torch.cat(unusual_rows).cpu() / size
 
     return processes.map(of_part, range(len(rows)))

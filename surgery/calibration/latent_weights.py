@@ -1,4 +1,4 @@
-"""What the weights alone say of an MLA layer, where there is no text to calibrate on."""
+"""Statistics of an MLA layer from its weights alone, for when there is no text to calibrate on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def latent_weight_statistics(anatomy: LatentAnatomy, input_scale: Tensor) -> Lay
 
 
 def _asked(anatomy: LatentAnatomy, scale: Tensor) -> Tensor:
-    """The second moment of what queries are made of: inputs [D, D], or the query latent behind its norm [q, q]."""
+    """The second moment of what queries are made of: inputs [D, D], or the query latent after its norm [q, q]."""
     if anatomy.q_down is None:
         return torch.diag(scale.square())
     rows = anatomy.q_down * scale

@@ -36,13 +36,13 @@ BasisOf = Callable[[AttentionAnatomy, LayerStatistics], "KeyBasis"]
 
 
 class Calibrated(Protocol):
-    """What is calibrated, on which text, and where what is learnt of it goes: a conversion's work.
+    """Calibration of one conversion: its source, its text, and the library that takes the statistics.
 
     Attributes:
         texts: whose calibration tokens [N, T] are swept over; the weights alone where there are none.
         library: is filled; of several processes the main one does it.
         store: gets what entered each layer in the forward sweep, in one folder for all processes.
-        snapshots: what work that was killed goes on from; the library and the store then hold what it had done.
+        snapshots: what work that was killed resumes from; the library and the store then hold what it had done.
         processes: that share the tokens.
     """
 
@@ -70,7 +70,7 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
         if processes.is_main:
             _from_weights(opened, library, progress, basis_of)
         return
-    stream, kept = opened.stream, None
+    stream, cache = opened.stream, None
 
     def forward(snapshots: Snapshots | None = None, processes: Processes = ALONE) -> Tensor:
         with progress.phase("calibrate: forward", stream.num_layers) as advance:
@@ -83,8 +83,8 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
         return
 
     if settings.keep_statistics:
-        kept = KeptStatistics(settings.keep_statistics, _facts(opened, tokens, settings, gradients, basis_of, first))
-        if processes.from_main(lambda: kept.read_into(library)):
+        cache = KeptStatistics(settings.keep_statistics, _facts(opened, tokens, settings, gradients, basis_of, first))
+        if processes.from_main(lambda: cache.read_into(library)):
             progress.note(f"statistics: those kept in {settings.keep_statistics}")
             store.fill_when_asked(forward)
             return
@@ -107,8 +107,8 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
             reached = layer.index
             del layer  # before the next one is there
         advance(reached)
-    if kept:
-        processes.from_main(lambda: kept.keep(library))
+    if cache:
+        processes.from_main(lambda: cache.keep(library))
     parts.take(snapshots, "statistics", lambda: {"boundaries": store.filled})
 
 
@@ -120,7 +120,7 @@ def _facts(
     basis_of: BasisOf | None,
     first: int,
 ) -> dict[str, Any]:
-    """All that statistics follow from. Which basis lags are taken in is a matter of the method."""
+    """Return everything that determines the statistics. The basis in which lags are taken is chosen by the method."""
     return {
         "source": opened.reader.fingerprint(),
         "tokens": token_hash(tokens),

@@ -26,7 +26,7 @@ class StatisticsLibrary(LayerFiles):
         torch.save({"statistics": asdict(statistics), "lags": asdict(lags) if lags else None}, self._path(layer, ".pt"))
 
     def load(self, layer: int) -> tuple[LayerStatistics, LagStatistics | None]:
-        """What was kept of a layer."""
+        """Load the statistics of a layer."""
         if self._last is None or self._last[0] != layer:
             self._last = None  # before the next one is there
             stored = torch.load(self._path(layer, ".pt"), weights_only=True)

@@ -46,7 +46,7 @@ Conversations = Callable[[bool, int], list[list[int]]]
 
 
 def shares_of(calibration: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, float] | None:
-    """What a calibration setting says of several kinds of text; None where it names one plain source.
+    """Return the shares of several kinds of text in a calibration setting; None where it names one plain source.
 
     Args:
         calibration: "builtin", a kind, or shares such as "prose=0.5,code=0.25,notes.txt=0.25", of any sum.
@@ -89,7 +89,7 @@ def _parsed(calibration: str) -> dict[str, float]:
 
 
 def without_chat(shares: Mapping[str, float]) -> dict[str, float]:
-    """The same with prose in the place of conversations."""
+    """Return the same shares with prose in the place of conversations."""
     rest = {name: share for name, share in shares.items() if name != CHAT}
     if CHAT in shares:
         rest[PROSE] = rest.get(PROSE, 0.0) + shares[CHAT]
@@ -110,7 +110,7 @@ def build_mixture(
         request: its planted facts are in sequences of text, of prose in sentences; conversations have none.
 
     Returns:
-        The sequences, and in the description beside what `build_calibration` says "parts" (share, sequences and
+        The sequences, and in the description next to what `build_calibration` says "parts" (share, sequences and
         documents by source, with the distributions of held-out text) and "order", the source of every sequence.
 
     Raises:
@@ -180,7 +180,7 @@ def named_text(
     *,
     bos: int | Literal["tokenizer"] | None = "tokenizer",
 ) -> CalibrationSet:
-    """As `build_calibration`, `count` sequences of one of `TEXTS` and held-out ones of what is installed."""
+    """Build ``count`` sequences of one of `TEXTS` and held-out ones of installed text, as `build_calibration` does."""
     documents, unseen, wording = TEXTS[name]
     length, recall, seed = request.length, request.recall, request.seed
     calibration, other = Pool(pool_size(count, length)), Pool(pool_size(held_out, length))
@@ -222,14 +222,14 @@ def _chat_part(
 ) -> CalibrationSet:
     """Conversations one after the other, cut into sequences; none is used twice."""
     rows, documents = [], []
-    for unseen, wanted in ((False, count), (True, held_out)):
-        found = conversations(unseen, wanted * length) if wanted else []
-        ids = [token for conversation in found for token in conversation]
+    for unseen, number in ((False, count), (True, held_out)):
+        part = conversations(unseen, number * length) if number else []
+        ids = [token for conversation in part for token in conversation]
         bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         ids = ids[1:] if ids[:1] == bos else ids
         size = length - len(bos)
-        cut = [bos + ids[index * size : (index + 1) * size] for index in range(wanted)]
-        rows.append(torch.tensor(cut, dtype=torch.long).reshape(wanted, length))
-        documents.append(len(found))
+        cut = [bos + ids[index * size : (index + 1) * size] for index in range(number)]
+        rows.append(torch.tensor(cut, dtype=torch.long).reshape(number, length))
+        documents.append(len(part))
     described = {"documents": documents[0], "held_out_documents": documents[1], "held_out_source": "other prompts"}
     return CalibrationSet(*rows, described)

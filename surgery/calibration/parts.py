@@ -51,7 +51,7 @@ class Parts:
         return slice(self._batches[part][0].start, self._batches[part][-1].stop)
 
     def own_rows(self, part: int) -> slice:
-        """The same of a part of this process, among those that it has."""
+        """Return the rows of a part among those of this process."""
         rows, before = self.rows(part), self._before[part]
         return slice(rows.start - before, rows.stop - before)
 
@@ -77,19 +77,19 @@ class Parts:
             rows, begin = self.rows(part), self.own_rows(part).start
             return [own[begin + each - rows.start] for each in sequences if rows.start <= each < rows.stop]
 
-        found = self.processes.map(chosen, range(self.count))
-        return torch.stack([sequence for part in found for sequence in part])
+        results = self.processes.map(chosen, range(self.count))
+        return torch.stack([sequence for part in results for sequence in part])
 
     def whole(self, own: Tensor) -> Tensor | None:
         """The rows [N, ...] of all processes, on the main one, from those of each; itself where there is one."""
         if self.processes.count == 1:
             return own
         parts = self.processes.in_turn(lambda part: own[self.own_rows(part)].cpu(), range(self.count))
-        kept = [rows for rows in parts if self.processes.is_main]
-        return torch.cat(kept) if kept else None
+        on_main = [rows for rows in parts if self.processes.is_main]
+        return torch.cat(on_main) if on_main else None
 
     def take(self, snapshots: Snapshots, loop: str, state: Callable[[], dict]) -> None:
-        """Has the main process keep a state, in whose making all have their share."""
+        """Save a state on the main process; all processes take part in making it."""
         if self.processes.from_main(snapshots.due):
-            made = state()
-            self.processes.from_main(lambda: snapshots.take(loop, lambda: made))
+            value = state()
+            self.processes.from_main(lambda: snapshots.take(loop, lambda: value))

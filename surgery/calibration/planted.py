@@ -35,9 +35,9 @@ def in_prose(rng: random.Random, count: int) -> list[tuple[str, str]]:
     things = draw_distinct(rng, lambda rng: f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}", count)
     facts = []
     for thing in things:
-        stated, asked = rng.choice(SENTENCES)
+        stated, question = rng.choice(SENTENCES)
         filled = {"thing": thing, "value": str(rng.randint(10_000, 99_999))}
-        facts.append((f"\n\n{stated.format(**filled)}\n\n", f"\n\n{asked.format(**filled)}\n\n"))
+        facts.append((f"\n\n{stated.format(**filled)}\n\n", f"\n\n{question.format(**filled)}\n\n"))
     return facts
 
 
@@ -51,8 +51,8 @@ def plant(
     """
     events: list[tuple[float, list[int]]] = []
     used = 0
-    for line, asked in wording(rng, FACTS):
-        fact, question = tokenize(tokenizer, line), tokenize(tokenizer, asked)
+    for line, asking in wording(rng, FACTS):
+        fact, question = tokenize(tokenizer, line), tokenize(tokenizer, asking)
         used += len(fact) + len(question)
         if used > (len(window) // 2 if events else len(window)):
             break

@@ -1,7 +1,7 @@
 """Prose that every Python has, to calibrate on, and how prose is told from what stands around it.
 
 The text is the language reference behind `help()` and the docstrings of the standard library. Models have read much of
-it: what they know by heart hides damage to attention, which is why the share of such tokens is measured and reported
+it: what they have memorised hides damage to attention, which is why the share of such tokens is measured and reported
 (`surgery.calibration.texts`), and why losses are measured on other text (`surgery.calibration.installed`).
 """
 
@@ -73,5 +73,5 @@ def docstrings(source: bytes) -> str:
     except (SyntaxError, ValueError):  # a few modules are written for another version
         return ""
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
-    return "\n\n".join(filter(None, found))
+    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    return "\n\n".join(filter(None, texts))

@@ -39,11 +39,11 @@ def sample_replies(
     """
     starts = [len(prompt) for prompt in prompts]
     length = max(starts) + new_tokens
-    given = torch.full((len(prompts), length), FREE)
-    for row, prompt in zip(given, prompts, strict=True):
+    ids = torch.full((len(prompts), length), FREE)
+    for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
     with evaluation_mode(model):
-        drawn = _sample(model, given, length, torch.Generator().manual_seed(seed), frozenset(ends), advance)
+        drawn = _sample(model, ids, length, torch.Generator().manual_seed(seed), frozenset(ends), advance)
     replies = []
     for row, start in zip(drawn.tolist(), starts, strict=True):
         stop = next((place for place in range(start, len(row)) if row[place] in ends), len(row))
@@ -53,7 +53,7 @@ def sample_replies(
 
 def _sample(
     model: PreTrainedModel,
-    given: LongTensor,
+    ids: LongTensor,
     length: int,
     generator: torch.Generator,
     ends: frozenset[int],
@@ -62,14 +62,14 @@ def _sample(
     """Continues `given` [B, T], in which FREE stands for what is to be drawn, to [B, length] or until every row has
     drawn one of `ends`. No row needs padding: the longer ones are fed while the shorter ones draw already."""
     device = next(model.parameters()).device
-    given = torch.cat([given, given.new_full((len(given), length - given.shape[1]), FREE)], dim=1)
-    drawn, cache, fed = given[:, : int((given != FREE).sum(1).min())], None, 0
-    ended = torch.zeros(len(given), dtype=torch.bool)
+    ids = torch.cat([ids, ids.new_full((len(ids), length - ids.shape[1]), FREE)], dim=1)
+    drawn, cache, fed = ids[:, : int((ids != FREE).sum(1).min())], None, 0
+    ended = torch.zeros(len(ids), dtype=torch.bool)
     stops = torch.tensor(sorted(ends), dtype=torch.long)
     while drawn.shape[1] < length and not ended.all():
         output = model(input_ids=drawn[:, fed:].to(device), use_cache=True, **cache_for(model, cache))
         cache, fed = returned_cache(output), drawn.shape[1]
-        known = given[:, fed : fed + 1]
+        known = ids[:, fed : fed + 1]
         token = torch.where(known == FREE, _draw(output.logits[:, -1], generator), known)
         advance(int(((known == FREE)[:, 0] & ~ended).sum()))
         ended |= (known == FREE)[:, 0] & torch.isin(token[:, 0], stops)

@@ -32,7 +32,7 @@ SPREAD = 16
 
 @dataclass(frozen=True)
 class SequenceRequest:
-    """Which sequences are to be made of a text; equal requests give equal sequences, as long as the text is the same.
+    """Request for sequences of a text; equal requests give equal sequences, as long as the text is the same.
 
     Attributes:
         tokens: calibration tokens wanted; rounded up to whole sequences.
@@ -67,7 +67,7 @@ class SequenceRequest:
 
     @classmethod
     def of(cls, settings: ConversionSettings, max_positions: int) -> SequenceRequest:
-        """What a conversion asks for, in sequences no longer than its model can read."""
+        """Return the sequences that a conversion needs, no longer than its model can read."""
         return cls(
             tokens=settings.calibration_tokens,
             length=min(settings.calibration_length, max_positions),
@@ -85,7 +85,7 @@ class SequenceRequest:
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """What statistics are taken on, and what choices between their results are made on.
+    """Texts on which statistics are taken, and those on which choices between their results are made.
 
     Attributes:
         tokens: [N, T] int64, the calibration sequences.
@@ -112,7 +112,7 @@ class Pool:
         return len(self.ids) / self.target if self.target else 1.0
 
     def add(self, ids: list[int]) -> None:
-        """Puts a document behind the others."""
+        """Puts a document after the others."""
         self.ids += ids
         self.documents += 1
 
@@ -186,7 +186,7 @@ def tokenised(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> I
 
 
 def _cut_by(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """What `_CUT` has for a tokenizer; nothing for one that Python computes, whose rules are not told."""
+    """Return the entry of `_CUT` for a tokenizer; empty for one that Python computes, whose rules are unknown."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return {}
@@ -205,7 +205,7 @@ def fill(calibration: Pool, other: Pool, documents: Iterator[list[int]]) -> None
 
 
 def lacks(pool: Pool) -> bool:
-    """Whether there is less text than is to be drawn, so that windows would only be repetitions."""
+    """Return whether there is less text than is to be drawn, so that windows would only be repetitions."""
     return len(pool.ids) < -(-pool.target // SPREAD)
 
 
@@ -213,16 +213,16 @@ def _check_pools(calibration: Pool, other: Pool, source: str) -> None:
     """Refuses a source with less text than is to be drawn."""
     for pool, use in ((calibration, "calibration"), (other, "held-out sequences")):
         if lacks(pool):
-            wanted = -(-pool.target // SPREAD)
+            least = -(-pool.target // SPREAD)
             raise SurgeryError(
                 f"{source} has too little text: {len(pool.ids)} tokens, in {pool.documents} documents, for {use} that "
-                f"need {wanted}; give more text or ask for fewer or shorter sequences"
+                f"need {least}; give more text or ask for fewer or shorter sequences"
             )
 
 
 @dataclass(frozen=True)
 class Windows:
-    """How windows are drawn from pools.
+    """Windows drawn from pools of text.
 
     Attributes:
         length: of a window, with the bos.

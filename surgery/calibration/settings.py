@@ -1,4 +1,4 @@
-"""What a user can ask of every conversion: its text, where and in what layers run. Needs no torch."""
+"""Settings of every conversion: its text, and where and in which dtype layers run. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_CALIBRATION = "none"
 
 @dataclass(frozen=True)
 class ConversionSettings(FileSettings):
-    """What all conversions can be asked for."""
+    """Base settings of all conversions."""
 
     kv_ratio: float | None = setting(
         None,
@@ -94,12 +94,12 @@ class ConversionSettings(FileSettings):
     """Whether the result keeps a quantised cache."""
 
     @classmethod
-    def needless(cls, given: Callable[[str], str | None]) -> str | None:
-        """What to do in place of a conversion, by the texts of options, where there is something better."""
+    def needless(cls, option: Callable[[str], str | None]) -> str | None:
+        """Return advice where something is better than a conversion with these options; None where nothing is."""
         return None
 
     def ending(self, target: str) -> str:
-        """Of the default name of the output."""
+        """Return the ending of the output's default name."""
         return target
 
     def deciding(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class ConversionSettings(FileSettings):
         parse_size(self.max_shard_size, "max_shard_size")
         if self.activation_memory is not None:
             parse_size(self.activation_memory, "activation_memory")
-        if gone := removal(f"calibration {self.calibration}"):
-            raise SurgeryError(f"calibration {self.calibration} {gone}")
+        if notice := removal(f"calibration {self.calibration}"):
+            raise SurgeryError(f"calibration {self.calibration} {notice}")
         if self.held_out_text in ("builtin", NO_CALIBRATION, self.calibration):
             raise SurgeryError(f"held_out_text {self.held_out_text}: name a text that is not the calibration's own")

@@ -1,4 +1,4 @@
-"""What a conversion knows of one layer: second moments of its keys and values, of their loss gradients, and lags.
+"""Statistics of one layer: second moments of its keys and values, of their loss gradients, and lags.
 
 Plain moments are averages over tokens. What an error costs the loss is said by the two factors of
 `surgery.calibration.kronecker`, in which tokens count by what they meet.
@@ -50,7 +50,7 @@ class LayerStatistics:
     raw_gradient: Tensor | None = None  # as gradient, at keys before a key norm that follows them; None without one
     input_scale: Tensor | None = None  # E|x| per channel of the attention's inputs, [D]
     input_energy: Tensor | None = None  # E x², [D]
-    # The factors of the Fisher information, ``metric ⊗ met_moment``; None without gradients.
+    # The factors of the Fisher information, ``metric ⊗ gradient_weighted_moment``; None without gradients.
     weighted_moment: Tensor | None = None  # E[w z zᵀ], [n, n], with weights w of mean one
     weighted_mean: Tensor | None = None  # E[w z], [n]
     token_weight: Tensor | None = None  # w of every token in order, float32 [N T]
@@ -63,18 +63,18 @@ class LayerStatistics:
         return all(bool(value.isfinite().all()) for value in values if isinstance(value, Tensor))
 
     @property
-    def met_moment(self) -> Tensor:
-        """Second moment of z as the loss meets it: by weighted tokens where there are gradients."""
+    def gradient_weighted_moment(self) -> Tensor:
+        """Gradient-weighted second moment of z; the plain one without gradients."""
         return self.moment if self.weighted_moment is None else self.weighted_moment
 
     @property
-    def met_mean(self) -> Tensor | None:
-        """Mean of z under the weights of :attr:`met_moment`."""
+    def gradient_weighted_mean(self) -> Tensor | None:
+        """Gradient-weighted mean of z; the plain one without gradients."""
         return self.mean if self.weighted_mean is None else self.weighted_mean
 
     @property
     def metric(self) -> Tensor | None:
-        """What an error of z costs, beside :attr:`met_moment`; a plain moment of gradients without weights."""
+        """Cost of an error of z, next to that moment; without weights, a plain moment of gradients."""
         return self.gradient if self.weighted_gradient is None else self.weighted_gradient
 
     @property
@@ -156,15 +156,15 @@ class MomentAccumulator:
             _add(sums, "input_energy", precision.total(x.square()))
 
     def collect(self, add: Callable[[int], None]) -> None:
-        """Has ``add`` add all batches of a part, by its number, on the process that has it, and sums over the parts."""
+        """Call ``add`` for all batches of a part, by its number, on the process that has it, and sum over the parts."""
 
         def sums(part: int) -> dict[str, Any]:
             add(part)
-            found, self._sums[part] = self._sums[part], {}
-            return {name: self._processes.sendable(value) for name, value in found.items()}
+            partial, self._sums[part] = self._sums[part], {}
+            return {name: self._processes.sendable(value) for name, value in partial.items()}
 
-        for found in self._processes.in_turn(sums, range(len(self._sums))):
-            for name, value in found.items():
+        for partial in self._processes.in_turn(sums, range(len(self._sums))):
+            for name, value in partial.items():
                 _add(self._total, name, value)
 
     def result(self) -> LayerStatistics:
@@ -173,19 +173,19 @@ class MomentAccumulator:
             self.collect(lambda part: None)
         total, count = self._total, self._total.pop("tokens")
         means = {"gradient": None} | {name: summed / count for name, summed in total.items()}
-        held, how = self._held, {"device": self._device, "processes": self._processes}
+        sums, how = self._held, {"device": self._device, "processes": self._processes}
         factors = None
         if self._gradients:
-            factors = kronecker_factors(held["rows"], held["gradients"], means["gradient"], **how)
+            factors = kronecker_factors(sums["rows"], sums["gradients"], means["gradient"], **how)
         weighted = self._weighted(factors) if factors else {}
         means = {name: mean if mean is None else mean.cpu() for name, mean in means.items()}
         return LayerStatistics(tokens=count, **means, **weighted)
 
     def _weighted(self, factors: KroneckerFactors) -> dict[str, Tensor]:
-        held, processes, raw_metric = self._held, self._processes, None
-        mean = weighted_mean(held["rows"], factors.token_weights, device=self._device, processes=processes)
+        sums, processes, raw_metric = self._held, self._processes, None
+        mean = weighted_mean(sums["rows"], factors.token_weights, device=self._device, processes=processes)
         if self._key_norm is not None:
-            raw = held["raw_gradients"]
+            raw = sums["raw_gradients"]
             raw_metric = weighted_moment(raw, factors.gradient_weights, device=self._device, processes=processes)
         return {
             "weighted_moment": factors.moment,
@@ -201,7 +201,7 @@ def sums_bytes(width: int, *, gradients: bool, key_norm: bool = False) -> int:
 
     Args:
         width: n, keys and values of a token; of MLA its latent.
-        key_norm: keys are normalised, and gradients taken behind the norm too.
+        key_norm: keys are normalised, and gradients taken after the norm too.
     """
     matrices = 1 + gradients * (1 + key_norm)
     return 2 * 8 * matrices * width**2
@@ -240,7 +240,7 @@ def raw_key_gradient(keys: Tensor, gradient: Tensor, gain: Tensor, weight: Tenso
 
 @dataclass
 class LagStatistics:
-    """How rotation matters to each component of a key basis, over the lags that attention really uses.
+    """Effect of rotation on each component of a key basis, over the lags that attention really uses.
 
     With p the attention of head h, ``energy = Σ p |q'|² |k'|²`` and ``turned = Σ p |q'|² |k'|² exp(iθ(n-m))``. The
     constant that best replaces the rotation is ``turned / energy``; what it leaves is ``energy - |turned|²/energy``.
@@ -320,5 +320,5 @@ def _rows(keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _wide(rows: Tensor) -> Tensor:
-    """In float32 at least: moments of 16-bit products may be of no inverse."""
+    """Return rows in float32 at least: moments of 16-bit products may have no inverse."""
     return rows.float() if rows.itemsize < 4 else rows

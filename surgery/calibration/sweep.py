@@ -36,7 +36,7 @@ class BoundaryStore(LayerFiles):
     """Hidden states at layer boundaries, one file each; they grow to tokens x hidden size x layers numbers.
 
     Args:
-        limit: of the activations that are in memory beside the files, such as ``4GiB``; None for none.
+        limit: of the activations that are in memory next to the files, such as ``4GiB``; None for none.
 
     Attributes:
         filled: whether all are there.
@@ -50,7 +50,7 @@ class BoundaryStore(LayerFiles):
         self.filled = False
 
     def fill_when_asked(self, sweep: Callable[[], object]) -> None:
-        """Has ``sweep``, which saves all boundaries here, run when the first is loaded, if ever one is."""
+        """Run ``sweep``, which saves all boundaries here, once the first is loaded."""
         self._sweep = sweep
 
     def save(self, index: int, hidden: Tensor, first: int = 0, of: int | None = None) -> None:
@@ -74,7 +74,7 @@ class BoundaryStore(LayerFiles):
                 give_back(hidden)
 
     def load(self, index: int) -> Tensor:
-        """What entered a layer [N, T, D], mapped from its file: to be read, not to be changed."""
+        """Return the inputs of a layer [N, T, D], mapped from their file and read-only."""
         if self._sweep:
             sweep, self._sweep = self._sweep, None
             sweep()
@@ -120,7 +120,7 @@ def forward_sweep(
     """Runs tokens [N, T] through all layers, storing what enters each; returns the last layer's output [n, T, D].
 
     Args:
-        snapshots: what a sweep that was killed goes on from: the last boundary that is surely stored.
+        snapshots: what a sweep that was killed resumes from: the last boundary that is surely stored.
         processes: that share the sequences; they have one folder to store in, and each the output of its own n.
     """
     snapshots, parts = snapshots or Snapshots(), Parts(len(tokens), batch_size, processes)
@@ -169,7 +169,7 @@ def backward_sweep(
         parts: of the sequences, as in the forward sweep; every process ends with the statistics of all.
         gradients: take gradients of the loss (labels drawn from the model itself, ``seed``); without, the sweep
             recomputes activations only.
-        snapshots: what a sweep that was killed goes on from; layers that were dealt with are not yielded again.
+        snapshots: what a sweep that was killed resumes from; layers that were dealt with are not yielded again.
         first: tokens of each sequence that statistics leave out.
     """
     stream, snapshots = opened.stream, snapshots or Snapshots()

@@ -1,4 +1,4 @@
-"""Where calibration and training text comes from: one source name in, documents out, one at a time.
+"""Calibration and training text: one source name in, documents out, one at a time.
 
 A source is "builtin", a local file, or the name of a dataset on the Hugging Face Hub. Nothing is ever downloaded
 without a line on standard error that says what.
@@ -98,14 +98,14 @@ def standard_library_modules() -> list[Path]:
 
 
 def _modules(root: Path) -> list[Path]:
-    found = []
+    paths = []
     for folder, subfolders, files in os.walk(root):
         # Pruned here, so that a large site-packages is not walked at all.
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
     return [
         path
-        for path in sorted(found)
+        for path in sorted(paths)
         if path.relative_to(root).as_posix() not in HELD_OUT_MODULES and path.stat().st_size in MODULE_BYTES
     ]
 
@@ -203,8 +203,8 @@ def parquet_records(path: Path, column: str, *others: str) -> Iterator[tuple[dic
         names = file.schema_arrow.names
         if column not in names:
             raise SurgeryError(f"{path} has no column {column!r}, only {', '.join(names)}")
-        wanted = [column, *(name for name in others if name in names)]
-        batches = file.iter_batches(batch_size=256, columns=wanted)
+        columns = [column, *(name for name in others if name in names)]
+        batches = file.iter_batches(batch_size=256, columns=columns)
         rows = (row for batch in batches for row in batch.to_pylist())
         yield from ((row, f"{path}, row {number}") for number, row in enumerate(rows))
 

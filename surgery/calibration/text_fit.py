@@ -1,4 +1,4 @@
-"""How well a source knows the text that it is calibrated on and measured with."""
+"""Fit of a calibration text: how well a source predicts the text that it is calibrated on and measured with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEQUENCES = 4
 TOKENS = 256
 """The first tokens of each: enough to see that a text does not fit, for a small part of a pass over all of it."""
 FAR_OFF, BY_HEART = 5.0, 0.3
-"""Mean losses beyond which a text does not fit: the source cannot read it, or has learnt it by heart."""
+"""Mean losses beyond which a text does not fit: the source cannot read it, or has memorised it."""
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def measure_fit(
 
 
 def _by_kind(losses: Tensor, order: Sequence[str] | None) -> dict[str, dict[str, float]]:
-    """Of losses [N, T - 1] of sequences."""
+    """Group the losses [N, T - 1] of sequences by kind of text."""
     kinds = list(order or ["text"] * len(losses))[: len(losses)]
     fit = {}
     for kind in dict.fromkeys(kinds):
@@ -63,19 +63,21 @@ def _by_kind(losses: Tensor, order: Sequence[str] | None) -> dict[str, dict[str,
 
 
 def misfits(fit: dict[str, dict[str, float]], *, chats: bool) -> list[str]:
-    """What is wrong with a calibration text, a line each.
+    """Return what is wrong with a calibration text, a line each.
 
     Args:
         chats: whether the source is a model for conversations, and none are in the text.
     """
-    found = []
+    lines = []
     for kind, measured in fit.items():
         loss = f"{measured['loss']:.2f} nats per token (perplexity {perplexity_text(perplexity(measured['loss']))})"
-        said = f"the source's loss on the {kind} is {loss}"
+        loss_text = f"the source's loss on the {kind} is {loss}"
         if measured["loss"] > FAR_OFF:
-            found.append(f"{said}: it was not trained on such text; give --calibration text that it was trained on")
+            lines.append(f"{loss_text}: it was not trained on such text; give --calibration text that it has learned")
         elif measured["loss"] < BY_HEART:
-            found.append(f"{said}: it knows it by heart, which hides damage; give other text with --calibration")
+            lines.append(
+                f"{loss_text}: it has memorised this text, which hides damage. Give other text with --calibration"
+            )
     if chats:
-        found.append("the source is a model for conversations and calibrated without: add chat=0.2 to --calibration")
-    return found
+        lines.append("the source is a model for conversations and calibrated without: add chat=0.2 to --calibration")
+    return lines

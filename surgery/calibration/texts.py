@@ -83,12 +83,12 @@ def load_texts(
     # The prompts plant facts of their own: the text between them must hold no others.
     plain = built if settings.recall == 0 else build(0.0)
     if not planted:
-        told = {**built.description, "held_out_sha256": plain.description["held_out_sha256"]}
-        built = replace(built, held_out=plain.held_out, description=told)
+        facts = {**built.description, "held_out_sha256": plain.description["held_out_sha256"]}
+        built = replace(built, held_out=plain.held_out, description=facts)
     if held_out_length is not None and held_out_length < built.held_out.shape[1]:
         shorter = built.held_out[:, :held_out_length]
-        told = {**built.description, "held_out_length": held_out_length, "held_out_sha256": token_hash(shorter)}
-        built = replace(built, held_out=shorter, description=told)
+        facts = {**built.description, "held_out_length": held_out_length, "held_out_sha256": token_hash(shorter)}
+        built = replace(built, held_out=shorter, description=facts)
     held_out, note = HeldOut.of_text(built.held_out), "recall prompts in held-out text"
     length = built.held_out.shape[1]
     try:
@@ -114,7 +114,8 @@ def load_texts(
 def _builder(
     opened, tokenizer, settings: ConversionSettings, progress: Progress, run_source: bool
 ) -> Callable[[float], CalibrationSet]:
-    """What makes the sequences, given the share of them with planted recalls. The source writes only once."""
+    """Return the function that makes the sequences, given the share of them with planted recalls. The source writes
+    only once."""
     from surgery.calibration.mixture import CHAT, build_mixture, shares_of, without_chat
     from surgery.calibration.sequences import SequenceRequest, build_calibration
     from surgery.calibration.text import BUILTIN
@@ -135,19 +136,19 @@ def _builder(
 def _with_held_out(
     build: Callable[[float], CalibrationSet], tokenizer, settings: ConversionSettings
 ) -> Callable[[float], CalibrationSet]:
-    """The same with held-out sequences of a text of one's own."""
+    """Extend a builder by held-out sequences of the user's text."""
     from surgery.calibration.sequences import CalibrationSet, SequenceRequest, build_calibration, token_hash
 
     def replaced(recall: float) -> CalibrationSet:
         built = build(recall)
         length = built.tokens.shape[1]
-        wanted = SequenceRequest(settings.held_out * length, length, recall, settings.seed, 0, settings.text_field)
-        tokens = build_calibration(tokenizer, settings.held_out_text, wanted).tokens
+        request = SequenceRequest(settings.held_out * length, length, recall, settings.seed, 0, settings.text_field)
+        tokens = build_calibration(tokenizer, settings.held_out_text, request).tokens
         order = built.description.get("order")
-        told = {"held_out_source": settings.held_out_text, "held_out_sha256": token_hash(tokens)}
+        description = {"held_out_source": settings.held_out_text, "held_out_sha256": token_hash(tokens)}
         if order:
-            told["order"] = {**order, "held_out": ["text"] * len(tokens)}
-        return CalibrationSet(built.tokens, tokens, {**built.description, **told})
+            description["order"] = {**order, "held_out": ["text"] * len(tokens)}
+        return CalibrationSet(built.tokens, tokens, {**built.description, **description})
 
     return replaced
 
@@ -159,7 +160,7 @@ def _measure(opened, tokenizer, built: CalibrationSet, settings: ConversionSetti
     fit = measure_fit(opened.stream, texts, order, settings.batch_size, progress)
     parts = built.description.get("parts")
     shares = ", ".join(f"{part['share']:.0%} {name}" for name, part in (parts or {}).items()) or settings.calibration
-    losses = ", ".join(f"{with_perplexity(found['loss'])} on {kind}" for kind, found in fit["calibration"].items())
+    losses = ", ".join(f"{with_perplexity(entry['loss'])} on {kind}" for kind, entry in fit["calibration"].items())
     progress.note(f"calibration: {built.tokens.numel():,} tokens: {shares}; source's loss (perplexity) {losses}")
     chats = bool(getattr(tokenizer, "chat_template", None)) and "chat" not in (parts or {"chat": None})
     for line in misfits(fit["calibration"], chats=chats):
@@ -176,7 +177,7 @@ def _whole_model(opened):
 
 
 def _too_large_to_load(opened) -> str | None:
-    """Why the source is not loaded as a whole without being asked to; None where it can be."""
+    """Return why the source is not loaded whole by default; None where it can be."""
     import psutil
 
     weights = sum(opened.reader.info(name).nbytes for name in opened.reader.names())

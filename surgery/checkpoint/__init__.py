@@ -1,6 +1,6 @@
 """Checkpoints on disk: read lazily, written as a stream, verified, then renamed into place.
 
-It knows folders of safetensors shards, their index and the files beside them; it knows nothing of attention.
+It knows folders of safetensors shards, their index and the files next to them; it knows nothing of attention.
 A conversion opens a `CheckpointReader`, plans the output's tensors, fills a `CheckpointWriter` tensor by tensor, calls
 `finish`, `verify_files` and `commit`. At no time is more than one tensor held in memory.
 

@@ -89,7 +89,7 @@ class CarriedFiles:
         return [name for name in self.names if kind_of(name) is Kind.CODE]
 
     def record(self, written: Collection[str]) -> dict[str, list[str]]:
-        """What a report says of them.
+        """Return the report's record of the files.
 
         Args:
             written: names of all files of the result; one of those is not left out, it was replaced.
@@ -132,7 +132,9 @@ def _check_targets(folder: Path, names: Collection[str], keep_code: bool) -> Non
 def _content(path: Path) -> bytes:
     with disk_errors(path), open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
-            raise SurgeryError.at(path, f"has more than {LARGEST:,} bytes, which no file beside weights has; remove it")
+            raise SurgeryError.at(
+                path, f"has more than {LARGEST:,} bytes, which no file next to weights has. Remove it"
+            )
         return file.read()
 
 
@@ -175,7 +177,7 @@ def _own_entries(config: Any, modules: Collection[str]) -> Any:
 
 
 def _is_own(value: Any, modules: Collection[str]) -> bool:
-    """Whether an ``auto_map`` names classes of these modules alone."""
+    """Return whether an ``auto_map`` names classes of these modules alone."""
     if not isinstance(value, dict):
         return False
     return all(isinstance(each, str) and each.rpartition(".")[0] in modules for each in value.values())

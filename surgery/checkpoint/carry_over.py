@@ -1,4 +1,4 @@
-"""Copies what a conversion leaves unchanged: every tensor but the attention's, and the files beside the weights."""
+"""Copies what a conversion leaves unchanged: every tensor but the attention's, and the files next to the weights."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class CastStore:
         }
 
     def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
-        """As :meth:`Store.read`; ranges hold whole elements."""
+        """Read as :meth:`Store.read` does; ranges hold whole elements."""
         stored = self._store.infos[name].dtype
         if stored == self.infos[name].dtype:
             self._store.read(name, ranges, out)
@@ -52,7 +52,7 @@ class CastStore:
                 out = out[cast.nbytes :]
 
     def places(self, name: str) -> list[Place]:
-        """As :meth:`Store.places`."""
+        """Return the byte ranges as :meth:`Store.places` does."""
         return self._store.places(name)
 
 

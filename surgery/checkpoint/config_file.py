@@ -92,7 +92,7 @@ def with_rope_beside(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def arguments(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config class of transformers is made with, of a config.json."""
+    """Return the arguments of a transformers config class for a config.json."""
     return {name: _floats(value) for name, value in config.items() if name not in ("model_type", "auto_map")}
 
 

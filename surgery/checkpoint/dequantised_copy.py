@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def dequantised_copy(reader: CheckpointReader) -> Path:
-    """The folder of the copy, beside the reader's temporary one; the first call for a checkpoint writes it.
+    """The folder of the copy, next to the reader's temporary one; the first call for a checkpoint writes it.
 
     Raises:
         SurgeryError: the file cannot be read, or the disk is too full.

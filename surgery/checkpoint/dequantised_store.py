@@ -18,7 +18,7 @@ ReadRows = Callable[[str, int, int], Tensor]
 
 
 class Matrix(Protocol):
-    """How one matrix is stored: the names of its ``parts``, and what its ``rows`` [first, after) are in float32."""
+    """Storage of one matrix: the names of its ``parts``, and its ``rows`` [first, after) in float32."""
 
     @property
     def parts(self) -> tuple[str, ...]: ...
@@ -54,12 +54,12 @@ class DequantisedStore:
                 self.infos[name] = TensorInfo(matrix.dtype, matrix.shape, nbytes, info.file)
 
     def parts(self, name: str) -> dict[str, TensorInfo]:
-        """What a matrix is stored as; nothing for a tensor that is read as it is stored."""
+        """Return the stored parts of a matrix; none for a tensor that is read as it is stored."""
         matrix = self._matrices.get(name)
         return {part: self._store.infos[part] for part in matrix.parts} if matrix else {}
 
     def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
-        """As :meth:`Store.read`."""
+        """Read as :meth:`Store.read` does."""
         if name not in self._matrices:
             self._store.read(name, ranges, out)
             return
@@ -71,7 +71,7 @@ class DequantisedStore:
         read_rows(ranges, matrix.shape[1], matrix.dtype.itemsize, rows, out)
 
     def places(self, name: str) -> list[Place]:
-        """As :meth:`Store.places`."""
+        """Return the byte ranges as :meth:`Store.places` does."""
         parts = self._matrices[name].parts if name in self._matrices else (name,)
         return [place for part in parts for place in self._store.places(part)]
 

@@ -39,8 +39,8 @@ def parse_size(size: int | str, name: str = "") -> int:
     except (KeyError, InvalidOperation):
         count = 0
     if count <= 0:
-        said = f"{name} {size!r}".lstrip()
-        raise SurgeryError(f"{said} is not a size; write it like 5GB, 500MB, 2GiB or a number of bytes")
+        setting = f"{name} {size!r}".lstrip()
+        raise SurgeryError(f"{setting} is not a size; write it like 5GB, 500MB, 2GiB or a number of bytes")
     return count
 
 

@@ -42,7 +42,7 @@ def hash_files(folder: Path, progress: Progress | None = None, names: Iterable[s
 
 
 def hash_file(path: Path) -> str:
-    """Of one file, in hex."""
+    """Return the hash of one file, in hex."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(_PIECE):

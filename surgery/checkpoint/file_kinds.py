@@ -13,7 +13,7 @@ from surgery.common.lineage import REPORT
 CARD, SOURCE_CARD = "README.md", "README.source.md"
 CONFIG = "config.json"
 HEALING = "surgery_healing.json"
-"""Record of a healing beside a student that has no conversion's report."""
+"""Record of a healing next to a student that has no conversion's report."""
 
 
 class Kind(Enum):

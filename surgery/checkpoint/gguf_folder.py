@@ -22,7 +22,7 @@ from surgery.common.temporary import TemporaryFolder
 
 @dataclass(frozen=True)
 class GgufFolder:
-    """What a file holds, and the folder with its config.json and tokenizer."""
+    """Contents of a GGUF file, and the folder with its config.json and tokenizer."""
 
     file: Path
     model: GgufModel
@@ -30,7 +30,7 @@ class GgufFolder:
 
 
 def open_gguf(file: Path) -> GgufFolder:
-    """Reads the header of a GGUF file and writes what stands beside weights; once a process for an unchanged file.
+    """Reads the header of a GGUF file and writes what stands next to weights; once a process for an unchanged file.
 
     Raises:
         SurgeryError: the file is damaged, or its model or tokenizer is not supported.

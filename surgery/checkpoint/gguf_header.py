@@ -49,7 +49,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a file says before its numbers: key-value metadata, and tensors by their names in it."""
+    """Header of a GGUF file: key-value metadata, and tensors by their names in it."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]

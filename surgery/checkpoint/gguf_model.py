@@ -1,4 +1,4 @@
-"""What a GGUF file holds, said as a Hugging Face checkpoint: config.json, tensor names, order of rows, dtype.
+"""Hugging Face view of a GGUF file: config.json, tensor names, order of rows, dtype.
 
 Names and metadata keys are those of llama.cpp's converter, which also rewrites two things: rows of q and k of ``llama``
 models are permuted for rotations of neighbouring numbers, and llama3's RoPE scaling is stored as a tensor of factors.
@@ -193,8 +193,8 @@ def _config(path: Path, values: _Values, header: GgufHeader, name: str, dtype: t
 def special_tokens(metadata: dict[str, Any]) -> dict[str, int]:
     """The ids that config and generation config name, of those that the file has."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    found = {field: metadata.get(f"tokenizer.ggml.{key}_token_id") for field, key in keys.items()}
-    return {field: token for field, token in found.items() if type(token) is int}
+    ids = {field: metadata.get(f"tokenizer.ggml.{key}_token_id") for field, key in keys.items()}
+    return {field: token for field, token in ids.items() if type(token) is int}
 
 
 def _scaled(path: Path, rope: dict[str, Any], factors: GgufTensor | None, head_dim: int) -> dict[str, Any]:
@@ -205,10 +205,10 @@ def _scaled(path: Path, rope: dict[str, Any], factors: GgufTensor | None, head_d
         raise SurgeryError.at(path, f"{_ROPE_FACTORS} {list(factors.shape)} does not fit heads of {head_dim} numbers")
     with disk_errors(path), open(path, "rb") as file:
         file.seek(factors.offset)
-        found = np.frombuffer(file.read(factors.nbytes), dtype="<f4")
-    scaling = {**rope, "rope_type": "llama3", "factor": float(found.max(initial=1.0)), **_LLAMA3}
+        stored = np.frombuffer(file.read(factors.nbytes), dtype="<f4")
+    scaling = {**rope, "rope_type": "llama3", "factor": float(stored.max(initial=1.0)), **_LLAMA3}
     expected = llama3_factors(scaling, head_dim).numpy()
-    if factors.type != "F32" or found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-3):
+    if factors.type != "F32" or stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
         raise SurgeryError.at(
             path, f"its RoPE factors ({_ROPE_FACTORS}) are not those of llama3's scaling; give its Hugging Face files"
         )
@@ -216,7 +216,8 @@ def _scaled(path: Path, rope: dict[str, Any], factors: GgufTensor | None, head_d
 
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """By what Llama 3's scaling divides each frequency, [d/2] float32; llama.cpp reads it as ``rope_freqs``."""
+    """Return the divisors of each frequency in Llama 3's scaling, [d/2] float32; llama.cpp reads them as
+    ``rope_freqs``."""
     freqs = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * freqs / (2 * math.pi)

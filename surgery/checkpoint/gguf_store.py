@@ -57,7 +57,7 @@ class GgufStore:
             read_rows(ranges, mapped.stored.columns, info.dtype.itemsize, rows, out)
 
     def places(self, name: str) -> list[Place]:
-        """As :meth:`Store.places`."""
+        """Return the byte ranges as :meth:`Store.places` does."""
         stored = self._tensors[name].stored
         return [Place(self._path, stored.offset, stored.nbytes)]
 

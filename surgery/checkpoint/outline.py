@@ -18,7 +18,8 @@ from surgery.common.lineage import REPORT
 def write_outline(
     folder: Path, source: CheckpointReader, config: Mapping[str, Any], tensors: Mapping[str, TensorSpec]
 ) -> None:
-    """Makes the folder: config.json, zeros that take no place on most disks, and what lies beside the source's weights.
+    """Makes the folder: config.json, zeros that take no place on most disks, and what lies next to the source's
+    weights.
 
     The source's report is left out, which tells of other weights.
     """

@@ -1,4 +1,4 @@
-"""Where the output of a verb goes, and what it may not replace. Needs no torch."""
+"""Output path of a command, and the paths that it may not replace. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOCK = ".surgery-lock"
 
 
 def default_output(source: str | Path, target: str) -> Path:
-    """Beside the source, its name with the target behind it; in the working folder for a hub id."""
+    """Next to the source, its name with the target after it; in the working folder for a hub id."""
     path = Path(source)
     if path.name in ("", ".."):  # a folder is called as its place is
         path = Path(os.path.abspath(path))
@@ -25,7 +25,8 @@ def default_output(source: str | Path, target: str) -> Path:
 
 
 def working_output(source: str | Path, ending: str) -> Path:
-    """In the working folder, named after the source; beside the source where the working folder lies in it."""
+    """Return a path in the working folder, named after the source; next to the source where that lies in the working
+    folder."""
     beside, folder = default_output(source, ending), Path.cwd()
     place = Path(source).resolve()
     return beside if place in (folder, *folder.parents) else Path(beside.name)
@@ -45,7 +46,7 @@ def refuse_inside(source: Path, out: Path) -> None:
 def settle_output(
     source: str | Path, read: Path | None, out: str | Path | None, target: str, *, overwrite: bool
 ) -> Path:
-    """Where the output goes.
+    """Settle the output path.
 
     Args:
         read: the folder or file that ``source`` is read from; None for a hub model that nobody fetched yet.
@@ -71,7 +72,7 @@ def kept_apart(place: Path, option: str = "--out") -> Iterator[None]:
     What SIGKILL leaves of that file is locked by nobody, and goes with the next block.
 
     Args:
-        place: a folder, in which the file lies, or the name of a file, beside which it does.
+        place: a folder, in which the file lies, or the name of a file, next to which it does.
         option: that names it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Has what prepares pictures for a converted model load as it does for the source.
+"""Image processor of a converted model, loaded as for the source.
 
 transformers finds its class by the model type where no file names it, and a conversion changes that type.
 """
@@ -26,11 +26,11 @@ def name_processor(source: Path, writer: CheckpointWriter) -> None:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     before, after = (_read(folder / "config.json").get("model_type") for folder in (source, writer.partial))
-    said = {name: _read(writer.partial / name) for name in NAMED_IN}
-    if before == after or any(KEY in each for each in said.values()):
+    configs = {name: _read(writer.partial / name) for name in NAMED_IN}
+    if before == after or any(KEY in each for each in configs.values()):
         return
     if before in CONFIG_MAPPING and (kind := CONFIG_MAPPING[before]) in PROCESSOR_MAPPING:
-        writer.write_json(CONFIG, {**said[CONFIG], KEY: PROCESSOR_MAPPING[kind].__name__})
+        writer.write_json(CONFIG, {**configs[CONFIG], KEY: PROCESSOR_MAPPING[kind].__name__})
 
 
 def _read(path: Path) -> dict:

@@ -1,4 +1,4 @@
-"""Has the system read what is needed next into its page cache, while this process computes."""
+"""Prefetch of what is needed next into the system's page cache, while this process computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIECE = 2**17
 
 
 class Place(NamedTuple):
-    """Where bytes of a tensor lie."""
+    """Byte range of a tensor in a file."""
 
     file: Path
     offset: int

@@ -142,7 +142,8 @@ class CheckpointReader:
     def seen_as(
         self, config: dict[str, Any], parts: Mapping[str, Mapping[str, int]], *, put_back: bool = False
     ) -> CheckpointReader:
-        """The same weights with another config, some tensors being rows of stored ones (see :class:`RowSliceStore`).
+        """Return a view of the same weights with another config, some tensors being rows of stored ones (see
+        :class:`RowSliceStore`).
 
         Its ``path`` is a temporary folder with that config and links to the sidecars, but for remote code, which is
         that of the stored names. With ``put_back`` each part is a whole tensor under another name, and what is made
@@ -155,7 +156,7 @@ class CheckpointReader:
         return view
 
     def corrected(self, config: dict[str, Any]) -> CheckpointReader:
-        """The same checkpoint with another config.json; itself, where that is the same.
+        """Return the same checkpoint with another config.json; itself if that is equal.
 
         Its fingerprint is that of the files. Its ``path`` is a temporary folder with that config and links to the rest.
         """
@@ -179,14 +180,14 @@ class CheckpointReader:
 
     def _dequantised(self) -> CheckpointReader:
         """A view of quantised weights without quantisation; itself, where there are none that can be read."""
-        found = quantisation_of(self.config, self._store)
-        if found is None:
+        quantisation = quantisation_of(self.config, self._store)
+        if quantisation is None:
             return self
         config = {name: value for name, value in self.config.items() if name != "quantization_config"}
-        return self._view(config, DequantisedStore(self._store, found.matrices), found.name, code=True)
+        return self._view(config, DequantisedStore(self._store, quantisation.matrices), quantisation.name, code=True)
 
     def in_dtype(self, dtype: torch.dtype) -> CheckpointReader:
-        """The same weights, rounded to a dtype as they are read; itself, where they have it."""
+        """Return the same weights, rounded to a dtype as they are read; itself if they have it."""
         store = CastStore(self._store, dtype)
         if store.infos == self._store.infos:
             return self
@@ -195,7 +196,7 @@ class CheckpointReader:
     def _view(
         self, config: dict[str, Any], store: Store, dequantised_from: str | None, *, code: bool
     ) -> CheckpointReader:
-        """The same checkpoint with another config and tensors; with its remote code, or without."""
+        """Return the same checkpoint with another config and tensors; with its remote code, or without."""
         folder = temporary_folder() / self.name
         with disk_errors(folder):
             folder.mkdir()
@@ -233,11 +234,12 @@ class CheckpointReader:
 
     @property
     def as_stored(self) -> CheckpointReader:
-        """The same without dequantisation, but of a GGUF file, whose numbers are read in no other way."""
+        """The same checkpoint without dequantisation; a GGUF file is always dequantised."""
         return self._behind if isinstance(self._store, DequantisedStore) and self._behind is not None else self
 
     def stored_parts(self, name: str) -> dict[str, TensorInfo]:
-        """What a quantised matrix is in :attr:`as_stored`; nothing for tensors that are read as they are stored."""
+        """Return the parts of a quantised matrix in :attr:`as_stored`; none for tensors that are read as they are
+        stored."""
         return self._store.parts(name) if isinstance(self._store, DequantisedStore) else {}
 
     def model_folder(self) -> Path:
@@ -289,7 +291,7 @@ class CheckpointReader:
         return {name: self.tensor(name) for name in self._names_of(prefix)}
 
     def read_ahead(self, prefix: str) -> None:
-        """Has the system read the tensors of a module while this process does something else; returns at once."""
+        """Prefetch the tensors of a module while this process does something else; return at once."""
         self._ahead.ask(place for name in self._names_of(prefix) for place in self._store.places(name))
 
     def _names_of(self, prefix: str) -> list[str]:
@@ -309,18 +311,18 @@ class CheckpointReader:
         info = self.info(name)
         if len(info.shape) != 2:
             raise SurgeryError.at(self.path, f"{name} is {describe(info)}, not a matrix with rows")
-        wanted, inverse = torch.unique(index.cpu(), return_inverse=True)
-        if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < info.shape[0]:
-            bad = int(wanted[0] if wanted[0] < 0 else wanted[-1])
+        unique, inverse = torch.unique(index.cpu(), return_inverse=True)
+        if len(unique) and not 0 <= int(unique[0]) <= int(unique[-1]) < info.shape[0]:
+            bad = int(unique[0] if unique[0] < 0 else unique[-1])
             raise SurgeryError.at(
                 self.path, f"row {bad} of {name}, which has {info.shape[0]} rows; does the tokenizer match the model?"
             )
         row_bytes = info.shape[1] * info.dtype.itemsize
-        ranges = [(start * row_bytes, stop * row_bytes) for start, stop in _runs(wanted)]
-        found = torch.empty(len(wanted), row_bytes, dtype=torch.uint8)
-        self._store.read(name, ranges, found.reshape(-1))
+        ranges = [(start * row_bytes, stop * row_bytes) for start, stop in _runs(unique)]
+        buffer = torch.empty(len(unique), row_bytes, dtype=torch.uint8)
+        self._store.read(name, ranges, buffer.reshape(-1))
         # Gathered as bytes, which every release of torch can index, unlike the rarer dtypes.
-        rows = found if index.ndim == 1 and torch.equal(wanted, index.cpu()) else found[inverse.reshape(-1)]
+        rows = buffer if index.ndim == 1 and torch.equal(unique, index.cpu()) else buffer[inverse.reshape(-1)]
         return rows.view(info.dtype).reshape(*index.shape, info.shape[1])
 
     def chunks(self, name: str) -> Iterator[Tensor]:
@@ -341,11 +343,11 @@ class CheckpointReader:
 
     @property
     def files(self) -> FolderFiles:
-        """What lies beside weights and config.json in the folder that was opened, or that a GGUF file stands for."""
+        """Files next to weights and config.json in the folder that was opened, or that a GGUF file stands for."""
         return self._files if self._behind is None else self._behind.files
 
     def sidecars(self) -> list[Path]:
-        """Full paths of the files that belong to the checkpoint beside weights and config.json, code among them."""
+        """Full paths of the files that belong to the checkpoint next to weights and config.json, code among them."""
         return self._files.paths
 
     def stamp(self) -> dict[str, list[int]]:
@@ -383,7 +385,7 @@ class CheckpointReader:
         return self._identity
 
     def recall(self, known: Identity | None) -> bool:
-        """Whether the fingerprint needs no reading: taken before, or by an earlier run of files with this stamp."""
+        """Return whether the fingerprint needs no read: known, or from an earlier run of files with this stamp."""
         if self._behind is not None:
             return self._behind.recall(known)
         if self._identity is None and known is not None and known.stamp == self._stamp == self.stamp():

@@ -46,11 +46,11 @@ class RowSliceStore:
                 self.infos[stored] = info
 
     def _add(self, stored: str, info: TensorInfo, parts: Mapping[str, int | Rows]) -> None:
-        wanted, first = {}, 0
+        slices, first = {}, 0
         for name, rows in parts.items():
-            wanted[name] = Rows(((first, first + rows),)) if isinstance(rows, int) else rows
-            first += wanted[name].count
-        for name, rows in wanted.items():
+            slices[name] = Rows(((first, first + rows),)) if isinstance(rows, int) else rows
+            first += slices[name].count
+        for name, rows in slices.items():
             count, *rest = reversed(info.shape) if rows.transposed else info.shape
             if first != count:
                 raise SurgeryError(f"{stored}: {count} rows do not fit the config, wanted {first}")
@@ -58,7 +58,7 @@ class RowSliceStore:
             self.infos[name] = replace(info, shape=(rows.count, *rest), nbytes=info.nbytes // count * rows.count)
 
     def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
-        """As :meth:`Store.read`."""
+        """Read as :meth:`Store.read` does."""
         if name not in self._slices:
             self._store.read(name, ranges, out)
             return
@@ -66,24 +66,24 @@ class RowSliceStore:
         row = self.infos[name].nbytes // part.rows.count
         if part.rows.transposed:
             flat = as_bytes(torch.cat([self._transposed(part.stored)[slice(*run)] for run in part.rows.runs]))
-            found = torch.cat([flat[start:stop] for start, stop in ranges])
-            out[: len(found)] = found
+            selected = torch.cat([flat[start:stop] for start, stop in ranges])
+            out[: len(selected)] = selected
         else:
             self._store.read(part.stored, list(_within(part.rows, row, ranges)), out)
 
     def places(self, name: str) -> list[Place]:
-        """As :meth:`Store.places`: the whole of the tensor that it is rows of."""
+        """Return the byte ranges as :meth:`Store.places` does: those of the whole tensor whose rows it is."""
         return self._store.places(self._slices[name].stored if name in self._slices else name)
 
     def _transposed(self, stored: str) -> Tensor:
         info = self._store.infos[stored]
-        found = torch.empty(info.nbytes, dtype=torch.uint8)
-        self._store.read(stored, [(0, info.nbytes)], found)
-        return found.view(info.dtype).reshape(info.shape).T
+        buffer = torch.empty(info.nbytes, dtype=torch.uint8)
+        self._store.read(stored, [(0, info.nbytes)], buffer)
+        return buffer.view(info.dtype).reshape(info.shape).T
 
 
 def _within(rows: Rows, row: int, ranges: ByteRanges) -> Iterator[tuple[int, int]]:
-    """Where bytes [start, stop) of rows one behind the other are in what these are rows of, of ``row`` bytes each."""
+    """Map bytes [start, stop) of consecutive rows, each of ``row`` bytes, to bytes of the tensor that holds them."""
     for start, stop in ranges:
         before = 0
         for first, last in rows.runs:

@@ -103,7 +103,7 @@ def _entry(name: str, entry: Any, file: str) -> tuple[TensorInfo, int]:
 
 
 def _end_of_data(ranges: list[tuple[int, int]]) -> int:
-    """Where the last tensor ends; ValueError where (start, length) ranges overlap or leave holes."""
+    """Return the end of the last tensor; ValueError where (start, length) ranges overlap or leave holes."""
     end = 0
     for start, length in sorted(ranges):
         if start != end:

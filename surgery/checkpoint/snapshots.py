@@ -1,6 +1,6 @@
 """States of long loops, by the loop's name, from which the same work goes on after its process was killed.
 
-A state is a zip archive, as torch writes them, which holds the CRC-32 of its own contents and beside them those of the
+A state is a zip archive, as torch writes them, which holds the CRC-32 of its own contents and next to them those of the
 files that it speaks of. Against what disks and copies do these tell as surely as SHA-256, at four times its speed
 (4 GiB/s against 0.8 on one core): a disk that takes the same activations is slower. Nobody is kept out by them, and who
 may write here may write the result.
@@ -29,7 +29,7 @@ class Snapshots:
     """The last state of every loop, one file each, replaced whole.
 
     Args:
-        folder: where they lie, and in folders there the files that they speak of, which stay as they are from then on;
+        folder: where they lie, and in folders there the files that they speak of, which stay unchanged from then on;
             None keeps nothing.
     """
 
@@ -41,7 +41,7 @@ class Snapshots:
         """The last state that was taken in this loop; None without one.
 
         Args:
-            types: classes in it, beside tensors and plain values.
+            types: classes in it, next to tensors and plain values.
         """
         if self.folder is None or not (path := self._path(loop)).is_file():
             return None
@@ -51,7 +51,7 @@ class Snapshots:
     def discard_damaged(self) -> list[str]:
         """Removes states that are no longer what was written, or whose files are not; and files that no state is of.
 
-        Loops without a state begin anew, behind what is left of those before them.
+        Loops without a state begin from scratch, behind what is left of those before them.
 
         Returns:
             Names of the loops.
@@ -71,7 +71,7 @@ class Snapshots:
         return damaged
 
     def due(self) -> bool:
-        """Whether the last state of any loop is old enough for another."""
+        """Return whether the last state of any loop is old enough for another."""
         return self.folder is not None and time.monotonic() - self._written >= INTERVAL
 
     def take(self, loop: str, state: Callable[[], dict[str, Any]]) -> None:
@@ -93,7 +93,7 @@ class Snapshots:
         self._written = time.monotonic()
 
     def taken(self, loop: str = "*") -> bool:
-        """Whether there is a state of this loop; without a name, of any."""
+        """Return whether there is a state of this loop; without a name, of any."""
         return self.folder is not None and any(self.folder.glob(f"{loop}.state"))
 
     def _path(self, loop: str) -> Path:

@@ -52,7 +52,7 @@ def check_output(source: Path, out: Path) -> None:
     """Refuses an output that would destroy the checkpoint it is made from.
 
     Raises:
-        SurgeryError: ``out`` (or the ``.partial`` folder beside it) is the source, lies inside it or contains it.
+        SurgeryError: ``out`` (or the ``.partial`` folder next to it) is the source, lies inside it or contains it.
     """
     source, out = Path(source).resolve(), Path(out).resolve()
     check_encoding(out)

@@ -1,4 +1,4 @@
-"""Where tensors' bytes come from: safetensors files or, when asked for, pickled state dicts.
+"""Stores of tensors' bytes: safetensors files or, on request, pickled state dicts.
 
 A store has ``infos``, every tensor by name in the files' order, and ``read``, which copies ranges of a tensor's bytes.
 """
@@ -33,21 +33,21 @@ class Store(Protocol):
         ...
 
     def places(self, name: str) -> list[Place]:
-        """Where the bytes lie that a tensor is read from; nothing where they are not asked for beforehand."""
+        """Return the byte ranges that a tensor is read from; none where prefetching does not help."""
         ...
 
 
 def read_rows(ranges: ByteRanges, columns: int, itemsize: int, rows: Callable[[int, int], Tensor], out: Tensor) -> None:
-    """As :meth:`Store.read`, of a matrix whose rows [first, after) ``rows`` makes, a chunk of float32 at a time."""
+    """Read ranges of a matrix like :meth:`Store.read`, from ``rows`` [first, after), a chunk of float32 at a time."""
     row_bytes, step = columns * itemsize, max(1, CHUNK_BYTES // (4 * columns))
     for start, stop in ranges:
         last = -(-stop // row_bytes)
         for first in range(start // row_bytes, last, step):
             after = min(first + step, last)
             begin, end = max(0, start - first * row_bytes), min(stop, after * row_bytes) - first * row_bytes
-            wanted = as_bytes(rows(first, after))[begin:end]
-            out[: len(wanted)] = wanted
-            out = out[len(wanted) :]
+            chunk = as_bytes(rows(first, after))[begin:end]
+            out[: len(chunk)] = chunk
+            out = out[len(chunk) :]
 
 
 class SafetensorsStore:

@@ -1,4 +1,4 @@
-"""What a stored tensor is: its dtype, its shape and its bytes."""
+"""Stored tensors: dtype, shape and bytes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether a contiguous tensor holds neither NaN nor infinity; true for every integer and bool tensor."""
+    """Return whether a contiguous tensor holds neither NaN nor infinity; true for every integer and bool tensor."""
     if not tensor.dtype.is_floating_point or tensor.numel() == 0:
         return True
     flat = tensor.reshape(-1)

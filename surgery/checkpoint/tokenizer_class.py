@@ -1,4 +1,4 @@
-"""Has a converted checkpoint cut text into the tokens that its source does.
+"""Tokenizer class of a converted checkpoint, chosen so that text is cut into the source's tokens.
 
 transformers chooses the class of a tokenizer by the model type too: for some types, qwen2 among them, it takes a class
 of its own whatever ``tokenizer_config.json`` names, because published ones name a wrong one (DeepSeek's distillations
@@ -36,17 +36,17 @@ def keep_tokens(source: Path, writer: CheckpointWriter) -> None:
     Raises:
         SurgeryError: the copy cuts text otherwise with that class too.
     """
-    wanted = _cutting(source)
-    if wanted is None or _cuts_alike(writer.partial, wanted):
+    expected = _cutting(source)
+    if expected is None or _cuts_alike(writer.partial, expected):
         return
     path = writer.partial / CONFIG
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    writer.write_json(CONFIG, {**config, "tokenizer_class": wanted.name})
-    if not _cuts_alike(writer.partial, wanted):
+    writer.write_json(CONFIG, {**config, "tokenizer_class": expected.name})
+    if not _cuts_alike(writer.partial, expected):
         _copy_as_loaded(source, writer)
-    if not _cuts_alike(writer.partial, wanted):
+    if not _cuts_alike(writer.partial, expected):
         raise SurgeryError(
-            f"{source}: its tokenizer, {wanted.name}, is not taken for the converted model's type and another "
+            f"{source}: its tokenizer, {expected.name}, is not taken for the converted model's type and another "
             "would cut text otherwise; load it and save it with save_pretrained, then convert"
         )
 
@@ -60,15 +60,15 @@ def _copy_as_loaded(source: Path, writer: CheckpointWriter) -> None:
 
 
 class Cutting(NamedTuple):
-    """What a tokenizer's class is called, and the ids that it makes of the samples."""
+    """Tokenizer's class name, and the ids that it makes of the samples."""
 
     name: str
     ids: list[list[int]]
 
 
-def _cuts_alike(folder: Path, wanted: Cutting) -> bool:
-    found = _cutting(folder)
-    return found is not None and found.ids == wanted.ids
+def _cuts_alike(folder: Path, expected: Cutting) -> bool:
+    cutting = _cutting(folder)
+    return cutting is not None and cutting.ids == expected.ids
 
 
 _KNOWN: dict[str, Cutting | None] = {}
@@ -76,7 +76,7 @@ _KNOWN: dict[str, Cutting | None] = {}
 
 
 def _cutting(folder: Path) -> Cutting | None:
-    """How the tokenizer of a folder cuts; None where there is none that transformers can read."""
+    """Return the tokens of a folder's tokenizer; None where there is none that transformers can read."""
     key = _key(folder)
     if key not in _KNOWN:
         _KNOWN[key] = _measured(folder)
@@ -100,7 +100,7 @@ def _measured(folder: Path) -> Cutting | None:
 
 def _key(folder: Path) -> str:
     """Hash of all files but weights; of config.json of what says which class a tokenizer gets."""
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in WEIGHTS or not path.is_file():
             continue
@@ -108,5 +108,5 @@ def _key(folder: Path) -> str:
         if path.name == "config.json":
             config = json.loads(content)
             content = json.dumps([config.get(name) for name in OF_A_CONFIG]).encode()
-        made.update(f"{path.name}\0{len(content)}\0".encode() + content)
-    return made.hexdigest()
+        digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()

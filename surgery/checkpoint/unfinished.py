@@ -1,4 +1,4 @@
-"""What a conversion that was interrupted had finished, kept for the same conversion to resume from.
+"""Unfinished conversion: the finished parts of an interrupted one, from which the same conversion resumes.
 
 It lies in the ``.partial`` folder of the output, which is locked from the beginning: two conversions to one output are
 kept apart.
@@ -44,7 +44,7 @@ class Unfinished:
         staging: of the output.
         folder: where the work lies, once the context is entered.
         snapshots: states of the work's loops.
-        resumed: whether there was something to go on from.
+        resumed: whether there was something to resume from.
 
     Raises:
         SurgeryError: the output may not be written, another process is writing it, or what is there is other work.
@@ -68,19 +68,19 @@ class Unfinished:
         self._threads, self._restart = torch.get_num_threads(), restart
 
     def __enter__(self) -> Unfinished:
-        kept = self._same_work()
-        self.staging.create(keep_unfinished=kept)
+        resumes = self._same_work()
+        self.staging.create(keep_unfinished=resumes)
         try:
             with disk_errors(self.folder):
                 self.folder.mkdir(exist_ok=True)
             begun = {"source": self._source.identity(), "facts": self._facts, "threads": self._threads}
             write_whole(self.folder / _FACTS, json.dumps(begun))
         except BaseException:
-            self.staging.discard(keep_unfinished=kept)
+            self.staging.discard(keep_unfinished=resumes)
             raise
         self.snapshots = Snapshots(self.folder)
         if damaged := self.snapshots.discard_damaged():
-            self._progress.note(f"{self.folder}: damaged, and begun anew: {', '.join(damaged)}")
+            self._progress.note(f"{self.folder}: damaged, and begun from scratch: {', '.join(damaged)}")
         self.resumed = self.snapshots.taken()
         if self.resumed:
             self._progress.note(f"goes on with what {self.staging.partial} holds; --restart discards it")
@@ -96,7 +96,7 @@ class Unfinished:
             self._progress.note(f"{self.staging.partial} keeps what was finished; --restart discards it")
 
     def _same_work(self) -> bool:
-        """Whether what is there was begun on the same source and facts.
+        """Return whether the unfinished work was begun on the same source and facts.
 
         Raises:
             SurgeryError: it was not, and holds something to resume from.
@@ -115,8 +115,8 @@ class Unfinished:
             )
         if others:
             return False
-        if said := other_threads(threads, self._threads):
-            self._progress.note(f"{self.staging.partial}: {said}")
+        if warning := other_threads(threads, self._threads):
+            self._progress.note(f"{self.staging.partial}: {warning}")
         return True
 
     def _others(self, begun: Identity, facts: Any) -> list[str]:
@@ -135,8 +135,8 @@ class Unfinished:
         if self._restart or not path.is_file():
             return None, None, None
         try:
-            found = json.loads(path.read_text())
-            return Identity(*found["source"]), dict(found["facts"]), found["threads"]
+            marker = json.loads(path.read_text())
+            return Identity(*marker["source"]), dict(marker["facts"]), marker["threads"]
         except (OSError, ValueError, KeyError, TypeError):
             return None, None, None
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from surgery.bench.settings import KernelRequest
-from surgery.cli.generated import Given, with_settings
+from surgery.cli.generated import OptionValues, with_settings
 from surgery.cli.options import DeviceOption, JsonOption, command_line, flag, option
 from surgery.cli.verbs import Verbs
 from surgery.common.errors import SurgeryError
@@ -24,12 +24,12 @@ KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
 
 
 def bench_kernels(
-    given: Given,
+    options: OptionValues,
     out: OutOption = Path("surgery-bench"),
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every kernel against float64, then measure it beside the GPU's ceilings and PyTorch's kernels.
+    """Check every kernel against float64, then measure it next to the GPU's ceilings and PyTorch's kernels.
 
     What is wrong is not timed. Without a GPU only correctness is looked at, at tiny shapes. The exit code is 1 if a
     kernel was wrong.
@@ -43,7 +43,7 @@ def bench_kernels(
     from surgery.bench.kernels import measure_kernels
     from surgery.console.bench import show_kernels
 
-    request = KernelRequest(**given.of(KernelRequest))
+    request = KernelRequest(**options.of(KernelRequest))
     check_file(out / "kernels.json", overwrite=overwrite)
     record, path = measure_kernels(request, out, command_line())
     show_kernels(record, path, as_json=as_json)
@@ -61,7 +61,7 @@ def bench_decode(
     ],
     to: Annotated[str, option("--to", "NAMES", "What shapes are converted to: mla, mla-own, lowrank, gqa.")] = "mla",
     rank: Annotated[int, option("--rank", "N", "Rank of the latent of converted shapes.")] = 512,
-    rope_dim: Annotated[int, option("--rope-dim", "N", "Rotary dimensions beside it.")] = 64,
+    rope_dim: Annotated[int, option("--rope-dim", "N", "Rotary dimensions next to it.")] = 64,
     contexts: Annotated[str, option("--contexts", "SIZES", "Tokens of the cache.")] = "8k,32k,128k",
     batches: Annotated[str, option("--batches", "SIZES", "Sequences at a time; max is as many as fit.")] = "1,8,max",
     kernels: Annotated[str, option("--kernels", "WORD", "stock, ours (accelerated), or both.")] = "both",
@@ -71,7 +71,7 @@ def bench_decode(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure decoding of whole models, source beside converted, with this package's kernels and without.
+    """Measure decoding of whole models, source next to converted, with this package's kernels and without.
 
     Shapes get random weights. Caches are filled at random to the context: no prompt is read.
 

@@ -1,4 +1,4 @@
-"""``surgery convert``: a checkpoint from another. Torch is imported inside the verb only."""
+"""``surgery convert``: a checkpoint from another. Torch is imported inside the command only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surgery.cli.generated import Given, with_settings
+from surgery.cli.generated import OptionValues, with_settings
 from surgery.cli.options import (
     OUTPUT,
     CheckpointArgument,
@@ -56,15 +56,15 @@ class ConvertVerb(Verb):
 
 
 def _examples_of(to: str) -> str:
-    """The verb's help with the examples of one target."""
+    """The command's help with the examples of one target."""
     paragraphs = inspect.cleandoc(convert.__doc__).split("\n\n")
-    said = [each for each in paragraphs if "--to " not in each or f"--to {to} " in each]
-    return "\n\n".join(said)
+    selected = [each for each in paragraphs if "--to " not in each or f"--to {to} " in each]
+    return "\n\n".join(selected)
 
 
 def convert(
     checkpoint: CheckpointArgument,
-    given: Given,
+    options: OptionValues,
     to: Annotated[
         str | None,
         option(
@@ -73,7 +73,7 @@ def convert(
             f"What the attention becomes: {described()}. With --help: the options of that one. [{DEFAULT}]",
         ),
     ] = None,
-    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-TARGET, beside it]", OUTPUT)] = None,
+    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-TARGET, next to it]", OUTPUT)] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
     plan: Annotated[Path | None, option("--plan", "FILE", "What surgery plan chose; flags win over it.")] = None,
@@ -87,7 +87,7 @@ def convert(
     keep_code: KeepCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert a checkpoint's attention and write the result beside it.
+    """Convert a checkpoint's attention and write the result next to it.
 
     Examples:
 
@@ -128,11 +128,11 @@ def convert(
     to = to or DEFAULT
     target = find_target(to)
     seconds = None if heal is None else seconds_of(heal, "--heal")
-    if planned is None and (better := target.settings_class.needless(given.get)) is not None:
+    if planned is None and (better := target.settings_class.needless(options.get)) is not None:
         print(better)
         return
     chosen = dict(planned.settings) if planned else {}
-    settings = target.settings({**chosen, **given.of(target.settings_class, f"--to {to}")}, config)
+    settings = target.settings({**chosen, **options.of(target.settings_class, f"--to {to}")}, config)
     called, checkpoint, out = checkpoint, model_named(checkpoint), output_of(checkpoint, out, to)
     out = target.check_places(checkpoint, out, settings, overwrite=overwrite)
 

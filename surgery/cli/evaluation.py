@@ -1,4 +1,4 @@
-"""The verbs ``eval``, ``compare`` and ``run``."""
+"""The commands ``eval``, ``compare`` and ``run``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.generated import Given
+from surgery.cli.generated import OptionValues
 from surgery.cli.options import (
     OUTPUT,
     ConfigOption,
@@ -27,7 +27,7 @@ def evaluate(
     checkpoints: Annotated[
         list[str], typer.Argument(metavar="CKPT...", help="Checkpoint folders or hub ids, or NAME=CKPT.")
     ],
-    given: Given,
+    options: OptionValues,
     baseline: Annotated[
         str | None,
         option(
@@ -39,13 +39,13 @@ def evaluate(
     out: Annotated[Path | None, option("--out", "DIR", "Folder of results and report. [CKPT-eval]", OUTPUT)] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace a report of other models or tasks.", OUTPUT)] = False,
     config: ConfigOption = None,
-    trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run code that lies beside the weights.")] = False,
+    trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run code that lies next to the weights.")] = False,
     allow_pickle: PickleOption = False,
     restart: RestartOption = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure models beside their source and beside cheap baselines, and write a report.
+    """Measure models next to their source and next to cheap baselines, and write a report.
 
     Started again with the same --out it goes on where it stopped. Results are the same with any number of processes;
     those of `torchrun -m surgery eval ...` or `accelerate launch` share the work.
@@ -70,16 +70,16 @@ def evaluate(
         find_local(name_and_path(row)[1])  # refuses what is none before torch is loaded for it
         return row
 
-    asked = given.of(EvalSettings)
-    settings = EvalSettings.from_file(config, **asked) if config else EvalSettings(**asked)
+    from_options = options.of(EvalSettings)
+    settings = EvalSettings.from_file(config, **from_options) if config else EvalSettings(**from_options)
     models, compared = tuple(map(named, checkpoints)), None if baseline is None else named(baseline)
 
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_evaluation
     from surgery.evaluation.output import track
-    from surgery.evaluation.run import Request, evaluate
+    from surgery.evaluation.run import EvaluationRequest, evaluate
 
-    request = Request(
+    request = EvaluationRequest(
         models,
         compared,
         out,

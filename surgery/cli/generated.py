@@ -1,6 +1,6 @@
-"""Options made of the classes of settings, where names, types, defaults and help are said once.
+"""Options made of the classes of settings, where names, types, defaults and help are defined once.
 
-A verb's function has a parameter ``given``, in whose place :func:`with_settings` puts an option for every setting.
+A command's function has a parameter ``options``, in whose place :func:`with_settings` puts an option for every setting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SettingOption:
 
     Attributes:
         key: its parameter's name.
-        settings: one of each target that has it; a verb without targets counts as one.
+        settings: one of each target that has it; a command without targets counts as one.
         targets: how many there are in all.
     """
 
@@ -48,33 +48,34 @@ class SettingOption:
     @property
     def old(self) -> dict[str, str]:
         """Flags that still work, by what their parameters are called."""
-        flags = [old for each in self.settings.values() for old in each.said.old]
+        flags = [old for each in self.settings.values() for old in each.info.old]
         flags += [_flag(each.name) for each in self.settings.values() if each.name != self.key]
         return {flag.strip("-").replace("-", "_"): flag for flag in flags}
 
     @property
     def panel(self) -> str:
-        """Of the section, or of the only target that has it."""
+        """Panel of the help: its section, or the only target that has it."""
         if self.targets > 1 and len(self.settings) == 1:
             return f"--to {next(iter(self.settings))}"
-        return self.first.said.section
+        return self.first.info.section
 
     def parameters(self) -> list[inspect.Parameter]:
-        """Of the function that typer sees: the option, and a hidden one for each of its old flags."""
+        """Return the parameters of the function that typer sees: the option, and a hidden one for each of its old
+        flags."""
         flag, metavar, kind = self.flag, self.metavar, str | None
-        if self.first.said.repeated:
+        if self.first.info.repeated:
             kind = list[str] | None
         elif self.first.kinds == (bool,):
             flag, metavar, kind = f"{self.flag}/--no-{self.flag.strip('-')}", None, bool | None
-        said = {"metavar": metavar, "help": self.help, "rich_help_panel": self.panel}
-        options = {self.key: typer.Option(flag, *self.first.said.also, **said)}
+        details = {"metavar": metavar, "help": self.help, "rich_help_panel": self.panel}
+        options = {self.key: typer.Option(flag, *self.first.info.also, **details)}
         options |= {key: typer.Option(old, metavar=metavar, hidden=True) for key, old in self.old.items()}
         return [_parameter(key, Annotated[kind, option], None) for key, option in options.items()]
 
     @property
     def metavar(self) -> str:
-        if self.first.said.metavar:
-            return self.first.said.metavar
+        if self.first.info.metavar:
+            return self.first.info.metavar
         choices = "|".join(dict.fromkeys(str(word) for each in self.settings.values() for word in each.choices))
         if choices and len(choices) <= LONGEST_METAVAR and not self.first.many:
             return choices
@@ -83,31 +84,31 @@ class SettingOption:
 
     @property
     def help(self) -> str:
-        """What the settings say, their values and defaults; of which targets, where that is not all the same."""
+        """Help text: the settings' help, values and defaults, with their targets where these differ."""
         parts = []
-        for text, targets in self._by_target(lambda each: each.said.help):
-            unsaid = self.targets == 1 or len(self.settings) == 1 or len(targets) == self.targets
-            parts.append(text if unsaid else f"{text.removesuffix('.')} ({', '.join(targets)}).")
+        for text, targets in self._by_target(lambda each: each.info.help):
+            for_all = self.targets == 1 or len(self.settings) == 1 or len(targets) == self.targets
+            parts.append(text if for_all else f"{text.removesuffix('.')} ({', '.join(targets)}).")
         values = self._by_target(lambda each: ", ".join(map(str, each.choices)))
         if len(values) > 1 or (values and self.metavar != "|".join(map(str, self.first.choices))):
             one_of = "" if len(values) > 1 else "Of " if self.first.many else "One of "
             parts.append(f"{one_of}{_told(values)}.")
-        if self.first.said.also:
-            parts.append(f"Also {', '.join(self.first.said.also)}.")
+        if self.first.info.also:
+            parts.append(f"Also {', '.join(self.first.info.also)}.")
         defaults = self._by_target(_default)
         return " ".join(parts) + (f" [{_told(defaults)}]" if defaults else "")
 
-    def _by_target(self, said: Callable[[Setting], str]) -> list[tuple[str, list[str]]]:
-        found: dict[str, list[str]] = {}
+    def _by_target(self, text_of: Callable[[Setting], str]) -> list[tuple[str, list[str]]]:
+        targets: dict[str, list[str]] = {}
         for target, each in self.settings.items():
-            if text := said(each):
-                found.setdefault(text, []).append(target)
-        return list(found.items())
+            if text := text_of(each):
+                targets.setdefault(text, []).append(target)
+        return list(targets.items())
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a command line gives of settings."""
+class OptionValues:
+    """Settings of a command line."""
 
     classes: Mapping[str, type]
     values: tuple[tuple[SettingOption, Any], ...]
@@ -119,34 +120,34 @@ class Given:
             SurgeryError: one is no setting of this class, or of another kind.
         """
         target = next(target for target, each in self.classes.items() if each is cls)
-        found = {}
+        values = {}
         for option, value in self.values:
             setting = option.settings.get(target)
             if setting is None:
                 raise SurgeryError(f"{option.flag} is for {', '.join(option.settings)}; {where} has no such setting")
-            found[setting.name] = setting.converted(value, option.flag)
-        return {name: value for name, value in found.items() if value is not None}
+            values[setting.name] = setting.converted(value, option.flag)
+        return {name: value for name, value in values.items() if value is not None}
 
     def get(self, key: str) -> Any:
-        """The text of an option, if it is given."""
+        """Return the text of an option; None where it is not set."""
         return next((value for option, value in self.values if option.key == key), None)
 
 
 def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Callable[..., None]:
-    """A verb with an option for each setting of the classes of its targets."""
+    """A command with an option for each setting of the classes of its targets."""
     options = _options(classes)
 
     @wraps(verb)
     def called(**values: Any) -> None:
-        given = [(option, value) for option in options if (value := _taken(option, values)) is not None]
+        pairs = [(option, value) for option in options if (value := _taken(option, values)) is not None]
         try:
-            verb(**values, given=Given(classes, tuple(given)))
+            verb(**values, options=OptionValues(classes, tuple(pairs)))
         except SurgeryError as error:
-            raise SurgeryError(_in_flags(str(error), [option for option, _ in given])) from error
+            raise SurgeryError(_in_flags(str(error), [option for option, _ in pairs])) from error
 
     hints, parameters = get_type_hints(verb, include_extras=True), []
     for own in inspect.signature(verb).parameters.values():
-        if own.name == "given":
+        if own.name == "options":
             parameters += [parameter for option in options for parameter in option.parameters()]
         else:
             parameters.append(_parameter(own.name, hints[own.name], own.default))
@@ -155,23 +156,23 @@ def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Cal
     return called
 
 
-def _in_flags(told: str, given: Iterable[SettingOption]) -> str:
-    """What is wrong with a setting, by the flag that gave it."""
-    for option in given:
+def _in_flags(message: str, options: Iterable[SettingOption]) -> str:
+    """Rewrite a message about a setting with the flag that set it."""
+    for option in options:
         for name in {setting.name for setting in option.settings.values()}:
             beginning = "" if "_" in name else "(?:^|(?<=, and ))"  # inside of a sentence they are words
-            told = re.sub(rf"{beginning}(?<![\w-]){name}(?= (?:['\d-]|(?:must|is|are|and)\b))", option.flag, told)
-    return told
+            message = re.sub(rf"{beginning}(?<![\w-]){name}(?= (?:['\d-]|(?:must|is|are|and)\b))", option.flag, message)
+    return message
 
 
 def _options(classes: Mapping[str, type]) -> list[SettingOption]:
-    """Of all classes, panel by panel."""
-    found: dict[str, dict[str, Setting]] = {}
+    """Return the options of all classes, panel by panel."""
+    by_flag: dict[str, dict[str, Setting]] = {}
     for target, cls in classes.items():
         for each in settings_of(cls).values():
-            if not each.said.in_file:
-                found.setdefault(each.flag, {})[target] = each
-    options = [SettingOption(key, settings, len(classes)) for key, settings in found.items()]
+            if not each.info.in_file:
+                by_flag.setdefault(each.flag, {})[target] = each
+    options = [SettingOption(key, settings, len(classes)) for key, settings in by_flag.items()]
     order = list(dict.fromkeys(each.panel for each in options))
     if len(classes) > 1:
         order.sort(key=_rank)
@@ -179,7 +180,7 @@ def _options(classes: Mapping[str, type]) -> list[SettingOption]:
 
 
 def _rank(panel: str) -> int:
-    """Of several targets: their sizes first, what only one of them has before what every conversion has."""
+    """Rank the panels of several targets: sizes first, a single target's options before those of every conversion."""
     last = (INPUTS, MACHINE, OUTPUT)
     return 0 if panel == "Budget" else 2 if panel.startswith("--to") else 3 if panel in last else 1
 
@@ -191,18 +192,18 @@ def _taken(option: SettingOption, values: dict[str, Any]) -> Any:
         SurgeryError: two of its flags give it.
     """
     flags = {option.key: option.flag, **option.old}
-    given = {flag: value for key, flag in flags.items() if (value := values.pop(key)) not in (None, [])}
-    if len(given) > 1:
-        raise SurgeryError(f"{' and '.join(given)} are the same: give one of them")
-    for flag in given.keys() - {option.flag}:
+    by_flag = {flag: value for key, flag in flags.items() if (value := values.pop(key)) not in (None, [])}
+    if len(by_flag) > 1:
+        raise SurgeryError(f"{' and '.join(by_flag)} are the same: give one of them")
+    for flag in by_flag.keys() - {option.flag}:
         print(f"surgery: note: {flag} is {option.flag} now", file=sys.stderr)
-    return next(iter(given.values()), None)
+    return next(iter(by_flag.values()), None)
 
 
 def _default(setting: Setting) -> str:
     default = setting.default
     if default is None:
-        return setting.said.unset
+        return setting.info.unset
     if isinstance(default, bool):
         return f"on; {_flag(f'no-{setting.flag}')} for off" if default else ""
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)

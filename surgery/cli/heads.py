@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from surgery.cli.generated import Given
+from surgery.cli.generated import OptionValues
 from surgery.cli.options import (
     OUTPUT,
     CheckpointArgument,
@@ -21,10 +21,10 @@ from surgery.heads.settings import SUFFIX, HeadSettings
 
 def score(
     checkpoint: CheckpointArgument,
-    given: Given,
+    options: OptionValues,
     out: Annotated[
         Path | None,
-        option("--out", "FILE", "Pattern to write; a picture goes beside it. [CKPT-heads-METHOD.safetensors]", OUTPUT),
+        option("--out", "FILE", "Pattern to write; a picture goes next to it. [CKPT-heads-METHOD.safetensors]", OUTPUT),
     ] = None,
     config: ConfigOption = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an existing file.", OUTPUT)] = False,
@@ -34,7 +34,7 @@ def score(
 ) -> None:
     """Score every KV head of a checkpoint: the higher, the more it needs its whole context.
 
-    Writes a pattern file for `surgery convert --to hybrid`, and a heat map beside it. An interrupted scoring goes on
+    Writes a pattern file for `surgery convert --to hybrid`, and a heat map next to it. An interrupted scoring goes on
     where it was. Processes of `torchrun -m surgery heads CKPT` or `accelerate launch` share
     the work.
 
@@ -47,8 +47,8 @@ def score(
     from surgery.checkpoint.named_models import find_model, model_named, output_of
     from surgery.heads.place import check_pattern, default_pattern
 
-    asked = given.of(HeadSettings)
-    settings = HeadSettings.from_file(config, **asked) if config else HeadSettings(**asked)
+    from_options = options.of(HeadSettings)
+    settings = HeadSettings.from_file(config, **from_options) if config else HeadSettings(**from_options)
     called, out = checkpoint, output_of(checkpoint, out, f"heads-{settings.method}{SUFFIX}")
     # Before torch is loaded for it: places that would be refused later.
     check_pattern(out.expanduser() if out else default_pattern(model_named(called), settings.method), overwrite)

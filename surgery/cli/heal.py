@@ -1,4 +1,4 @@
-"""The verb ``heal``. Torch is imported inside it only."""
+"""The command ``heal``. Torch is imported inside it only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.generated import Given
+from surgery.cli.generated import OptionValues
 from surgery.cli.options import (
     MACHINE,
     OUTPUT,
@@ -26,8 +26,8 @@ from surgery.training.settings import HealSettings
 
 def heal(
     checkpoint: CheckpointArgument,
-    given: Given,
-    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-healed, beside it]", OUTPUT)] = None,
+    options: OptionValues,
+    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-healed, next to it]", OUTPUT)] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -66,8 +66,8 @@ def heal(
 ) -> None:
     """Give a converted checkpoint its accuracy back, by distillation from its source.
 
-    Composes and runs `accelerate launch -m surgery.training.heal`, verifies what comes of it as conversions are, and
-    measures it. Interrupted, the same command goes on.
+    Composes and runs `accelerate launch -m surgery.training.heal`, verifies what results from it as conversions are,
+    and measures it. Interrupted, the same command goes on.
 
     Examples:
 
@@ -85,18 +85,18 @@ def heal(
     from surgery.healing.launchers import check_processes, find_launcher
 
     check_processes(processes)
-    if wandb is not None and given.get("tracker") not in (None, "wandb"):
-        raise SurgeryError(f"--wandb {wandb} and --tracker {given.get('tracker')}: give one of them")
-    asked = given.of(HealSettings) | ({} if wandb is None else {"tracker": "wandb", "project": wandb})
+    if wandb is not None and options.get("tracker") not in (None, "wandb"):
+        raise SurgeryError(f"--wandb {wandb} and --tracker {options.get('tracker')}: give one of them")
+    from_options = options.of(HealSettings) | ({} if wandb is None else {"tracker": "wandb", "project": wandb})
     read = read_mapping(config) if config else {}
-    if isinstance(teacher := asked.get("teacher", read.get("teacher")), str):
-        asked["teacher"] = model_named(teacher)
-    HealSettings.from_mapping({"teacher": "its source", **read, **asked}, str(config or "heal"))
+    if isinstance(teacher := from_options.get("teacher", read.get("teacher")), str):
+        from_options["teacher"] = model_named(teacher)
+    HealSettings.from_mapping({"teacher": "its source", **read, **from_options}, str(config or "heal"))
     student, out = model_named(checkpoint), output_of(checkpoint, out, "healed")
     # Before torch is loaded for it: places that would be refused later.
     settle_output(student, find_local(student), out, "healed", overwrite=overwrite)
-    if "teacher" in asked:
-        find_local(asked["teacher"])
+    if "teacher" in from_options:
+        find_local(from_options["teacher"])
 
     from surgery.common.progress import Progress
     from surgery.console.heal import show_healed, show_plan
@@ -106,7 +106,7 @@ def heal(
         student,
         out,
         config,
-        asked,
+        from_options,
         processes=processes,
         launcher=None if launcher is None else find_launcher(launcher),
         measure={} if measure else None,

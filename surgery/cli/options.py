@@ -1,4 +1,4 @@
-"""Arguments and options that several verbs share."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ OUTPUT = "Output"
 MACHINE = "Machine"
 
 
-def config_file(given: Path | None) -> Path | None:
+def config_file(path: Path | None) -> Path | None:
     """The file of a ``--config``."""
-    return None if given is None else find_shipped(given, "configs")
+    return None if path is None else find_shipped(path, "configs")
 
 
 def command_line() -> str:
@@ -62,5 +62,5 @@ ConfigOption = Annotated[
     ),
 ]
 DryRunOption = Annotated[bool, flag("--dry-run", "Check everything, print what it would do and take; write nothing.")]
-RestartOption = Annotated[bool, flag("--restart", "Begin anew where what was interrupted would go on.")]
+RestartOption = Annotated[bool, flag("--restart", "Begin from scratch instead of resuming what was interrupted.")]
 OverwriteOption = Annotated[bool, flag("--overwrite", "Replace an existing checkpoint.", OUTPUT)]

@@ -1,4 +1,4 @@
-"""``surgery plan``: the conversion that a budget asks for. Torch is imported inside the verb only."""
+"""``surgery plan``: the conversion that a budget asks for. Torch is imported inside the command only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from surgery.cli.generated import Given
+from surgery.cli.generated import OptionValues
 from surgery.cli.options import (
     OUTPUT,
     CheckpointArgument,
@@ -26,7 +26,7 @@ from surgery.planning.settings import PlanSettings
 
 def plan_(
     checkpoint: CheckpointArgument,
-    given: Given,
+    options: OptionValues,
     out: Annotated[
         Path | None, option("--out", "FILE", "File for the choice, which convert --plan takes.", OUTPUT)
     ] = None,
@@ -53,8 +53,8 @@ def plan_(
     """
     from surgery.checkpoint.named_models import find_model
 
-    asked = given.of(PlanSettings)
-    settings = PlanSettings.from_mapping({**(read_mapping(config) if config else {}), **asked}, "plan")
+    from_options = options.of(PlanSettings)
+    settings = PlanSettings.from_mapping({**(read_mapping(config) if config else {}), **from_options}, "plan")
     source = find_model(checkpoint)
     for file, name in ((out, "--out"), (plot, "--plot")):
         if file is not None:
@@ -71,8 +71,8 @@ def plan_(
     from surgery.planning.plan import make_plan
     from surgery.planning.plan_file import write_plan
 
-    kept = {"out": out, "restart": restart}
-    plan = make_plan(source, settings, called=checkpoint, allow_pickle=allow_pickle, **kept, progress=Progress())
+    output = {"out": out, "restart": restart}
+    plan = make_plan(source, settings, called=checkpoint, allow_pickle=allow_pickle, **output, progress=Progress())
     if out is not None:
         write_plan(plan, out)
     if plot is not None:

@@ -1,4 +1,4 @@
-"""The command line: ``surgery VERB``. Imports torch only inside the verbs, so that ``--help`` answers at once."""
+"""The command line: ``surgery VERB``. Imports torch only inside the commands, so that ``--help`` answers at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Program(Verbs):
     """The program."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """``surgery help VERB`` is ``surgery VERB --help``, as people expect of programs with verbs."""
+        """``surgery help VERB`` is ``surgery VERB --help``, as people expect of programs with commands."""
         return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
 
 
@@ -135,7 +135,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "Serve and share": {"doctor": doctor, "export": export, "push": push},
     "Look up": {"env": env, "recipes": recipes, "configs": configs, "config": config},
 }
-"""The verbs by what they are for, as help shows them."""
+"""The commands by what they are for, as help shows them."""
 
 for purpose, verbs in VERBS.items():
     for name, verb in verbs.items():

@@ -31,7 +31,7 @@ def recipes(as_json: JsonOption = False) -> None:
 
 
 def configs(as_json: JsonOption = False) -> None:
-    """List the settings files that ship, which `--config` takes by name: every setting of a verb, with its default.
+    """List the settings files that ship, which `--config` takes by name: every setting of a command, with its default.
 
     Example:
 
@@ -56,7 +56,7 @@ def config(
 
 
 def config_page(name: str) -> str:
-    """The settings file of a target or verb, or a settings file or recipe that ships.
+    """The settings file of a target or command, or a settings file or recipe that ships.
 
     Raises:
         SurgeryError: there is none of that name.
@@ -80,12 +80,12 @@ def _show(kind: Kind, as_json: bool) -> None:
     from surgery.console.page import make_table, new_page, print_json
     from surgery.console.verdicts import show_next
 
-    found = shipped(kind)
+    files = shipped(kind)
     if as_json:
-        print_json({kind: [{**asdict(each), "path": str(each.path)} for each in found]})
+        print_json({kind: [{**asdict(each), "path": str(each.path)} for each in files]})
         return
     page = new_page()
-    page.print(make_table(["name", ""], [(each.name, each.about) for each in found], header=False))
-    taken = "surgery run NAME --dry-run" if kind == "recipes" else "surgery convert CKPT --config NAME --dry-run"
-    commands = {taken: "what it would take", "surgery config NAME > my.yaml": "a copy, to change"}
-    show_next(page, [f"{command:{len(taken)}}   {why}" for command, why in commands.items()])
+    page.print(make_table(["name", ""], [(each.name, each.about) for each in files], header=False))
+    usage = "surgery run NAME --dry-run" if kind == "recipes" else "surgery convert CKPT --config NAME --dry-run"
+    commands = {usage: "what it would take", "surgery config NAME > my.yaml": "a copy, to change"}
+    show_next(page, [f"{command:{len(usage)}}   {why}" for command, why in commands.items()])

@@ -1,11 +1,11 @@
-"""``surgery slice``: a smaller checkpoint from a converted one. Torch is imported inside the verb only."""
+"""``surgery slice``: a smaller checkpoint from a converted one. Torch is imported inside the command only."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-from surgery.cli.generated import Given
+from surgery.cli.generated import OptionValues
 from surgery.cli.options import (
     OUTPUT,
     CheckpointArgument,
@@ -23,8 +23,8 @@ from surgery.structures.registry import SLICE
 
 def slice_(
     checkpoint: CheckpointArgument,
-    given: Given,
-    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-sliced, beside it]", OUTPUT)] = None,
+    options: OptionValues,
+    out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-sliced, next to it]", OUTPUT)] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
     restart: RestartOption = False,
@@ -44,7 +44,7 @@ def slice_(
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_conversion, show_plan
 
-    settings, source = SLICE.settings(given.of(SLICE.settings_class), config), model_named(checkpoint)
+    settings, source = SLICE.settings(options.of(SLICE.settings_class), config), model_named(checkpoint)
     SLICE.check_places(source, out, settings, overwrite=overwrite)
     if dry_run:
         from surgery.structures.dry_run import plan_conversion

@@ -1,4 +1,5 @@
-"""What verbs share: --quiet, a log of long ones, help without types of flags, suggestions for the verbs of a group."""
+"""Parts that commands share: --quiet, a log of long ones, help without types of flags, suggestions for commands of a
+group."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ LOGGED: dict[str, Any] = {
         ],
     ),
 }
-"""Options of long verbs: name, default and annotation."""
+"""Options of long commands: name, default and annotation."""
 
 LONG = {("convert",), ("slice",), ("heal",), ("eval",), ("plan",), ("run",), ("verify",), ("demo",), ("heads",)}
 """Verbs that work in phases, by the words they are called with."""
@@ -54,7 +55,7 @@ FOLLOWED: dict[str, Any] = {
         ],
     ),
 }
-"""Option of verbs that read checkpoints."""
+"""Option of commands that read checkpoints."""
 READING = {("inspect",), ("plan",), ("convert",), ("heal",), ("slice",), ("run",), ("eval",), ("verify",), ("doctor",)}
 READING |= {("export",), ("heads",), ("bench", "decode")}
 
@@ -64,8 +65,8 @@ class _PlainHelp:
     default as options made of settings have it."""
 
     def get_params(self, ctx) -> list:
-        found = super().get_params(ctx)
-        for each in found:
+        params = super().get_params(ctx)
+        for each in params:
             if each.param_type_name == "argument" and each.required:
                 # Newer typer adds a type in brackets, and braces to the usage.
                 each.display_type_rich, each.get_usage_pieces = _nothing, _name_of(each)
@@ -73,7 +74,7 @@ class _PlainHelp:
                 each.metavar = ""
             elif getattr(each, "show_default", False) and each.default is not None and not each.required:
                 each.help, each.show_default = f"{each.help} [{each.default}]", False
-        return found
+        return params
 
     def format_help(self, ctx, formatter) -> None:
         options = [each for each in self.get_params(ctx) if each.param_type_name == "option"]
@@ -90,7 +91,7 @@ class _PlainHelp:
 
 
 def _nothing(ctx: Any) -> None:
-    """Of what is not shown."""
+    """Show nothing, in place of a hidden part of the help."""
 
 
 def _name_of(argument: Any) -> Callable[[Any], list[str]]:
@@ -101,34 +102,34 @@ class Verb(_PlainHelp, TyperCommand):
     """A verb."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
-        """Refuse what was removed: options, which this verb does not have, and verbs below it."""
+        """Refuse what was removed: options, which this command does not have, and commands below it."""
         _refuse_removed_verb(ctx, args)
         known = {flag for each in self.params for flag in (*each.opts, *each.secondary_opts)}
         for flag in (arg.split("=", 1)[0] for arg in args):
             if flag.startswith("--") and flag not in known:
                 name = flag.removeprefix("--no-").strip("-").replace("-", "_")
-                if gone := removal(name) or removal(f"{ctx.info_name} {name}"):
-                    raise SurgeryError(f"{flag} {gone}")
+                if notice := removal(name) or removal(f"{ctx.info_name} {name}"):
+                    raise SurgeryError(f"{flag} {notice}")
         return super().parse_args(ctx, args)
 
 
 class Verbs(_PlainHelp, TyperGroup):
-    """The verbs of a group."""
+    """The commands of a group."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
-        """Refuse verbs that were removed."""
+        """Refuse commands that were removed."""
         _refuse_removed_verb(ctx, args)
         return super().parse_args(ctx, args)
 
 
 def _refuse_removed_verb(ctx: Any, args: list[str]) -> None:
     name = f"{ctx.info_name if ctx.parent else 'surgery'} {args[0]}" if args else ""
-    if gone := removal(name):
-        raise SurgeryError(f"{name} {gone}")
+    if notice := removal(name):
+        raise SurgeryError(f"{name} {notice}")
 
 
 def equip(app: typer.Typer, *group: str) -> None:
-    """Gives every verb of an app what all verbs share, and long ones their log."""
+    """Gives every command of an app what all commands share, and long ones their log."""
     for verb in app.registered_commands:
         name = verb.name or verb.callback.__name__.strip("_")
         verb.cls = verb.cls if issubclass(verb.cls or TyperCommand, Verb) else Verb
@@ -140,15 +141,15 @@ def equip(app: typer.Typer, *group: str) -> None:
 
 
 def _with_lines(text: str) -> str:
-    """A verb's help with its examples one below the other, where Markdown would make paragraphs or a box of them."""
-    told, mark, examples = re.split(r"(Examples?:)\n\n", text, maxsplit=1) if "\nExample" in text else (text, "", "")
-    return told + "\\\n".join([mark, *(line.strip() for line in examples.splitlines() if line.strip())])
+    """A command's help with its examples one below the other, where Markdown would make paragraphs or a box of them."""
+    intro, mark, examples = re.split(r"(Examples?:)\n\n", text, maxsplit=1) if "\nExample" in text else (text, "", "")
+    return intro + "\\\n".join([mark, *(line.strip() for line in examples.splitlines() if line.strip())])
 
 
 def _shared(
     verb: Callable[..., None], log_options: dict[str, Any], link_options: dict[str, Any]
 ) -> Callable[..., None]:
-    """The verb with --quiet, and with the options of logs and of links where it has them."""
+    """The command with --quiet, and with the options of logs and of links where it has them."""
 
     @wraps(verb)
     def called(

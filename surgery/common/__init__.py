@@ -1,1 +1,1 @@
-"""What every folder may use: errors, progress, settings files. No torch, nothing of the domain."""
+"""Utilities for every folder: errors, progress, settings files. No torch, nothing of the domain."""

@@ -16,7 +16,7 @@ except ImportError:  # Windows
 
 
 class Lock(Enum):
-    """What became of asking for one."""
+    """Outcome of asking for a lock."""
 
     HELD = "held by another process"
     TAKEN = "ours, as long as the file is open"
@@ -61,7 +61,7 @@ def _without_links(path: str, flags: int) -> int:
 
 
 def is_at(file: IO, path: Path) -> bool:
-    """Whether an open file is the one that has this name now."""
+    """Return whether an open file is the one that has this name now."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

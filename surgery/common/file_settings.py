@@ -29,8 +29,8 @@ class FileSettings:
         Raises:
             SurgeryError: the file cannot be read, or names a setting that does not exist.
         """
-        given = {name: value for name, value in overrides.items() if value is not None}
-        return cls.from_mapping({**read_mapping(path), **given}, str(path))
+        values = {name: value for name, value in overrides.items() if value is not None}
+        return cls.from_mapping({**read_mapping(path), **values}, str(path))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str) -> Self:
@@ -42,8 +42,8 @@ class FileSettings:
         names = names_of(cls)
         for name in values:
             if name not in names:
-                if gone := removal(str(name)):
-                    raise SurgeryError(f"{where}: {name} {gone}", setting=str(name), hint=gone)
+                if notice := removal(str(name)):
+                    raise SurgeryError(f"{where}: {name} {notice}", setting=str(name), hint=notice)
                 message = f"{where}: unknown setting {name!r}{did_you_mean(str(name), list(names))}"
                 raise SurgeryError(message, setting=str(name), hint=nearest(str(name), list(names)))
         return cls(**typed(cls, {names[name]: value for name, value in values.items()}, where))
@@ -79,7 +79,7 @@ MOST_VALUES = 100_000
 
 
 def read_yaml(path: str | Path) -> Any:
-    """What a YAML file holds, as plain values; None for an empty one.
+    """Read a YAML file as plain values; None for an empty one.
 
     Raises:
         SurgeryError: it cannot be read, is no YAML, asks for objects, or its aliases stand for too much.

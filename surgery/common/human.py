@@ -79,8 +79,10 @@ def with_perplexity(loss: float | None) -> str:
 def cost(lost: float, recall: tuple[float | None, float | None] = (None, None)) -> str:
     """A difference of losses in nats per token, as a perplexity too; and recall before and after, if there is any."""
     before, after = recall
-    found = f", recall {decimal(before, 2)} → {decimal(after, 2)}" if before is not None and after is not None else ""
-    return f"{lost:+.4f} nats per token (perplexity {perplexity(lost) - 1:+.1%}){found}"
+    recall_part = (
+        f", recall {decimal(before, 2)} → {decimal(after, 2)}" if before is not None and after is not None else ""
+    )
+    return f"{lost:+.4f} nats per token (perplexity {perplexity(lost) - 1:+.1%}){recall_part}"
 
 
 def loss_of_stage(row: dict) -> str:
@@ -132,4 +134,4 @@ def formats_of(kv_cache: dict | list) -> str:
     """The formats of a quantised cache, as a config's ``kv_cache`` has them of all layers or of each."""
     if isinstance(kv_cache, dict):
         return kv_cache["format"]
-    return f"{', '.join(sorted({said['format'] if said else 'exact' for said in kv_cache}))} by layer"
+    return f"{', '.join(sorted({entry['format'] if entry else 'exact' for entry in kv_cache}))} by layer"

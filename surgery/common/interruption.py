@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP end a command as Ctrl-C does: by an exception, so that what cleans up behind errors does so."""
+"""SIGTERM and SIGHUP end a command as Ctrl-C does: by an exception, so that what cleans up after errors does so."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _holds_files(path: Path) -> bool:
 
 
 class Interruption:
-    """What stopped a block.
+    """Reason for which a block was stopped.
 
     Attributes:
         signal: SIGINT, SIGTERM or SIGHUP; None while nothing did.
@@ -56,11 +56,11 @@ class Interruption:
 
 @contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """Has SIGTERM and SIGHUP, as SIGINT, raise KeyboardInterrupt in the block, and remembers which of them it was.
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt in the block, as SIGINT does, and record which of them it was.
 
     They are ignored from the first of them on: schedulers send SIGTERM more than once, and a terminal that closes sends
-    SIGHUP behind it, which would stop the cleaning up. Under nohup, which has SIGHUP ignored, it stays so. Threads but
-    the main one cannot take signals, and leave them as they are.
+    SIGHUP after it, which would stop the cleaning up. Under nohup, which has SIGHUP ignored, it stays so. Threads but
+    the main one cannot take signals, and leave them unchanged.
     """
     _unfinished.clear()
     caught, before = Interruption(), {}
@@ -72,8 +72,8 @@ def interruptible() -> Iterator[Interruption]:
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
-        taken = [number for number in (signal.SIGINT, *ASKED) if number != signal.SIGHUP or not _ignored(number)]
-        before = {number: signal.signal(number, take) for number in taken}
+        signals = [number for number in (signal.SIGINT, *ASKED) if number != signal.SIGHUP or not _ignored(number)]
+        before = {number: signal.signal(number, take) for number in signals}
     try:
         yield caught
     finally:
@@ -82,7 +82,7 @@ def interruptible() -> Iterator[Interruption]:
 
 
 def stop_with_starter() -> None:
-    """Has this process get SIGTERM, and so save what it has, once the one that `STARTED_BY` names has ended."""
+    """Send this process SIGTERM, so that it saves its state, once the process that `STARTED_BY` names has ended."""
     if os.name == "posix" and (starter := os.environ.get(STARTED_BY)):
         threading.Thread(target=_stop_with, args=(int(starter),), daemon=True).start()
 

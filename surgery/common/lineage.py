@@ -1,4 +1,4 @@
-"""What a conversion, its healings and their evaluations are filed under, wherever they are followed."""
+"""Lineage: the id under which a conversion, its healings and their evaluations are filed wherever they are tracked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REPORT = "surgery_report.json"
 
 
 def lineage(report: Mapping[str, Any]) -> str:
-    """A name for all that comes of a conversion: its target, and a hash of its source and settings.
+    """A name for all that results from a conversion: its target, and a hash of its source and settings.
 
     The report of a healed checkpoint still has both; a published one, whose settings have no folders, the name itself.
 
@@ -27,7 +27,7 @@ def lineage(report: Mapping[str, Any]) -> str:
 
 
 def lineage_of(folder: str | Path) -> str | None:
-    """That of the checkpoint in a folder; None where no conversion of this package made it."""
+    """Return the lineage of the checkpoint in a folder; None where no conversion of this package made it."""
     try:
         return lineage(json.loads((Path(folder) / REPORT).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):

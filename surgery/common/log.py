@@ -1,7 +1,7 @@
 """A log of long work: each event one line for people, or one JSON object, at the end of a file.
 
-The file and whether lines take the place of bars stand in the environment, so that processes that a verb starts, such
-as trainings, write into the same one.
+The file and whether lines take the place of bars stand in the environment, so that processes that a command starts,
+such as trainings, write into the same one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ JSON_LINES = ".jsonl"
 
 
 def is_verbose() -> bool:
-    """Whether lines with times and memory are wanted on standard error, also of a terminal."""
+    """Return whether standard error gets lines with times and memory, also on a terminal."""
     return VERBOSE in os.environ
 
 
@@ -42,33 +42,33 @@ def log(event: str, text: str, **facts: object) -> None:
         return
     line = f"{now:%Y-%m-%d %H:%M:%S} {text}"
     if path.endswith(JSON_LINES):
-        said = {"time": now.isoformat(timespec="milliseconds"), "event": event, "text": text, **facts}
-        line = json.dumps(said, ensure_ascii=False)
+        record = {"time": now.isoformat(timespec="milliseconds"), "event": event, "text": text, **facts}
+        line = json.dumps(record, ensure_ascii=False)
     with suppress(OSError):  # a full disk ends what is worth more than a log by itself
         _append(path, line + "\n")
 
 
 @contextmanager
 def logged(command: str, file: Path | None, *, verbose: bool, **facts: object) -> Iterator[None]:
-    """Has the work of the block logged; of several processes that do the same work, the first logs.
+    """Log the work of the block; of several processes that do the same work, the first logs.
 
     Raises:
         SurgeryError: the file cannot be written.
     """
-    began, wanted = time.perf_counter(), {VERBOSE: "1"} if verbose else {}
+    began, variables = time.perf_counter(), {VERBOSE: "1"} if verbose else {}
     if file is not None and os.environ.get("RANK", "0") == "0":
         try:
             _append(str(file), "")
         except OSError as error:
             raise SurgeryError(f"--log-file {file}: {error.strerror or error}") from None
-        wanted[LOG_FILE] = str(file.absolute())
-    with environment(**wanted):
+        variables[LOG_FILE] = str(file.absolute())
+    with environment(**variables):
         try:
             log("command", command, **facts)
             yield
             seconds, peak = time.perf_counter() - began, peak_memory()
-            told = f"done in {duration(seconds)}, {size(peak)} at most"
-            log("done", told, seconds=round(seconds, 2), peak_bytes=peak)
+            summary = f"done in {duration(seconds)}, {size(peak)} at most"
+            log("done", summary, seconds=round(seconds, 2), peak_bytes=peak)
         except SurgeryError as error:
             log("error", f"error: {error}")
             raise

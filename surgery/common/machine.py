@@ -1,4 +1,4 @@
-"""What a bug report needs to know of the machine: versions, cores, memory; no paths and no names."""
+"""Machine facts for a bug report: versions, cores, memory; no paths and no names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def machine_facts(*, gpu: bool) -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "memory_available_bytes": psutil.virtual_memory().available,
         "environment": {name: os.environ[name] for name in THREADS if name in os.environ},
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
     }
     return {**facts, "accelerators": _accelerators()} if gpu else facts
 
@@ -51,10 +51,10 @@ def _version(package: str) -> str | None:
 def _accelerators() -> list[dict[str, Any]]:
     import torch
 
-    found = []
+    names = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(
+        names.append(
             {
                 "name": properties.name,
                 "memory_bytes": properties.total_memory,
@@ -62,4 +62,4 @@ def _accelerators() -> list[dict[str, Any]]:
                 "cuda": torch.version.cuda,
             }
         )
-    return found
+    return names

@@ -1,4 +1,4 @@
-"""What machines do to programs, memory that ends and disks that fail, as one line."""
+"""Messages of one line for faults of the machine: memory that runs out and disks that fail."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ _TOO_LARGE += ("storage size calculation overflowed", "failed to map segment")
 _MEMORY = "out of memory; close other programs, raise the limit (ulimit -v), or ask for less: --batch-size, "
 _MEMORY += "--calibration-length"
 _THREADS = "the system starts no more threads or processes; raise the limit (ulimit -u), or set OMP_NUM_THREADS=1"
-_FREE = "free some, or choose another --out, beside which those of an output lie, or else another TMPDIR"
+_FREE = "free some, or choose another --out (temporary files of an output lie next to it) or another TMPDIR"
 _UNWRITTEN = ("PytorchStreamWriter", "unexpected pos", "No space left on device")
 
 
 def told(error: BaseException) -> str | None:
-    """What to say of an error that is the machine's; None for one of the program's own.
+    """Return the message for an error of the machine; None for one of the program's own.
 
-    Errors of files that a verb was asked to read or write are told where they happen, with what to do; this is for the
-    temporary ones, and for memory, which can end anywhere.
+    Errors of files that a command was asked to read or write are told where they happen, with what to do; this is for
+    the temporary ones, and for memory, which can end anywhere.
     """
-    said = " ".join(str(error).split())
+    text = " ".join(str(error).split())
     number = error.errno if isinstance(error, OSError) else None
-    of_memory = isinstance(error, RuntimeError | ImportError) and any(part in said.lower() for part in _TOO_LARGE)
+    of_memory = isinstance(error, RuntimeError | ImportError) and any(part in text.lower() for part in _TOO_LARGE)
     if isinstance(error, MemoryError) or number == errno.ENOMEM or of_memory:
         return _MEMORY
-    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in said):
+    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in text):
         return _THREADS
     if is_panic(error):
-        return f"a tokenizer failed: {said[:200]}; its tokenizer.json asks for more than it can do, use another"
+        return f"a tokenizer failed: {text[:200]}; its tokenizer.json asks for more than it can do, use another"
     if isinstance(error, OSError) and error.errno in _FULL:
         return f"{error.filename or 'a temporary file'}: no space left on the disk; {_FREE}"
     if isinstance(error, OSError) and error.errno is not None:
-        return f"{error.filename or 'a temporary file'}: {error.strerror or said}"
-    # safetensors has errors of its own; its name is looked at, as most verbs' mistakes are told without importing it.
+        return f"{error.filename or 'a temporary file'}: {error.strerror or text}"
+    # safetensors has errors of its own; its name is looked at, as most commands' mistakes are told without importing
+    # it.
     written = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
-    if written and any(part in said for part in _UNWRITTEN):
+    if written and any(part in text for part in _UNWRITTEN):
         return f"a temporary file could not be written; {_FREE}"
     return None
 

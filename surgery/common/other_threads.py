@@ -1,4 +1,4 @@
-"""What is told where work goes on with other threads than it was begun with: they add numbers in another order."""
+"""Note for work that resumes with another number of threads, which add numbers in another order."""
 
 from __future__ import annotations
 

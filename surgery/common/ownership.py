@@ -1,4 +1,4 @@
-"""What this program may replace and remove: what it wrote itself, as its own records tell. Needs no torch.
+"""Ownership: what this program may replace and remove, by its own records of what it wrote. Needs no torch.
 
 - A result folder lists its files in a record: ``surgery_report.json``, ``surgery_healing.json`` or ``heal.json``. One
   file that is not listed, or was edited since, makes the whole folder the user's.
@@ -152,7 +152,7 @@ def check_file(path: Path, *, overwrite: bool, option: str = "--out") -> None:
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether a regular file carries the mark of this program or the signature of one of its formats."""
+    """Return whether a regular file carries the mark of this program or the signature of one of its formats."""
     if path.is_symlink() or not path.is_file():
         return False
     try:
@@ -166,7 +166,7 @@ def is_own_file(path: Path) -> bool:
 
 
 def is_unchanged(path: Path, digest: str) -> bool:
-    """Whether a regular file, no link, has the content of that SHA-256."""
+    """Return whether a regular file, no link, has the content of that SHA-256."""
     return not path.is_symlink() and path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest
 
 
@@ -176,7 +176,7 @@ def owner(**facts: Any) -> dict[str, Any]:
 
 
 def is_own(marker: Any) -> bool:
-    """Whether a marker that was read from a file is one of this program and this user."""
+    """Return whether a marker that was read from a file is one of this program and this user."""
     return isinstance(marker, dict) and marker.get("program") == PROGRAM and marker.get("user") == _user()
 
 

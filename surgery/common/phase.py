@@ -46,15 +46,16 @@ class Phase:
         self.peak_bytes = most if most > self._most_before else max(self.peak_bytes, resident_memory())
 
     def _watch(self) -> None:
-        told = self._began
+        last = self._began
         while not self._ended.wait(SAMPLED_EVERY):
             self.peak_bytes = max(self.peak_bytes, resident_memory())
-            if time.perf_counter() - told >= TOLD_EVERY:
-                told = time.perf_counter()
+            if time.perf_counter() - last >= TOLD_EVERY:
+                last = time.perf_counter()
                 self._going(self)
 
     def amount(self) -> str:
-        """How much of it is done: ``12 of 30 layers``, ``30 layers``, ``1.2 of 3.4 GiB``; empty where nothing is."""
+        """Return the progress so far: ``12 of 30 layers``, ``30 layers``, ``1.2 of 3.4 GiB``; empty where there is
+        none."""
         if self.unit == "B":
             of = "" if self.total in (None, self.done) else f" of {size(self.total)}"
             return size(self.done) + of
@@ -72,7 +73,7 @@ class Phase:
         return self.seconds * (self.total - self.done) / (self.done - already)
 
     def begins(self) -> str:
-        """For people, as the next ones are."""
+        """Return the line of the start, for people as the next ones are."""
         return f"{self.name} …"
 
     def goes_on(self) -> str:
@@ -86,7 +87,7 @@ class Phase:
         return f"{self.name}: stopped at {self.amount()} after {duration(self.seconds)}"
 
     def facts(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the facts for JSON."""
         return {
             "phase": self.name,
             "done": self.done,

@@ -1,5 +1,5 @@
-"""What can be plugged in: registries of the project's own things, those that a program registers, and those that
-installed packages announce by entry points. No torch, no import of a package before one of its kind is asked for.
+"""Plug-in registries: the project's own things, those that a program registers, and those that installed packages
+announce by entry points. No torch, no import of a package before one of its kind is needed.
 
 A package names what it brings in its pyproject.toml, one group a kind::
 
@@ -27,7 +27,7 @@ _registered: dict[str, dict[str, Any]] = {}
 
 
 def load(place: str) -> Any:
-    """What stands at module:name."""
+    """Return the object at module:name."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
@@ -70,18 +70,18 @@ class Registry(Mapping[str, Kind], Generic[Kind]):
 
     def _check(self, name: str, thing: Any) -> None:
         if self._of is not None and not isinstance(thing, self._of):
-            wanted = f"{self._of.__module__}.{self._of.__name__}(...)"
-            raise SurgeryError(f"{self._kind}: {name!r} is a {type(thing).__name__}: wrap it, {wanted}")
+            expected = f"{self._of.__module__}.{self._of.__name__}(...)"
+            raise SurgeryError(f"{self._kind}: {name!r} is a {type(thing).__name__}: wrap it, {expected}")
 
     def working(self) -> dict[str, Kind]:
         """All but those of packages that cannot be loaded, which a line on standard error tells."""
-        found = {}
+        entries = {}
         for name in self:
             try:
-                found[name] = self[name]
+                entries[name] = self[name]
             except SurgeryError as error:
                 _tell_once(str(error))
-        return found
+        return entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys((*self._own, *added(self._kind))))

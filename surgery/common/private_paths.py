@@ -98,7 +98,7 @@ def _word(word: str) -> str:
 
 
 def _exists(word: str) -> bool:
-    """Whether a word such as ``models/mine`` is a path here, and no ``org/name``."""
+    """Return whether a word such as ``models/mine`` is a path here, and no ``org/name``."""
     try:
         return ("/" in word or os.sep in word) and os.path.exists(word)
     except (OSError, ValueError):
@@ -106,7 +106,7 @@ def _exists(word: str) -> bool:
 
 
 def _is_absolute(text: str) -> bool:
-    """Whether a text is one absolute path, on one line."""
+    """Return whether a text is one absolute path, on one line."""
     return _WHOLE.fullmatch(text) is not None
 
 

@@ -58,7 +58,7 @@ class Progress:
         self.expected = dict(work)
 
     def step(self, number: int, of: int) -> contextlib.AbstractContextManager[None]:
-        """The same for one of several steps whose number is known."""
+        """Show one of several steps whose number is known."""
         return self.at(f"{number} of {of}")
 
     @contextlib.contextmanager
@@ -73,7 +73,7 @@ class Progress:
         def tell(event: str, phase: Phase, text: str, shown: str | None) -> None:
             """Logs a text and shows another, or none."""
             prefix, left = f"{place}: " if place else "", self._left(phase, already)
-            rest = f", {said}" if event == "going" and (said := self._told(left, phase.left(already))) else ""
+            rest = f", {estimate}" if event == "going" and (estimate := self._told(left, phase.left(already))) else ""
             name = "step_seconds_left" if self._is_step else "seconds_left"
             facts = {} if left is None else {name: round(left, 1)}
             self._log(event, prefix + text + rest, at=place or None, **phase.facts(), **facts)

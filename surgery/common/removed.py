@@ -37,8 +37,8 @@ REMOVED = {
     "stream": "datasets are always read as streams: say with `tokens` how many to take",
     "data teacher": "use builtin, or text of your own",
     "calibration self": "--calibration chat samples answers of the model to the prompts of the package",
-    "convert wandb": "surgery eval --wandb logs the result beside its source",
-    "convert wandb_mode": "surgery eval --wandb logs the result beside its source",
+    "convert wandb": "surgery eval --wandb logs the result next to its source",
+    "convert wandb_mode": "surgery eval --wandb logs the result next to its source",
     "push_to_hub": "surgery push CKPT ORG/NAME uploads the result",
     "recipes copy": "surgery config NAME > NAME.yaml writes one to change",
     "configs copy": "surgery config NAME > NAME.yaml writes one to change",
@@ -48,7 +48,7 @@ REMOVED = {
     "to mixed": "convert all layers to one structure, such as --to lowrank --bits auto, which spends by layer; "
     "mixed checkpoints load as before",
 }
-"""Settings and options by name, those of one command behind its name, values as ``setting value``, commands by their
+"""Settings and options by name, those of one command after its name, values as ``setting value``, commands by their
 words."""
 
 

@@ -1,4 +1,4 @@
-"""Which rows of a stored tensor another one is."""
+"""Views of a stored tensor's rows as a tensor of their own."""
 
 from __future__ import annotations
 

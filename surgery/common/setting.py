@@ -1,4 +1,4 @@
-"""A setting, said once: name, type and default by a field of a dataclass, the rest by its :func:`setting`.
+"""A setting, defined once: name, type and default by a field of a dataclass, the rest by its :func:`setting`.
 
 Checks, options of the command line (surgery.cli.generated) and files of defaults (surgery.common.settings_page) are all
 made of that. Frozen dataclasses do it, not pydantic's models: importing pydantic with one model takes 0.4 s, as long as
@@ -25,8 +25,8 @@ DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64":
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a field says of itself.
+class FieldInfo:
+    """Metadata of a settings field: help, limits, command-line names.
 
     Attributes:
         help: one line, for the command line and the files.
@@ -66,9 +66,9 @@ class Said:
     below: float | None = None
 
 
-def setting(default: Any = MISSING, help: str = "", *, factory: Any = MISSING, **said: Any) -> Any:
+def setting(default: Any = MISSING, help: str = "", *, factory: Any = MISSING, **info: Any) -> Any:
     """A field with its default; without help it says only what differs from the class that this one builds on."""
-    return field(default=default, default_factory=factory, metadata={"said": Said(help, **said)})
+    return field(default=default, default_factory=factory, metadata={"info": FieldInfo(help, **info)})
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Setting:
 
     name: str
     default: Any
-    said: Said
+    info: FieldInfo
     kinds: tuple[type, ...]
     listed: tuple[Any, ...]
     optional: bool
@@ -92,12 +92,12 @@ class Setting:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        return (*self.listed, *added(self.said.plugins)) if self.said.plugins else self.listed
+        return (*self.listed, *added(self.info.plugins)) if self.info.plugins else self.listed
 
     @property
     def flag(self) -> str:
         """The command line's name for it, as a file would spell it."""
-        return self.said.flag or self.name
+        return self.info.flag or self.name
 
     def taken(self, value: Any, where: str = "") -> Any:
         """A value as the field wants it.
@@ -120,26 +120,26 @@ class Setting:
         try:
             if not self.many:
                 return self._converted(value)
-            if isinstance(value, str) and not self.said.repeated:
+            if isinstance(value, str) and not self.info.repeated:
                 value = [part.strip() for part in value.split(",") if part.strip()]
             items = () if value is None else value if isinstance(value, list | tuple) else (value,)
             return tuple(self._converted(item) for item in items)
         except (ValueError, OverflowError):
-            words = self.said.kind or " or ".join(dict.fromkeys(KINDS[kind] for kind in self.kinds))
-            words += f" or {self.said.none}" if self.said.none else ""
-            given = ", ".join(map(str, value)) if self.many and isinstance(value, list | tuple) else shown(value)
-            wanted = _plural(words) if self.many else words
-            raise SurgeryError(f"{called} must be {wanted}, not {given}", setting=self.name, hint=wanted) from None
+            words = self.info.kind or " or ".join(dict.fromkeys(KINDS[kind] for kind in self.kinds))
+            words += f" or {self.info.none}" if self.info.none else ""
+            text = ", ".join(map(str, value)) if self.many and isinstance(value, list | tuple) else shown(value)
+            expected = _plural(words) if self.many else words
+            raise SurgeryError(f"{called} must be {expected}, not {text}", setting=self.name, hint=expected) from None
 
     def _converted(self, value: Any) -> Any:
-        if self.said.none is not None and value == self.said.none:
+        if self.info.none is not None and value == self.info.none:
             return None
         if not self.kinds or (value is None and self.optional):
             return value
         if value is None or isinstance(value, list | tuple | dict):
             raise ValueError
         if self.choices:
-            word = (self.said.synonyms or {}).get(value, value)
+            word = (self.info.synonyms or {}).get(value, value)
             return next((choice for choice in self.choices if str(choice) == str(word)), value)
         if type(value) in self.kinds:
             return value
@@ -154,61 +154,61 @@ class Setting:
         raise ValueError
 
     def _check(self, value: Any) -> None:
-        name, said = self.name, self.said
+        name, info = self.name, self.info
         if self.choices:
             if value not in self.choices:
-                if gone := removal(f"{name} {value}"):
-                    raise SurgeryError(f"{name} {value} {gone}", setting=name, hint=gone)
+                if notice := removal(f"{name} {value}"):
+                    raise SurgeryError(f"{name} {value} {notice}", setting=name, hint=notice)
                 known = [str(choice) for choice in self.choices]
                 listed = (" or " if len(known) == 2 else ", ").join(known)
                 message = f"{name} {value!r} is unknown: choose {listed}{did_you_mean(str(value), known)}"
                 raise SurgeryError(message, setting=name, hint=nearest(str(value), known))
             return
-        if (said.least, said.most) == (0, 1) and not 0 <= value <= 1:
+        if (info.least, info.most) == (0, 1) and not 0 <= value <= 1:
             raise SurgeryError(f"{name} is a share: it must be from 0 to 1, not {value}", setting=name)
-        if said.below is not None and not said.above < value < said.below:
-            message = f"{name} {value} must lie between {said.above} and {said.below}, such as 0.25"
+        if info.below is not None and not info.above < value < info.below:
+            message = f"{name} {value} must lie between {info.above} and {info.below}, such as 0.25"
             raise SurgeryError(message, setting=name)
-        if said.least is not None and value < said.least:
-            raise SurgeryError(f"{name} must be at least {said.least}, not {value}", setting=name)
-        if said.above is not None and not value > said.above:
-            raise SurgeryError(f"{name} must be above {said.above}, not {value}", setting=name)
+        if info.least is not None and value < info.least:
+            raise SurgeryError(f"{name} must be at least {info.least}, not {value}", setting=name)
+        if info.above is not None and not value > info.above:
+            raise SurgeryError(f"{name} must be above {info.above}, not {value}", setting=name)
 
 
 @cache
 def settings_of(cls: type) -> dict[str, Setting]:
     """The settings of a dataclass by name, a class's own before those of the classes that it builds on."""
     hints, known = get_type_hints(cls), {each.name: each for each in fields(cls)}
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     for each in cls.__mro__:
         section = ""
         for name in inspect.get_annotations(each):
             if name in known:
-                said = _said(each, name)
-                section = said.section or section
-                found.setdefault(name, _setting(known[name], hints[name], replace(said, section=section)))
-    return found
+                info = _field_info(each, name)
+                section = info.section or section
+                settings.setdefault(name, _setting(known[name], hints[name], replace(info, section=section)))
+    return settings
 
 
 def names_of(cls: type) -> dict[str, str]:
-    """What a file may call the settings of a class, and their names: the names themselves, and those of flags."""
+    """Map the spellings that a file may use, names and flags, to the names of a class's settings."""
     settings = settings_of(cls)
     return {each.flag: name for name, each in settings.items()} | {name: name for name in settings}
 
 
-def _said(cls: type, name: str) -> Said:
-    """What a class and those that it builds on say of a field."""
-    said = Said()
+def _field_info(cls: type, name: str) -> FieldInfo:
+    """Return the metadata of a field, merged over a class and its bases."""
+    info = FieldInfo()
     for each in filter(is_dataclass, reversed(cls.__mro__)):
-        own = next((own.metadata.get("said") for own in fields(each) if own.name == name), None)
+        own = next((own.metadata.get("info") for own in fields(each) if own.name == name), None)
         if own is not None and own.help:
-            said = own
+            info = own
         elif own is not None:
-            said = replace(said, **{key: value for key, value in vars(own).items() if value != getattr(Said, key)})
-    return said
+            info = replace(info, **{key: value for key, value in vars(own).items() if value != getattr(FieldInfo, key)})
+    return info
 
 
-def _setting(own: Field, hint: Any, said: Said) -> Setting:
+def _setting(own: Field, hint: Any, info: FieldInfo) -> Setting:
     default = own.default if own.default_factory is MISSING else own.default_factory()
     parts, many = _parts(hint), False
     plain = [part for part in parts if part is not NoneType]
@@ -218,7 +218,7 @@ def _setting(own: Field, hint: Any, said: Said) -> Setting:
     kinds = [type(choice) for choice in choices] + [part for part in plain if get_origin(part) is not Literal]
     known = all(kind in KINDS for kind in kinds)
     return Setting(
-        own.name, default, said, tuple(dict.fromkeys(kinds)) if known else (), choices, NoneType in parts, many
+        own.name, default, info, tuple(dict.fromkeys(kinds)) if known else (), choices, NoneType in parts, many
     )
 
 

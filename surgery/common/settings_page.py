@@ -1,4 +1,4 @@
-"""A YAML file of all settings of a class with their defaults, each with what is said of it."""
+"""A YAML file of all settings of a class with their defaults, each with its help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def settings_page(cls: type, of: str) -> str:
     """
     sections: dict[str, list[Setting]] = {}
     for each in settings_of(cls).values():
-        sections.setdefault(each.said.section, []).append(each)
+        sections.setdefault(each.info.section, []).append(each)
     lines = _comment(f"Every setting of {of}, with its default. Use it with --config; flags win over it.")
     for section, settings in sections.items():
         lines += ["", f"## {section}"]
@@ -28,11 +28,11 @@ def settings_page(cls: type, of: str) -> str:
 
 
 def _about(setting: Setting) -> str:
-    said, choices = setting.said, ", ".join(map(str, setting.choices))
-    parts = [said.help, choices and f"One of {choices}." if not setting.many else choices and f"Of {choices}."]
-    if setting.optional and setting.default is None and said.unset:
-        parts.append(f"null: {said.unset}.")
-    return " ".join(part for part in (*parts, said.more) if part)
+    info, choices = setting.info, ", ".join(map(str, setting.choices))
+    parts = [info.help, choices and f"One of {choices}." if not setting.many else choices and f"Of {choices}."]
+    if setting.optional and setting.default is None and info.unset:
+        parts.append(f"null: {info.unset}.")
+    return " ".join(part for part in (*parts, info.more) if part)
 
 
 def _comment(text: str) -> list[str]:

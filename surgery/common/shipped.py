@@ -31,20 +31,20 @@ def shipped(kind: Kind) -> list[Shipped]:
     return [Shipped(path.stem, path, _about(path)) for path in sorted(_folder(kind).glob(f"*{SUFFIX}"))]
 
 
-def find_shipped(given: str | Path, kind: Kind) -> Path:
+def find_shipped(name: str | Path, kind: Kind) -> Path:
     """The file of that path, or the one of that name that ships.
 
     Raises:
         SurgeryError: there is neither.
     """
-    path = Path(given).expanduser()
+    path = Path(name).expanduser()
     if path.is_file():
         return path
     names = {each.name: each.path for each in shipped(kind)}
-    if str(given) not in names:
+    if str(name) not in names:
         hint = did_you_mean(path.stem, list(names)) or f"; surgery {kind} lists those that ship"
-        raise SurgeryError(f"{given}: no such file, and no {kind.removesuffix('s')} of that name ships{hint}")
-    return names[str(given)]
+        raise SurgeryError(f"{name}: no such file, and no {kind.removesuffix('s')} of that name ships{hint}")
+    return names[str(name)]
 
 
 def _folder(kind: Kind) -> Path:

@@ -23,7 +23,7 @@ PREFIX, LOCK = "surgery-", ".lock"
 class TemporaryFolder:
     """A folder where ``TMPDIR`` says, that goes with this object, at the latest with the process that made it.
 
-    A file beside it is locked for as long, by which others know that the folder is in use.
+    A file next to it is locked for as long, by which others know that the folder is in use.
 
     Args:
         kind: of what lies in it, for its name.
@@ -50,7 +50,7 @@ class TemporaryFolder:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a path lies in a folder of this kind."""
+    """Return whether a path lies in a folder of this kind."""
     return any(each.name.startswith(PREFIX) for each in (path, *path.parents) if each.parent == _place())
 
 

@@ -1,4 +1,4 @@
-"""How OpenMP's threads wait for each other: asleep, unless the user says otherwise.
+"""OpenMP's wait policy: threads sleep while they wait for each other, unless the user says otherwise.
 
 By default they spin, which is a little faster alone and many times slower as soon as other processes want the same
 cores. GNU's OpenMP reads the environment once, when torch loads it: call this before. Child processes inherit it.

@@ -1,1 +1,1 @@
-"""What the verbs print: tables for people, one JSON object for machines."""
+"""Output of the commands: tables for people, one JSON object for machines."""

@@ -60,8 +60,8 @@ def show_decoding(record: dict, path: Path, *, as_json: bool = False) -> None:
 
 
 def _decode_row(row: dict) -> tuple:
-    said = row.get("skipped") or ("largest batch" if row["largest"] else "")
-    return (row["model"], row["kind"], "ours" if row["accelerated"] else "stock", *map(row.get, DECODING_KEYS), said)
+    remark = row.get("skipped") or ("largest batch" if row["largest"] else "")
+    return (row["model"], row["kind"], "ours" if row["accelerated"] else "stock", *map(row.get, DECODING_KEYS), remark)
 
 
 def _show_notes(page: Console, note: str | None, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What ``surgery verify`` prints."""
+"""Output of ``surgery verify``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verbs print on standard output: tables for people, or with ``as_json`` one JSON object and nothing else."""
+"""Standard output of conversions: tables for people, or with ``as_json`` one JSON object and nothing else."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     first = report["ladder"][0]
     named = origin(source["path"], source.get("dequantised_from"))
     page.print(f"\n[bold]{plain(named)} → {plain(conversion.path.name)}[/bold]")
-    held = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
+    kv_bytes = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
     names = source["model_type"], target["model_type"]
     others = [*_numbers(kv, target), *_flow(kv)]
-    page.print(terminal.render(before_and_after(held, report["ladder"], names, others)))
+    page.print(terminal.render(before_and_after(kv_bytes, report["ladder"], names, others)))
     if healing := report["healing"]:
         show_training(page, healing)
     else:
@@ -50,23 +50,23 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         f"{'conversion: ' * bool(healing)}{duration(sum(report['seconds'].values()))}, peak memory "
         f"{size(report['peak_memory_bytes'])}"
     )
-    made, given = typed(conversion.path), conversion.source
-    page.print(f"[bold]{plain(made)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
+    result, source_name = typed(conversion.path), conversion.source
+    page.print(f"[bold]{plain(result)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
     if healing:
         page.print(plain(of_healing(healing) or NOT_MEASURED), soft_wrap=True)
     show_ruin(page, target.get("ruined_by", ()))
     if useless := target.get("useless_layers"):
         page.print(f"[bold yellow]{plain(useless_told(useless))}[/bold yellow]", soft_wrap=True)
-    after = [f"surgery heal {made} --teacher {given}"] if first["loss"] is not None and not healing else []
-    show_next(page, [f"surgery eval {made} --baseline {given}", *after, f"surgery doctor {made}"])
+    after = [f"surgery heal {result} --teacher {source_name}"] if first["loss"] is not None and not healing else []
+    show_next(page, [f"surgery eval {result} --baseline {source_name}", *after, f"surgery doctor {result}"])
 
 
 def _numbers(kv: dict, target: dict) -> list[tuple[str, str, str]]:
-    """How many numbers are kept and how, of conversions that end in a quantised cache."""
+    """Return rows on the number and the format of the cached values, for conversions that end in a quantised cache."""
     if "numbers_bytes_per_token" not in target:
         return []
-    kept = share(target["numbers_bytes_per_token"] / kv["source_bytes_per_token"])
-    return [("numbers kept", "100%", f"{kept}, as {formats_of(target['kv_cache'])}")]
+    ratio = share(target["numbers_bytes_per_token"] / kv["source_bytes_per_token"])
+    return [("numbers kept", "100%", f"{ratio}, as {formats_of(target['kv_cache'])}")]
 
 
 def _flow(kv: dict) -> list[tuple[str, str, str]]:
@@ -99,10 +99,10 @@ def _show_plan(plan, called: str, healing) -> None:
     page, source, kv, disk, work = new_page(), plan.source, plan.kv, plan.disk, plan.work
     named = origin(called, source["dequantised_from"])
     page.print(f"\n[bold]dry run: {plain(named)} → {plain(plan.out)}[/bold] (nothing is written)")
-    held = kv["source_bytes_per_token"], kv["bytes_per_token"]
+    kv_bytes = kv["source_bytes_per_token"], kv["bytes_per_token"]
     names = source["model_type"], plan.target["model_type"]
     weights = ("weights on disk", size(source["weight_bytes"]), size(disk["output_bytes"]))
-    page.print(terminal.render(before_and_after(held, (), names, [weights])))
+    page.print(terminal.render(before_and_after(kv_bytes, (), names, [weights])))
     _show_splits(page, plan.splits, tried=False)
     _show_carrier(page, plan.target, plan.out)
     memory, device = plan.memory, plan.memory["device_bytes"]
@@ -126,8 +126,8 @@ def _show_plan(plan, called: str, healing) -> None:
     if healing:
         page.print("\nhealing: ", end="")
         show_estimate(page, healing)
-    kept, where = share(kv["ratio"]), where_it_loads(plan.target["engines"])
-    page.print(f"[bold]{plain(plan.out)}[/bold] would keep {kept} of the KV bytes; {plain(where)}", soft_wrap=True)
+    ratio, where = share(kv["ratio"]), where_it_loads(plan.target["engines"])
+    page.print(f"[bold]{plain(plan.out)}[/bold] would keep {ratio} of the KV bytes; {plain(where)}", soft_wrap=True)
     if not plan.refusal:
         where = "" if work["estimated_seconds"] else f", where there is {plan.settings['device']}"
         show_next(page, [f"the same command without --dry-run{where}"])
@@ -152,8 +152,8 @@ def show_doctor(diagnosis, *, as_json: bool = False) -> None:
     for verdict in diagnosis.verdicts:
         why = f"{verdict.reason}; {verdict.remedy}" if verdict.remedy else verdict.reason
         rows.append((verdict.engine, verdict.version, verdict.status, _held(verdict), why))
-    held = Column("KV cache per token", align="right")
-    page.print(make_table(["engine", Column("version", align="left"), "", held, "because"], rows))
+    kv_column = Column("KV cache per token", align="right")
+    page.print(make_table(["engine", Column("version", align="left"), "", kv_column, "because"], rows))
     _show_commands(page, {verdict.engine: verdict.to_dict() for verdict in diagnosis.verdicts})
     show_ruin(page, diagnosis.ruined_by)
 
@@ -178,19 +178,19 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     page.print("\n[bold]before and after, measured by stock transformers without this package[/bold]")
     page.print(f"source: {plain(demo.name)}", soft_wrap=True)
     both = source, converted
-    held, stages = zip(*((m.kv_bytes_per_token, {"loss": m.loss, "recall": m.recall}) for m in both), strict=True)
+    kv_bytes, stages = zip(*((m.kv_bytes_per_token, {"loss": m.loss, "recall": m.recall}) for m in both), strict=True)
     names = source.model_class, converted.model_class
-    page.print(terminal.render(before_and_after(held, stages, names)))
+    page.print(terminal.render(before_and_after(kv_bytes, stages, names)))
     for name, measured in (("source", source), ("converted", converted)):
         page.print(f"[bold]{name}[/bold] writes:")
         page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
-    made, kept = typed(demo.path), share(converted.kv_bytes_per_token / source.kv_bytes_per_token)
+    result, ratio = typed(demo.path), share(converted.kv_bytes_per_token / source.kv_bytes_per_token)
     change = cost(converted.loss - source.loss, (source.recall, converted.recall))
     page.print(duration(demo.seconds))
-    page.print(f"[bold]{plain(made)}[/bold]: {kept} of the KV bytes for {change}", soft_wrap=True)
+    page.print(f"[bold]{plain(result)}[/bold]: {ratio} of the KV bytes for {change}", soft_wrap=True)
     commands = {
-        f"surgery eval {made} --baseline {demo.model}": "measures both, and cheap baselines",
-        f"surgery heal {made} --teacher {demo.model} --max-time 300": "trains it for five minutes",
+        f"surgery eval {result} --baseline {demo.model}": "measures both, and cheap baselines",
+        f"surgery heal {result} --teacher {demo.model} --max-time 300": "trains it for five minutes",
         "surgery inspect CKPT/": "what your model caches, and can become",
     }
     width = max(map(len, commands))
@@ -257,10 +257,10 @@ def _show_splits(page: Console, splits: list[dict], *, tried: bool) -> None:
     page.print(make_table([*names, *(["fold"] if folds else []), last, ""], rows))
 
 
-def _show_carrier(page: Console, target: dict, made: str) -> None:
+def _show_carrier(page: Console, target: dict, result: str) -> None:
     page.print(class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
     page.print(make_table(["engine", "the result"], spoken(target["engines"]).items()))
-    _show_commands(page, target["engines"], made)
+    _show_commands(page, target["engines"], result)
     limits = target.get("engine_limits")
     if limits:
         lost = limits["held_out_loss"] - limits["free_held_out_loss"]
@@ -269,10 +269,10 @@ def _show_carrier(page: Console, target: dict, made: str) -> None:
 
 
 def _show_commands(page: Console, engines: dict, called: str = ANY) -> None:
-    for said in engines.values():
-        if not isinstance(said, str) and said["command"]:
-            command = said["command"].replace(ANY, called)
-            page.print(f"{plain(said['engine'])}: {plain(command)}", soft_wrap=True, highlight=False)
+    for verdict in engines.values():
+        if not isinstance(verdict, str) and verdict["command"]:
+            command = verdict["command"].replace(ANY, called)
+            page.print(f"{plain(verdict['engine'])}: {plain(command)}", soft_wrap=True, highlight=False)
 
 
 def class_and_why(model_type: str, reasons: list[str]) -> str:
@@ -288,7 +288,7 @@ def _parts(parts: dict[str, int]) -> str:
 
 
 def _held(verdict: Verdict) -> str | None:
-    """What an engine allocates for a token, and for a request beside its tokens."""
+    """Return the bytes that an engine allocates for a token, and for a request in addition to its tokens."""
     if verdict.cache_bytes_per_token is None:
         return None
     once = verdict.cache_bytes_per_request

@@ -1,4 +1,4 @@
-"""What ``surgery eval --dry-run`` prints: tables for people, or with ``as_json`` one JSON object and nothing else."""
+"""Output of ``surgery eval --dry-run``: tables for people, or with ``as_json`` one JSON object and nothing else."""
 
 from __future__ import annotations
 

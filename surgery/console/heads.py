@@ -1,4 +1,4 @@
-"""What the verb ``heads`` prints: tables for people, or with ``as_json`` one JSON object and nothing else."""
+"""Output of ``surgery heads``: tables for people, or with ``as_json`` one JSON object and nothing else."""
 
 from __future__ import annotations
 

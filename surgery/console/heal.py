@@ -1,4 +1,4 @@
-"""What the verb ``heal`` prints: a table for people, or with ``as_json`` one JSON object and nothing else."""
+"""Output of ``surgery heal``: a table for people, or with ``as_json`` one JSON object and nothing else."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def show_plan(plan, *, as_json: bool = False) -> None:
 
 def show_estimate(page: Console, plan) -> None:
     """Prints what a training would take."""
-    found, settings = plan.estimate, plan.settings
-    parameters, devices = found["parameters"], found["processes"]
+    estimate, settings = plan.estimate, plan.settings
+    parameters, devices = estimate["parameters"], estimate["processes"]
     page.print(
         f"{count(parameters['trained'])} of {count(parameters['student'])} parameters train in {settings['dtype']}, on"
-        f" {devices} {'device' if devices == 1 else 'devices'}{', sharded' if found['sharded'] else ''}"
+        f" {devices} {'device' if devices == 1 else 'devices'}{', sharded' if estimate['sharded'] else ''}"
     )
-    memory = [*found["memory"].items(), ("peak", found["peak_bytes"])]
+    memory = [*estimate["memory"].items(), ("peak", estimate["peak_bytes"])]
     page.print(make_table(["memory of a device", Column("", "", size)], memory))
     disk, work = plan.disk, plan.work
     page.print(
@@ -78,9 +78,11 @@ def show_estimate(page: Console, plan) -> None:
         f" run; {size(disk['free_bytes'])} free"
     )
     budget = (
-        f"{found['steps']:,} steps, {count(found['tokens'])} tokens" if found["steps"] else "until the time is over"
+        f"{estimate['steps']:,} steps, {count(estimate['tokens'])} tokens"
+        if estimate["steps"]
+        else "until the time is over"
     )
-    page.print(f"budget: {budget}; {found['tokens_per_step']:,} tokens a step")
+    page.print(f"budget: {budget}; {estimate['tokens_per_step']:,} tokens a step")
     if work["estimated_seconds"] is not None:
         speed = f", here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s" if work["flops_per_second"] else ""
         needed = f" for {work['total_flops'] / 1e12:,.1f} TFLOP{speed}" if work["total_flops"] else ""

@@ -1,4 +1,4 @@
-"""What `surgery inspect` prints."""
+"""Output of `surgery inspect`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def show_inspection(inspection, called: str = "CKPT", *, as_json: bool = False, 
 def _cache(inspection) -> str:
     """Bytes of a token, and of a sequence at the lengths that the model takes."""
     kv, limit = inspection.kv, inspection.architecture["max_positions"]
-    at = [f"{size(held)} at {length // 1024}k" for length, held in kv["bytes_at"].items() if length <= limit]
+    at = [f"{size(kv_bytes)} at {length // 1024}k" for length, kv_bytes in kv["bytes_at"].items() if length <= limit]
     return f"{per_token(kv['bytes_per_token'])} per token" + (f"; {', '.join(at)} tokens" if at else "")
 
 
@@ -68,9 +68,9 @@ def _show_targets(page: Console, inspection) -> None:
         if not target["applies"]:
             refused.append(f"{name}: does not apply, {'; '.join(target['reasons'])}")
             continue
-        held = f"{size(target['kv_bytes_per_token'])}, {share(target['kv_ratio'])}"
+        kv_cell = f"{size(target['kv_bytes_per_token'])}, {share(target['kv_ratio'])}"
         loads = [engine.removesuffix(" on CPU") for engine, row in target["engines"].items() if ran(row)]
-        rows.append((name, held, target["class"], ", ".join(loads) or "-"))
+        rows.append((name, kv_cell, target["class"], ", ".join(loads) or "-"))
     columns = ["", Column("KV per token", align="left"), "class", "ran in, on CPUs"]
     page.print("what it can become (surgery convert ...)")
     page.print(make_table(columns, rows))
@@ -124,8 +124,8 @@ def _facts(inspection) -> list[tuple[str, str]]:
         *[("attention", kind) for kind in facts.get("attention", [])],
         *[("ruined by", ", ".join(formats)) for formats in [facts.get("ruined_by")] if formats],
         ("RoPE", f"{facts['rope_type']}{base}, {facts['max_positions']:,} positions"),
-        *[("attention windows", said) for said in _windows(inspection.windows)],
-        *[("besides", ", ".join(said)) for said in [list(filter(None, extras))] if said],
+        *[("attention windows", value) for value in _windows(inspection.windows)],
+        *[("besides", ", ".join(value)) for value in [list(filter(None, extras))] if value],
     ]
 
 
@@ -135,7 +135,7 @@ def _cached_heads(facts: dict) -> str:
 
 
 def _windows(windows: list[int | None]) -> list[str]:
-    """What is to be said of them: a line, or nothing where there are none."""
+    """Return one line on the windows, or none where there are none."""
     limited = [window for window in windows if window is not None]
     sizes = ", ".join(f"{window:,}" for window in sorted(set(limited)))
     return [f"{sizes} tokens in {len(limited)} of {len(windows)} layers"] if limited else []

@@ -1,4 +1,4 @@
-"""How the verbs print: tables for people on a page that fits the terminal, or one JSON object."""
+"""Printing: tables for people on a page that fits the terminal, or one JSON object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `surgery plan` prints."""
+"""Output of `surgery plan`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
         Column("±", "", lambda value: f"{value:.4f}"),
         Column("perplexity", "", lambda value: f"{perplexity(value) - 1:+.1%}"),
         Column("recall", "", lambda value: f"{value:.2f}"),
-        "beside transformers",
+        "besides transformers",
     ]
     page.print(make_table(columns, rows))
     for why in dict.fromkeys(plan.refused.values()):
@@ -51,7 +51,7 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
     page.print(
         f"[dim]Δ loss in nats per token over the source's {with_perplexity(plan.source['loss'])}, on "
         f"{_texts(plan)} texts (±: half of the 80% interval for other text){recall}; · beats everything smaller; "
-        "beside transformers: other engines that load it[/dim]",
+        "besides transformers: other engines that load it[/dim]",
         soft_wrap=True,
     )
     if beyond := beyond_positions(budget["context"], plan.source["max_positions"]):
@@ -71,7 +71,7 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
 
 
 def _engines(row) -> list[str]:
-    return [engine for engine, said in row.engines.items() if loads(said) and engine != "transformers"]
+    return [engine for engine, verdict in row.engines.items() if loads(verdict) and engine != "transformers"]
 
 
 def _budget(plan) -> str:
@@ -90,16 +90,16 @@ def _next_best(plan) -> str:
 
 
 def _texts(plan) -> str:
-    """How many texts rows were measured on: all on as many, or some on more."""
+    """Return how many texts the rows were measured on: the same number for all, or more for some."""
     return " or ".join(map(str, sorted({len(row.by_text) for row in plan.rows})))
 
 
 def _reason(plan) -> str:
     if plan.budget["kv_bytes"] is None:
-        return "is the smallest that keeps to the loss"
+        return "is the smallest within the limit on the loss"
     if plan.alike == 1:
-        return "loses least of all that keeps to the bytes"
+        return "has the lowest loss within the bytes"
     return (
-        f"moves predictions least, by {plan.chosen.divergence:.4f} nats (KL), of {plan.alike} that keep to the bytes "
+        f"moves predictions least, by {plan.chosen.divergence:.4f} nats (KL), of {plan.alike} within the bytes "
         "and whose losses the texts cannot tell apart"
     )

@@ -1,4 +1,4 @@
-"""What `surgery run` prints: the steps of a recipe, and what they made."""
+"""Output of `surgery run`: the steps of a recipe, and their results."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def show_plan(plan: dict[str, Any], *, as_json: bool = False) -> None:
     ]
     rows.append(("", "", "in all", "", *(amount(total[name]) for name, (_, amount) in shown.items()), ""))
     columns = [Column(title, align="right") for title, _ in shown.values()]
-    page.print(make_table(["", "verb", "step", "to", *columns, f"in {plan['work']}"], rows))
+    page.print(make_table(["", "command", "step", "to", *columns, f"in {plan['work']}"], rows))
     page.print(
-        "Settings and names are right; nothing was run. A step takes what its verb's --dry-run says, times are of this "
-        "machine. In all: the sum of what is told, and of memory and temporary files the most of any step.",
+        "Settings and names are right; nothing was run. Figures of a step are those of its command with --dry-run, on "
+        "this machine. In all: their sum, and of memory and temporary files the most of any step.",
         soft_wrap=True,
     )
     show_next(page, ["the same command without --dry-run"])
@@ -57,8 +57,8 @@ def show_made(finished) -> None:
         report = previous_report(path)
         if report is None:  # healed, and no conversion of ours
             continue
-        told = of_healing(report.get("healing") or {"table": []}) or of_conversion(report)
-        page.print(f"[bold]{plain(name)}[/bold]: {plain(told)}", soft_wrap=True)
+        verdict = of_healing(report.get("healing") or {"table": []}) or of_conversion(report)
+        page.print(f"[bold]{plain(name)}[/bold]: {plain(verdict)}", soft_wrap=True)
     if finished.report is None and finished.checkpoints:  # a report ends in how to open it
         paths = [typed(path) for path in finished.checkpoints.values()]
         show_next(page, [f"surgery eval {' '.join(paths)}", f"surgery doctor {paths[-1]}"])

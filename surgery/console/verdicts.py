@@ -13,22 +13,22 @@ from surgery.engines.verdict import NOT_TRIED, OPEN, REFUSED, loads, ran, told_r
 
 
 def of_conversion(report: dict[str, Any]) -> str:
-    """Of a `surgery_report.json`."""
+    """Return the verdict on a `surgery_report.json`."""
     first, last, kv = report["ladder"][0], report["ladder"][-1], report["kv"]
     # What drops tokens has a share that falls with the length, and is looked at for its peak.
     at = f" at {kv['measured_at_tokens']:,} tokens" if "peak_ratio" in kv else ""
-    kept = f"{share(kv['ratio'])} of the KV bytes{at}"
+    kv_part = f"{share(kv['ratio'])} of the KV bytes{at}"
     where = where_it_loads(report["target"]["engines"])
     if first["loss"] is None:
-        return f"{kept}; what that cost was not measured; {where}"
+        return f"{kv_part}; what that cost was not measured; {where}"
     predicted = report["target"].get("predicted")
     planned = f"; the plan expected {cost(predicted['loss_increase'])}" if predicted else ""
     change = cost(last["loss"] - first["loss"], (first["recall"], last["recall"]))
-    return f"{kept} for {change}{planned}; {where}"
+    return f"{kv_part} for {change}{planned}; {where}"
 
 
 def of_healing(healing: dict[str, Any]) -> str | None:
-    """Of a healing that was measured beside its source."""
+    """Return the verdict on a healing that was measured together with its source."""
     rows = {row["name"]: row for row in healing["table"] or []}
     if "healed" not in rows:
         return None
@@ -39,18 +39,18 @@ def of_healing(healing: dict[str, Any]) -> str | None:
 
 
 def where_it_loads(engines: Mapping[str, Any]) -> str:
-    """Of a report's table of engines, all of which are named."""
-    verdicts = {engine: said for engine, said in engines.items() if not isinstance(said, str)}
+    """Return the engines that load the result, by the report's table, in which all are named."""
+    verdicts = {engine: verdict for engine, verdict in engines.items() if not isinstance(verdict, str)}
     taking = [
-        engine if ran(said) else f"{engine} (by its own check, not run)"
-        for engine, said in verdicts.items()
-        if loads(said)
+        engine if ran(verdict) else f"{engine} (by its own check, not run)"
+        for engine, verdict in verdicts.items()
+        if loads(verdict)
     ]
-    told = f"loads in {', '.join(taking)}" if taking else "no engine is known to load it"
+    sentence = f"loads in {', '.join(taking)}" if taking else "no engine is known to load it"
     for words, status in (("not tried in", NOT_TRIED), ("open in", OPEN), ("refused by", REFUSED)):
-        if others := [engine for engine, said in verdicts.items() if said["status"] == status]:
-            told += f"; {words} {', '.join(others)}"
-    return told
+        if others := [engine for engine, verdict in verdicts.items() if verdict["status"] == status]:
+            sentence += f"; {words} {', '.join(others)}"
+    return sentence
 
 
 def show_ruin(page: Console, formats: Sequence[str]) -> None:
@@ -60,6 +60,6 @@ def show_ruin(page: Console, formats: Sequence[str]) -> None:
 
 
 def show_next(page: Console, commands: Iterable[str]) -> None:
-    """Commands under each other, behind one "Next:"."""
+    """Commands under each other, after one "Next:"."""
     for number, command in enumerate(commands):
         page.print(f"{'Next: ' if number == 0 else '      '}{plain(command)}", soft_wrap=True, highlight=False)

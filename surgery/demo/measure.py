@@ -36,9 +36,9 @@ def loss(model, windows):
 def recall(model, prompts, answers):
     """Share of prompts [N, T] whose every answer token (bool mask [N, T]) is the most likely one."""
     right = 0
-    for batch, asked in zip(prompts.split(BATCH), answers.split(BATCH), strict=True):
+    for batch, answer_mask in zip(prompts.split(BATCH), answers.split(BATCH), strict=True):
         guess = logits_of(model, batch)[:, :-1].argmax(-1)
-        right += int(((guess == batch[:, 1:]) | ~asked[:, 1:]).all(1).sum())
+        right += int(((guess == batch[:, 1:]) | ~answer_mask[:, 1:]).all(1).sum())
     return right / len(prompts)
 
 

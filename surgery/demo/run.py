@@ -61,7 +61,7 @@ DEMO_MODELS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What stock transformers says of one checkpoint.
+    """Measurement of one checkpoint by stock transformers.
 
     Attributes:
         model_class: the class it was loaded as.
@@ -144,7 +144,8 @@ def run_demo(
 
 
 def measure_with_stock_transformers(checkpoints: list[Path], shown: DemoModel) -> tuple[str, list[Measured]]:
-    """What is asked, and measurements of checkpoints of one tokenizer, the first's, without this package to import.
+    """Return the question, and measurements of checkpoints of one tokenizer, the first's, in a program that does not
+    import this package.
 
     Raises:
         SurgeryError: the process failed, with its last line.
@@ -158,18 +159,18 @@ def measure_with_stock_transformers(checkpoints: list[Path], shown: DemoModel) -
         tokens, request = Path(folder, "tokens.safetensors"), Path(folder, "request.json")
         held_out = held_out_tokens(tokenizer, shown)
         save_file(held_out, tokens)
-        asked = question(tokenizer, shown.question) if shown.question else first_key(tokenizer, held_out)
-        prompt, ids, new_tokens = asked
-        wanted = {
+        shown_prompt = question(tokenizer, shown.question) if shown.question else first_key(tokenizer, held_out)
+        prompt, ids, new_tokens = shown_prompt
+        task = {
             "tokens": str(tokens),
             "checkpoints": [str(Path(path).resolve()) for path in checkpoints],
             "prompt": ids,
             "new_tokens": new_tokens,
         }
-        request.write_text(json.dumps(wanted), encoding="utf-8")
+        request.write_text(json.dumps(task), encoding="utf-8")
         lines = _run_measuring(request)
-    found = [json.loads(line) for line in lines]
-    return prompt, [Measured(model_class=item.pop("class"), **item) for item in found]
+    results = [json.loads(line) for line in lines]
+    return prompt, [Measured(model_class=item.pop("class"), **item) for item in results]
 
 
 def held_out_tokens(tokenizer, shown: DemoModel) -> dict:
@@ -178,11 +179,11 @@ def held_out_tokens(tokenizer, shown: DemoModel) -> dict:
     from surgery.eval.sequences import random_windows, tokenize
 
     ids = tokenize(tokenizer, asset("heldout-stdlib.txt").read_text(encoding="utf-8"))
-    asked = recall_prompts(tokenizer, ids, shown.prompts, shown.length, SEED)
+    recall_tokens = recall_prompts(tokenizer, ids, shown.prompts, shown.length, SEED)
     return {
         "windows": random_windows(ids, shown.windows, shown.length, SEED, tokenizer.bos_token_id),
-        "prompts": asked.tokens,
-        "answers": asked.answer_mask,
+        "prompts": recall_tokens.tokens,
+        "answers": recall_tokens.answer_mask,
     }
 
 
@@ -190,19 +191,19 @@ def question(tokenizer, text: str) -> tuple[str, list[int], int]:
     """A question to show, its tokens as the model wants to read it, and how many to write after them."""
     from surgery.running.chat_templates import ChatTemplate
 
-    asked = [{"role": "user", "content": text}]
-    prompt = ChatTemplate(tokenizer).render(asked, add_generation_prompt=True)
+    messages = [{"role": "user", "content": text}]
+    prompt = ChatTemplate(tokenizer).render(messages, add_generation_prompt=True)
     return f"{text}\n", tokenizer(prompt, add_special_tokens=False).input_ids, NEW_TOKENS
 
 
 def first_key(tokenizer, held_out: dict) -> tuple[str, list[int], int]:
-    """The same of the first recall prompt, of which what was planted and what is asked is shown."""
+    """Return the first recall prompt: planted line and question for display, its tokens, the length of the answer."""
     tokens, answer = held_out["prompts"][0], held_out["answers"][0]
     start = int(answer.nonzero()[0])
-    *before, asked = tokenizer.decode(tokens[:start], skip_special_tokens=True).splitlines()
-    name = asked.removeprefix("# Recall: the ")
+    *before, last_line = tokenizer.decode(tokens[:start], skip_special_tokens=True).splitlines()
+    name = last_line.removeprefix("# Recall: the ")
     planted = next(line for line in before if name in line)
-    return f"{planted}\n... in {start:,} tokens of code ...\n{asked}", tokens[:start].tolist(), int(answer.sum())
+    return f"{planted}\n... in {start:,} tokens of code ...\n{last_line}", tokens[:start].tolist(), int(answer.sum())
 
 
 def _run_measuring(request: Path) -> list[str]:

@@ -13,7 +13,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.evaluation.models import Checkpoint
-from surgery.evaluation.preparation import Request, prepare
+from surgery.evaluation.preparation import EvaluationRequest, prepare
 from surgery.evaluation.rows import plan_variants
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore
@@ -25,7 +25,7 @@ from surgery.running.unfused import unfused
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What an evaluation would do; plain values only. Sizes in bytes.
+    """Dry run of an evaluation, as plain values. Sizes in bytes.
 
     Attributes:
         rows: models, the baseline first: name, role, path, dtype, bytes of the weights as they are measured, of the
@@ -47,7 +47,7 @@ class EvaluationPlan:
     goes_on: bool
 
 
-def plan_evaluation(request: Request, progress: Progress) -> EvaluationPlan:
+def plan_evaluation(request: EvaluationRequest, progress: Progress) -> EvaluationPlan:
     """Plans an evaluation of the same request: weights are hashed and texts tokenised, so that their faults show.
 
     Conversations ("chat") are not drawn; prompts stand in for them. A device need not be on this machine.
@@ -55,8 +55,8 @@ def plan_evaluation(request: Request, progress: Progress) -> EvaluationPlan:
     Raises:
         SurgeryError: whatever the evaluation would refuse before it measures.
     """
-    asked = request.settings.device
-    device = torch.device(asked).type if is_absent(asked) else checked_device(asked).type
+    device_name = request.settings.device
+    device = torch.device(device_name).type if is_absent(device_name) else checked_device(device_name).type
     prepared = prepare(request, progress, _stand_in)
     settings, tasks, baseline = prepared.settings, prepared.tasks, prepared.baseline
     ResultStore.check(prepared.out)
@@ -109,7 +109,7 @@ def _kv_bytes_of(reader: CheckpointReader, dtype: torch.dtype) -> KVBytes | None
 
 
 def _numbers(reader: CheckpointReader) -> int:
-    """Of the weights; a copy of tied embeddings counts once."""
+    """Count the elements of the weights; a copy of tied embeddings counts once."""
     copies = {"lm_head.weight"} if reader.config.get("tie_word_embeddings") else set()
     infos = [reader.info(name) for name in reader.names() if name not in copies]
     return sum(info.nbytes // info.dtype.itemsize for info in infos)

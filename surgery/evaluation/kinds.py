@@ -1,4 +1,4 @@
-"""What can be measured, by the names that ``--tasks`` takes. Needs no torch before a task is built."""
+"""Kinds of tasks, by the names that ``--tasks`` takes. Needs no torch before a task is built."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ packages among them, which "all" leaves out."""
 
 
 def builder(name: str) -> Build:
-    """What builds the task of this name."""
-    found = TASKS[name]
-    return load(found) if isinstance(found, str) else found
+    """Return the builder of a task."""
+    build_path = TASKS[name]
+    return load(build_path) if isinstance(build_path, str) else build_path

@@ -32,9 +32,9 @@ class Checkpoint:
     Attributes:
         name: its row's name.
         given: as the user named it.
-        reader: its files; of a model of pictures and text, its language model.
+        reader: its files; of a vision-language model, its language model.
         sha256: of all its weights.
-        trust_remote_code: whether code beside the weights may run.
+        trust_remote_code: whether code next to the weights may run.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Checkpoint:
     @classmethod
     def open(
         cls,
-        given: str,
+        label: str,
         *,
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
@@ -57,7 +57,7 @@ class Checkpoint:
         Raises:
             SurgeryError: there is no such checkpoint, or it is damaged.
         """
-        name, path = name_and_path(given)
+        name, path = name_and_path(label)
         reader = language_model(open_source(path, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code))
         return cls(name, path, reader, reader.fingerprint(advance), trust_remote_code)
 
@@ -71,9 +71,9 @@ class Checkpoint:
     @property
     def dtype(self) -> str:
         """Dtype that the checkpoint says its weights have, or that of its largest tensor."""
-        said = self.reader.config.get("dtype") or self.reader.config.get("torch_dtype")
-        if said:
-            return str(said).removeprefix("torch.")
+        stated = self.reader.config.get("dtype") or self.reader.config.get("torch_dtype")
+        if stated:
+            return str(stated).removeprefix("torch.")
         largest = max(self.reader.names(), key=lambda name: self.reader.info(name).nbytes)
         return str(self.reader.info(largest).dtype).removeprefix("torch.")
 
@@ -103,7 +103,7 @@ class Checkpoint:
         return tokenizer_of(self.reader, called=self.given, trust_remote_code=self.trust_remote_code)
 
     def conversion(self) -> dict[str, Any] | None:
-        """What the report of this package's own conversions says, as far as evaluation reports show it."""
+        """Return the facts of this package's conversion report that evaluation reports show."""
         path = self.reader.path / REPORT
         if not path.exists():
             return None

@@ -1,4 +1,4 @@
-"""What comes before an evaluation measures, and all that its dry run does: opened models, texts, checked names."""
+"""Preparation of an evaluation, shared with its dry run: opened models, texts, checked names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from surgery.common.progress import Progress
 from surgery.eval.report.document import Report, read_report
 from surgery.eval.report.tracking import require_wandb
 from surgery.evaluation.models import Checkpoint, tokenizer_sha256
-from surgery.evaluation.rows import Row, check_names
+from surgery.evaluation.rows import ModelRow, check_names
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.tasks import Tasks, build_tasks
 
@@ -27,8 +27,8 @@ Conversations = Callable[[Checkpoint, PreTrainedTokenizerBase, EvalSettings], li
 
 
 @dataclass(frozen=True)
-class Request:
-    """What was asked for.
+class EvaluationRequest:
+    """Request for an evaluation.
 
     Attributes:
         checkpoints: folders, hub ids, or NAME=one of those.
@@ -38,7 +38,7 @@ class Request:
         command: as it was called, for the report.
         title: of the report; None for the names of the checkpoints.
         writes: whether the report is written, too.
-        restart: whether results that the folder has are measured anew.
+        restart: whether results that the folder has are measured again.
     """
 
     checkpoints: tuple[str, ...]
@@ -65,18 +65,18 @@ class Prepared:
     """
 
     settings: EvalSettings
-    rows: list[Row]
+    rows: list[ModelRow]
     tokenizer: PreTrainedTokenizerBase
     tasks: Tasks
     out: Path
 
     @property
-    def baseline(self) -> Row | None:
-        """What the others are compared with."""
+    def baseline(self) -> ModelRow | None:
+        """Row with which the others are compared."""
         return next((row for row in self.rows if row.role == "baseline"), None)
 
     @property
-    def checkpoints(self) -> list[Row]:
+    def checkpoints(self) -> list[ModelRow]:
         """The others."""
         return [row for row in self.rows if row.role == "checkpoint"]
 
@@ -104,7 +104,7 @@ class Prepared:
             )
 
 
-def prepare(request: Request, progress: Progress, conversations: Conversations) -> Prepared:
+def prepare(request: EvaluationRequest, progress: Progress, conversations: Conversations) -> Prepared:
     """Opens and hashes the models, reads the texts and builds the tasks; nothing is measured or written.
 
     Args:
@@ -117,7 +117,7 @@ def prepare(request: Request, progress: Progress, conversations: Conversations) 
     if settings.wandb:
         require_wandb()
     baseline, checkpoints = _open(request, progress)
-    rows = [Row(c.name, "baseline" if c is baseline else "checkpoint", c) for c in checkpoints]
+    rows = [ModelRow(c.name, "baseline" if c is baseline else "checkpoint", c) for c in checkpoints]
     check_names(rows)
     tokenizer = _common_tokenizer(checkpoints)
     if not settings.data:
@@ -133,8 +133,8 @@ def prepare(request: Request, progress: Progress, conversations: Conversations) 
     return Prepared(settings, rows, tokenizer, tasks, out)
 
 
-def _default_out(row: Row) -> Path:
-    """In the working folder, named after a row."""
+def _default_out(row: ModelRow) -> Path:
+    """Return a path in the working folder, named after a row."""
     return working_output(row.checkpoint.given, "eval").with_name(f"{file_name(row.name, 'report')}-eval")
 
 
@@ -148,14 +148,14 @@ def _changed_settings(old: Report, settings: EvalSettings, tasks: Tasks) -> list
     return changed
 
 
-def _open(request: Request, progress: Progress) -> tuple[Checkpoint | None, list[Checkpoint]]:
+def _open(request: EvaluationRequest, progress: Progress) -> tuple[Checkpoint | None, list[Checkpoint]]:
     """Baseline and all checkpoints, the baseline first; a checkpoint that is the baseline is not measured twice."""
-    given = [*([request.baseline] if request.baseline else []), *request.checkpoints]
-    if not given:
+    models = [*([request.baseline] if request.baseline else []), *request.checkpoints]
+    if not models:
         raise SurgeryError("nothing to evaluate: give a checkpoint folder or a hub id")
     opened = []
-    with progress.phase("open and hash the weights", len(given), "model") as advance:
-        for name in given:
+    with progress.phase("open and hash the weights", len(models), "model") as advance:
+        for name in models:
             opened.append(
                 Checkpoint.open(name, allow_pickle=request.allow_pickle, trust_remote_code=request.trust_remote_code)
             )

@@ -32,7 +32,7 @@ RATIOS = (0.5, 0.25)
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelRow:
     """One model to measure.
 
     Attributes:
@@ -62,7 +62,7 @@ class Row:
         return VARIANTS[self.variant["kind"]](model, **parameters)
 
     def identity(self) -> dict[str, Any]:
-        """Which model this is, whatever it is called."""
+        """Return the identity of the model, independent of its name."""
         return {
             "sha256": self.checkpoint.sha256,
             "config_sha256": self.checkpoint.config_sha256,
@@ -88,25 +88,25 @@ def _calibration(checkpoint: Checkpoint) -> LongTensor:
 
 def plan_variants(
     names: Sequence[str], baseline: Checkpoint, ratios: Sequence[float], context: int
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[ModelRow], list[str]]:
     """Rows of cheap baselines, and notes on those that there are not.
 
     Quantised caches, and those of engines, have the bytes that they have. Pooled heads and windows are made to hold at
-    most as many bytes at ``context`` as each of the ``ratios`` (of the checkpoints beside them) allows.
+    most as many bytes at ``context`` as each of the ``ratios`` (of the checkpoints next to them) allows.
     """
     ratios = [ratio for ratio in dict.fromkeys(ratios) if 0 < ratio < 1] or list(RATIOS)
-    found: dict[str, dict[str, Any]] = {}
+    variants: dict[str, dict[str, Any]] = {}
     notes = []
     for name in names:
         if name in FORMATS or name in CALIBRATED:
-            found[name] = {"kind": "engine-cache", "format": name}
+            variants[name] = {"kind": "engine-cache", "format": name}
         elif name in BITS:
-            found[f"{name} KV"] = {"kind": "quantized-kv", "format": name}
+            variants[f"{name} KV"] = {"kind": "quantized-kv", "format": name}
         elif name == "mean-pool":
             for ratio in ratios:
                 heads, note = _pooled_heads(baseline, ratio)
                 if heads:
-                    found[f"mean-pool {heads}"] = {"kind": "mean-pool", "kv_heads": heads}
+                    variants[f"mean-pool {heads}"] = {"kind": "mean-pool", "kv_heads": heads}
                 if note:
                     notes.append(note)
         elif name == "window":
@@ -115,8 +115,8 @@ def plan_variants(
                 if tokens <= 2 * SINKS:
                     notes.append(f"no window at a KV share of {ratio:.3g}: {tokens} of {context} tokens")
                     continue
-                found[f"window {tokens}"] = {"kind": "sink-window", "sinks": SINKS, "recent": tokens - SINKS}
-    return [Row(name, "variant", baseline, variant) for name, variant in found.items()], notes
+                variants[f"window {tokens}"] = {"kind": "sink-window", "sinks": SINKS, "recent": tokens - SINKS}
+    return [ModelRow(name, "variant", baseline, variant) for name, variant in variants.items()], notes
 
 
 def _pooled_heads(baseline: Checkpoint, ratio: float) -> tuple[int | None, str | None]:
@@ -132,7 +132,7 @@ def _pooled_heads(baseline: Checkpoint, ratio: float) -> tuple[int | None, str |
     return fitting[-1], None
 
 
-def check_names(rows: Sequence[Row]) -> None:
+def check_names(rows: Sequence[ModelRow]) -> None:
     """Raises SurgeryError where two rows have one name."""
     names = [row.name for row in rows]
     for name in names:

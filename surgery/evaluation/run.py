@@ -1,4 +1,4 @@
-"""The verb: measures rows task by task, goes on where an earlier run stopped, and makes the report."""
+"""The command: measures rows task by task, goes on where an earlier run stopped, and makes the report."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from surgery.eval.report.document import SCHEMA, Report, finish
 from surgery.eval.session import ComparingTask, Session, Task
 from surgery.eval.variants.cache_hook import NoVariant
 from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
-from surgery.evaluation.preparation import Prepared, Request, prepare
-from surgery.evaluation.rows import Row, plan_variants
+from surgery.evaluation.preparation import EvaluationRequest, Prepared, prepare
+from surgery.evaluation.rows import ModelRow, plan_variants
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore, key_of
 from surgery.evaluation.tasks import Tasks
@@ -48,7 +48,7 @@ class Evaluation:
     written: list[Path]
 
 
-def evaluate(request: Request, progress: Progress) -> Evaluation:
+def evaluate(request: EvaluationRequest, progress: Progress) -> Evaluation:
     """Measures everything asked for. Every process returns the same report, which the main one writes if asked to.
 
     Raises:
@@ -73,7 +73,7 @@ def evaluate(request: Request, progress: Progress) -> Evaluation:
 
 def _measured(
     prepared: Prepared,
-    request: Request,
+    request: EvaluationRequest,
     store: ResultStore,
     processes: Processes,
     progress: Progress,
@@ -88,9 +88,9 @@ def _measured(
         seed=settings.seed,
         limit=settings.limit,
     )
-    work = _Work(store, session, device, settings, tasks, baseline)
+    work = _RowRunner(store, session, device, settings, tasks, baseline)
 
-    def measure(row: Row, place: str) -> dict[str, Any]:
+    def measure(row: ModelRow, place: str) -> dict[str, Any]:
         with progress.at(place):
             return work.measure(row, place)
 
@@ -101,8 +101,8 @@ def _measured(
             pace = (time.monotonic() - began) / work.measured
             progress.note(f"about {duration(pace * (len(rows) - number))} left for the other models")
     if baseline is not None and settings.variants:
-        held = {entry["name"]: entry["kv"]["held_bytes"] for entry in measured}
-        ratios = [held[row.name] / held[baseline.name] for row in prepared.checkpoints]
+        held_bytes = {entry["name"]: entry["kv"]["held_bytes"] for entry in measured}
+        ratios = [held_bytes[row.name] / held_bytes[baseline.name] for row in prepared.checkpoints]
         variants, notes = plan_variants(settings.variants, baseline.checkpoint, ratios, tasks.context)
         for note in notes:
             progress.note(note)
@@ -133,8 +133,8 @@ def _measured(
     return finish(json.loads(json.dumps(report, allow_nan=False)))
 
 
-class _Work:
-    """Measures rows, loading a model only if something of it is still to be measured.
+class _RowRunner:
+    """Measures rows, loading a model only if a result of it is missing.
 
     Attributes:
         measured: rows of which something was.
@@ -147,7 +147,7 @@ class _Work:
         device: torch.device,
         settings: EvalSettings,
         tasks: Tasks,
-        baseline: Row | None,
+        baseline: ModelRow | None,
     ) -> None:
         self._store, self._session, self._device = store, session, device
         self._settings, self._tasks, self._baseline = settings, tasks, baseline
@@ -155,14 +155,14 @@ class _Work:
         self.measured = 0
         self.dtype_setting = settings.quality_dtype(device.type)
 
-    def measure(self, row: Row, place: str) -> dict[str, Any]:
+    def measure(self, row: ModelRow, place: str) -> dict[str, Any]:
         """The row's entry in the report; `place` says in the progress which one it is."""
         self._session.progress.note(f"{row.name} ({place}):")
         keys = {task.name: self._key(row, task) for task in self._tasks.all}
-        found = self._session.processes.from_main(lambda: {name: self._store.get(key) for name, key in keys.items()})
-        missing = [task for task in self._tasks.all if found[task.name] is None]
-        if len(missing) < len(found):
-            done = [name for name in found if found[name] is not None]
+        stored = self._session.processes.from_main(lambda: {name: self._store.get(key) for name, key in keys.items()})
+        missing = [task for task in self._tasks.all if stored[task.name] is None]
+        if len(missing) < len(stored):
+            done = [name for name in stored if stored[name] is not None]
             self._session.progress.note(f"  measured before: {', '.join(done)}")
         if missing:
             self.measured += 1
@@ -172,15 +172,15 @@ class _Work:
                 self._keep_baseline(comparing)
             model = row.load(self._device)
             for task in sorted(missing, key=lambda task: not task.native):
-                found[task.name] = self._run(row, model, task, keys[task.name])
+                stored[task.name] = self._run(row, model, task, keys[task.name])
             if row.role == "baseline":
                 self._keep(model, [task for task in self._tasks.all if isinstance(task, ComparingTask)])
             model_class = type(model).__name__
             del model
             free_memory()
         else:
-            model_class = found["kv"]["class"]
-        results = {name: found[name]["result"] for name in found if name != "kv"}
+            model_class = stored["kv"]["class"]
+        results = {name: stored[name]["result"] for name in stored if name != "kv"}
         return {
             "name": row.name,
             "role": row.role,
@@ -189,13 +189,13 @@ class _Work:
             "class": model_class,
             "dtype": row.checkpoint.dtype,
             "variant": row.variant,
-            "kv": found["kv"]["result"],
+            "kv": stored["kv"]["result"],
             "conversion": row.checkpoint.conversion() if row.variant is None else None,
             "results": results,
-            "seconds": {name: found[name]["seconds"] for name in found},
+            "seconds": {name: stored[name]["seconds"] for name in stored},
         }
 
-    def _run(self, row: Row, model: PreTrainedModel, task: Task, key: str) -> dict[str, Any]:
+    def _run(self, row: ModelRow, model: PreTrainedModel, task: Task, key: str) -> dict[str, Any]:
         if not task.native:
             if self.dtype_setting != "auto":
                 cast(model, getattr(torch, self.dtype_setting))
@@ -204,20 +204,20 @@ class _Work:
         processes = self._session.processes
         start = time.perf_counter()
         try:
-            kept = self._kept.get(task.name) if self._compares(row, task) else None
-            result = task.run(model, self._session, kept)
+            reference = self._kept.get(task.name) if self._compares(row, task) else None
+            result = task.run(model, self._session, reference)
         except torch.OutOfMemoryError:
             raise SurgeryError(
                 f"{row.name}, task {task.name}: out of memory; use a smaller --batch-size or --length"
             ) from None
         processes.from_main(lambda: _check_finite(row, task.name, result))
-        found = {"result": result, "seconds": time.perf_counter() - start, "class": type(model).__name__}
+        entry = {"result": result, "seconds": time.perf_counter() - start, "class": type(model).__name__}
         if processes.is_main:
-            self._store.put(key, found)
+            self._store.put(key, entry)
         processes.wait()
-        return found
+        return entry
 
-    def _compares(self, row: Row, task: Task) -> bool:
+    def _compares(self, row: ModelRow, task: Task) -> bool:
         return self._baseline is not None and row.role != "baseline" and isinstance(task, ComparingTask)
 
     def _keep_baseline(self, tasks: Sequence[ComparingTask]) -> None:
@@ -232,7 +232,7 @@ class _Work:
         for task in tasks:
             self._kept[task.name] = task.keep(model, self._session)
 
-    def _key(self, row: Row, task: Task) -> str:
+    def _key(self, row: ModelRow, task: Task) -> str:
         settings = self._settings
         facts = {
             "model": row.identity(),
@@ -250,18 +250,20 @@ class _Work:
         return key_of(facts)
 
 
-def _check_finite(row: Row, task: str, result: Any) -> None:
+def _check_finite(row: ModelRow, task: str, result: Any) -> None:
     try:
         json.dumps(result, allow_nan=False)
     except ValueError:
         raise overflow(row.checkpoint.reader, f"results of {row.name}, task {task},") from None
 
 
-def _opened_store(prepared: Prepared, request: Request, alone: ExitStack, note: Callable[[str], None]) -> ResultStore:
+def _opened_store(
+    prepared: Prepared, request: EvaluationRequest, alone: ExitStack, note: Callable[[str], None]
+) -> ResultStore:
     store = ResultStore.open(prepared.out)
     alone.enter_context(kept_apart(prepared.out))
-    if said := store.go_on(torch.get_num_threads(), restart=request.restart):
-        note(f"{prepared.out}: {said}")
+    if warning := store.go_on(torch.get_num_threads(), restart=request.restart):
+        note(f"{prepared.out}: {warning}")
     if not request.overwrite:
         prepared.check_report()
     if request.writes:
@@ -279,10 +281,10 @@ def _conversations(
     if device.type == "cpu":
         cast(model, torch.float32)
     tokens = settings.windows * settings.length // (2 * len(settings.data)) + settings.length
-    found = sample_conversations(model, tokenizer, tokens, HELD_OUT_PROMPTS, settings.seed)
+    sampled = sample_conversations(model, tokenizer, tokens, HELD_OUT_PROMPTS, settings.seed)
     del model
     free_memory()
-    return ["".join(tokenizer.batch_decode(found))]
+    return ["".join(tokenizer.batch_decode(sampled))]
 
 
 def _machine(device: torch.device, processes: Processes) -> dict[str, Any]:

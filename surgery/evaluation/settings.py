@@ -1,4 +1,4 @@
-"""What a user can ask of an evaluation, with the defaults in one place."""
+"""Settings of an evaluation, with the defaults in one place."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EvalSettings(FileSettings):
     )
     variants: tuple[Variant, ...] = setting(
         ("int8", "int4", "int4_per_token_head", "window"),
-        "Rivals to measure beside it: caches of engines by the engine's name for them, KIVI's (int8, int4, int3, "
+        "Rivals to measure in addition: caches of engines by the engine's name for them, KIVI's (int8, int4, int3, "
         "int2), and at the checkpoints' KV ratios mean-pool and window.",
         metavar="A,B|none",
     )
@@ -127,8 +127,8 @@ class EvalSettings(FileSettings):
             object.__setattr__(self, "tasks", (*DEFAULT, *others))
         for task in self.tasks:
             if task not in TASKS and not (task.startswith(HARNESS) and task != HARNESS):
-                if gone := removal(f"tasks {task}"):
-                    raise SurgeryError(f"task {task} {gone}")
+                if notice := removal(f"tasks {task}"):
+                    raise SurgeryError(f"task {task} {notice}")
                 known = [*TASKS, f"{HARNESS}<task>"]
                 raise SurgeryError(f"unknown task {task!r}: choose of {', '.join(known)}{did_you_mean(task, known)}")
         if any(not 0 <= depth <= 100 for depth in self.needle_depths) or not self.needle_depths:
@@ -141,5 +141,6 @@ class EvalSettings(FileSettings):
             raise SurgeryError(f"decoded must be 0 or at most length - 2 = {self.length - 2}, not {self.decoded}")
 
     def quality_dtype(self, device: str) -> str:
-        """What quality is measured in on a kind of device: CPUs are slow in half precision and differ in it."""
+        """Return the dtype of quality measurements on a kind of device: CPUs are slow in half precision and differ in
+        it."""
         return "float32" if self.dtype == "auto" and device == "cpu" else self.dtype

@@ -76,9 +76,10 @@ class ResultStore:
         if restart:
             self.clear()
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            said = other_threads(json.loads((self.folder / MARKER).read_text(encoding="utf-8")).get("threads"), threads)
+            marker = json.loads((self.folder / MARKER).read_text(encoding="utf-8"))
+            warning = other_threads(marker.get("threads"), threads)
             if any(self._results.iterdir()):
-                return said
+                return warning
         self._mark(threads=threads)
         return None
 
@@ -91,7 +92,7 @@ class ResultStore:
             path.write_text(text, encoding="utf-8")
 
     def _marked(self) -> dict[str, Any]:
-        """What the marker holds so far."""
+        """Return the contents of the marker so far."""
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads((self.folder / MARKER).read_text(encoding="utf-8")))
         return {}
@@ -150,7 +151,7 @@ class ResultStore:
 
 
 def _is_report(path: Path) -> bool:
-    """Whether a document was written by this program: all of them say by which version."""
+    """Return whether a document was written by this program: all of them record the version."""
     try:
         return isinstance(json.loads(path.read_bytes())["surgery_version"], str) and not path.is_symlink()
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""What tasks are built from: the settings of an evaluation, the tokenizer, and the texts, read when first asked for."""
+"""Data from which tasks are built: the settings of an evaluation, the tokenizer, and the texts, read on first use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_CONTEXTS = 4
 
 @dataclass(frozen=True)
 class TaskData:
-    """The same for every model of a report.
+    """Data of an evaluation's tasks, the same for every model of a report.
 
     Attributes:
         limit: positions of the model; None where its config names none.
@@ -36,30 +36,30 @@ class TaskData:
     @cached_property
     def documents(self) -> list[Document]:
         """The held-out texts, whole."""
-        asked = self.settings
+        settings = self.settings
         return load_documents(
-            asked.data,
-            asked.windows * asked.length,
-            seed=asked.seed,
-            text_field=asked.text_field,
+            settings.data,
+            settings.windows * settings.length,
+            seed=settings.seed,
+            text_field=settings.text_field,
             conversations=self.conversations,
         )
 
     @cached_property
     def text(self) -> HeldOutText:
         """Windows of them."""
-        asked = self.settings
-        return held_out_text(self.tokenizer, self.documents, asked.windows, asked.length, asked.seed)
+        settings = self.settings
+        return held_out_text(self.tokenizer, self.documents, settings.windows, settings.length, settings.seed)
 
     @property
     def domain(self) -> str:
-        """What needle and ruler prompts are made of: "code" or "text"."""
+        """Domain of needle and ruler prompts: "code" or "text"."""
         if self.settings.domain != "auto":
             return self.settings.domain
         return "code" if set(self.settings.data) <= {BUILTIN, "code"} else "text"
 
     def haystack(self) -> str | None:
-        """Text for prompts: the held-out text, or for prose beside builtin code what the domain has by itself."""
+        """Text for prompts: the held-out text, or for prose next to builtin code what the domain has by itself."""
         if self.domain == "text" and self.settings.data == (BUILTIN,):
             return None
         return "\n".join(document.text for document in self.documents)

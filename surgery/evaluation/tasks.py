@@ -1,4 +1,4 @@
-"""From settings to tasks with their data, the same for every model of a report."""
+"""Tasks with their data from settings, the same for every model of a report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from surgery.evaluation.task_data import TaskData
 
 @dataclass(frozen=True)
 class Tasks:
-    """What is measured of every row.
+    """Tasks that are measured on every row.
 
     Attributes:
         all: KV bytes first.

@@ -1,4 +1,4 @@
-"""What engines need besides a checkpoint: for llama.cpp a GGUF file."""
+"""Export to engines that need more than a checkpoint: a GGUF file for llama.cpp."""
 
 from surgery.export.gguf_file import Exported, export_checkpoint
 

@@ -65,7 +65,7 @@ def export_checkpoint(
     Args:
         checkpoint: local folder or hub id.
         engine: "llama.cpp".
-        out: file to write; the checkpoint's name with ".gguf" behind it, beside it.
+        out: file to write; the checkpoint's name with ".gguf" after it, next to it.
         weights: type of the large tensors, one of WEIGHTS; vectors are float32, and so are latents too small for f16.
         tokenizer_from: a GGUF whose tokenizer is copied; None: the checkpoint's tokenizer.json.
         overwrite: replace an existing file.
@@ -81,9 +81,9 @@ def export_checkpoint(
     import gguf
 
     reader = open_source(checkpoint)
-    found = obstacle(Facts.of(reader.config))
-    if found:
-        raise SurgeryError.at(reader.path, f"llama.cpp cannot compute it, {found}")
+    reason = obstacle(Facts.of(reader.config))
+    if reason:
+        raise SurgeryError.at(reader.path, f"llama.cpp cannot compute it, {reason}")
     model = GGUFModel.of(reader)
     out = _output(checkpoint, out, overwrite=overwrite)
     vocabulary = reader.config["vocab_size"]

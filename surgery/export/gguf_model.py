@@ -82,9 +82,9 @@ class GGUFModel:
     @property
     def rope(self) -> dict[str, Any]:
         config = self.reader.config
-        said = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        said = {"rope_theta": config.get("rope_theta", 10_000.0), **said}
-        return {**said, "rope_type": said.get("rope_type", said.get("type", "default"))}
+        entry = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        entry = {"rope_theta": config.get("rope_theta", 10_000.0), **entry}
+        return {**entry, "rope_type": entry.get("rope_type", entry.get("type", "default"))}
 
     @property
     def _layers(self) -> int:
@@ -96,7 +96,7 @@ class GGUFModel:
         return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
     def kv_heads(self, layer: int) -> int:
-        """As in the checkpoint."""
+        """Return the KV heads of a layer in the checkpoint."""
         config = self.reader.config
         heads = config["num_attention_heads"]
         if self.architecture == "deci":
@@ -167,14 +167,14 @@ class GGUFModel:
 
     def _renamed(self, name: str) -> Iterator[GGUFTensor]:
         info, read = self.reader.info(name), partial(self.reader.tensor, name)
-        found = LAYER.fullmatch(name)
-        if found is None:
+        match = LAYER.fullmatch(name)
+        if match is None:
             stem, _, kind = name.rpartition(".")
             if stem not in NAMES:
                 raise SurgeryError.at(self.reader.path, f"{name} has no place in llama.cpp's {self.architecture}")
             yield GGUFTensor(f"{NAMES[stem]}.{kind}", tuple(info.shape), info.dtype, read)
             return
-        layer, part, kind = int(found[1]), found[2], found[3]
+        layer, part, kind = int(match[1]), match[2], match[3]
         if part == UP:
             yield from self._split_up(layer, info.dtype, read)
             return
@@ -186,7 +186,7 @@ class GGUFModel:
         yield GGUFTensor(new, tuple(info.shape), info.dtype, read, self._is_tiny(layer, part))
 
     def _is_tiny(self, layer: int, part: str) -> bool:
-        """Whether a tensor makes latents as small as earlier versions wrote them."""
+        """Return whether a tensor makes latents as small as earlier versions wrote them."""
         if part != "self_attn.kv_a_proj_with_mqa":
             return False
         norm = recognised_norm(self.reader.tensor(f"model.layers.{layer}.self_attn.kv_a_layernorm.weight"), None)

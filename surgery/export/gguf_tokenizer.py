@@ -45,14 +45,14 @@ def copied_tokenizer(path: Path, vocabulary: int) -> Tokenizer:
         fields = gguf.GGUFReader(path).fields
     except (OSError, ValueError) as error:
         raise SurgeryError.at(path, f"cannot be read as GGUF: {error}") from None
-    found = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}
-    tokens = found.get("tokenizer.ggml.tokens")
+    copied = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}
+    tokens = copied.get("tokenizer.ggml.tokens")
     if tokens is None or len(tokens.data) != vocabulary:
         has = "none" if tokens is None else f"{len(tokens.data):,}"
         raise SurgeryError.at(path, f"has {has} tokens, the checkpoint {vocabulary:,}; name a GGUF of its source model")
     keys = {
         name: (field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
-        for name, field in found.items()
+        for name, field in copied.items()
     }
     return Tokenizer(keys, f"tokenizer of {path.name}")
 
@@ -67,10 +67,10 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise SurgeryError.at(folder, f"has no tokenizer.json; {OTHERWISE}")
-    said = json.loads(path.read_text(encoding="utf-8"))
+    document = json.loads(path.read_text(encoding="utf-8"))
     settings = _json(folder / "tokenizer_config.json")
-    pre, model = _pre_tokenizer(path, said), said["model"]
-    tokens, types = _tokens(path, said, config["vocab_size"])
+    pre, model = _pre_tokenizer(path, document), document["model"]
+    tokens, types = _tokens(path, document, config["vocab_size"])
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     keys = {
         "model": ("gpt2", kinds.STRING, None),
@@ -78,7 +78,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
         "tokens": (tokens, kinds.ARRAY, kinds.STRING),
         "token_type": (types, kinds.ARRAY, kinds.INT32),
         "merges": (merges, kinds.ARRAY, kinds.STRING),
-        "add_bos_token": (_adds_first_token(said), kinds.BOOL, None),
+        "add_bos_token": (_adds_first_token(document), kinds.BOOL, None),
     }
     numbers = {token: number for number, token in enumerate(tokens)}
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -96,13 +96,13 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     return Tokenizer(keys, f"tokenizer of tokenizer.json, split as {pre}")
 
 
-def _pre_tokenizer(path: Path, said: dict[str, Any]) -> str:
+def _pre_tokenizer(path: Path, document: dict[str, Any]) -> str:
     """llama.cpp's name of how text is split."""
-    model, pre = said["model"], said.get("pre_tokenizer") or {}
+    model, pre = document["model"], document.get("pre_tokenizer") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise SurgeryError.at(path, f"is no byte-level BPE; {OTHERWISE}")
     steps = pre.get("pretokenizers", [pre])
-    normalizer = (said.get("normalizer") or {}).get("type")
+    normalizer = (document.get("normalizer") or {}).get("type")
     shape = tuple(step.get("type") for step in steps)
     last = steps[-1]
     name = None
@@ -120,9 +120,9 @@ def _pre_tokenizer(path: Path, said: dict[str, Any]) -> str:
     return name
 
 
-def _tokens(path: Path, said: dict[str, Any], vocabulary: int) -> tuple[list[str], list[int]]:
-    added = {token["id"]: token for token in said.get("added_tokens", [])}
-    known = {number: token for token, number in said["model"]["vocab"].items()}
+def _tokens(path: Path, document: dict[str, Any], vocabulary: int) -> tuple[list[str], list[int]]:
+    added = {token["id"]: token for token in document.get("added_tokens", [])}
+    known = {number: token for token, number in document["model"]["vocab"].items()}
     known |= {number: token["content"] for number, token in added.items()}
     if max(known) >= vocabulary:
         raise SurgeryError.at(path, f"has a token {max(known)}, the model {vocabulary:,} of them")
@@ -132,9 +132,9 @@ def _tokens(path: Path, said: dict[str, Any], vocabulary: int) -> tuple[list[str
     return [known.get(number, f"[PAD{number}]") for number in range(vocabulary)], types
 
 
-def _adds_first_token(said: dict[str, Any]) -> bool:
-    """Whether every text begins with a special token."""
-    post = said.get("post_processor") or {}
+def _adds_first_token(document: dict[str, Any]) -> bool:
+    """Return whether every text begins with a special token."""
+    post = document.get("post_processor") or {}
     templates = [step.get("single") for step in post.get("processors", [post]) if step.get("single")]
     return any("SpecialToken" in template[0] for template in templates)
 

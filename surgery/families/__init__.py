@@ -57,12 +57,12 @@ LATENTS = "it caches latents already"
 
 WHY_NOT = {
     **dict.fromkeys(("gemma4", "gemma4_text"), "its layers share caches and differ in heads and their widths"),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), "its keys pass a weighted norm behind the rotation"),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), "its keys pass a weighted norm after the rotation"),
     **dict.fromkeys(
         ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma"), "it keeps a state, no keys and values"
     ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{LATENTS}, and an indexer chooses which of them are read"),
-    **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, in a layer of two attentions or beside a state"),
+    **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, in a layer of two attentions or next to a state"),
     "kimi_k2": "transformers has no class of that name; its weights are DeepSeek-V3's, so say deepseek_v3 there",
 }
 """What people ask for and is not there, by ``model_type``."""
@@ -114,7 +114,7 @@ def any_family_of(config: dict) -> Family:
 
 
 def family_around(model_type: str) -> Family | None:
-    """What a model of that type has around its attention, whichever kind that is of."""
+    """Return the family of a model type for everything but attention, whichever kind its attention is of."""
     return FAMILIES.get(model_type) or LATENT_FAMILIES.get(model_type)
 
 

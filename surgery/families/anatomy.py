@@ -27,10 +27,10 @@ STILL = ("inv_freq", "order")
 Made = TypeVar("Made")
 
 
-def moved(made: Made, *args, **kwargs) -> Made:
+def moved(instance: Made, *args, **kwargs) -> Made:
     """A copy of a dataclass with every tensor, and all that has such, moved or cast as :meth:`torch.Tensor.to`."""
-    values = {field.name: getattr(made, field.name) for field in fields(made) if field.name not in STILL}
-    return replace(made, **{name: each.to(*args, **kwargs) for name, each in values.items() if hasattr(each, "to")})
+    values = {field.name: getattr(instance, field.name) for field in fields(instance) if field.name not in STILL}
+    return replace(instance, **{name: each.to(*args, **kwargs) for name, each in values.items() if hasattr(each, "to")})
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class HeadNorm:
 
     @property
     def joint(self) -> bool:
-        """Whether one mean is taken over all heads."""
+        """Return whether one mean is taken over all heads."""
         return self.weight.ndim == 2
 
     def gain(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Projection:
-    """What an attention layer computes from its input before any rotation, ``...`` being batch and sequence.
+    """Projections of an attention layer before any rotation, ``...`` being batch and sequence.
 
     With a key norm the keys come in two factors: ``k`` carries the norm's weight and ``key_gain`` the inverse RMS,
     so that the key itself is ``k * key_gain[..., None]``. ``k`` is then linear in the input, which is what a latent
@@ -78,20 +78,20 @@ class Projection:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAnatomy:
-    """What the anatomies of all kinds of attention have in common."""
+    """Base class of the anatomies of all kinds of attention."""
 
     PROJECTIONS: ClassVar[tuple[tuple[str, str], ...]]
     """Fields of weights, and what they are called in checkpoints."""
 
     scale: float  # multiplies q.k before the softmax
     softcap: float | None = None  # bounds logits, see `Softmax`
-    sinks: Tensor | None = None  # [H], learned logits beside those of keys, see `Softmax`
+    sinks: Tensor | None = None  # [H], learned logits next to those of keys, see `Softmax`
     gate: Tensor | None = None  # [H, e, D], of the factors sigmoid(gate x + gate_bias) on mixed values
     gate_bias: Tensor | None = None  # [H, e]
 
     @property
     def softmax(self) -> Softmax:
-        """How products of queries and keys become weights."""
+        """Softmax: how products of queries and keys become weights."""
         return Softmax(self.scale, self.softcap, self.sinks)
 
     def open_gate(self, x: Tensor) -> Tensor | None:
@@ -99,7 +99,7 @@ class LayerAnatomy:
         return None if self.gate is None else _heads(x, self.gate, self.gate_bias).sigmoid()
 
     def gated(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """What the output projection reads, [..., H, e]: mixed values behind the gate, if there is one."""
+        """Return the input of the output projection, [..., H, e]: attention values times the gate, if there is one."""
         return mixed if self.gate is None else mixed * self.open_gate(x)
 
     def to(self, *args, **kwargs) -> Self:
@@ -173,7 +173,7 @@ class AttentionAnatomy(LayerAnatomy):
         return self.kv_heads * (self.head_dim + self.value_dim)
 
     def stored(self, heads: Tensor) -> Tensor:
-        """What belongs to rows of queries or keys, [heads, d] or [heads, d, ...], in the checkpoint's order of rows."""
+        """Reorder rows of queries or keys, [heads, d] or [heads, d, ...], to the checkpoint's order."""
         return heads if self.order is None else heads[:, self.order.argsort().to(heads.device)]
 
     def with_scaled_queries(self, factor: float) -> AttentionAnatomy:
@@ -183,7 +183,7 @@ class AttentionAnatomy(LayerAnatomy):
         return replace(self, q=self.q * rows[:, None], q_bias=bias)
 
     def stored_queries(self) -> tuple[Tensor, Tensor | None]:
-        """The checkpoint's query projection and its bias, [H d, D] and [H d]; twice that with gates behind heads."""
+        """The checkpoint's query projection and its bias, [H d, D] and [H d]; twice that with gates after heads."""
         if self.partial_factor != 1.0:
             plain = self.with_scaled_queries(self.partial_factor**-2)
             return replace(plain, partial_factor=1.0).stored_queries()

@@ -25,7 +25,7 @@ def cached_heads(anatomy: AttentionAnatomy, projection: Projection) -> tuple[Ten
 
 
 def _rotated(anatomy: AttentionAnatomy, projection: Projection) -> tuple[Tensor, Tensor]:
-    """Queries [B, T, H, d] and keys [B, T, G, d] behind RoPE and what the keys' norm leaves for then."""
+    """Queries [B, T, H, d] and keys [B, T, G, d] after RoPE and what the keys' norm leaves for then."""
     phase = phases(
         anatomy.inv_freq, torch.arange(projection.q.shape[1], device=projection.q.device), projection.q.dtype
     )

@@ -1,4 +1,4 @@
-"""What a family file declares, and how a declaration becomes the anatomy of a layer."""
+"""Declaration of a model family, and its translation to the anatomy of a layer."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ def uniform_window(config, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-FURTHER = "num_nextn_predict_layers"
-"""What configs call the number of layers that predict further tokens, stored behind the others."""
+MTP_LAYERS = "num_nextn_predict_layers"
+"""What configs call the number of MTP layers, stored after the others."""
 
 
-def is_further(name: str, layers: int) -> bool:
-    """Whether a tensor is of a layer behind the model's."""
-    start, found, rest = name.partition(LAYER_PREFIX.partition("{")[0])
+def is_mtp_layer(name: str, layers: int) -> bool:
+    """Return whether a tensor belongs to an MTP layer, after the model's own layers."""
+    start, prefix, rest = name.partition(LAYER_PREFIX.partition("{")[0])
     number = rest.partition(".")[0]
-    return bool(found) and not start and number.isdecimal() and int(number) >= layers
+    return bool(prefix) and not start and number.isdecimal() and int(number) >= layers
 
 
 def keeps_state(config, layer: int) -> bool:
-    """Whether ``layer_types`` gives a layer linear attention: a state of one size, no keys and values."""
+    """Return whether ``layer_types`` gives a layer linear attention: a state of one size, no keys and values."""
     types = getattr(config, "layer_types", None)
     return bool(types) and types[layer] == "linear_attention"
 
 
 def default_scale(config) -> float:
-    """What most families multiply logits of attention by."""
+    """Return the scale of the attention logits in most families."""
     return head_shape(config)[2] ** -0.5
 
 
@@ -78,7 +78,7 @@ def per_layer(config) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a layer rotates: frequencies [d/2], the factor of YaRN, and :attr:`AttentionAnatomy.order`."""
+    """Rotation of a layer: frequencies [d/2], the factor of YaRN, and :attr:`AttentionAnatomy.order`."""
 
     inv_freq: Tensor
     factor: float
@@ -87,7 +87,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Family:
-    """How one model family names, biases, rotates, scales, normalises and masks its attention, and what is around it.
+    """Model family: how it names, biases, rotates, scales, normalises and masks its attention, and what is around it.
 
     All families here keep ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` apart under ``model.layers.N.self_attn``,
     or are read as if they did (``renamed``, :mod:`surgery.families.fused`).
@@ -101,10 +101,10 @@ class Family:
         window: the sliding window of a layer, from the config.
         scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
         softcap: what bounds logits of attention, if anything.
-        sinks: whether each head has a learned logit beside those of keys.
-        output_gate: whether ``q_proj`` has, behind each head's query, a gate for what the head puts out.
-        first_scaled: the first position from which queries are scaled by position, or chunks of attention begin anew,
-            if they do; only texts that end before it are simulated, the model class knows the rest.
+        sinks: whether each head has a learned logit next to those of keys.
+        output_gate: whether ``q_proj`` has, after each head's query, a gate for what the head puts out.
+        first_scaled: the first position from which queries are scaled by position, or chunks of attention begin from
+            scratch, if they do; only texts that end before it are simulated, the model class knows the rest.
         eager: whether some version of transformers that the package takes leaves a part of its attention out unless it
             is told to attend eagerly.
         rotates: whether a layer rotates at all.
@@ -115,7 +115,7 @@ class Family:
         layer_norm: whether the norms around its attention are LayerNorms.
         norm_eps: what its config calls the eps of these.
         embedding_scale: what token embeddings are multiplied by.
-        hands_on: whether its decoder layers hand arguments that they do not know on to the attention.
+        forwards_kwargs: whether its decoder layers hand arguments that they do not know on to the attention.
         beside: what its layers have around the attention that those of stock ``deepseek_v3`` do not, if anything.
         experts: whether feed-forward layers are mixtures of experts, which pass through untouched.
         expert_layers: adapts a one-layer config to the layer that it stands for, to the feed-forward kind above all.
@@ -143,7 +143,7 @@ class Family:
     layer_norm: bool = False
     norm_eps: str = "layer_norm_eps"
     embedding_scale: Callable[[object], float] = lambda config: 1.0
-    hands_on: bool = True
+    forwards_kwargs: bool = True
     beside: str | None = None
     experts: bool = False
     expert_layers: Callable[[object, object, int], None] = lambda single, config, layer: None
@@ -161,9 +161,9 @@ class Family:
                 quantisation scales, another norm): converting around it would be wrong in silence.
         """
         prefix = ATTENTION_PREFIX.format(layer=layer)
-        found = [name for name in reader.names() if name.startswith(prefix)]
+        names = [name for name in reader.names() if name.startswith(prefix)]
         states = tuple(LAYER_PREFIX.format(layer=layer) + module for module in ("linear_attn.", "mamba."))
-        if not found and any(name.startswith(states) for name in reader.names()):
+        if not names and any(name.startswith(states) for name in reader.names()):
             return []
         required = {f"{p}_proj.weight" for p in "qkvo"}
         if self.qk_norm:
@@ -172,14 +172,14 @@ class Family:
             required.add("sinks")
         optional = {"q_norm.weight", "k_norm.weight"} if self.qk_norm is None else set()
         known = required | optional | {f"{p}_proj.bias" for p in "qkvo"}
-        present = {name.removeprefix(prefix) for name in found}
+        present = {name.removeprefix(prefix) for name in names}
         if unknown := sorted(present - known - {"rotary_emb.inv_freq"}):
             raise SurgeryError(
                 f"{prefix}{unknown[0]}: a tensor that attention of family {self.model_type!r} does not have"
             )
         if missing := sorted(required - present):
             raise SurgeryError(f"{prefix}{missing[0]}: missing from the checkpoint")
-        return found
+        return names
 
     def anatomy(self, reader, config, layer: int) -> AttentionAnatomy:
         """The anatomy of one layer, in the checkpoint's dtype on the CPU."""
@@ -188,7 +188,7 @@ class Family:
         rotation = self.rotation(config, layer)
 
         def rows(name: str, *shape: int) -> Tensor | None:
-            """Of queries or keys, or of their norms: [..., d, ...] in half-split order."""
+            """Read a tensor of queries, keys or their norms, [..., d, ...], in half-split order."""
             value = tensor(name, *shape)
             if value is None or rotation.order is None:
                 return value
@@ -204,7 +204,7 @@ class Family:
             return HeadNorm(rows(f"{name}.weight", *shape) + self.norm_offset, config.rms_norm_eps)
 
         def queries(kind: str, *shape: int) -> tuple[Tensor | None, Tensor | None]:
-            """Of queries, in half-split order, and of their gates."""
+            """Read the queries in half-split order, and their gates."""
             if not self.output_gate:
                 return rows(f"q_proj.{kind}", heads, head_dim, *shape), None
             both = tensor(f"q_proj.{kind}", heads, 2 * head_dim, *shape)
@@ -299,10 +299,10 @@ def shaped_tensors(reader, layer: int, names: Collection[str]) -> Callable[..., 
     def tensor(name: str, *shape: int) -> Tensor | None:
         if prefix + name not in names:
             return None
-        found = reader.tensor(prefix + name)
-        if found.numel() != math.prod(shape):
-            raise SurgeryError(f"{prefix}{name}: shape {tuple(found.shape)} does not fit the config, wanted {shape}")
-        return found.reshape(shape)
+        value = reader.tensor(prefix + name)
+        if value.numel() != math.prod(shape):
+            raise SurgeryError(f"{prefix}{name}: shape {tuple(value.shape)} does not fit the config, wanted {shape}")
+        return value.reshape(shape)
 
     return tensor
 

@@ -5,7 +5,7 @@ In the second version only layers with a window rotate.
 
 from surgery.families.base import Family, layer_types_window
 
-PARALLEL = "attention and feed-forward layers side by side, behind one LayerNorm"
+PARALLEL = "attention and feed-forward layers in parallel, after one LayerNorm"
 
 COHERE = Family(model_type="cohere", interleaved=True, layer_norm=True, beside=PARALLEL)
 COHERE2 = Family(

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, Kimi K2 among the latter, and dense models of these classes: experts behind some dense layers."""
+"""DeepSeek-V2 and V3, Kimi K2 among the latter, and dense models of these classes: experts after some dense layers."""
 
 from surgery.families.latent_family import LatentFamily, first_dense, mla_scale
 

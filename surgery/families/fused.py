@@ -15,7 +15,7 @@ from surgery.families.rope import check_not_dynamic
 
 @dataclass(frozen=True)
 class FusedFamily:
-    """How such a checkpoint is read.
+    """Family of checkpoints with fused projections.
 
     Attributes:
         config: from its config.json, that of the family that it is read as.
@@ -42,7 +42,7 @@ def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
     if windowed and partial:
         raise SurgeryError("config.json: phi3 with a sliding window that rotates a part of each head is not supported")
     named = ("mistral", "Mistral") if windowed else ("glm4_moe", "Glm4Moe") if partial else ("llama", "Llama")
-    kept = (
+    fields = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
         "max_position_embeddings initializer_range use_cache bos_token_id eos_token_id dtype torch_dtype "
         "attention_dropout"
@@ -50,7 +50,7 @@ def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "architectures": [f"{named[1]}ForCausalLM"],
         "model_type": named[0],
-        **{name: config[name] for name in kept.split() if name in config},
+        **{name: config[name] for name in fields.split() if name in config},
         "pad_token_id": config.get("pad_token_id"),
         "rms_norm_eps": config.get("rms_norm_eps", 1e-5),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
@@ -61,20 +61,21 @@ def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _phi3_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """How it rotates, in the words of ``rope_parameters``."""
-    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = said.get("rope_type", said.get("type", "default"))
-    part = said.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    """Translate the rotation of a Phi-3 config to ``rope_parameters``."""
+    entry = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = entry.get("rope_type", entry.get("type", "default"))
+    part = entry.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     rope = {
         "rope_type": "longrope" if kind in ("su", "yarn") else kind,  # what Phi-3 called it at first
-        "rope_theta": said.get("rope_theta", config.get("rope_theta", 10_000.0)),
+        "rope_theta": entry.get("rope_theta", config.get("rope_theta", 10_000.0)),
         "partial_rotary_factor": part,
     }
     if kind == "default":
         return rope
-    given = {name: said[name] for name in ("short_factor", "long_factor", "attention_factor", "factor") if name in said}
-    before = said.get("original_max_position_embeddings", config.get("original_max_position_embeddings", 4096))
-    return {**rope, **given, "original_max_position_embeddings": before}
+    names = "short_factor", "long_factor", "attention_factor", "factor"
+    factors = {name: entry[name] for name in names if name in entry}
+    before = entry.get("original_max_position_embeddings", config.get("original_max_position_embeddings", 4096))
+    return {**rope, **factors, "original_max_position_embeddings": before}
 
 
 def _whole(config: dict[str, Any], name: str, default: int | None = None) -> int:
@@ -105,8 +106,8 @@ def _internlm3_config(config: dict[str, Any]) -> dict[str, Any]:
     biases = {name: bool(config.get(name, config.get(old))) for name, old in _BIASES.items()}
     if biases["attention_bias"] != biases["mlp_bias"]:
         raise SurgeryError("config.json: internlm3 with qkv_bias unlike bias is not supported")
-    kept = {name: value for name, value in config.items() if name not in (*_BIASES.values(), "auto_map")}
-    return {**kept, **biases, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    fields = {name: value for name, value in config.items() if name not in (*_BIASES.values(), "auto_map")}
+    return {**fields, **biases, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 
 _BIASES = {"attention_bias": "qkv_bias", "mlp_bias": "bias"}

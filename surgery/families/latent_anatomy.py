@@ -24,9 +24,9 @@ from surgery.families.anatomy import HeadNorm, LayerAnatomy, Projection
 
 @dataclass(frozen=True)
 class LatentProjection(Projection):
-    """What an MLA layer computes from its input before any rotation.
+    """Projections of an MLA layer before any rotation.
 
-    ``q`` [..., H, ρ] and ``k`` [..., 1, ρ] are what is rotated, ``v`` [..., 1, r] is the latent behind its norm.
+    ``q`` [..., H, ρ] and ``k`` [..., 1, ρ] are what is rotated, ``v`` [..., 1, r] is the latent after its norm.
     """
 
     unrotated: Tensor  # [..., H, n], the other part of the queries
@@ -44,7 +44,7 @@ class LatentAnatomy(LayerAnatomy):
         ("o", "o_proj"),
     )
 
-    q: Tensor  # [H, n + ρ, D], or [H, n + ρ, q] behind a query latent
+    q: Tensor  # [H, n + ρ, D], or [H, n + ρ, q] after a query latent
     down: Tensor  # [r + ρ, D]
     up: Tensor  # [H, n + e, r], the norm's weight included
     o: Tensor  # [D, H, e]
@@ -92,19 +92,19 @@ class LatentAnatomy(LayerAnatomy):
         return linear(x, self.down[: self.rank], bias)
 
     def gain(self, latent: Tensor) -> Tensor:
-        """What the norm multiplies a latent [..., r] by, [..., 1]."""
+        """Return the factor by which the norm multiplies a latent [..., r], [..., 1]."""
         return (latent.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
     def project(self, x: Tensor) -> LatentProjection:
         """Queries, rotary key and latent of inputs ``x`` [..., D]."""
-        asked = x if self.q_down is None else self.q_norm(linear(x, self.q_down, self.q_down_bias))
-        queries = linear(asked, self.q.flatten(0, 1)).unflatten(-1, self.q.shape[:2])
+        query_latent = x if self.q_down is None else self.q_norm(linear(x, self.q_down, self.q_down_bias))
+        queries = linear(query_latent, self.q.flatten(0, 1)).unflatten(-1, self.q.shape[:2])
         unrotated, rotated = queries.split([self.unrotated_dim, self.head_dim], dim=-1)
         latent, key = linear(x, self.down, self.down_bias).split([self.rank, self.head_dim], dim=-1)
         latent = latent * self.gain(latent)
         return LatentProjection(rotated, key[..., None, :], latent[..., None, :], None, unrotated)
 
     def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Unrotated keys [..., H, n] and values [..., H, e] of latents [..., r] behind their norm."""
+        """Unrotated keys [..., H, n] and values [..., H, e] of latents [..., r] after their norm."""
         heads = torch.einsum("...r,hnr->...hn", latent, self.up)
         return heads[..., : self.unrotated_dim], heads[..., self.unrotated_dim :]

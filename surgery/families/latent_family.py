@@ -1,4 +1,4 @@
-"""What a family file of MLA models declares, and how a declaration becomes the anatomy of a layer."""
+"""Declaration of an MLA model family, and its translation to the anatomy of a layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOWN, NORM, UP = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
 
 
 def first_dense(single, config, layer: int) -> None:
-    """Of configs that say how many first layers are dense, and have experts in the others."""
+    """Set the number of first dense layers in a single-layer config whose other layers have experts."""
     single.first_k_dense_replace = int(layer < config.first_k_dense_replace)
 
 
@@ -40,14 +40,14 @@ class LatentFamily(Family):
     inside: str | None = None
 
     def shape(self, config) -> tuple[int, int, int]:
-        """As :meth:`Family.shape`: of one KV head with as many numbers as are cached."""
+        """Return the shape as :meth:`Family.shape` does: one KV head with as many dims as are cached."""
         return config.num_attention_heads, 1, (config.kv_lora_rank + config.qk_rope_head_dim) // 2
 
     def attention_names(self, reader, layer: int) -> list[str]:
-        """As :meth:`Family.attention_names`."""
+        """Return the names as :meth:`Family.attention_names` does."""
         prefix = ATTENTION_PREFIX.format(layer=layer)
-        found = [name for name in reader.names() if name.startswith(prefix)]
-        present = {name.removeprefix(prefix) for name in found}
+        names = [name for name in reader.names() if name.startswith(prefix)]
+        present = {name.removeprefix(prefix) for name in names}
         required = {f"{module}.weight" for module in (DOWN, NORM, UP, "o_proj")}
         dense, low_rank = {"q_proj.weight"}, {"q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"}
         required |= low_rank if reader.config.get("q_lora_rank") is not None else dense
@@ -56,7 +56,7 @@ class LatentFamily(Family):
             raise SurgeryError(f"{prefix}{unknown[0]}: a tensor that MLA of family {self.model_type!r} does not have")
         if missing := sorted(required - present):
             raise SurgeryError(f"{prefix}{missing[0]}: missing from the checkpoint")
-        return found
+        return names
 
     def anatomy(self, reader, config, layer: int) -> LatentAnatomy:
         """The anatomy of one layer on the CPU, in the checkpoint's dtype but for ``up``, which is float64.
@@ -70,7 +70,7 @@ class LatentFamily(Family):
         rotation = self.rotation(config, layer)
 
         def half_split(rows: Tensor | None, dim: int, start: int) -> Tensor | None:
-            """With the rotated rows, those from ``start``, in half-split order."""
+            """Return the rows with the rotated ones, from ``start``, in half-split order."""
             if rows is None or rotation.order is None:
                 return rows
             return rows.index_select(dim, torch.cat([torch.arange(start), start + rotation.order]))
@@ -100,7 +100,7 @@ class LatentFamily(Family):
         )
 
     def rotation(self, config, layer: int) -> Rotation:
-        """As :meth:`Family.rotation`, of the rotated part alone.
+        """Return the rotation of the rotated part alone, as :meth:`Family.rotation` does.
 
         The conversion leaves it as it is, so that frequencies may change with lengths beyond the calibration's.
         """
@@ -112,7 +112,8 @@ class LatentFamily(Family):
 
 
 def mla_scale(config) -> float:
-    """What DeepSeek's classes multiply logits by: of whole heads, and YaRN's ``mscale_all_dim`` twice."""
+    """Return the scale of the logits in DeepSeek's classes: that of whole heads times the square of YaRN's
+    ``mscale_all_dim``."""
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     rope = config.rope_parameters
     factor, mscale = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0

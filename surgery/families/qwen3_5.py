@@ -1,6 +1,6 @@
 """Qwen3-Next and the text models of Qwen3.5: one layer in four attends, with a gate on what each head puts out.
 
-The others keep the state of a gated delta rule, and stay as they are.
+The others keep the state of a gated delta rule, and stay unchanged.
 """
 
 from dataclasses import replace

@@ -15,7 +15,7 @@ FUSED = "self_attn.qkv_proj."
 
 @dataclass(frozen=True)
 class Renamed:
-    """How a family's tensors and config are called elsewhere.
+    """Other spellings of a family's tensors and config.
 
     Attributes:
         names: patterns of its names, and the other families' names for them, applied one after the other. What holds
@@ -33,16 +33,16 @@ class Renamed:
     transposed: bool = False
 
     def parts(self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, Rows]]:
-        """Of stored tensors, by their shapes, the names that they are read under and the rows that those are.
+        """Map stored tensors, by their shapes, to the names that they are read under and their rows.
 
         Args:
             config: what :attr:`config` gives.
         """
         heads, width = config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]
-        found: dict[str, dict[str, Rows]] = {}
+        views: dict[str, dict[str, Rows]] = {}
         for stored, shape in shapes.items():
             if re.search(self.buffers, stored):
-                found[stored] = {}
+                views[stored] = {}
                 continue
             name = stored
             for pattern, replacement in self.names.items():
@@ -50,13 +50,13 @@ class Renamed:
             matrix = self.transposed and ".self_attn." in name and len(shape) == 2
             if FUSED not in name:
                 rows = shape[-1 if matrix else 0]
-                found[stored] = {name: Rows(((0, rows),), matrix)}
+                views[stored] = {name: Rows(((0, rows),), matrix)}
                 continue
-            found[stored] = {
+            views[stored] = {
                 name.replace(FUSED, f"self_attn.{part}_proj."): Rows(self._runs(place, heads, width), matrix)
                 for place, part in enumerate("qkv")
             }
-        return found
+        return views
 
     def _runs(self, place: int, heads: int, width: int) -> tuple[tuple[int, int], ...]:
         """Rows of queries, keys or values, which are the first, second or third."""

@@ -88,7 +88,7 @@ def _is_number(value: Any) -> bool:
 
 
 def half_split_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:
-    """Where the rows of a half-split head, all pairs of it, are in a head whose first ``rotated`` numbers are rotated.
+    """Return the rows of a half-split head, all pairs of it, in a head whose first ``rotated`` dims are rotated.
 
     Pairs of those are (i, i + rotated / 2), or (2 i, 2 i + 1) if ``interleaved``; the rest come as pairs that stand
     still. None if that is the order already.
@@ -117,7 +117,7 @@ def phases(inv_freq: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def complex_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of a dtype are computed in as complex ones: complex64 at least, as PyTorch does little in less."""
+    """Return the complex dtype for products of a dtype: complex64 at least, as PyTorch does little in less."""
     return torch.promote_types(dtype, torch.float32).to_complex()
 
 

@@ -1,4 +1,4 @@
-"""How products of queries and keys become weights: scale, cap and sinks, in one place for all that simulates attention.
+"""Softmax of attention: scale, cap and sinks, in one place for all that simulates attention.
 
 With p the products, c the cap and s_h the learned sink of head h:
 
@@ -24,7 +24,7 @@ class Softmax:
     Attributes:
         scale: multiplies products of queries and keys.
         softcap: c, which bounds logits; None: no cap.
-        sinks: [H], a logit of each head beside those of all keys, whose weight mixes nothing; None: no sinks.
+        sinks: [H], a logit of each head next to those of all keys, whose weight mixes nothing; None: no sinks.
     """
 
     scale: float
@@ -33,7 +33,7 @@ class Softmax:
 
     @property
     def plain(self) -> bool:
-        """Whether it is what PyTorch's fused attention computes."""
+        """Return whether PyTorch's fused attention computes it."""
         return self.softcap is None and self.sinks is None
 
     def logits(self, products: Tensor) -> Tensor:

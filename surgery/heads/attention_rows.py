@@ -39,8 +39,8 @@ def attention_rows(call: AttentionCall, rows: LongTensor, keys: LongTensor | Non
     query = query.reshape(batch, call.kv_heads, -1, width)  # query heads of one KV head stand together
     scores = (query.float() @ key.float().transpose(-1, -2)).view(batch, heads, count, -1)
     if call.mask is None:
-        seen = (places <= rows[:, None] + call.key.shape[2] - call.query.shape[2])[None, None]
+        mask = (places <= rows[:, None] + call.key.shape[2] - call.query.shape[2])[None, None]
     else:
-        seen = call.mask[:, :, rows][..., places]
-    scores = call.softmax.logits(scores).masked_fill_(~seen, torch.finfo(torch.float32).min)
-    return call.softmax.normalised(scores).masked_fill_(~seen, 0)  # also of queries that see none of the keys
+        mask = call.mask[:, :, rows][..., places]
+    scores = call.softmax.logits(scores).masked_fill_(~mask, torch.finfo(torch.float32).min)
+    return call.softmax.normalised(scores).masked_fill_(~mask, 0)  # also of queries that see none of the keys

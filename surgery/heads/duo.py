@@ -84,15 +84,15 @@ class DuoObjective:
         }
 
     def backward(self, step: int, sequence: int) -> Tensor:
-        """Of the mean squared difference of hidden states, relative to the teacher's mean square."""
+        """Backpropagate the mean squared difference of hidden states, relative to the teacher's mean square."""
         tokens = self._needles.tokens[sequence][None]
         places = self._needles.answers[sequence, 1:].nonzero()[:, 0]
         # The same attention kernel as under gates, so that gates of 1 lose nothing.
         with torch.no_grad(), tapped(self._model, AttentionCall.output, places):
-            wanted = self._states(tokens, places)
+            teacher_states = self._states(tokens, places)
         with gated_heads(self._model, self.gates, self._settings.sinks, self._settings.recent, places):
-            found = self._states(tokens, places)
-            loss = (found - wanted).square().mean() / wanted.square().mean()
+            states = self._states(tokens, places)
+            loss = (states - teacher_states).square().mean() / teacher_states.square().mean()
             loss.backward()
         return loss
 
@@ -113,7 +113,7 @@ class DuoObjective:
         self.gate_sum += self.gates
 
     def mean_gate(self) -> float:
-        """Of all heads."""
+        """Return the mean gate of all heads."""
         return self.gates.detach().mean().item()
 
     def _states(self, tokens: LongTensor, places: LongTensor) -> Tensor:

@@ -29,7 +29,8 @@ REPORTS = 10
 
 
 class GateObjective(Protocol):
-    """What is trained. All its tensors are float32 on one device; no step depends on others but through them.
+    """Objective of the training of gates. All its tensors are float32 on one device; steps depend on each other only
+    through them.
 
     Attributes:
         name: for progress and errors.
@@ -53,7 +54,7 @@ class GateObjective(Protocol):
         """Called when parameters were changed: clamps and collects."""
 
     def mean_gate(self) -> float:
-        """For people: how much of the model is full."""
+        """Return the mean gate, for people: how much of the model is full."""
 
 
 def train_gates(session: ScoringSession, objective: GateObjective, batch: int | None = None) -> dict[str, Any]:
@@ -114,7 +115,8 @@ def schedule(step: int, steps: int) -> float:
 
 
 def _kept_bytes(session: ScoringSession) -> float:
-    """What all layers would keep of a sequence, about; no bound for experts, and for layers that come and go."""
+    """Estimate the activation bytes of all layers for a sequence; no bound for experts, and for layers that come and
+    go."""
     config = session.model.config
     inner, experts = getattr(config, "intermediate_size", None), getattr(config, "num_experts_per_tok", None)
     if session.settings.offload or experts or not isinstance(inner, int):
@@ -156,19 +158,19 @@ def _everything(
 
 
 def _restore(
-    kept: dict[str, Tensor] | None, objective: GateObjective, optimizer: torch.optim.Optimizer, losses: Tensor
+    state: dict[str, Tensor] | None, objective: GateObjective, optimizer: torch.optim.Optimizer, losses: Tensor
 ) -> int:
     """Puts a state from the journal back; returns the steps that were done."""
-    if kept is None:
+    if state is None:
         return 0
     with torch.no_grad():
         for name, tensor in objective.state().items():
-            tensor.copy_(kept[name])
+            tensor.copy_(state[name])
     moments: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in kept.items():
+    for name, tensor in state.items():
         if name.startswith("adam."):
             _, index, moment = name.split(".")
             moments.setdefault(int(index), {})[moment] = tensor.clone()
     optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
-    losses.copy_(kept["losses"])
-    return int(kept["done"])
+    losses.copy_(state["losses"])
+    return int(state["done"])

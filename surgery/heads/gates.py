@@ -25,7 +25,7 @@ from surgery.running.attention_tap import AttentionCall, tapped
 
 
 def gated_output(call: AttentionCall, gates: Tensor, sinks: int, recent: int) -> Tensor:
-    """What attention gives [B, T, H, v], in the call's dtype, under the gates [G] of its KV heads.
+    """Return the attention output [B, T, H, v], in the call's dtype, under the gates [G] of its KV heads.
 
     The mixture and the gates' gradient are float32. Both outputs are computed also where a gate is 0 or 1: its
     gradient is their difference. But there one of them has a factor of 0, and no gradient goes back through it.
@@ -64,7 +64,7 @@ def gated_heads(
 
 @contextmanager
 def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Has each layer keep nothing but its input for the backward pass, which computes it again.
+    """Checkpoint activations: each layer keeps nothing but its input for the backward pass, which computes it again.
 
     transformers does that for layers in training mode only. Their insides stay in evaluation mode: dropout and the
     noise of routers remain off, and the model computes what it does when it is evaluated.
@@ -107,9 +107,9 @@ def mean_loss(reader: LogitReader, tokens: LongTensor) -> Tensor:
     states = reader.states(tokens)[:, :-1].flatten(0, 1)
     targets = tokens[:, 1:].flatten().to(states.device)
 
-    def summed(rows: Tensor, wanted: Tensor) -> Tensor:
+    def summed(rows: Tensor, labels: Tensor) -> Tensor:
         logits = reader.logits(rows[None])[0]
-        return cross_entropy(logits, wanted.to(logits.device), reduction="sum")
+        return cross_entropy(logits, labels.to(logits.device), reduction="sum")
 
     pieces = zip(states.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE), strict=True)
     losses = [checkpoint(summed, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
@@ -117,6 +117,6 @@ def mean_loss(reader: LogitReader, tokens: LongTensor) -> Tensor:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids go: to the embeddings, or to the CPU where their weights are brought in for each pass."""
+    """Return the device of token ids: the embeddings', or the CPU where their weights are loaded for each pass."""
     device = model.get_input_embeddings().weight.device
     return torch.device("cpu") if device.type == "meta" else device

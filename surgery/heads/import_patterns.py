@@ -1,7 +1,7 @@
 """Patterns that other projects published, read as ours.
 
 DuoAttention (github.com/mit-han-lab/duo-attention) writes ``full_attention_heads.tsv``, a line a layer and a gate a KV
-head as `numpy.savetxt` writes them, and its settings in ``config.json`` beside it, ``sink_size`` and ``recent_size``
+head as `numpy.savetxt` writes them, and its settings in ``config.json`` next to it, ``sink_size`` and ``recent_size``
 among them. PruLong (github.com/princeton-pli/PruLong, save_prulong_masks.py) writes ``masks.tsv`` or
 ``masks_sp<sparsity>.tsv`` into a checkpoint's folder: 1 for a full head and 0 for a streaming one in the same layout,
 and the checkpoint's config.json has ``sink_size`` and ``local_window_size``.
@@ -24,8 +24,8 @@ def read_pattern(path: str | Path) -> HeadPattern:
     """Reads a pattern of ours, of DuoAttention or of PruLong.
 
     A table counts as PruLong's masks if it holds nothing but 0 and 1, and as DuoAttention's gates otherwise. Gates are
-    kept as they are: DuoAttention's clipping to [0, 1] would only add ties. Sinks and recent tokens are None where the
-    config.json beside a table does not tell them.
+    left unchanged: DuoAttention's clipping to [0, 1] would only add ties. Sinks and recent tokens are None where the
+    config.json next to a table does not tell them.
 
     Args:
         path: a pattern file, a table, or a folder that holds one by its published name.
@@ -35,10 +35,10 @@ def read_pattern(path: str | Path) -> HeadPattern:
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        held = [path / name for name in (DUO_FILE, PRULONG_FILE) if (path / name).is_file()]
-        if not held:
+        files = [path / name for name in (DUO_FILE, PRULONG_FILE) if (path / name).is_file()]
+        if not files:
             raise SurgeryError.at(path, f"holds neither {DUO_FILE} nor {PRULONG_FILE}; name the pattern's file")
-        path = held[0]
+        path = files[0]
     return _read_table(path) if path.suffix == ".tsv" else HeadPattern.load(path)
 
 

@@ -101,7 +101,7 @@ def _place(scores: Tensor) -> Tensor:
 def _attention(session: ScoringSession, tokens: LongTensor, period: int) -> Tensor:
     """Echo and induction [2, L, H] float64 of one sequence."""
     queries = torch.arange(1 + period, len(tokens))
-    found = torch.zeros(2, session.layers, session.model.config.num_attention_heads, dtype=torch.float64)
+    sums = torch.zeros(2, session.layers, session.model.config.num_attention_heads, dtype=torch.float64)
 
     def look(call: AttentionCall) -> Tensor:
         for rows in row_pieces(call, queries):
@@ -110,9 +110,9 @@ def _attention(session: ScoringSession, tokens: LongTensor, period: int) -> Tens
             earlier = (back >= 1).to(attention.device)
             for kind, keys in enumerate((back, back + 1)):
                 at = keys.clamp(min=0).to(attention.device).expand(len(attention), -1, -1)
-                found[kind, call.layer] += (attention.gather(-1, at) * earlier).sum((-1, -2), dtype=torch.float64).cpu()
+                sums[kind, call.layer] += (attention.gather(-1, at) * earlier).sum((-1, -2), dtype=torch.float64).cpu()
         return call.output()
 
     with tapped(session.model, look):
         session.model.base_model(input_ids=tokens[None].to(device_of(session.model)), use_cache=False)
-    return found / len(queries)
+    return sums / len(queries)

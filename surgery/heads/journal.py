@@ -1,4 +1,4 @@
-"""What an interrupted scoring goes on from: named tensors in one file, replaced whole."""
+"""Journal from which an interrupted scoring resumes: named tensors in one file, replaced whole."""
 
 from __future__ import annotations
 
@@ -64,24 +64,24 @@ class Journal:
         self._entries: dict[str, dict[str, Tensor]] = {}
         self._facts: dict[str, dict[str, Any]] = {}
         self._before, self._start = 0.0, time.perf_counter()
-        found = self._on_main(self._read)
-        if found is None:
+        stored = self._on_main(self._read)
+        if stored is None:
             return
         if restart:
             self._on_main(self._delete)
             return
-        if found["identity"] != self._identity:
+        if stored["identity"] != self._identity:
             raise SurgeryError.at(
                 path,
                 "holds unfinished work of another model, data or settings; ask for the same to resume it, pass"
                 " --restart to discard it, or choose another --out",
             )
-        if not found["whole"]:
-            note(f"{path}: damaged; starting anew")
+        if not stored["whole"]:
+            note(f"{path}: damaged; starting from scratch")
             return
-        if said := other_threads(found.get("threads"), torch.get_num_threads()):
-            note(f"{path}: {said}")
-        self._entries, self._facts = found["entries"], found["facts"]
+        if warning := other_threads(stored.get("threads"), torch.get_num_threads()):
+            note(f"{path}: {warning}")
+        self._entries, self._facts = stored["entries"], stored["facts"]
         self._before = max((facts.get(SECONDS, 0.0) for facts in self._facts.values()), default=0.0)
 
     def get(self, key: str) -> dict[str, Tensor] | None:
@@ -127,9 +127,9 @@ class Journal:
                         key: {name: file.get_tensor(f"{key}/{name}") for name in names}
                         for key, names in header["tensors"].items()
                     }
-                kept = {"identity": header["identity"], "facts": header["facts"], "entries": entries}
+                content = {"identity": header["identity"], "facts": header["facts"], "entries": entries}
                 whole = header.get("sha256") == _digest(entries, header["facts"])
-                return {**kept, "threads": header.get("threads"), "whole": whole}
+                return {**content, "threads": header.get("threads"), "whole": whole}
             except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
                 # Written whole or not at all, so this is not what a stopped run leaves: it may be somebody's file.
                 raise SurgeryError.at(

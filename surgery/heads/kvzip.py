@@ -1,4 +1,4 @@
-"""What heads look at when the model repeats its context.
+"""KVzip: attention of the heads while the model repeats its context.
 
 KVzip (Kim et al., arXiv:2505.23416): a model that is asked to repeat a text attends to the pairs that it needs to say
 what is in it, whatever will be asked later. A pair's score is its largest attention over the queries of the repetition
@@ -88,9 +88,9 @@ def _look(session: ScoringSession, tokens: LongTensor, repetition: range, chunk:
         for rows in row_pieces(call, queries):
             attention = attention_rows(call, rows, keys)[0, :, :, 1 : 1 + len(chunk)]
             dropped = (rows[:, None] - places >= session.settings.recent) & (places >= session.settings.sinks)
-            for found, counted in zip(pairs, (attention * dropped.to(attention.device), attention), strict=True):
+            for pair, counted in zip(pairs, (attention * dropped.to(attention.device), attention), strict=True):
                 largest = counted.amax(1).view(call.kv_heads, -1, len(chunk)).amax(1)
-                found[call.layer, :, here] = torch.maximum(found[call.layer, :, here], largest.cpu())
+                pair[call.layer, :, here] = torch.maximum(pair[call.layer, :, here], largest.cpu())
         return call.output()
 
     with tapped(session.model, look):

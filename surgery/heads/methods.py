@@ -19,7 +19,7 @@ SCORERS: Registry[str | Scorer] = Registry(
 
 
 def scorer(name: str) -> Scorer:
-    """What scores heads by the method of this name.
+    """Return the scorer of a method.
 
     Raises:
         SurgeryError: there is no such method.
@@ -28,5 +28,5 @@ def scorer(name: str) -> Scorer:
         raise SurgeryError(
             f"method {name!r} is unknown: choose {', '.join(SCORERS)}{did_you_mean(name, list(SCORERS))}"
         )
-    found = SCORERS[name]
-    return load(found) if isinstance(found, str) else found
+    scorer_path = SCORERS[name]
+    return load(scorer_path) if isinstance(scorer_path, str) else scorer_path

@@ -43,8 +43,8 @@ def score(session: ScoringSession) -> HeadScores:
     with session.progress.phase("copies of needles", len(rows), "sequence") as advance:
         samples = session.processes.map(lambda row: _copies(session, reader, needles, row), rows, advance)
     copy, mass = (torch.cat(part) for part in zip(*samples, strict=True))
-    asked = needles.asked.unique().numel() - 1
-    facts = {"needles": asked * len(rows), "needles_answered": len(copy)}
+    questions = needles.asked.unique().numel() - 1
+    facts = {"needles": questions * len(rows), "needles_answered": len(copy)}
     if not len(copy):
         raise SurgeryError(
             f"the model answers none of {facts['needles']} planted facts, so no head copies one: "
@@ -60,10 +60,10 @@ def _copies(session: ScoringSession, reader: LogitReader, needles: NeedleSet, ro
     """Copy scores and attention mass [F, L, H] float64 of the facts of one sequence that are answered."""
     tokens = needles.tokens[row]
     places = needles.answers[row].nonzero()[:, 0]
-    asked, wanted = needles.asked[row, places], tokens[places]
-    start, stop = needles.spans[row][asked].unsqueeze(-1).unbind(1)
+    numbers, answers = needles.asked[row, places], tokens[places]
+    start, stop = needles.spans[row][numbers].unsqueeze(-1).unbind(1)
     keys = torch.arange(len(tokens))
-    source = (keys >= start) & (keys < stop) & (tokens == wanted[:, None])  # [n, T]: the answer's token in its fact
+    source = (keys >= start) & (keys < stop) & (tokens == answers[:, None])  # [n, T]: the answer's token in its fact
     heads = session.model.config.num_attention_heads
     copies, mass = torch.zeros(2, session.layers, heads, len(places), dtype=torch.float64)
 
@@ -79,12 +79,12 @@ def _copies(session: ScoringSession, reader: LogitReader, needles: NeedleSet, ro
     with tapped(session.model, look):
         states = reader.states(tokens[None].to(device_of(session.model)))
     guess = reader.logits(states[:, (places - 1).to(states.device)]).argmax(-1)[0].cpu()
-    right = (guess == wanted).double()
-    found = [
-        torch.stack([(part * right)[..., asked == fact].mean(-1) for part in (copies, mass)])
-        for fact in asked.unique()
-        if right[asked == fact].mean() > ANSWERED
+    right = (guess == answers).double()
+    rows_of_copies = [
+        torch.stack([(part * right)[..., numbers == fact].mean(-1) for part in (copies, mass)])
+        for fact in numbers.unique()
+        if right[numbers == fact].mean() > ANSWERED
     ]
     empty = copies.new_zeros(0, 2, session.layers, heads)
-    copied, looked = (torch.stack(found) if found else empty).unbind(1)
+    copied, looked = (torch.stack(rows_of_copies) if rows_of_copies else empty).unbind(1)
     return copied, looked

@@ -58,8 +58,8 @@ def needle_sequences(
     facts = min(facts, _room_for(tokenizer, length))
     rng = random.Random(seed)
     rows = [_sequence(tokenizer, filler, length, facts, rng) for _ in range(count)]
-    tokens, asked, spans = (torch.tensor(part, dtype=torch.long) for part in zip(*rows, strict=True))
-    return NeedleSet(tokens, asked >= 0, asked, spans)
+    tokens, numbers, spans = (torch.tensor(part, dtype=torch.long) for part in zip(*rows, strict=True))
+    return NeedleSet(tokens, numbers >= 0, numbers, spans)
 
 
 def _room_for(tokenizer: PreTrainedTokenizerBase, length: int) -> int:
@@ -78,11 +78,11 @@ def _sequence(
     pairs = draw_facts(rng, facts)
     planted = [tokenize(tokenizer, fact_line(*pair)) for pair in pairs]
     order = rng.sample(range(facts), facts)
-    questions, asked = [], []
+    questions, numbers = [], []
     for number in order:
         line, answer = answered_question(tokenizer, *pairs[number])
         questions += line
-        asked += [number if place in answer else -1 for place in range(len(line))]
+        numbers += [number if place in answer else -1 for place in range(len(line))]
     row = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     room = length - len(row) - sum(map(len, planted)) - len(questions)
     start = rng.randint(0, len(filler) - length - 1)
@@ -96,4 +96,4 @@ def _sequence(
         row += line
         last = cut
     row += text[last:]
-    return row + questions, [-1] * len(row) + asked, spans
+    return row + questions, [-1] * len(row) + numbers, spans

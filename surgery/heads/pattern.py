@@ -97,7 +97,7 @@ class HeadPattern:
         return hashlib.sha256(json.dumps(list(self.scores.shape)).encode() + values).hexdigest()
 
     def identity(self) -> dict[str, Any]:
-        """Where the scores came from, as plain values."""
+        """Return the origin of the scores, as plain values."""
         names = ("method", "sinks", "recent", "settings", "facts", "data_sha256", "model", "seeds", "seconds")
         return {"sha256": self.sha256, **{name: getattr(self, name) for name in names}}
 

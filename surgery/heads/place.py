@@ -1,4 +1,4 @@
-"""Where a pattern of heads goes, and what it may not replace. Needs no torch."""
+"""Output path of a pattern of heads, and the paths that it may not replace. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from surgery.heads.settings import SUFFIX
 
 
 def default_pattern(source: str | Path, method: str) -> Path:
-    """Beside the source; in the working folder for a hub id."""
+    """Next to the source; in the working folder for a hub id."""
     return default_output(source, f"heads-{method}{SUFFIX}")
 
 
 def check_pattern(out: Path, overwrite: bool) -> Path:
-    """The path of the heat map beside a pattern.
+    """The path of the heat map next to a pattern.
 
     Raises:
         SurgeryError: one of the two may not be replaced, or the pattern's name has another ending.

@@ -1,4 +1,4 @@
-"""From scores and a byte budget to a plan: which heads stay full, which stream, which stream with a compensation token.
+"""Plan of heads from scores and a byte budget: which stay full, which stream, which stream with a compensation token.
 
 What can stream is a *unit*: KV heads of one layer that share what they cache. Of plain attention every KV head is one;
 heads that are rebuilt from one latent are one together, since the latent of a token goes only if nobody reads it.
@@ -20,7 +20,7 @@ Units = Sequence[Sequence[tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """What becomes of every KV head.
+    """Plan of every KV head.
 
     Attributes:
         full: bool [L, G], heads that keep their whole context; all others stream.
@@ -55,8 +55,8 @@ def unit_ranking(scores: Tensor, units: Units) -> list[tuple[int, int]]:
     """
     worth = {
         (layer, number): max(float(scores[layer, head]) for head in heads)
-        for layer, found in enumerate(units)
-        for number, heads in enumerate(found)
+        for layer, layer_units in enumerate(units)
+        for number, heads in enumerate(layer_units)
     }
     return sorted(worth, key=lambda place: (-worth[place], place))
 
@@ -98,7 +98,7 @@ def compile_plan(
         if not affordable(more):
             break
         full = more
-    streaming = [(layer, heads) for layer, found in enumerate(units) for heads in found if not full[layer, heads[0]]]
+    streaming = [(layer, heads) for layer, whole in enumerate(units) for heads in whole if not full[layer, heads[0]]]
     chosen = torch.zeros_like(full)
     if compensated:
         streaming.sort(key=lambda unit: (-max(float(scores[unit[0], head]) for head in unit[1]), unit))
@@ -112,14 +112,14 @@ def _in_bundles(scores: Tensor, units: Units, multiple: int) -> list[list[tuple[
     if multiple == 1:
         return [[(layer, units[layer][number])] for layer, number in unit_ranking(scores, units)]
     bundles = []
-    for layer, found in enumerate(units):
-        if any(len(heads) > 1 for heads in found):
+    for layer, layer_units in enumerate(units):
+        if any(len(heads) > 1 for heads in layer_units):
             raise SurgeryError("--heads-multiple: heads that share a latent stream together, leave it out")
-        if len(found) % multiple:
+        if len(layer_units) % multiple:
             raise SurgeryError(
-                f"--heads-multiple {multiple} does not divide the {len(found)} KV heads of layer {layer}"
+                f"--heads-multiple {multiple} does not divide the {len(layer_units)} KV heads of layer {layer}"
             )
-        ranked = [(float(scores[layer, heads[0]]), heads) for heads in found]
+        ranked = [(float(scores[layer, heads[0]]), heads) for heads in layer_units]
         ranked.sort(key=lambda pair: (-pair[0], pair[1]))
         for start in range(0, len(ranked), multiple):
             part = ranked[start : start + multiple]

@@ -101,7 +101,7 @@ class PruLongObjective:
         return {"log_alpha": self.log_alpha, "multipliers": self.multipliers, "chance_sum": self.chance_sum}
 
     def backward(self, step: int, sequence: int) -> Tensor:
-        """Of the mean loss of a sequence's tokens, under gates that are drawn for it."""
+        """Backpropagate the mean loss of a sequence's tokens, under gates that are drawn for it."""
         # A generator on the CPU looks at the low 32 bits only.
         noise = torch.Generator().manual_seed((self._seed * 1_000_003 + sequence) % 2**32)
         gates = sampled_gates(self.log_alpha, noise)
@@ -113,8 +113,8 @@ class PruLongObjective:
 
     def penalize(self, step: int) -> None:
         """Adds the gradient of the Lagrangian."""
-        wanted = (1 - self._settings.target) * min(1.0, (step + 1) / (DESCENT * self._settings.steps))
-        excess = 1 - open_chance(self.log_alpha).mean() - wanted
+        target = (1 - self._settings.target) * min(1.0, (step + 1) / (DESCENT * self._settings.steps))
+        excess = 1 - open_chance(self.log_alpha).mean() - target
         (self.multipliers[0] * excess + self.multipliers[1] * excess.square()).backward()
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What every way to score heads gets and gives."""
+"""Interface of the methods that score heads: a session in, scores out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ScoringSession:
         needles: sequences with planted facts: ``needles(n)``. Equal n give equal sequences.
         seed: of every random choice.
         processes: that share the work; all of them end with the same scores.
-        journal: what an interrupted scoring goes on from.
+        journal: what an interrupted scoring resumes from.
     """
 
     model: PreTrainedModel
@@ -57,7 +57,7 @@ class ScoringSession:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """What a method found.
+    """Scores of a method.
 
     Attributes:
         scores: [L, G] float32; the higher, the more a KV head needs its whole context. Their scale is the method's.

@@ -56,7 +56,7 @@ class ScoredHeads:
 
     Attributes:
         path: of the pattern's file.
-        heat_map: of the picture beside it.
+        heat_map: of the picture next to it.
         is_main: whether this is the process that prints.
     """
 
@@ -76,19 +76,19 @@ def score_heads(
     restart: bool = False,
     progress: Progress | None = None,
 ) -> ScoredHeads:
-    """Scores every KV head of a checkpoint and writes the pattern file, with a heat map beside it.
+    """Scores every KV head of a checkpoint and writes the pattern file, with a heat map next to it.
 
     With several processes (``accelerate launch``) they share the sequences. An interrupted scoring of the same model,
-    settings and text goes on from its journal, which lies beside the output until that is written.
+    settings and text resumes from its journal, which lies next to the output until that is written.
 
     Args:
         source: local folder or hub id.
-        out: file to write, NAME.safetensors, with NAME.png beside it; by default the source's name with "-heads-METHOD"
-            behind it.
+        out: file to write, NAME.safetensors, with NAME.png next to it; by default the source's name with
+            "-heads-METHOD" after it.
         settings: default :class:`HeadSettings`.
         overwrite: replace existing files.
         allow_pickle: read pickled weights if there are no others.
-        restart: begin anew where an interrupted scoring could go on.
+        restart: begin from scratch where an interrupted scoring could go on.
         progress: bars; silent if None.
 
     Raises:
@@ -128,7 +128,7 @@ def _scored(
     device: torch.device,
     open_journal: Callable[[int, Mapping[str, Any]], Journal],
 ) -> tuple[HeadPattern, list[Journal]]:
-    """Scores with every seed; what it goes on from is opened by seed and identity."""
+    """Scores with every seed; what it resumes from is opened by seed and identity."""
     check_scorable(checkpoint)
     settings = replace(settings, length=sequence_length(settings, checkpoint.reader.config))
     score = scorer(settings.method)
@@ -143,7 +143,7 @@ def _scored(
         "text": hash_file(text) if (text := Path(settings.text).expanduser()).is_file() else None,
         "version": __version__,
     }
-    found: list[HeadScores] = []
+    scores: list[HeadScores] = []
     journals: list[Journal] = []
     seconds = 0.0
     for seed in range(settings.seed, settings.seed + settings.seeds):
@@ -151,13 +151,13 @@ def _scored(
         session = ScoringSession(
             model, tokenizer, settings, texts.text(seed), texts.needles(seed), seed, processes, progress, journal
         )
-        with progress.at(f"seed {len(found) + 1} of {settings.seeds}") if settings.seeds > 1 else nullcontext():
-            found.append(score(session))
-        if not all(part.isfinite().all() for part in (found[-1].scores, *found[-1].parts.values())):
+        with progress.at(f"seed {len(scores) + 1} of {settings.seeds}") if settings.seeds > 1 else nullcontext():
+            scores.append(score(session))
+        if not all(part.isfinite().all() for part in (scores[-1].scores, *scores[-1].parts.values())):
             raise overflow(checkpoint.reader, "scores of heads")
         journals.append(journal)
         seconds += journal.seconds
-    return _pattern(found, settings, checkpoint, texts, seconds), journals
+    return _pattern(scores, settings, checkpoint, texts, seconds), journals
 
 
 def sequence_length(settings: HeadSettings, config: dict) -> int:
@@ -167,11 +167,11 @@ def sequence_length(settings: HeadSettings, config: dict) -> int:
         SurgeryError: the model cannot take so many, or every token is a sink or recent.
     """
     limit = config.get("max_position_embeddings") or settings.length or 2 * LENGTH
-    seen = settings.sinks + settings.recent
-    length = settings.length or min(limit, max(min(limit // 2, LENGTH), MISSED * seen))
+    visible = settings.sinks + settings.recent
+    length = settings.length or min(limit, max(min(limit // 2, LENGTH), MISSED * visible))
     if length > limit:
         raise SurgeryError(f"--length {length}: the model takes {limit} tokens")
-    if length <= seen:
+    if length <= visible:
         raise SurgeryError(
             f"sequences of {length} tokens are no longer than {settings.sinks} sinks and {settings.recent} recent "
             "tokens: no head would miss anything; raise --length or lower --sinks and --window"
@@ -187,21 +187,21 @@ def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
     """
     from surgery.model.cache_layer import check_full_attention
 
-    config, given = checkpoint.reader.config, checkpoint.given
+    config, name = checkpoint.reader.config, checkpoint.given
     entries = layer_entries(config) if config.get("attention_layers") else []
     if config.get("model_type") == "deepseek_v3" or any(isinstance(entry, LatentEntry) for entry in entries):
-        raise SurgeryError(f"{given}: all heads of MLA share one latent, none has a cache of its own; score its source")
+        raise SurgeryError(f"{name}: all heads of MLA share one latent, none has a cache of its own; score its source")
     if any(entry.streams for entry in entries):
-        raise SurgeryError(f"{given}: some of its heads stream already; score its source")
+        raise SurgeryError(f"{name}: some of its heads stream already; score its source")
     if config.get("kv_cache"):
-        raise SurgeryError(f"{given}: its KV cache is quantised; score its source")
+        raise SurgeryError(f"{name}: its KV cache is quantised; score its source")
     if not config.get("attention_layers") and config.get("model_type") not in FUSED:
         family_of(config)  # others may cap their logits or have sinks of their own, which scorers would leave out
     loaded = load_config(checkpoint.reader.path)
     try:
         check_full_attention(loaded, "a pattern of full and streaming heads")
     except ValueError as error:
-        raise SurgeryError(f"{given}: {error}") from None
+        raise SurgeryError(f"{name}: {error}") from None
     model = StreamableModel.of(checkpoint.reader.path, config, loaded)
     return model.layers, model.kv_heads
 
@@ -248,9 +248,9 @@ class Texts:
             length, facts = self.settings.length, self.settings.facts
             # At least two windows: what is drawn from them must be longer than one.
             filler = self._windows(max(count, 2), seed, 0.0, None).flatten().tolist()
-            found = needle_sequences(self.tokenizer, filler, count, length, facts, seed)
-            self._noted(found.tokens)
-            return found
+            rows = needle_sequences(self.tokenizer, filler, count, length, facts, seed)
+            self._noted(rows.tokens)
+            return rows
 
         return sequences
 
@@ -272,7 +272,7 @@ class Texts:
 
 
 def _settle_output(out: Path, overwrite: bool, alone: ExitStack) -> Path:
-    """Path of the heat map beside a pattern, once it is clear that both can be written: before hours of scoring.
+    """Path of the heat map next to a pattern, once it is clear that both can be written: before hours of scoring.
 
     Raises:
         SurgeryError: they cannot, are there, or another process is about to.
@@ -297,19 +297,19 @@ def _offload_layers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _pattern(
-    found: list[HeadScores], settings: HeadSettings, checkpoint: Checkpoint, texts: Texts, seconds: float
+    head_scores: list[HeadScores], settings: HeadSettings, checkpoint: Checkpoint, texts: Texts, seconds: float
 ) -> HeadPattern:
     """The mean over seeds, with their spread; parts and facts are those of the first."""
-    stacked = torch.stack([scores.scores for scores in found]).double()
+    stacked = torch.stack([scores.scores for scores in head_scores]).double()
     return HeadPattern(
         scores=stacked.mean(0).float(),
         method=settings.method,
         sinks=settings.sinks,
         recent=settings.recent,
-        spread=stacked.std(0).float() if len(found) > 1 else None,
-        parts=found[0].parts,
+        spread=stacked.std(0).float() if len(head_scores) > 1 else None,
+        parts=head_scores[0].parts,
         settings=settings.to_dict(),
-        facts=found[0].facts,
+        facts=head_scores[0].facts,
         data_sha256=texts.sha256,
         model={
             "name": checkpoint.place,

@@ -1,4 +1,4 @@
-"""What a user can ask of the scoring of heads, with the defaults in one place."""
+"""Settings of the scoring of heads, with the defaults in one place."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class HeadSettings(FileSettings):
     text: str = setting(
         "builtin",
         "Text to score on, and what needles stand in.",
-        more="builtin is the standard library's source; or prose, code or docstrings as in other verbs, a .txt, .jsonl "
-        "or .parquet file, or the name of a dataset.",
+        more="builtin is the standard library's source; or prose, code or docstrings as in other commands, a .txt, "
+        ".jsonl or .parquet file, or the name of a dataset.",
         section="Inputs",
         metavar="FILE|DATASET|builtin",
         old=("--calibration", "--data"),

@@ -25,7 +25,8 @@ PIECE = 128
 
 
 def streaming_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
-    """What attention gives [B, T, H, v] if all heads of a causal call with T = S, or of some places of one, stream.
+    """Return the attention output [B, T, H, v] if all heads of a causal call with T = S, or of some positions of one,
+    stream.
 
     A mask of the call, such as a sliding window's, holds besides. Queries go in pieces, each with the keys that any of
     its queries sees, so that the work grows with T, not T².
@@ -40,8 +41,8 @@ def streaming_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
         stop = min(start + piece, length)
         first = max(0, start - recent + 1)
         first = 0 if first <= sinks else first
-        kept = torch.arange(sinks if first else 0), torch.arange(first, stop)
-        places = torch.cat(kept).to(call.query.device)
+        positions = torch.arange(sinks if first else 0), torch.arange(first, stop)
+        places = torch.cat(positions).to(call.query.device)
         near = slice(first, stop)
         key, value = call.key[:, :, near], call.value[:, :, near]
         if first:
@@ -58,7 +59,7 @@ def streaming_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
 
 
 def compensated_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
-    """What streaming attention gives [B, T, H, v] with a compensation token for each query.
+    """Return the output of streaming attention [B, T, H, v] with a compensation token for each query.
 
     RazorAttention (Tang et al., arXiv:2407.15891, §3.2): the N pairs that a query has dropped come back as one, their
     mean key, as cached, and mean value, with log N added to its logit. Here every query has its own N, in the prompt
@@ -92,7 +93,7 @@ def mixed_output(
     compensated: BoolTensor | None = None,
     full: Callable[[AttentionCall], Tensor] = AttentionCall.output,
 ) -> Tensor:
-    """What attention gives [B, T, H, v] if the KV heads stream that ``streams`` [G] says.
+    """Return the attention output [B, T, H, v] if the KV heads of ``streams`` [G] stream.
 
     Those of them that ``compensated`` [G] says have a compensation token; ``full`` is the attention of the others.
     """
@@ -134,8 +135,8 @@ class StreamingAttention(nn.Module):
         self.compensated, self.codes = compensated, codes
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
-        anatomy, found = self.anatomy, self.anatomy.project(hidden_states)
-        queries, keys, values = cached_heads(anatomy, found)
+        anatomy, projection = self.anatomy, self.anatomy.project(hidden_states)
+        queries, keys, values = cached_heads(anatomy, projection)
         call = AttentionCall(0, queries, keys, values, None, anatomy.scale, anatomy.softcap, anatomy.sinks)
         full = AttentionCall.output
         if self.codes is not None:
@@ -148,5 +149,5 @@ class StreamingAttention(nn.Module):
 
 
 def _quantized_output(cache: QuantizedKVLayer, call: AttentionCall) -> Tensor:
-    """What attention gives [B, T, H, v] that reads keys and values quantised as it decodes."""
+    """Return the attention output [B, T, H, v] with keys and values quantised as in decoding."""
     return read_quantized(cache, call.softmax, call.query, call.key, call.value)

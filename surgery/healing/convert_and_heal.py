@@ -101,7 +101,7 @@ def convert_and_heal(
 
 
 def plan_both(request: ConversionRequest, budget: Mapping[str, float]) -> tuple[ConversionPlan, HealingPlan | None]:
-    """Plans `convert_and_heal`; the healing of a model of pictures and text cannot be told before it is converted.
+    """Plans `convert_and_heal`; the healing of a vision-language model cannot be told before it is converted.
 
     Raises:
         SurgeryError: what either would refuse.
@@ -132,13 +132,13 @@ def _healing(
     settings = request.settings
     text = settings.calibration
     is_own_text = text not in (BUILTIN, NO_CALIBRATION) and "=" not in text
-    given = {"teacher": str(request.source), "seed": settings.seed, **TRAINING, **budget}
-    given |= {"device": "cpu"} if settings.device == "cpu" else {}
-    given |= {"data": ({"source": text, "text_field": settings.text_field},)} if is_own_text else {}
+    values = {"teacher": str(request.source), "seed": settings.seed, **TRAINING, **budget}
+    values |= {"device": "cpu"} if settings.device == "cpu" else {}
+    values |= {"data": ({"source": text, "text_field": settings.text_field},)} if is_own_text else {}
     return HealRequest(
         "",
         Staging(out, overwrite=request.overwrite).out,
-        given=given,
+        given=values,
         measure=measure,
         overwrite=request.overwrite,
         command=request.command,

@@ -1,4 +1,4 @@
-"""What ``surgery heal`` would take, from shapes alone."""
+"""Dry run of ``surgery heal``, from shapes alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from surgery.training.preparation import COMPUTED, PRECISIONS
 
 @dataclass(frozen=True)
 class HealingPlan:
-    """What a healing would take; plain values only.
+    """Dry run of a healing, as plain values.
 
     Attributes:
         settings: of the training.
@@ -64,22 +64,22 @@ def plan_healing(request: HealRequest) -> HealingPlan:
         None if path is None else config_of(open_source(path), settings)
         for path in (settings.student, settings.teacher)
     ]
-    found = estimate(*configs, settings, processes, sharded=is_sharded(request.launcher))
+    costs = estimate(*configs, settings, processes, sharded=is_sharded(request.launcher))
     rate = None
     if request.launcher is None:
         one = measure_speed(device, COMPUTED[PRECISIONS[settings.dtype]])["flops_per_second"]
         rate = one * (processes if device.type == "cuda" else 1)  # processes of one CPU share it
-    seconds = seconds_of(found.total_flops, rate)
+    seconds = seconds_of(costs.total_flops, rate)
     if settings.max_seconds is not None:
         seconds = min(settings.max_seconds, seconds or settings.max_seconds)
     weights = sum(student.info(name).nbytes for name in student.names())
     # Weights that train and two moments, in fp32; a new checkpoint is written before the oldest goes.
-    checkpoints = (settings.keep_last + 1) * 12 * found.parameters["trained"]
+    checkpoints = (settings.keep_last + 1) * 12 * costs.parameters["trained"]
     return HealingPlan(
         settings.student,
         str(out),
         plain(settings.to_dict()),
-        found.to_dict(),
+        costs.to_dict(),
         {"output_bytes": weights, "checkpoint_bytes": checkpoints, "free_bytes": free_bytes(out.absolute().parent)},
-        {"total_flops": found.total_flops, "flops_per_second": rate, "estimated_seconds": seconds},
+        {"total_flops": costs.total_flops, "flops_per_second": rate, "estimated_seconds": seconds},
     )

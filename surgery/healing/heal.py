@@ -2,7 +2,7 @@
 
 The training itself is `surgery.training.heal`, which any accelerate configuration launches; here are the settings and
 the command for it, and what comes after: the trained checkpoint is run through its caches as a conversion's result is,
-measured beside its source and what it was before, and gets its name once its report says so.
+measured next to its source and what it was before, and gets its name once its report says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from surgery.common.interruption import resumes_from
 from surgery.common.ownership import IsOwned, inventory, matching, nested, owned_result
 from surgery.common.progress import Progress
 from surgery.engines.table import engine_table
-from surgery.evaluation.run import Request, evaluate
+from surgery.evaluation.run import EvaluationRequest, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import STORE_FILES
 from surgery.healing.launchers import (
@@ -65,17 +65,17 @@ EVALUATION = "evaluation"
 
 @dataclass(frozen=True)
 class HealRequest:
-    """What was asked for.
+    """Request for a healing.
 
     Attributes:
         student: the converted checkpoint.
-        out: folder to write; the student's name with "-healed" behind it by default.
+        out: folder to write; the student's name with "-healed" after it by default.
         config: YAML file of :class:`surgery.training.settings.HealSettings`; None for the defaults.
         given: settings by name that win over the file's.
         processes: to start; None for the ``launcher``'s number, or for one without it.
         launcher: accelerate configuration file (`surgery.healing.launchers.find_launcher`).
         measure: evaluation settings by name for the source, the student and the healed checkpoint; None measures none.
-        restart: begin anew where an interrupted healing could go on.
+        restart: begin from scratch where an interrupted healing could go on.
         command: as it was called, for the report.
     """
 
@@ -207,15 +207,15 @@ def _owned(work: Path) -> IsOwned:
 
 
 def with_teacher(request: HealRequest, student: CheckpointReader, progress: Progress) -> HealRequest:
-    """The same request with the student's recorded source for a teacher, where nothing is said to distil from.
+    """Return the request with the student's recorded source as its teacher, where it names none.
 
     An objective of one's own may do without; the default one would turn into another without a word.
 
     Raises:
         SurgeryError: the source is not to be found.
     """
-    said = {**(read_mapping(request.config) if request.config else {}), **request.given}
-    if any(said.get(name) for name in LEARNED_FROM):
+    values = {**(read_mapping(request.config) if request.config else {}), **request.given}
+    if any(values.get(name) for name in LEARNED_FROM):
         return request
     teacher = find_source(student)
     progress.note(f"teacher: {teacher}, which the student's report names as its source")
@@ -235,7 +235,7 @@ def training_settings(
 
     Args:
         work: for what only the training needs.
-        out: the healed checkpoint's folder: what a tracker writes stays beside it. None for ``work``.
+        out: the healed checkpoint's folder: what a tracker writes stays next to it. None for ``work``.
 
     Raises:
         SurgeryError: a setting is unknown or impossible, or the student's cache has a basis of each prompt's own.
@@ -264,7 +264,7 @@ def _teacher(settings: HealSettings) -> str | None:
 
 
 def healed_already(request: HealRequest) -> bool:
-    """Whether the output is there, healed from the same student and teacher with the same settings.
+    """Return whether the output exists, healed from the same student and teacher with the same settings.
 
     A setting that was not known when it was made counts as its default.
 
@@ -275,15 +275,15 @@ def healed_already(request: HealRequest) -> bool:
     if not out.exists():
         return False
     student = CheckpointReader.open(request.student)
-    wanted = training_settings(request, student, out)
+    expected = training_settings(request, student, out)
     try:
-        made = json.loads((out / FACTS).read_text(encoding="utf-8"))
-        same = made["student_sha256"] == student.fingerprint()
-        if wanted.teacher is not None:
-            same = same and made["teacher_sha256"] == CheckpointReader.open(wanted.teacher).fingerprint()
-        same = same and made["processes"] == count_processes(request.processes, request.launcher)
-        known = plain(HealSettings().to_dict()) | made["settings"]
-        same = same and _but_places(known) == _but_places(plain(wanted.to_dict()))
+        recorded = json.loads((out / FACTS).read_text(encoding="utf-8"))
+        same = recorded["student_sha256"] == student.fingerprint()
+        if expected.teacher is not None:
+            same = same and recorded["teacher_sha256"] == CheckpointReader.open(expected.teacher).fingerprint()
+        same = same and recorded["processes"] == count_processes(request.processes, request.launcher)
+        known = plain(HealSettings().to_dict()) | recorded["settings"]
+        same = same and _but_places(known) == _but_places(plain(expected.to_dict()))
     except (OSError, ValueError, KeyError):
         same = False
     if not same:
@@ -316,12 +316,12 @@ def _train(
 
 
 def _trained_already(work: Path, settings: HealSettings) -> bool:
-    """Whether a training with these settings was finished before, and only what comes after it is missing."""
+    """Return whether a training with these settings was finished before, and only the steps after it are missing."""
     try:
-        made = json.loads((work / TRAINED / FACTS).read_text(encoding="utf-8"))["settings"]
+        recorded = json.loads((work / TRAINED / FACTS).read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError):
         return False
-    return made == plain(settings.to_dict())
+    return recorded == plain(settings.to_dict())
 
 
 def _quality(
@@ -334,7 +334,7 @@ def _quality(
     chosen = EvalSettings(
         **{"tasks": ("loss", "recall"), "decoded": 0, "variants": (), "device": settings.device, **request.measure}
     )
-    asked = Request(
+    evaluation = EvaluationRequest(
         tuple(f"{name}={path}" for name, path in rows.items()),
         None if settings.teacher is None else f"source={settings.teacher}",
         work / EVALUATION,
@@ -342,7 +342,7 @@ def _quality(
         command=request.command,
         overwrite=True,
     )
-    report = evaluate(asked, progress).report
+    report = evaluate(evaluation, progress).report
     return [
         {
             "name": row["name"],
@@ -371,15 +371,15 @@ def _earlier(folder: Path) -> list[dict[str, Any]]:
 
 def _write_report(folder: Path, healing: dict[str, Any], verification: Verification, name: str) -> None:
     """Puts the healing into the conversion's report and card; without a report it gets a file of its own."""
-    found = read_report(folder)
-    if found is None:
+    conversion = read_report(folder)
+    if conversion is None:
         record = {**healing, "files": inventory(folder, [HEALING])}
         (folder / HEALING).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    target = {**found["target"], "engines": engine_table(config, name)}
+    target = {**conversion["target"], "engines": engine_table(config, name)}
     record = {"files": hash_files(folder), "probe": verification.probe}
-    report = {**found, **record, "target": target, "healing": healing}
+    report = {**conversion, **record, "target": target, "healing": healing}
     (folder / CARD).write_text(Report.of(report).card(name), encoding="utf-8")
     report["other_files"] = inventory(folder, [*record["files"], REPORT])
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How a training is started: alone, as several processes of this machine, or as an accelerate configuration says.
+"""Start of a training: alone, as several processes of this machine, or by an accelerate configuration.
 
 Configurations that ship are called by their names: ``fsdp2`` is ``configs/accelerate/fsdp2.yaml``.
 """
@@ -19,19 +19,19 @@ SHIPPED = Path(__file__).parent.parent / "configs" / "accelerate"
 SHARDED = ("FSDP", "DEEPSPEED")
 
 
-def find_launcher(given: str | Path) -> Path:
+def find_launcher(name: str | Path) -> Path:
     """The file of a configuration: a path, or the name of one that ships.
 
     Raises:
         SurgeryError: there is neither, or it cannot be read.
     """
-    path = Path(given).expanduser()
+    path = Path(name).expanduser()
     if not path.is_file():
         names = sorted(each.stem for each in SHIPPED.glob("*.yaml"))
-        if str(given) not in names:
-            hint = did_you_mean(str(given), names)
-            raise SurgeryError(f"launcher {given}: is no file and none of {', '.join(names)}{hint}")
-        path = SHIPPED / f"{given}.yaml"
+        if str(name) not in names:
+            hint = did_you_mean(str(name), names)
+            raise SurgeryError(f"launcher {name}: is no file and none of {', '.join(names)}{hint}")
+        path = SHIPPED / f"{name}.yaml"
     read_mapping(path)
     return path
 
@@ -44,14 +44,14 @@ def check_processes(processes: object) -> None:
 
 
 def count_processes(processes: int | None, launcher: Path | None) -> int:
-    """How many there will be: as many as are asked for, else what the configuration says, else one."""
+    """Return the number of processes: the user's, else the configuration's, else one."""
     if processes is not None:
         return processes
     return 1 if launcher is None else int(read_mapping(launcher).get("num_processes") or 1)
 
 
 def is_sharded(launcher: Path | None) -> bool:
-    """Whether a configuration has weights that train in parts on its processes."""
+    """Return whether a configuration has weights that train in parts on its processes."""
     return launcher is not None and read_mapping(launcher).get("distributed_type") in SHARDED
 
 
@@ -95,8 +95,8 @@ def keeps_freed_memory(environment: dict[str, str]) -> dict[str, str]:
     By default it hands every large tensor back to the kernel, which clears 4 KiB after 4 KiB for the next one:
     a quarter of the processor time of a training on the CPU (docs/benchmarks.md).
     """
-    kept = {"hugetlb": 1, "mmap_max": 0, "trim_threshold": 2**40, "top_pad": 2**28}
-    tunables = ":".join(f"glibc.malloc.{name}={value}" for name, value in kept.items())
+    values = {"hugetlb": 1, "mmap_max": 0, "trim_threshold": 2**40, "top_pad": 2**28}
+    tunables = ":".join(f"glibc.malloc.{name}={value}" for name, value in values.items())
     return {"GLIBC_TUNABLES": tunables} | environment
 
 
@@ -111,7 +111,7 @@ def outside(environment: dict[str, str]) -> dict[str, str]:
 
 
 def ended(code: int) -> str:
-    """How a process ended, in words; below zero its exit code is the signal that ended it."""
+    """Describe in words how a process ended; an exit code below zero is the signal that ended it."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name

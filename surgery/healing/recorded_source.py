@@ -17,7 +17,7 @@ from surgery.reporting.report import read_report
 def find_source(converted: CheckpointReader) -> Path:
     """The source of a converted checkpoint: the one that was converted first, or the nearest to it that is here.
 
-    Reports hold names, not places. Looked at are folders and GGUF files of that name beside the checkpoint and in the
+    Reports hold names, not places. Looked at are folders and GGUF files of that name next to the checkpoint and in the
     working folder, and the models that can be called by a name; what is taken has the recorded hash.
 
     Raises:
@@ -32,7 +32,8 @@ def find_source(converted: CheckpointReader) -> Path:
                 return place
     named = " or ".join(f"{source['path']} (sha256 {source['sha256'][:12]}...)" for source in reversed(sources))
     raise SurgeryError.at(
-        converted.path, f"was made from {named}, which is neither beside it nor in the working folder; name a teacher"
+        converted.path,
+        f"was made from {named}, which is neither next to it nor in the working folder. name a teacher",
     )
 
 
@@ -45,7 +46,7 @@ def _reports(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _places(converted: Path, source: dict[str, Any]) -> Iterator[Path]:
-    """Where a source of that name may be; only what is there, or on the hub."""
+    """Yield the paths at which a source of that name may be; only existing ones, or one on the hub."""
     name, shipped = source["path"], demo_model()
     candidates = [converted.absolute().parent / name, Path(name).absolute()]
     candidates += [shipped] if name in (BUILTIN, shipped.name) else []

@@ -21,9 +21,9 @@ def verify_healed(
             or its caches hold other bytes.
     """
     _check_form(healed, student)
-    seen = unfused(healed)
-    opened = open_written(seen, "cpu" if settings.device == "cpu" else "auto")
-    return verify_again(seen, opened, settings.seed, progress)
+    view = unfused(healed)
+    opened = open_written(view, "cpu" if settings.device == "cpu" else "auto")
+    return verify_again(view, opened, settings.seed, progress)
 
 
 def _check_form(healed: CheckpointReader, student: CheckpointReader) -> None:

@@ -1,1 +1,1 @@
-"""What a checkpoint is and what it can become, before any conversion."""
+"""Inspection of a checkpoint and of its possible conversions, before any of them."""

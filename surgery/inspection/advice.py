@@ -1,6 +1,6 @@
-"""What to take, as far as it is known before any text was read: the best in quality, the smallest, one for each engine.
+"""Advice before any text was read: the conversion of the best quality, the smallest, one for each engine.
 
-Bytes and engines are those of this checkpoint. What loses least is not: requests have their places from SmolLM2-135M
+Bytes and engines are those of this checkpoint. What loses least is not: options have their ranks from SmolLM2-135M
 (docs/results.md), where a quarter of the bytes cost 0.0002 nats in low rank with chosen bits, 0.0118 as a plain 4-bit
 cache (a third), 0.2522 in low rank alone and more in MLA and fewer heads, which healing wins back.
 ``surgery plan`` measures the checkpoint itself.
@@ -18,7 +18,7 @@ SELF = "transformers"
 
 
 def advice(targets: Sequence[dict[str, Any]], smallest: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Rows of :func:`surgery.inspection.targets.foreseen_targets` to take.
+    """Rows of :func:`surgery.inspection.targets.forecast_targets` to take.
 
     Args:
         smallest: rows that stand in no table, of a smaller budget.

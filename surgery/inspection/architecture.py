@@ -1,4 +1,4 @@
-"""What `surgery inspect` says of any model around its attention."""
+"""Architecture around the attention of any model, for `surgery inspect`."""
 
 from __future__ import annotations
 

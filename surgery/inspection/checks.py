@@ -67,12 +67,12 @@ class Checked:
 
     @property
     def failed(self) -> list[Check]:
-        """Those that did not pass."""
+        """Checks that did not pass."""
         return [check for check in self.checks if check.outcome == FAILED]
 
 
 class _NotChecked(Exception):
-    """Why something could not be looked at."""
+    """Reason for which something could not be checked."""
 
 
 def verify_checkpoint(
@@ -146,13 +146,13 @@ def _files(report: Recorded, compared: FileComparison) -> str:
         raise SurgeryError(
             f"not written by the conversion: {', '.join(names)}; remove what you did not put there{also}"
         )
-    told = f"{len(report.files)} files as they were written"
+    text = f"{len(report.files)} files as they were written"
     if compared.unlisted:
-        told += f"; not of the checkpoint: {', '.join(summary(compared.unlisted))}"
+        text += f"; not of the checkpoint: {', '.join(summary(compared.unlisted))}"
     for kind, names in (report.source_files or {}).items():
         if names:
-            told += f"; {_SOURCE_FILES.get(kind, kind)}: {', '.join(summary(names))}"
-    return told
+            text += f"; {_SOURCE_FILES.get(kind, kind)}: {', '.join(summary(names))}"
+    return text
 
 
 def _numbers(reader: CheckpointReader, progress: Progress) -> str:
@@ -167,10 +167,10 @@ def _numbers(reader: CheckpointReader, progress: Progress) -> str:
 
 def _caches(reader: CheckpointReader, opened, seed: int, progress: Progress) -> str:
     _refuse_prompt_bases(reader)
-    found = verify_again(reader, opened, seed, progress)
-    if found.cache_difference is None:
-        return f"every layer loads and decodes; {found.kv_tokens} tokens"
-    return f"every layer loads; decoding differs from one pass by {found.cache_difference:.0e} of its output"
+    result = verify_again(reader, opened, seed, progress)
+    if result.cache_difference is None:
+        return f"every layer loads and decodes; {result.kv_tokens} tokens"
+    return f"every layer loads; decoding differs from one pass by {result.cache_difference:.0e} of its output"
 
 
 def _kv_bytes(reader: CheckpointReader, opened, report: Recorded) -> str:

@@ -1,4 +1,4 @@
-"""What `surgery inspect` says of a checkpoint that caches latents already: of the project's own class, or MLA."""
+"""Inspection of a checkpoint that caches latents already: of the custom model class, or MLA."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def converted_facts(reader: CheckpointReader, contexts: tuple[int, ...]) -> dict
     own = config if config.model_type == MODEL_TYPE else None
     family = FAMILIES.get(getattr(own, "base_model_type", None))
     layers = [layer for layer in range(config.num_hidden_layers) if not (own and keeps_state(config, layer))]
-    said = reader.config if own else own_config(reader.config, layer_entries(reader.config))
+    stated = reader.config if own else own_config(reader.config, layer_entries(reader.config))
     longest = max(contexts)
     try:
-        model = skeleton(said, dtype)
-        held = dict(zip(contexts, map(kv_bytes_of(reader.config, dtype), contexts), strict=True))
+        model = skeleton(stated, dtype)
+        bytes_at = dict(zip(contexts, map(kv_bytes_of(reader.config, dtype), contexts), strict=True))
         by_layer = model.kv_layer_bytes(1, longest)
-        entries = layer_entries(said)
+        entries = layer_entries(stated)
         kinds = [
             f"{_kind(entries[layer], model.config)}, {per_token(by_layer[layer] / longest)} a token" for layer in layers
         ]
@@ -53,9 +53,9 @@ def converted_facts(reader: CheckpointReader, contexts: tuple[int, ...]) -> dict
         "architecture": _architecture(reader, config, kinds, dtype),
         "windows": [family.window(config, layer) if family else None for layer in layers],
         "kv": {
-            "bytes_per_token": round(held[longest] / longest),
-            "bytes_per_token_and_layer": round(held[longest] / longest / len(layers)),
-            "bytes_at": held,
+            "bytes_per_token": round(bytes_at[longest] / longest),
+            "bytes_per_token_and_layer": round(bytes_at[longest] / longest / len(layers)),
+            "bytes_at": bytes_at,
         },
         "targets": [],
     }

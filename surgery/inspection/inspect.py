@@ -9,7 +9,7 @@ from surgery.families import head_shape
 from surgery.inspection.advice import advice
 from surgery.inspection.architecture import model_facts
 from surgery.inspection.converted import MODEL_TYPES, converted_facts
-from surgery.inspection.targets import foreseen_targets, smallest_targets
+from surgery.inspection.targets import forecast_targets, smallest_targets
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
@@ -54,7 +54,7 @@ def inspect_checkpoint(source: str | Path, *, allow_pickle: bool = False) -> Ins
         return Inspection(**converted_facts(reader, CONTEXTS))
     opened = Source.of(reader, ConvertSettings())
     windows = [opened.windows[layer] for layer in converted_layers(opened.stateful, opened.layers)]
-    targets = foreseen_targets(opened)
+    targets = forecast_targets(opened)
     return Inspection(
         name=opened.reader.name,
         architecture=_architecture(opened),
@@ -67,9 +67,9 @@ def inspect_checkpoint(source: str | Path, *, allow_pickle: bool = False) -> Ins
 
 def kv_bytes(opened: Source, layers: int) -> dict:
     """KV bytes in the checkpoint's dtype: per token, over all ``layers`` that cache, and by the sequence's length."""
-    held = kv_bytes_of(opened.reader.config, _attention_dtype(opened))
-    whole = held(1)  # the first token lies in every window
-    at = dict(zip(CONTEXTS, map(held, CONTEXTS), strict=True))
+    bytes_at = kv_bytes_of(opened.reader.config, _attention_dtype(opened))
+    whole = bytes_at(1)  # the first token lies in every window
+    at = dict(zip(CONTEXTS, map(bytes_at, CONTEXTS), strict=True))
     return {"bytes_per_token": whole, "bytes_per_token_and_layer": whole // layers, "bytes_at": at}
 
 

@@ -1,15 +1,15 @@
-"""What a checkpoint can become: every target foreseen, with the class, the bytes and the engines."""
+"""Possible targets of a checkpoint: the forecast of each, with the class, the bytes and the engines."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from surgery.architectures.beside_pictures import whole_config
+from surgery.architectures.multimodal import whole_config
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.engines.facts import OWN_CLASSES
 from surgery.running.source import Source
-from surgery.structures.base import Request
+from surgery.structures.base import TargetOption
 from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
 from surgery.structures.registry import TARGETS, Target
 
@@ -17,57 +17,57 @@ COMMAND = "surgery convert "
 
 
 def smallest_targets(opened: Source) -> list[dict[str, Any]]:
-    """Targets at the least that can be recommended at all, as :func:`foreseen_targets` has them."""
-    return [_row(opened, target, request) for target, request in _requests() if not request.listed]
+    """Targets at the least that can be recommended at all, as :func:`forecast_targets` has them."""
+    return [_row(opened, target, option) for target, option in _options() if not option.listed]
 
 
-def foreseen_targets(opened: Source) -> list[dict[str, Any]]:
+def forecast_targets(opened: Source) -> list[dict[str, Any]]:
     """Every target, those of installed packages among them."""
-    found: list[dict[str, Any]] = []
-    for target, request in _requests():
-        if not request.listed:
+    rows: list[dict[str, Any]] = []
+    for target, option in _options():
+        if not option.listed:
             continue
-        row = _row(opened, target, request)
-        if request.optional and not row["applies"]:
+        row = _row(opened, target, option)
+        if option.optional and not row["applies"]:
             continue
-        if request.flags and not row["applies"] and found and found[-1]["reasons"] == row["reasons"]:
+        if option.flags and not row["applies"] and rows and rows[-1]["reasons"] == row["reasons"]:
             continue  # what stands in the way of the default
-        same = [one for one in found if one["to"] == target.name and one["class"] in OWN_CLASSES]
-        if "carrier" in request.settings and same:
-            continue  # the default goes to the own class already
-        found.append(row)
-    return found
+        same = [one for one in rows if one["to"] == target.name and one["class"] in OWN_CLASSES]
+        if "carrier" in option.settings and same:
+            continue  # the default goes to the custom model class already
+        rows.append(row)
+    return rows
 
 
 def places() -> dict[str, int]:
     """Commands from what lost least, those whose structure says so."""
-    return {_command(target, request): request.place for target, request in _requests() if request.place is not None}
+    return {_command(target, option): option.place for target, option in _options() if option.place is not None}
 
 
-def _requests() -> list[tuple[Target, Request]]:
-    return [(target, request) for target in TARGETS.working().values() for request in target.structure().requests]
+def _options() -> list[tuple[Target, TargetOption]]:
+    return [(target, option) for target in TARGETS.working().values() for option in target.structure().options]
 
 
-def _command(target: Target, request: Request) -> str:
-    return f"{COMMAND}--to {target.name}{request.flags}"
+def _command(target: Target, option: TargetOption) -> str:
+    return f"{COMMAND}--to {target.name}{option.flags}"
 
 
-def _row(opened: Source, target: Target, request: Request) -> dict[str, Any]:
-    command = {"command": _command(target, request), "to": target.name, "caution": request.caution}
+def _row(opened: Source, target: Target, option: TargetOption) -> dict[str, Any]:
+    command = {"command": _command(target, option), "to": target.name, "caution": option.caution}
     try:
-        settings = target.settings(request.settings)
+        settings = target.settings(option.settings)
         structure = target.structure().for_source(opened.reader.config, settings)
-        foreseen = structure(opened, settings, Progress(silent=True)).foresee()
-        config = final_config(foreseen, settings)
-        held, of_source = kv_bytes(foreseen, config, opened, settings), source_kv_bytes(opened)
+        forecast = structure(opened, settings, Progress(silent=True)).forecast()
+        config = final_config(forecast, settings)
+        result_bytes, of_source = kv_bytes(forecast, config, opened, settings), source_kv_bytes(opened)
     except SurgeryError as error:
         return {**command, "applies": False, "class": None, "reasons": [str(error)], "engines": {}}
     return {
         **command,
         "applies": True,
         "class": whole_config(opened.reader, config)["model_type"],
-        "reasons": foreseen.reasons,
-        "engines": foreseen.engines_of(opened.reader, config),
-        "kv_bytes_per_token": held,
-        "kv_ratio": held / of_source,
+        "reasons": forecast.reasons,
+        "engines": forecast.engines_of(opened.reader, config),
+        "kv_bytes_per_token": result_bytes,
+        "kv_ratio": result_bytes / of_source,
     }

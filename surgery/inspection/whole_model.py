@@ -22,7 +22,7 @@ TOLERANCE = 1e-3
 
 @torch.no_grad()
 def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed: int) -> str:
-    """What was found equal.
+    """Check that the model's logits depend on neither the pieces of a prompt nor other rows; return what was equal.
 
     Scales and bases are of groups of tokens: where a group begins hangs on padding, and a pass over them is not the one
     that makes them.
@@ -56,7 +56,7 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     mask[0, :padding] = 0
     positions = (mask.cumsum(1) - 1).clamp_min(0)  # as `generate` counts them
     beside = model(rows, attention_mask=mask, position_ids=positions).logits[:1, -LENGTH:]
-    compare(beside, "of a row beside another")
+    compare(beside, "of a row next to another")
     ways = [] if quantized else ["layer by layer", "in pieces"]
-    ways.append("beside another row" if grouped else "left-padded beside another row")
+    ways.append("next to another row" if grouped else "left-padded next to another row")
     return f"{type(model).__name__}: the same logits {', '.join(ways)}"

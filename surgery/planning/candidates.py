@@ -1,4 +1,4 @@
-"""What could be done: every structure's candidates, sized so that their bytes keep to the shares that are looked at."""
+"""Candidates of every structure, sized so that their bytes fit the shares that are weighed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, Structure
+from surgery.structures.context import ConversionContext
 from surgery.structures.kv_bytes import final_config
 from surgery.structures.registry import TARGETS, Target
-from surgery.structures.work import Work
 
 TOLERANCE = 0.02
 """How far below a share bytes may stay, relatively, before a larger result is looked for."""
@@ -50,7 +50,7 @@ class Sized:
 
     @property
     def name(self) -> str:
-        """As an option of ``surgery convert`` says it."""
+        """Name, as an option of ``surgery convert``."""
         return _named(self.target, self.asked)
 
     def caches(self) -> list[QuantizedKVLayer | None]:
@@ -72,7 +72,7 @@ class Candidates:
         refused: filled with what the source or the engine does not take, and why.
     """
 
-    def __init__(self, opened: Source, work: Work, settings: PlanSettings):
+    def __init__(self, opened: Source, work: ConversionContext, settings: PlanSettings):
         self._opened, self._work, self._settings = opened, work, settings
         self.refused: dict[str, str] = {}
         self.source_bytes = held_bytes(opened.reader.config, opened, settings)
@@ -90,7 +90,7 @@ class Candidates:
                     yield found
 
     def smallest(self) -> list[Sized]:
-        """Those whose size can be chosen, each at the least of a few ratios that it takes."""
+        """Return the candidates whose size can be chosen, each at the smallest of a few ratios that it takes."""
         found = []
         for target, asked in [(target, asked) for target, asked, candidate in self._allowed() if candidate.scales]:
             made = (self.sized(target, {"kv_ratio": ratio, **asked}, None) for ratio in SMALL_RATIOS)
@@ -98,7 +98,7 @@ class Candidates:
         return found
 
     def _allowed(self) -> Iterator[tuple[Target, dict[str, Any], Candidate]]:
-        """What is weighed, and what is asked for with it."""
+        """Yield the candidates to weigh, with the settings that go with them."""
         for target, candidate in allowed_candidates(self._opened.reader.config, self._settings):
             yield target, {**candidate.settings, **self._own_of(target)}, candidate
 
@@ -114,7 +114,7 @@ class Candidates:
                 return None
             if found.unspent:
                 found.structure.plan(self._work)
-            return replace(found, config=final_config(found.structure.foresee(), found.settings))
+            return replace(found, config=final_config(found.structure.forecast(), found.settings))
         except SurgeryError as error:
             if told:
                 self.refused[_named(target, asked)] = str(error)
@@ -135,7 +135,7 @@ class Candidates:
                 best = found
             if (1 - TOLERANCE) * share <= got <= share:
                 break
-            # Bytes grow with the ratio along a line, which exact tokens keep from passing through zero.
+            # Bytes grow with the ratio along a line, which full-precision tokens keep from passing through zero.
             slope = got / ratio if before is None or before[0] == ratio else (got - before[1]) / (ratio - before[0])
             before = ratio, got
             aim = share * (1 - TOLERANCE / 2)
@@ -146,20 +146,20 @@ class Candidates:
         settings = target.settings({**self._settings.common(), **asked})
         found = target.structure().for_source(self._opened.reader.config, settings)
         structure = found(self._opened, settings, self._work.progress)
-        foreseen = structure.foresee()
-        unspent = foreseen.sized
+        forecast = structure.forecast()
+        unspent = forecast.sized
         if not unspent:
             structure.plan(self._work)
-            foreseen = structure.foresee()
-        config = final_config(foreseen, settings)
+            forecast = structure.forecast()
+        config = final_config(forecast, settings)
         if self._settings.engine:
             refuse_unless_loadable(self._settings.engine, config)
         held = held_bytes(config, self._opened, self._settings)
-        engines = foreseen.engines_of(self._opened.reader, config)
+        engines = forecast.engines_of(self._opened.reader, config)
         return Sized(target, asked, settings, structure, config, held, unspent, engines)
 
     def _own_of(self, target: Target) -> dict[str, Any]:
-        """What the plan is given and only some structures take: the engine, to keep to its limits, and the heads, with
+        """Return the plan's settings that only some structures take: the engine, whose limits hold, and the heads, with
         the context at which their bytes are counted."""
         heads = {"heads": self._settings.heads, "context": self._settings.tokens} if self._settings.heads else {}
         given = {"engine": self._settings.engine, **heads}
@@ -167,7 +167,7 @@ class Candidates:
 
 
 def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterator[tuple[Target, Candidate]]:
-    """What is weighed of every target that may be chosen, of the source of this config.json."""
+    """Yield the candidates of every target that may be chosen, for the source of this config.json."""
     for target in TARGETS.working().values():
         if target.fixed or not settings.allows(target.name):
             continue
@@ -181,7 +181,7 @@ def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterat
 
 
 def named_candidates(target: Target, config: dict[str, Any]) -> list[Candidate]:
-    """What is weighed of a target; nothing where it starts from heads and the source of this config.json is MLA."""
+    """Return the candidates of a target; none where it needs heads and the source of this config.json is MLA."""
     structure = target.structure()
     if config["model_type"] in LATENT_FAMILIES and not structure.takes_latents:
         return []

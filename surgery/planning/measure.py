@@ -16,12 +16,12 @@ from torch import Tensor
 from surgery.calibration.held_out import HeldOut
 from surgery.checkpoint.tensors import as_bytes
 from surgery.planning.candidates import Sized
-from surgery.structures.work import Work
+from surgery.structures.context import ConversionContext
 
 LEVEL = 0.8
 """Share of other texts' losses that the interval of a prediction should hold."""
 OTHER_TEXT = 0.25
-"""How far off, relatively, a loss is on text of another kind, beside the spread by text: what it took on the demo
+"""How far off, relatively, a loss is on text of another kind, next to the spread by text: what it took on the demo
 model for such intervals (docs/planning.md)."""
 
 
@@ -35,7 +35,8 @@ class Increase:
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> Increase:
-        """Of the differences by text: Student's t (of so few a bootstrap is too narrow) and `OTHER_TEXT`."""
+        """Estimate the increase from the differences by text: Student's t (a bootstrap of so few is too narrow) and
+        `OTHER_TEXT`."""
         mean, count = fmean(differences), len(differences)
         if count == 1:
             return cls(mean, None, None)
@@ -61,7 +62,7 @@ def student_t(freedom: int, level: float = LEVEL) -> float:
 
 @dataclass(frozen=True)
 class Scored:
-    """What held-out text says of a model.
+    """Held-out measurement of a model.
 
     Attributes:
         losses: of each text, nats per token.
@@ -79,7 +80,7 @@ class Scored:
     divergence: float = 0.0
 
     def with_more(self, other: Scored) -> Scored:
-        """Of these texts and of others, with as many prompts a text."""
+        """Return the measurement on these texts and on others with as many prompts a text."""
         texts, others = len(self.losses), len(other.losses)
 
         def mean(own: float | None, more: float | None) -> float | None:
@@ -102,10 +103,10 @@ class Carried:
 
 
 @torch.no_grad()
-def measure(candidates: Sequence[Sized], work: Work, held_out: HeldOut) -> Carried:
+def measure(candidates: Sequence[Sized], work: ConversionContext, held_out: HeldOut) -> Carried:
     """Carry the source and candidates through the layers side by side; resumes what a killed plan had carried.
 
-    Layers that stay as they are run once for all whose hidden states are still the source's.
+    Layers that stay unchanged run once for all whose hidden states are still the source's.
     """
     opened, stream, batch = work.opened, work.opened.stream, work.settings.batch_size
     rows = [None, *candidates]  # the source first
@@ -156,14 +157,14 @@ def _loop(candidates: Sequence[Sized], held_out: HeldOut) -> str:
     return f"carry-{sha256(asked + as_bytes(held_out.tokens.contiguous()).numpy().tobytes()).hexdigest()[:16]}"
 
 
-def _token_losses(work: Work, held_out: HeldOut, hidden: Tensor) -> Tensor:
-    """Of the texts [N, T - 1], from final hidden states [N, T, D]."""
+def _token_losses(work: ConversionContext, held_out: HeldOut, hidden: Tensor) -> Tensor:
+    """Return the token losses of the texts [N, T - 1], from final hidden states [N, T, D]."""
     texts = held_out.texts
     return work.opened.stream.token_losses(hidden[:texts], held_out.tokens[:texts]).view(texts, -1)
 
 
-def _score(work: Work, held_out: HeldOut, hidden: Tensor, losses: Tensor, source: Tensor) -> Scored:
-    """Of final hidden states [N, T, D] and token losses, the model's and the source's."""
+def _score(work: ConversionContext, held_out: HeldOut, hidden: Tensor, losses: Tensor, source: Tensor) -> Scored:
+    """Score final hidden states [N, T, D] and the token losses of the model and of the source."""
     recall, answers = held_out.answered(work.opened.stream, hidden)
     divergence = float((losses - source).square().mean()) / 2
     return Scored(losses.mean(1).tolist(), answers, recall, divergence)

@@ -31,8 +31,8 @@ from surgery.planning.sizes import around_best, look_for_loss, shares_around
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.base import BasisOf
+from surgery.structures.context import ConversionContext
 from surgery.structures.registry import TARGETS
-from surgery.structures.work import Work
 from surgery.version import __version__
 
 DEFAULT_SHARE = 0.25
@@ -42,11 +42,11 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """What a budget can buy; plain values only.
+    """Plan for a budget, as plain values.
 
     Attributes:
         budget: bytes, share of the source's, context and batch; or the most loss that is allowed.
-        source: what was planned for; its ``sha256`` None where nothing was kept beside a file.
+        source: what was planned for; its ``sha256`` None where nothing was kept next to a file.
         rows: what was measured, by bytes; ``choice`` the place of the one to take.
         refused: what the source, or the engine, does not take, and why.
     """
@@ -62,18 +62,19 @@ class Plan:
 
     @property
     def chosen(self) -> Row:
-        """What to convert to."""
+        """Conversion to take."""
         return self.rows[self.choice]
 
     @property
     def alike(self) -> int:
-        """How many rows keep to the bytes that the texts cannot tell from the one that costs least; 0 of a loss."""
+        """Number of rows within the bytes that the texts cannot tell from the one of the lowest cost; 0 for a limit on
+        the loss."""
         share = self.budget["kv_ratio"]
         return 0 if share is None else len(alike(self.rows, share))
 
     @property
     def next_best(self) -> Row | None:
-        """What would be chosen, were there nothing of its structure and bits."""
+        """Row that would be chosen without the best one's structure and bits."""
         chosen, share = self.chosen, self.budget["kv_ratio"]
         others = [row for row in self.rows if (row.to, row.asked.get("bits")) != (chosen.to, chosen.asked.get("bits"))]
         try:
@@ -100,9 +101,10 @@ def make_plan(
     Args:
         called: the source, in commands; None for its place.
         allow_pickle: read pickled weights if there are no others.
-        out: the plan's file to be; beside it, in ``<out>.statistics.partial``, lies what a plan that was killed goes on
+        out: the plan's file to be; next to it, in ``<out>.statistics.partial``, lies what a plan that was killed goes
+            on
             from: statistics, and candidates on their way through the layers. None keeps nothing.
-        restart: begin anew where such a plan could go on.
+        restart: begin from scratch where such a plan could go on.
         progress: bars; silent if None.
 
     Raises:
@@ -144,7 +146,12 @@ def make_plan(
 
 
 def _weighed(
-    candidates: Candidates, work: Work, held_out: HeldOut, settings: PlanSettings, share: float | None, called: str
+    candidates: Candidates,
+    work: ConversionContext,
+    held_out: HeldOut,
+    settings: PlanSettings,
+    share: float | None,
+    called: str,
 ) -> Rounds:
     """Measures candidates at the share of the source's bytes and around it, or until a loss is met.
 
@@ -180,7 +187,7 @@ def opened_work(
     out: Path | None = None,
     *,
     restart: bool = False,
-) -> Iterator[Work]:
+) -> Iterator[ConversionContext]:
     """Statistics of all layers, for every structure, and nothing to try splits of a budget on.
 
     Args:
@@ -196,7 +203,7 @@ def opened_work(
                 kept = stack.enter_context(Unfinished(place, opened.reader, facts, progress, restart=restart))
             snapshots = kept.snapshots
         texts = replace(texts, held_out=untried)
-        work = Work.in_folder(snapshots, opened, settings, texts, progress)
+        work = ConversionContext.in_folder(snapshots, opened, settings, texts, progress)
         for files in (work.library, work.store, work.converted):
             stack.enter_context(files)
         with progress.step(2, STEPS):

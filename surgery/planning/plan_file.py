@@ -33,7 +33,7 @@ OF_TEXT = (
 
 @dataclass(frozen=True)
 class PlannedConversion:
-    """What a plan file asks for.
+    """Conversion that a plan file describes.
 
     Attributes:
         predicted: what the plan expects of it, for the report.

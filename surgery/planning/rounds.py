@@ -14,7 +14,7 @@ from surgery.planning.measure import Carried, Scored
 from surgery.planning.rows import Row, contenders, far_behind
 
 Scores = list[tuple[Scored, Scored]]
-"""Of candidates, each beside the source's on the same texts."""
+"""Of candidates, each next to the source's on the same texts."""
 
 
 class Rounds:
@@ -41,7 +41,7 @@ class Rounds:
         self.scores: Scores = []
 
     def rows(self) -> list[Row]:
-        """Of all that were tried, in that order."""
+        """Return the rows of all candidates that were tried, in that order."""
         return self._told(self.tried, self.scores)
 
     def add(self, candidates: Sequence[Sized], *, twice: bool = True) -> None:

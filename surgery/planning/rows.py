@@ -1,4 +1,4 @@
-"""What was measured, a row a candidate, and which of the rows to take."""
+"""Measured candidates, a row each, and the choice among the rows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Row:
         return self.divergence + self.cost - self.loss_increase
 
     def keeps_to(self, share: float) -> bool:
-        """Whether the bytes are no more than that share of the source's, but for rounding."""
+        """Return whether the bytes are at most that share of the source's, but for rounding."""
         return self.kv_ratio <= share * (1 + 1e-9)
 
 
@@ -73,7 +73,7 @@ def rows_of(
     source_bytes: float,
     called: str,
 ) -> list[Row]:
-    """In the order given.
+    """Build the rows in the order of their candidates.
 
     Args:
         scores: of each, and of the source on the same texts.
@@ -149,7 +149,7 @@ def alike(rows: Sequence[Row], share: float) -> list[int]:
 
 
 def _costs_more(row: Row, other: Row) -> bool:
-    """Whether the difference by text shows it, by Student's t of one side at 90%."""
+    """Return whether the difference by text is significant, by Student's t of one side at 90%."""
     differences = [own - others for own, others in zip(row.by_text, other.by_text, strict=False)]
     if len(differences) == 1:
         return row.cost > other.cost

@@ -1,4 +1,4 @@
-"""What a user can ask of ``surgery plan``. Needs no torch."""
+"""Settings of ``surgery plan``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -78,16 +78,16 @@ class PlanSettings(ConversionSettings):
 
     @property
     def memory_bytes(self) -> int:
-        """Of the budget, where it is a memory."""
+        """Bytes of the budget if it is a memory."""
         return parse_size(self.memory or "", "memory")
 
     @property
     def tokens(self) -> int:
-        """Of a sequence."""
+        """Tokens of a sequence."""
         return parse_tokens(self.context)
 
     def allows(self, name: str) -> bool:
-        """Whether a structure, or bits, may be chosen."""
+        """Return whether a structure, or bits, may be chosen."""
         return not self.allow or name in self.allow
 
     @property
@@ -97,13 +97,13 @@ class PlanSettings(ConversionSettings):
         return min(self.held_out_length or unset, self.calibration_length)
 
     def common(self) -> dict[str, Any]:
-        """What conversions are asked for too: text, seed, machine."""
+        """Return the settings that the plan shares with conversions: text, seed, machine."""
         shared = {each.name for each in fields(ConversionSettings)} - {"kv_ratio", "held_out"}
         return {name: getattr(self, name) for name in shared}
 
 
 def beyond_positions(tokens: int, positions: int) -> str | None:
-    """What is to be said of a context that the model does not take; None of one that it does."""
+    """Return the warning about a context that the model does not take; None for one that it does."""
     if tokens <= positions:
         return None
     return f"context {tokens:,} is beyond the model's {positions:,} positions: bytes at it are of no text that it reads"

@@ -1,4 +1,4 @@
-"""At which sizes candidates are measured: the budget, those around it, and those at which a loss would be met."""
+"""Sizes at which candidates are measured: the budget, those around it, and those at which a loss would be met."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shares_around(share: float | None) -> list[float]:
 
 
 def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Sized]:
-    """What is not far behind at a share of the source's bytes, at those around it."""
+    """Return the candidates that are not far behind at a share of the source's bytes, at the shares around it."""
     behind, known, found = far_behind(rounds.rows(), share), [each.config for each in rounds.tried], []
     near = [each for place, each in enumerate(rounds.tried) if "kv_ratio" in each.asked and place not in behind]
     for each in near:
@@ -82,10 +82,10 @@ def _curves(tried: Sequence[Sized], scores: Scores, candidates: Candidates) -> l
 
 
 def _but_size(sized: Sized) -> dict[str, Any]:
-    """What is asked for, without the ratio."""
+    """Return the settings without the ratio."""
     return {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
 
 
 def _resized(sized: Sized, share: float, candidates: Candidates) -> Sized | None:
-    """The same structure at another share of the source's bytes, if that can be had."""
+    """Return the same structure at another share of the source's bytes, or None if it cannot have it."""
     return candidates.sized(sized.target, _but_size(sized), share, told=False)

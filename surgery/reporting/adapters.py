@@ -72,4 +72,4 @@ def _listed(names: Mapping[str, int] | list[str], layers: int = 0) -> str:
     """Names as code, with the number of layers that have one if these are not all."""
     counts = names if isinstance(names, Mapping) else dict.fromkeys(names, layers)
     partly = {name: f" ({count} of {layers} layers)" if count < layers else "" for name, count in counts.items()}
-    return ", ".join(f"`{in_code(name)}`{told}" for name, told in partly.items())
+    return ", ".join(f"`{in_code(name)}`{remark}" for name, remark in partly.items())

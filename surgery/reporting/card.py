@@ -49,7 +49,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
     """README.md of a converted checkpoint."""
     source, target, kv = report.source, report.target, report.kv
     called = target.get("called", target["to"])
-    held = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
+    kv_bytes = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
     engines = markdown.render(Table.of(["engine", "loads"], spoken(target["engines"]).items()))
     model_type = target["model_type"]
     eagerly = EAGERLY if model_type in EAGER else ""
@@ -63,7 +63,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
 {in_markdown(made_from)} with its attention rewritten to
 {in_markdown(called)} by model-surgery {report.to_dict()["surgery_version"]}. {_training(report)}
 
-{markdown.render(before_and_after(held, report.ladder))}
+{markdown.render(before_and_after(kv_bytes, report.ladder))}
 
 Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"]))}),
 {_shape(source, target)}{_codes(target)}, method
@@ -94,8 +94,8 @@ versions and per-layer errors are in `surgery_report.json`. The licence of the s
 def _ruined(target: dict) -> str:
     """Formats that the checkpoint does not survive, and layers that conversion ruined; a paragraph each."""
     formats, layers = target.get("ruined_by"), target.get("useless_layers")
-    told = [*([told_ruin(formats)] if formats else []), *([useless_told(layers)] if layers else [])]
-    return "".join(f"\n{in_markdown(text)}\n" for text in told)
+    paragraphs = [*([told_ruin(formats)] if formats else []), *([useless_told(layers)] if layers else [])]
+    return "".join(f"\n{in_markdown(text)}\n" for text in paragraphs)
 
 
 def _training(report) -> str:
@@ -108,32 +108,32 @@ def _training(report) -> str:
 
 
 def _measured(calibration: dict) -> str:
-    """What the losses of the stages are of."""
+    """Describe the text on which the losses of the stages were measured."""
     source, share = calibration.get("source"), calibration.get("recall")
     if source == NO_CALIBRATION:
         return "Without text no loss was measured; `surgery eval` measures it."
-    told = (
+    sentence = (
         f"Losses are nats per token on held-out calibration text ({in_markdown(source)}), recall is the\n"
         "share of planted five-digit keys that the model finds again. "
     )
     if isinstance(share, float) and share:
-        told += f"{share:.0%} of the text has facts planted and asked for; `surgery eval` measures text alone."
-    return told
+        sentence += f"{share:.0%} of the text has facts planted and asked for; `surgery eval` measures text alone."
+    return sentence
 
 
 def _healing(healing: dict | None) -> str:
     """Source, conversion and result of recovery training, and what its stages took; a section of its own."""
     if healing is None:
         return ""
-    told = ["## Healing\n"]
+    paragraphs = ["## Healing\n"]
     table = quality_table(healing)
     if table:
-        told.append(markdown.render(healed_table(table)))
+        paragraphs.append(markdown.render(healed_table(table)))
         closed = gap_closed(table)
         share = "" if closed is None else f" {closed:.0%} of the loss that the conversion cost was won back."
-        told += [f"\nLosses on held-out text.{share} The figures above are the conversion's.\n"]
-    told.append(markdown.render(_stage_table(healing)))
-    return "\n".join(told) + "\n\nAll settings are in `surgery_report.json`, every step in `heal.jsonl`.\n\n"
+        paragraphs += [f"\nLosses on held-out text.{share} The figures above are the conversion's.\n"]
+    paragraphs.append(markdown.render(_stage_table(healing)))
+    return "\n".join(paragraphs) + "\n\nAll settings are in `surgery_report.json`, every step in `heal.jsonl`.\n\n"
 
 
 def _source_code(report) -> str:
@@ -145,7 +145,7 @@ def _source_code(report) -> str:
 
 
 def _shape(source: dict, target: dict) -> str:
-    """What of each token is cached, in words."""
+    """Describe in words what is cached of each token."""
     if "parts" in target:
         parts = [f"{len(part['layers'])} layers {part['to']}" for part in target["parts"]]
         return ", ".join([*parts, *([f"{len(target['kept_layers'])} as they are"] if target["kept_layers"] else [])])
@@ -156,8 +156,8 @@ def _shape(source: dict, target: dict) -> str:
         return f"{streaming} of {target['heads']} KV heads stream over {window}{extra}"
     if "kv_heads" in target:
         heads = target["kv_heads"]
-        kept = _range(heads) if isinstance(heads, list) else heads
-        return f"{kept} KV heads in place of {source['kv_heads']}"
+        heads_text = _range(heads) if isinstance(heads, list) else heads
+        return f"{heads_text} KV heads in place of {source['kv_heads']}"
     if "ranks" in target:
         exact = f", {target['window']} recent and {target['sinks']} first tokens exact" if target["window"] else ""
         return f"{_range(target['ranks'])} latents{exact}"
@@ -169,7 +169,7 @@ def _shape(source: dict, target: dict) -> str:
 
 
 def _codes(target: dict) -> str:
-    """How a cache is quantised, in words; nothing where it is not."""
+    """Describe in words how a cache is quantised; empty where it is not."""
     cache = target.get("kv_cache")
     if cache is None:
         return ""
@@ -181,7 +181,7 @@ def _codes(target: dict) -> str:
 
 
 def _kept(report) -> str:
-    """What stayed as it was stored; a training writes all of it as numbers."""
+    """Describe the parts that stayed as they were stored; a training writes all of them unquantised."""
     if not report.settings.get("keep_quantised") or report.healing:
         return ""
     codes = in_markdown(report.source["dequantised_from"])
@@ -195,7 +195,7 @@ def _range(numbers: list[int]) -> str:
 
 
 def _stage_table(healing: dict) -> Table:
-    """What each stage of a healing trained on, and took."""
+    """Build the table of the stages of a healing: training data and cost."""
     columns = [
         Column("stage"),
         Column("trains", key="trains"),

@@ -1,4 +1,4 @@
-"""What the hub reads of a model card: its YAML head, with measurements as a model-index.
+"""Front matter of a model card for the hub: its YAML head, with measurements as a model-index.
 
 https://huggingface.co/docs/hub/model-cards, section on metadata; `model-index` as huggingface_hub reads it.
 """
@@ -44,19 +44,19 @@ def front_matter(report, name: str, *, base_model: str | None = None, inherited:
 
 
 def reads_pictures(target: dict[str, Any]) -> bool:
-    """Whether what a conversion made is a model of pictures and text, by what loads it."""
+    """Return whether the result of a conversion is a vision-language model, by the class that loads it."""
     return PICTURES in str(target["engines"].get("transformers"))
 
 
 def of_source(folder: Path) -> dict[str, Any]:
-    """What a checkpoint inherits from its source's card, which lies beside it."""
+    """Return the metadata that a checkpoint inherits from its source's card, which lies next to it."""
     try:
         head = (folder / SOURCE_CARD).read_text(encoding="utf-8").split("---\n")[1]
         # Plain texts: safe_load raises ValueError for dates that do not exist, and takes the language `no` for false.
-        found = yaml.load(head, yaml.BaseLoader) if len(head) <= LONGEST_HEAD else {}
+        metadata = yaml.load(head, yaml.BaseLoader) if len(head) <= LONGEST_HEAD else {}
     except (OSError, UnicodeDecodeError, IndexError, RecursionError, ValueError, yaml.YAMLError):
         return {}
-    values = {name: found.get(name) for name in HERITABLE} if isinstance(found, dict) else {}
+    values = {name: metadata.get(name) for name in HERITABLE} if isinstance(metadata, dict) else {}
     return {
         name: [one_line(each) for each in value] if isinstance(value, list) else one_line(value)
         for name, value in values.items()
@@ -77,8 +77,8 @@ def _results(report) -> list[dict[str, Any]]:
     metrics = [{"type": "kv_cache_ratio", "name": "KV bytes, share of the source's", "value": report.kv["ratio"]}]
     if last["loss"] is not None:
         metrics.append({"type": "loss", "name": "loss, nats per token", "value": last["loss"]})
-        if math.isfinite(found := perplexity(last["loss"])):
-            metrics.append({"type": "perplexity", "name": "perplexity", "value": found})
+        if math.isfinite(value := perplexity(last["loss"])):
+            metrics.append({"type": "perplexity", "name": "perplexity", "value": value})
     if last["recall"] is not None:
         metrics.append({"type": "recall", "name": "recall of planted keys", "value": last["recall"]})
     rounded = [{**metric, "value": round(metric["value"], 6)} for metric in metrics]

@@ -1,4 +1,4 @@
-"""Before, converted, healed: what the stages of a healing made of a checkpoint, beside what they took."""
+"""Before, converted, healed: what the stages of a healing made of a checkpoint, next to what they took."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def check_healing(healing: dict[str, Any]) -> None:
 
 
 def quality_table(healing: dict[str, Any]) -> list[dict[str, Any]]:
-    """Loss and recall of the source, the conversion and the result of every stage that was measured beside them.
+    """Loss and recall of the source, the conversion and the result of every stage that was measured next to them.
 
     A stage is measured with its own student as what was converted. Where a stage before it was measured on the same
     data, that student is its result, and the row of the conversion is that stage's.
     """
-    told = [{entry["name"]: entry for entry in stage.get("quality") or []} for stage in stages(healing)]
-    if not told[-1]:
+    entries = [{entry["name"]: entry for entry in stage.get("quality") or []} for stage in stages(healing)]
+    if not entries[-1]:
         return []
-    first = len(told) - 1
-    while first > 0 and _compare(told[first - 1], told[-1]):
+    first = len(entries) - 1
+    while first > 0 and _compare(entries[first - 1], entries[-1]):
         first -= 1
-    rows = [told[first][name] for name in ("source", "converted") if name in told[first]]
+    rows = [entries[first][name] for name in ("source", "converted") if name in entries[first]]
     if first > 0:
         rows[-1] = {**rows[-1], "name": f"after stage {first}"}
-    for number in range(first, len(told) - 1):
-        rows.append({**told[number]["healed"], "name": f"healed, stage {number + 1}"})
-    return [*rows, told[-1]["healed"]]
+    for number in range(first, len(entries) - 1):
+        rows.append({**entries[number]["healed"], "name": f"healed, stage {number + 1}"})
+    return [*rows, entries[-1]["healed"]]
 
 
 LEAST_GAP = 0.005
@@ -63,7 +63,7 @@ def gap_closed(quality: list[dict[str, Any]]) -> float | None:
 
 
 def stage_facts(healing: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each stage took and how it trained, in words and numbers."""
+    """Return the cost and the training of each stage, in words and numbers."""
     return [_facts(stage) for stage in stages(healing)]
 
 
@@ -89,7 +89,7 @@ def _dtype(precision: str) -> str:
 
 
 def _compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two stages were measured on the same data, by the loss of the source that both have."""
+    """Return whether two stages were measured on the same data, by the loss of the source that both have."""
     if not ({"source", "converted", "healed"} <= one.keys() and "source" in other):
         return False
     first, second = one["source"]["loss"], other["source"]["loss"]

@@ -16,7 +16,7 @@ OF_THE_HUB = ".gitattributes"
 
 @dataclass(frozen=True)
 class Publication:
-    """What was asked for.
+    """Request to publish a checkpoint.
 
     Attributes:
         repo: org/name.
@@ -31,7 +31,7 @@ class Publication:
     overwrite: bool = False
 
     def check_names(self) -> None:
-        """What can be refused without a network.
+        """Refuse what can be refused without a network.
 
         Raises:
             SurgeryError: a name is none of the hub's.
@@ -41,7 +41,7 @@ class Publication:
                 raise SurgeryError(f"{flag} {name}: not a name on the hub; give org/name")
 
     def check(self) -> None:
-        """What can be refused before the work: asks the hub, and changes nothing there.
+        """Refuse what can be refused before the work: ask the hub, and change nothing there.
 
         Raises:
             SurgeryError: a wrong name, nobody is logged in, the namespace is another's, or the repository holds files.
@@ -60,13 +60,13 @@ class Publication:
         if self.repo.partition("/")[0] not in mine:
             raise SurgeryError(f"{self.repo}: you may write to {', '.join(mine)}")
         try:
-            held = [name for name in api.list_repo_files(self.repo) if name != OF_THE_HUB]
+            files = [name for name in api.list_repo_files(self.repo) if name != OF_THE_HUB]
         except RepositoryNotFoundError:
             return
         except Exception as error:
             raise SurgeryError(f"{self.repo}: {reason(error)}") from error
-        if held and not self.overwrite:
-            raise SurgeryError(f"{self.repo}: holds {len(held)} files; choose another name or pass --overwrite")
+        if files and not self.overwrite:
+            raise SurgeryError(f"{self.repo}: holds {len(files)} files; choose another name or pass --overwrite")
 
     def push(self, folder: Path, show: Callable[[Upload], None] | None = None) -> str:
         """Uploads a checkpoint in one commit, into a repository that is made if there is none.
@@ -89,12 +89,12 @@ class Publication:
         api = HfApi()
         try:
             address = api.create_repo(self.repo, private=not self.public, exist_ok=True)
-            gone = [name for name in api.list_repo_files(self.repo) if name not in (*upload.files, OF_THE_HUB)]
+            obsolete = [name for name in api.list_repo_files(self.repo) if name not in (*upload.files, OF_THE_HUB)]
             added = [CommitOperationAdd(name, content) for name, content in upload.files.items()]
             for each in added:
                 if upload.hashes.get(each.path_in_repo) not in (None, each.upload_info.sha256.hex()):
                     raise SurgeryError(f"{folder / each.path_in_repo}: was changed while it was read; start again")
-            operations: list[Any] = [*added, *(CommitOperationDelete(name) for name in gone)]
+            operations: list[Any] = [*added, *(CommitOperationDelete(name) for name in obsolete)]
             api.create_commit(self.repo, operations, commit_message="Converted by model-surgery")
         except SurgeryError:
             raise

@@ -1,4 +1,4 @@
-"""What a conversion and its healing changed, in bytes, loss and recall: the tables of screens and of the model card."""
+"""Changes by a conversion and its healing in bytes, loss and recall: the tables of screens and of the model card."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def before_and_after(
     classes: Sequence[str] = (),
     others: Iterable[tuple[str, str, str]] = (),
 ) -> Table:
-    """The source beside what it became.
+    """The source next to what it became.
 
     Args:
         kv: bytes per token of both.
@@ -25,9 +25,9 @@ def before_and_after(
         classes: the model classes of both.
         others: rows of another kind.
     """
-    held = f"{per_token(kv[1])}, {share(kv[1] / kv[0])}"
+    kv_cell = f"{per_token(kv[1])}, {share(kv[1] / kv[0])}"
     rows = [("class", *classes)] if classes else []
-    rows += [("KV cache per token", per_token(kv[0]), held), *others]
+    rows += [("KV cache per token", per_token(kv[0]), kv_cell), *others]
     if stages and stages[0]["loss"] is not None:
         ends = stages[0], stages[-1]
         rows.append(("held-out loss in nats (perplexity)", *(with_perplexity(each["loss"]) for each in ends)))

@@ -36,7 +36,7 @@ class Report:
         ladder: loss in nats per token and recall after each stage, on held-out calibration text.
         splits: budget splits that were tried, with their held-out losses.
         seconds, phase_peak_bytes: of every phase; the most resident memory during it, where reports have it.
-        phase_flops: operations of the model's runs in a phase, as foreseen from shapes.
+        phase_flops: operations of the model's runs in a phase, as forecast from shapes.
         previous: the source's own report, where it was converted itself.
         healing: what recovery training did to it since, where there was one.
         files: SHA-256 of every file but report and card.
@@ -69,7 +69,7 @@ class Report:
 
     @classmethod
     def of(cls, written: dict) -> Report:
-        """From a report as it was written, by any version."""
+        """Read a report that any version wrote."""
         known = {each.name for each in fields(cls)}
         return cls(**{name: value for name, value in written.items() if name in known})
 
@@ -85,7 +85,7 @@ class Report:
 
 @dataclass(frozen=True)
 class SourceShape:
-    """What a report says of the source's attention; ``dtype`` is that of its weights."""
+    """Shape of the source's attention in a report; ``dtype`` is that of its weights."""
 
     heads: int
     kv_heads: int
@@ -95,14 +95,15 @@ class SourceShape:
 
     @classmethod
     def of(cls, opened) -> SourceShape:
-        """Of a checkpoint of a family; its KV bytes at an infinite window."""
+        """Return the shape of a checkpoint of a family; its KV bytes at an infinite window."""
         first = opened.first
         kv_bytes = kv_bytes_of(opened.reader.config, first.o.dtype)(1)
         return cls(first.heads, first.kv_heads, first.head_dim, first.o.dtype, kv_bytes)
 
     @classmethod
     def of_config(cls, config, dtype: torch.dtype, kv_bytes_per_token: float) -> SourceShape:
-        """Of any checkpoint whose bytes are known; one converted before has the heads of its own source."""
+        """Return the shape of any checkpoint whose bytes are known; one converted before has the heads of its own
+        source."""
         return cls(*head_shape(config), dtype, kv_bytes_per_token)
 
 
@@ -121,7 +122,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_report(folder: Path) -> dict | None:
-    """Read the report beside a checkpoint's weights, and those of its sources in it; None where there is none.
+    """Read the report next to a checkpoint's weights, and those of its sources in it; None where there is none.
 
     Whoever sent it, what tables and model cards show of it has the right types.
 
@@ -152,7 +153,7 @@ def _check_source(source: dict) -> None:
 
 
 def previous_report(folder: Path) -> dict | None:
-    """The report beside a checkpoint's weights, if it was converted and the report can be read."""
+    """The report next to a checkpoint's weights, if it was converted and the report can be read."""
     try:
         return read_report(folder)
     except SurgeryError:
@@ -161,10 +162,10 @@ def previous_report(folder: Path) -> dict | None:
 
 def environment() -> dict[str, str]:
     """Versions that a result may depend on."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "absent"
-    return found
+            versions[package] = "absent"
+    return versions

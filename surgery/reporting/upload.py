@@ -137,7 +137,7 @@ def _without_folders(name: str, content: bytes) -> tuple[bytes, dict[str, str]]:
 
 
 def _may_hold_paths(name: str) -> bool:
-    """Whether a file is JSON, and neither a vocabulary nor the index of weights."""
+    """Return whether a file is JSON, and neither a vocabulary nor the index of weights."""
     return name.endswith((".json", ".jsonl")) and name not in _VOCABULARIES and not name.endswith(".index.json")
 
 

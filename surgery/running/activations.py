@@ -67,16 +67,16 @@ class ActivationMemory:
         return tensor
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """The same numbers on the host; its own where there is no limit and it is there already."""
+        """Return the tensor on the host; itself where there is no limit and it is there already."""
         return tensor.cpu() if self._limit is None else self.copy(tensor)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The same numbers, to go on with."""
-        held = self.empty(tensor.shape, tensor.dtype, tensor.device)
-        for rows, source in zip(held, tensor, strict=True):
+        """Copy the tensor within the limit, and give back the pages of the source."""
+        target = self.empty(tensor.shape, tensor.dtype, tensor.device)
+        for rows, source in zip(target, tensor, strict=True):
             rows.copy_(source)
-            give_back(held, tensor)
-        return held
+            give_back(target, tensor)
+        return target
 
     def _count(self, place: str, size: int) -> None:
         setattr(self, place, getattr(self, place) + size)
@@ -92,7 +92,7 @@ def map_file(path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype) 
 
 
 def in_file(tensor: Tensor) -> bool:
-    """Whether a tensor was past the limit."""
+    """Return whether a tensor was past the limit."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _MAPS
 
 

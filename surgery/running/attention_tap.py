@@ -55,7 +55,7 @@ class AttentionCall:
 
     @property
     def softmax(self) -> Softmax:
-        """How products of queries and keys become weights."""
+        """Softmax: how products of queries and keys become weights."""
         return Softmax(self.scaling, self.softcap, self.sinks)
 
     def visible(self) -> BoolTensor:
@@ -67,7 +67,7 @@ class AttentionCall:
         return everything.tril(keys - queries)[None, None]
 
     def of_heads(self, start: int, stop: int) -> AttentionCall:
-        """The same call for KV heads ``start`` to ``stop`` - 1 and their query heads."""
+        """Return the same call for KV heads ``start`` to ``stop`` - 1 and their query heads."""
         group = self.query.shape[1] // self.kv_heads
         queries = slice(start * group, stop * group)
         return replace(
@@ -79,7 +79,7 @@ class AttentionCall:
         )
 
     def at(self, places: LongTensor) -> AttentionCall:
-        """The same call for the queries at some places, of a call with T = S."""
+        """Return the same call for the queries at some positions, of a call with T = S."""
         places = places.to(self.query.device)
         if self.mask is None:
             mask = (torch.arange(self.key.shape[2], device=places.device) <= places[:, None])[None, None]
@@ -88,7 +88,7 @@ class AttentionCall:
         return replace(self, query=self.query[:, :, places], mask=mask, places=places)
 
     def output(self) -> Tensor:
-        """What attention gives, [B, T, H, v]."""
+        """Return the attention output, [B, T, H, v]."""
         return self.softmax.mix(self.query, self.key, self.value, self.mask).transpose(1, 2)
 
 
@@ -98,7 +98,7 @@ AttentionFunction = Callable[[AttentionCall], Tensor]
 
 @contextmanager
 def tapped(model: PreTrainedModel, function: AttentionFunction, places: LongTensor | None = None) -> Iterator[None]:
-    """Has ``function`` compute every attention of ``model`` for the length of a ``with`` block.
+    """Let ``function`` compute every attention of ``model`` for the length of a ``with`` block.
 
     It is called again where gradient checkpointing computes a layer again. Dropout is left out.
 
@@ -144,7 +144,7 @@ def _at_places(function: AttentionFunction, places: LongTensor, call: AttentionC
 
 
 def _at_places_alone(module: nn.Module | None, places: LongTensor) -> list[RemovableHandle]:
-    """Has a module that takes tokens one by one, [B, T, D], take some places alone, and give zeros for the others."""
+    """Restrict a module that takes tokens one by one, [B, T, D], to some positions; the others get zeros."""
     if module is None:
         return []
     length = 0
@@ -154,18 +154,18 @@ def _at_places_alone(module: nn.Module | None, places: LongTensor) -> list[Remov
         length = args[0].shape[1]
         return args[0][:, places.to(args[0].device)], *args[1:]
 
-    def spread(module: nn.Module, args: tuple[Tensor, ...], found: Tensor | tuple) -> Tensor | tuple:
-        if isinstance(found, tuple):  # gpt-oss gives scores of its experts too
-            return _spread(found[0], places, length), *found[1:]
-        return _spread(found, places, length)
+    def spread(module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple) -> Tensor | tuple:
+        if isinstance(output, tuple):  # gpt-oss gives scores of its experts too
+            return _spread(output[0], places, length), *output[1:]
+        return _spread(output, places, length)
 
     return [module.register_forward_pre_hook(pick), module.register_forward_hook(spread)]
 
 
-def _spread(found: Tensor, places: LongTensor, length: int) -> Tensor:
+def _spread(output: Tensor, places: LongTensor, length: int) -> Tensor:
     """[B, n, ...] at their places among [B, length, ...], zeros elsewhere."""
-    everywhere = found.new_zeros(len(found), length, *found.shape[2:])
-    return everywhere.index_copy(1, places.to(found.device), found)
+    everywhere = output.new_zeros(len(output), length, *output.shape[2:])
+    return everywhere.index_copy(1, places.to(output.device), output)
 
 
 def _attention(

@@ -1,7 +1,7 @@
 """MLA's attention by PyTorch's fused kernels on a CPU.
 
 Keys and values of MLA differ in width, and the fused kernels for CPUs want one: otherwise PyTorch computes and keeps
-all attention weights, several times slower. Zeros behind the narrower one change nothing but that.
+all attention weights, several times slower. Zeros after the narrower one change nothing but that.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def equal_widths_attention(
 
 
 def takes_attention_functions(model: PreTrainedModel) -> bool:
-    """Whether a model's attention, loaded as PyTorch's, may be another function."""
+    """Return whether a model's attention, loaded as PyTorch's, may be another function."""
     return getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
 
 
 def use_equal_widths(model: PreTrainedModel) -> bool:
-    """Has a model attend by `equal_widths_attention`, and says whether it does: not if it takes no such functions."""
+    """Let a model attend by `equal_widths_attention`, and return whether it does: not if it takes no such functions."""
     if not takes_attention_functions(model):
         return False
     ALL_ATTENTION_FUNCTIONS.register(NAME, equal_widths_attention)

@@ -1,4 +1,4 @@
-"""How many experts of a mixture tokens reach."""
+"""Number of experts of a mixture that tokens reach."""
 
 from __future__ import annotations
 

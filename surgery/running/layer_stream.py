@@ -202,8 +202,8 @@ class LayerStream:
         weight, bias = (f"{LAYER_PREFIX.format(layer=layer)}input_layernorm.{kind}" for kind in ("weight", "bias"))
         if weight not in self.reader:
             return None
-        found = self.reader.tensor(weight) + self.family.norm_offset
-        return found, self.reader.tensor(bias) if bias in self.reader else None
+        weights = self.reader.tensor(weight) + self.family.norm_offset
+        return weights, self.reader.tensor(bias) if bias in self.reader else None
 
     @property
     def output_name(self) -> str:
@@ -270,29 +270,29 @@ class LayerStream:
         flat, cap = normed.detach().flatten(0, 1), logit_cap(self.config)
         chance, place = sampling_numbers(len(flat), generator).to(self.device)
         expected = torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
-        drawn, seen = torch.zeros_like(expected), torch.full((len(flat),), -torch.inf, device=self.device)
+        drawn, maximum = torch.zeros_like(expected), torch.full((len(flat),), -torch.inf, device=self.device)
         for _, weight in self.output_slices():
             for rows in torch.arange(len(flat), device=self.device).split(TOKEN_SLICE):
                 logits = self.slice_logits(flat[rows], weight).float()
-                before, own = seen[rows], logits.logsumexp(-1)
-                seen[rows] = torch.logaddexp(before, own)
-                probability = (logits - seen[rows, None]).exp_()
-                share = (own - seen[rows]).double().exp()
+                before, own = maximum[rows], logits.logsumexp(-1)
+                maximum[rows] = torch.logaddexp(before, own)
+                probability = (logits - maximum[rows, None]).exp_()
+                share = (own - maximum[rows]).double().exp()
                 takes = chance[rows] < share
                 # What decided is uniform again between the bounds that it lay in.
                 low, width = torch.where(takes, 0, share), torch.where(takes, share, 1 - share)
                 chance[rows] = (chance[rows] - low) / width
                 cumulative = probability.cumsum(-1)
-                wanted = place[rows, None].to(cumulative) * cumulative[:, -1:]
-                label = torch.searchsorted(cumulative, wanted, right=True).clamp_max(len(weight) - 1)
+                threshold = place[rows, None].to(cumulative) * cumulative[:, -1:]
+                label = torch.searchsorted(cumulative, threshold, right=True).clamp_max(len(weight) - 1)
                 row = weight[label[:, 0]].to(drawn)
                 if cap is not None:
                     slope = 1 - (logits / cap).square()
                     row *= slope.gather(1, label)
                     probability *= slope
                 drawn[rows] = torch.where(takes[:, None], row, drawn[rows])
-                kept = (before - seen[rows]).exp()[:, None]
-                expected[rows] = expected[rows] * kept + (probability.to(weight) @ weight).to(expected)
+                correction = (before - maximum[rows]).exp()[:, None]
+                expected[rows] = expected[rows] * correction + (probability.to(weight) @ weight).to(expected)
         normed.backward((expected - drawn).to(normed).view_as(normed))
         if not leaf.grad.isfinite().all():
             raise overflow(self.reader, "gradients of the loss")
@@ -326,12 +326,12 @@ class StreamedLayer:
                 layer.self_attn = module
 
     def attention_inputs(self, hidden: Tensor) -> Tensor:
-        """What enters the layer's attention, [B, T, D]: normalised, where the family has a norm before it."""
+        """Return the inputs of the layer's attention, [B, T, D]: normalised, where the family has a norm before it."""
         norm = getattr(self.model.layers[0], "input_layernorm", None)
         return hidden if norm is None else norm(hidden)
 
     def decode(self, hidden: Tensor, prompt: int, cache) -> Tensor:
-        """The same output computed through a live cache: the first ``prompt`` tokens at once, then one by one."""
+        """Return the same output through a live cache: the first ``prompt`` tokens at once, then one by one."""
         pieces = [hidden[:, :prompt], *hidden[:, prompt:].split(1, dim=1)]
         outputs = [
             self.model(inputs_embeds=piece, use_cache=True, **{CACHE: cache}) for piece in pieces if piece.shape[1]
@@ -369,12 +369,12 @@ def _joined(singles: list):
 
 
 def family_behind(config) -> Family:
-    """The family of a config, or that an own-class config was made from; a Llama where there is none."""
+    """The family of a config, or that a custom-class config was made from; a Llama where there is none."""
     return family_around(getattr(config, "base_model_type", config.model_type)) or LLAMA
 
 
 def single_layer_config(config, layer: int):
-    """A one-layer copy of a converted checkpoint's config (stock MLA or the project's own class)."""
+    """A one-layer copy of a converted checkpoint's config (stock MLA or the custom model class)."""
     single = family_behind(config).single_layer_config(config, layer)
     if getattr(config, "attention_layers", None):
         single.attention_layers = [config.attention_layers[layer]]
@@ -405,11 +405,11 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
     finally:
         if bars:
             logging.enable_progress_bar()
-    problems = {kind: sorted(map(str, found)) for kind, found in info.items() if found}
+    problems = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if problems:
-        told = "; ".join(f"{kind.replace('_', ' ')} {', '.join(found)}" for kind, found in problems.items())
-        why = "a family whose layers have more around the attention than Llama's says so in Family.beside"
-        raise SurgeryError(f"a layer does not load into {type(causal).__name__}: {told}; {why}")
+        listing = "; ".join(f"{kind.replace('_', ' ')} {', '.join(names)}" for kind, names in problems.items())
+        why = "a family whose layers have more around the attention than Llama's needs Family.beside"
+        raise SurgeryError(f"a layer does not load into {type(causal).__name__}: {listing}; {why}")
     causal.model.norm = nn.Identity()
     return causal.eval().requires_grad_(False)
 
@@ -417,7 +417,7 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
 def blocks_of(config) -> list[tuple[int, int]]:
     """The first layer, and the one after the last, of layers that can only be run together.
 
-    Single layers, but for those of the own class that share latents or a cache.
+    Single layers, but for those of the custom model class that share latents or a cache.
     """
     starts = [layer for layer, entry in enumerate(entries_of(config)) if not entry.joined]
     return list(zip(starts, [*starts[1:], config.num_hidden_layers], strict=True))

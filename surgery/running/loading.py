@@ -36,7 +36,7 @@ LOADING = (
 
 
 def is_of_loading(error: Exception) -> bool:
-    """Whether an error is of transformers' kinds, or of tokenizers, whose Rust raises plain exceptions."""
+    """Return whether an error is of transformers' kinds, or of tokenizers, whose Rust raises plain exceptions."""
     return isinstance(error, LOADING) or type(error) is Exception
 
 
@@ -76,13 +76,13 @@ def model_type_of(path: Path) -> str | None:
 
 
 def attention_of(path: Path) -> dict[str, str]:
-    """What transformers has to be told for a folder's model to attend as its family does; mostly nothing."""
+    """Return the arguments with which transformers gives a folder's model its family's attention; mostly none."""
     family = FAMILIES.get(model_type_of(path))
     return {"attn_implementation": "eager"} if family is not None and family.eager else {}
 
 
 def with_standard_names(config):
-    """A transformers config, or that of the own class where a family has other names, or no class by itself."""
+    """A transformers config, or that of the custom class where a family has other names, or no class by itself."""
     from surgery import model as own_model
 
     if "qwen3_vl_moe_text" in (config.model_type, getattr(config, "base_model_type", None)):

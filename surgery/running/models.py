@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from surgery import model as own_model
 from surgery.checkpoint import CheckpointReader
-from surgery.families.towers import TOWERS
+from surgery.families.multimodal import MULTIMODAL
 from surgery.running.loading import (
     attention_of,
     causal_class,
@@ -81,7 +81,7 @@ def whole_model(folder: Path, *, dtype: torch.dtype | str = "auto", trust_remote
     own_model.register()
     logging.disable_progress_bar()  # of tensors, in the middle of ours
     with loading(str(folder)):
-        auto = AutoModelForImageTextToText if model_type_of(folder) in TOWERS else AutoModelForCausalLM
+        auto = AutoModelForImageTextToText if model_type_of(folder) in MULTIMODAL else AutoModelForCausalLM
         return auto.from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code, **attention_of(folder)
         )

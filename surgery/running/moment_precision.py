@@ -1,4 +1,4 @@
-"""Where second moments are summed and factorised, and in which dtype, by the device of the activations.
+"""Device and dtype in which second moments are summed and factorised, by the device of the activations.
 
 ============================  =====================  ========================  ==========================
 device of the activations     products of a batch    sums over batches         eigenvalues and Cholesky

@@ -62,7 +62,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints and writes."""
+        """Return whether this process prints and writes."""
         return self.rank == 0
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], done: Callable[[], Any] = int) -> list:
@@ -99,7 +99,7 @@ class Processes:
         ]
 
     def in_turn(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-        """The same one result after the other, for large ones: no process holds more than two of them.
+        """Yield the results of `map` one after the other, for large ones: no process holds more than two of them.
 
         Every process has to take all of them.
 
@@ -117,7 +117,7 @@ class Processes:
                 yield self._from(rank, outcome)
 
     def from_main(self, function: Callable[[], Result]) -> Result:
-        """What `function` gives on the main process; the others wait for it and do not call it.
+        """Return the result of `function` on the main process; the others wait for it and do not call it.
 
         Raises:
             SurgeryError: `function` did; every process raises it, so that all can go on with what comes next.
@@ -133,14 +133,14 @@ class Processes:
         return self._from(0, outcome)
 
     def first_on_main(self, function: Callable[[], Result]) -> Result:
-        """What `function` gives on each process, once it went well on the main one.
+        """Return the result of `function` on each process, once it went well on the main one.
 
         Raises:
             SurgeryError: `function` did on the main process; every process raises it.
         """
-        found: list[Result] = []
-        self.from_main(lambda: found.append(function()))
-        return found[0] if found else function()
+        results: list[Result] = []
+        self.from_main(lambda: results.append(function()))
+        return results[0] if results else function()
 
     def _from(self, rank: int, outcome: tuple[Any, SurgeryError | None]) -> Any:
         """The result that one process has; where it has a refusal, all raise that."""
@@ -155,7 +155,7 @@ class Processes:
         return result
 
     def _refusal(self, error: Exception) -> SurgeryError:
-        """What is told to all processes; raises an error that is no refusal."""
+        """Return the error to raise on all processes; raises an error that is no refusal."""
         if self._state is None:
             raise error
         if not isinstance(error, SurgeryError):
@@ -167,7 +167,7 @@ class Processes:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """What all processes do at once fails where one of them has ended."""
+        """Fail on all processes of a collective block where one of them has ended."""
         try:
             yield
         except RuntimeError as error:

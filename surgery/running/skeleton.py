@@ -1,4 +1,4 @@
-"""A model of the project's own class without memory: what shapes and bytes are asked of before anything is written."""
+"""A model of the custom model class without memory: what shapes and bytes are asked of before anything is written."""
 
 from __future__ import annotations
 

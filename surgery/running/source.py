@@ -28,7 +28,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention
 
 
 class RunSettings(Protocol):
-    """Where layers run, and in what: names of a device, or "auto", and of a dtype."""
+    """Device and dtype of the layers that run: the names of a device, or "auto", and of a dtype."""
 
     device: str
     dtype: str
@@ -70,7 +70,7 @@ class Source(Opened):
 
     @classmethod
     def of(cls, reader: CheckpointReader, settings: RunSettings, family: Family | None = None) -> Source:
-        """The same of a checkpoint whose files are open.
+        """Open the source of a checkpoint whose files are open.
 
         Args:
             family: None for that of its config, among those of keys and values of heads.
@@ -131,13 +131,13 @@ class Source(Opened):
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys of some layer pass a norm."""
+        """Return whether queries and keys of some layer pass a norm."""
         unweighted = (self.family.unit_norm(self.config, layer) for layer in range(self.layers))
         return any(name.endswith(".q_norm.weight") for name in self.reader.names()) or any(unweighted)
 
     @property
     def mlp_bias(self) -> bool:
-        """Whether feed-forward layers have biases."""
+        """Return whether feed-forward layers have biases."""
         return any(".mlp." in name and name.endswith(".bias") for name in self.reader.names())
 
     def input_scale(self, layer: int) -> Tensor:
@@ -153,7 +153,7 @@ class Source(Opened):
 
 @dataclass
 class OwnSource(Opened):
-    """An opened checkpoint that was converted before: the project's own class, or stock MLA."""
+    """An opened checkpoint that was converted before: the custom model class, or stock MLA."""
 
     reader: CheckpointReader
     config: object
@@ -174,7 +174,7 @@ class OwnSource(Opened):
 
 
 def attention_dtype(reader: CheckpointReader) -> torch.dtype:
-    """Of the attention's tensors, in the first layer that has them."""
+    """Return the dtype of the attention's tensors, in the first layer that has them."""
     return reader.info(next(filter(OUTPUT.fullmatch, reader.names()))).dtype
 
 
@@ -190,7 +190,7 @@ def open_any(reader: CheckpointReader, settings: RunSettings) -> Source | OwnSou
 
 
 def is_absent(device: str) -> bool:
-    """Whether a device is of a kind that torch knows, and not on this machine."""
+    """Return whether a device is of a kind that torch knows, and not on this machine."""
     try:
         torch.device("cpu" if device == "auto" else device)
         checked_device(device)

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from surgery.checkpoint import CheckpointReader
 from surgery.families import LATENT_FAMILIES, WHY_NOT
-from surgery.families.towers import TOWERS
+from surgery.families.multimodal import MULTIMODAL
 from surgery.running.loading import causal_class, load_config, loading
 from surgery.running.source_faults import Comparison, check_class, check_comparison, check_stored
 
@@ -79,7 +79,7 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
 
 
 def _is_refused(model_type: str) -> bool:
-    """Whether families have a message of their own for a model type."""
+    """Return whether families have a message of their own for a model type."""
     family = LATENT_FAMILIES.get(model_type)
     return model_type in WHY_NOT or (family is not None and family.inside is not None)
 
@@ -90,7 +90,7 @@ def _class_of(config: Any) -> type[PreTrainedModel]:
     Raises:
         KeyError: there is none.
     """
-    if config.model_type in TOWERS:
+    if config.model_type in MULTIMODAL:
         return AutoModelForImageTextToText._model_mapping[type(config)]
     return causal_class(config)
 
@@ -167,7 +167,7 @@ def _stored_name(reader: CheckpointReader, name: str) -> str | None:
 
 
 def _equal(reader: CheckpointReader, name: str, other: str) -> bool:
-    """Whether two matrices hold the same values, whatever their dtypes."""
+    """Return whether two matrices hold the same values, whatever their dtypes."""
     rows = reader.info(name).shape[0]
     slices = (torch.arange(start, min(start + ROWS, rows)) for start in range(0, rows, ROWS))
     return all(torch.equal(reader.rows(name, index).float(), reader.rows(other, index).float()) for index in slices)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.families.base import FURTHER
+from surgery.families.base import MTP_LAYERS
 
 LAYER = re.compile(r"^(?:(?:model|language_model|transformer|gpt_neox)\.)*(?:layers|h)\.(\d{1,9})\.")
 BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")
@@ -130,7 +130,7 @@ def _sharded(reader: CheckpointReader, text: Any, comparison: Comparison) -> str
 def _layers(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
     """More or fewer layers than ``num_hidden_layers``."""
     layers = text.num_hidden_layers
-    mtp_layers = reader.config.get(FURTHER) or 0
+    mtp_layers = reader.config.get(MTP_LAYERS) or 0
     last = max(map(_layer, comparison.unexpected), default=-1)
     absent = {*map(_layer, comparison.missing)} - {*map(_layer, reader.names())} - {-1}
     if last >= layers + mtp_layers:

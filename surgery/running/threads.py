@@ -1,4 +1,4 @@
-"""How many threads torch's operators on a processor take."""
+"""Number of threads of torch's operators on a processor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Has torch take so many in the block, and as many as before behind it.
+    """Set torch's number of threads in the block, and restore it afterwards.
 
     Products of other threads of this process take so many too meanwhile, which changes their last digits.
     """

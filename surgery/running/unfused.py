@@ -1,4 +1,4 @@
-"""A checkpoint of fused projections, or of a language model beside others, seen as one of the family that it is.
+"""A checkpoint of fused projections, or of a language model next to others, seen as one of the family that it is.
 
 Likewise one whose tensors have other names than those of most families.
 """
@@ -12,15 +12,15 @@ import torch
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families import FAMILIES
-from surgery.families.base import FURTHER, LAYER_PREFIX, is_further
+from surgery.families.base import LAYER_PREFIX, MTP_LAYERS, is_mtp_layer
 from surgery.families.fused import FUSED
-from surgery.families.towers import TOWERS, text_names
+from surgery.families.multimodal import MULTIMODAL, text_names
 from surgery.running.loading import load_config
 from surgery.running.source_check import open_source
 
 
 def open_model(source: str | Path, *, allow_pickle: bool = False, dtype: str | None = None) -> CheckpointReader:
-    """Opens a checkpoint as :func:`unfused` sees it; what every verb begins with that reads a model's attention.
+    """Opens a checkpoint as :func:`unfused` sees it; what every command begins with that reads a model's attention.
 
     Args:
         dtype: name of the one that weights are rounded to as they are read; None: they are read as they are stored.
@@ -35,17 +35,17 @@ def open_model(source: str | Path, *, allow_pickle: bool = False, dtype: str | N
 def unfused(reader: CheckpointReader) -> CheckpointReader:
     """The reader itself, or a view of it under the names and with the config of the family that its model is read as.
 
-    Layers that predict further tokens, behind the model's own, are not in it: they read what other layers cache.
+    MTP layers, after the model's own, are not in it: they read what other layers cache.
 
     Raises:
         SurgeryError: the model has something that this family has not.
     """
     reader = language_model(reader)
     model_type = reader.config.get("model_type")
-    if model_type in FAMILIES and reader.config.get(FURTHER):
+    if model_type in FAMILIES and reader.config.get(MTP_LAYERS):
         layers = reader.config["num_hidden_layers"]
-        further = {name: {} for name in reader.names() if is_further(name, layers)}
-        return reader.seen_as({**reader.config, FURTHER: 0}, further)
+        further = {name: {} for name in reader.names() if is_mtp_layer(name, layers)}
+        return reader.seen_as({**reader.config, MTP_LAYERS: 0}, further)
     family = FUSED.get(model_type)
     if family is None:
         return reader
@@ -58,7 +58,7 @@ def unfused(reader: CheckpointReader) -> CheckpointReader:
 
 
 def language_model(reader: CheckpointReader) -> CheckpointReader:
-    """The reader itself, or of a model of pictures and text a view of its language model.
+    """The reader itself, or of a vision-language model a view of its language model.
 
     Tensors of the other parts keep their names. A family's whose names are other ones are seen under the names of all.
 
@@ -70,7 +70,7 @@ def language_model(reader: CheckpointReader) -> CheckpointReader:
         config = family.renamed.config(reader.config)
         shapes = {name: reader.info(name).shape for name in reader.names()}
         return reader.seen_as(config, family.renamed.parts(config, shapes))
-    if model_type not in TOWERS:
+    if model_type not in MULTIMODAL:
         return reader
     whole = load_config(reader.path)
     text = whole.get_text_config(decoder=True).to_dict()

@@ -1,1 +1,1 @@
-"""What attention can become: a folder for each target, and the one order of events of a conversion."""
+"""Conversion targets: a folder for each, and the order of events that all conversions share."""

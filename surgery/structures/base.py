@@ -1,4 +1,4 @@
-"""What a structure is to the converter: the questions that it is asked, in this order, and what it answers with.
+"""Abstract base class of a conversion target. The converter calls its methods in the order in which they stand here.
 
 A structure is a subclass of :class:`Structure` in a folder of its own; one object of it is one conversion.
 :mod:`surgery.structures.converter` owns the order of events, :mod:`surgery.structures.registry` knows the names.
@@ -15,21 +15,21 @@ from typing import Any, ClassVar, Generic
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from surgery.architectures.beside_pictures import whole_config
+from surgery.architectures.multimodal import whole_config
 from surgery.calibration.held_out import Score
 from surgery.calibration.layer_statistics import BasisOf
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.engines.table import engine_table
-from surgery.families.base import is_further
-from surgery.families.towers import HOLD_OWN
+from surgery.families.base import is_mtp_layer
+from surgery.families.multimodal import HOLD_CUSTOM
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
 from surgery.running.source import Source
+from surgery.structures.context import ConversionContext, Opened, Settings
 from surgery.structures.estimates import Demand
 from surgery.structures.registry import TARGETS
-from surgery.structures.work import Opened, Settings, Work
 from surgery.verification.flow import Flow
 from surgery.verification.written import Verification, verify_by_running
 
@@ -43,7 +43,7 @@ LONG = 2**20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a conversion has to say once every layer's new tensors are written.
+    """Result of a conversion once every layer's new tensors are written.
 
     Attributes:
         config: the config.json of the result.
@@ -55,7 +55,7 @@ class Outcome:
         factors: by which copied tensors are multiplied.
         own_class: whether the model class's files have to travel with it.
         final_config: config.json of another class for the same tensors, written once the result is verified as
-            ``config`` says; ``final_code``: files that it needs beside the weights.
+            ``config`` says; ``final_code``: files that it needs next to the weights.
         splits: of the budget that were tried, with their held-out losses.
         shape: of the source, where it is no checkpoint of a family.
         flow: predicted peak and footprint of a prompt and decoded tokens, in the dtype in which layers run.
@@ -76,8 +76,8 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """What is known of a conversion before any work.
+class Forecast:
+    """Forecast of a conversion, made before any work.
 
     Attributes:
         config: config.json of the result, with an exact cache; where work decides a part, that part as it is likely.
@@ -103,19 +103,20 @@ class Foreseen:
     sized: bool = True
 
     def engines_of(self, reader: CheckpointReader, config: dict[str, Any]) -> dict[str, dict]:
-        """What engines say of the result of a source, whose config.json is ``config`` with its ``kv_cache``."""
+        """Return the table of engines for the result of a source, whose config.json is ``config`` with its
+        ``kv_cache``."""
         if self.engines is None or "kv_cache" in config or reader.stored_names:
             return engine_table(whole_config(reader, config))
         return self.engines
 
 
 @dataclass(frozen=True)
-class Request:
-    """What may be asked of a target by who knows no more of a checkpoint than its files: ``surgery inspect`` shows it.
+class TargetOption:
+    """Options of a target that `surgery inspect` lists before any calibration.
 
     Attributes:
-        flags: behind ``--to NAME``, with a space before them; ``settings`` says the same.
-        place: among the requests of all targets, from what lost least; None: behind those that have one.
+        flags: after ``--to NAME``, with a space before them; ``settings`` says the same.
+        place: rank among the options of all targets by the loss increase; None: after those that have one.
         caution: what is to be known first, for which it is not advised.
         listed: whether it stands in the table; else it is the smallest that may be advised.
         optional: nothing is said of it where it does not apply.
@@ -135,7 +136,7 @@ class Candidate:
 
     Attributes:
         settings: by name.
-        scales: whether a ``kv_ratio`` beside them says how small the result is.
+        scales: whether a ``kv_ratio`` next to them says how small the result is.
         context: of most tokens at which it is worth weighing; None at any.
     """
 
@@ -150,20 +151,21 @@ class Structure(ABC, Generic[Opened, Settings]):
     Making one refuses what can be refused before any work (SurgeryError).
 
     Attributes:
-        keeps_class: whether results are of the source's class, which may hold other models beside the language model.
-        beside_pictures: whether results of the own class may be the language model of a model of pictures and text.
+        keeps_class: whether results are of the source's class, which may hold other models next to the language model.
+        supports_multimodal: whether results of the custom model class may be the language model of a vision-language
+            model.
         takes_latents: whether sources may be MLA already.
-        requests: what is shown of it before text was read.
+        options: what is shown of it before text was read.
     """
 
     keeps_class: ClassVar[bool] = False
-    beside_pictures: ClassVar[bool] = False
+    supports_multimodal: ClassVar[bool] = False
     takes_latents: ClassVar[bool] = False
-    requests: ClassVar[tuple[Request, ...]] = (Request(),)
+    options: ClassVar[tuple[TargetOption, ...]] = (TargetOption(),)
 
     def __init__(self, opened: Opened, settings: Settings, progress: Progress):
         if opened.reader.stored_names and not self.keeps_class:
-            _check_beside_pictures(opened.reader, self.beside_pictures)
+            _check_multimodal(opened.reader, self.supports_multimodal)
         self.opened, self.settings = opened, settings
 
     @classmethod
@@ -182,7 +184,8 @@ class Structure(ABC, Generic[Opened, Settings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """What ``surgery plan`` weighs of this structure, for a source of this config.json; nothing by default.
+        """Return the settings of this structure that `surgery plan` weighs for a source of this config.json; none by
+        default.
 
         A structure that names some has :meth:`closed_form`, or :meth:`pass_group` of layers that it groups.
         """
@@ -190,12 +193,13 @@ class Structure(ABC, Generic[Opened, Settings]):
 
     @classmethod
     def bench_configs(cls) -> Mapping[str, ConfigOf]:
-        """What ``surgery bench decode`` fills at random, by what follows the target's name; nothing by default."""
+        """Return the configs that `surgery bench decode` fills at random, by suffix of the target's name; none by
+        default."""
         return {}
 
     @abstractmethod
-    def foresee(self) -> Foreseen:
-        """What can be said before any work: of the class that will carry the result, its bytes, what it will take.
+    def forecast(self) -> Forecast:
+        """Forecast the class that will carry the result, its bytes and the cost of the work.
 
         Once the budget is spent (:meth:`plan`), with what that settled.
         """
@@ -205,7 +209,7 @@ class Structure(ABC, Generic[Opened, Settings]):
         """The key basis whose attention over lags it wants among its statistics."""
         return None
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """A stand-in for a layer's attention, as it becomes, for prompts only; after :meth:`plan`.
 
         Args:
@@ -217,22 +221,22 @@ class Structure(ABC, Generic[Opened, Settings]):
         """The layers that can only be run together with this one, and it: of those :meth:`pass_group` stands in."""
         return range(layer, layer + 1)
 
-    def pass_group(self, work: Work, group: range, hidden: Tensor) -> Tensor:
+    def pass_group(self, work: ConversionContext, group: range, hidden: Tensor) -> Tensor:
         """Carries [N, T, D], in place, through layers that can only be run together, as they become."""
         raise NotImplementedError
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """Takes statistics; a structure that needs none leaves it."""
 
     @abstractmethod
-    def plan(self, work: Work) -> Mapping[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> Mapping[str, TensorSpec]:
         """Spends the budget; every tensor of the result, in the order of the files."""
 
     @abstractmethod
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Passes over all layers: converts, measures and writes what is new. What it does not write is copied."""
 
-    def verify(self, work: Work, written: Path, outcome: Outcome) -> Verification:
+    def verify(self, work: ConversionContext, written: Path, outcome: Outcome) -> Verification:
         """Runs what was written, with a config and all tensors, against what was simulated.
 
         Raises:
@@ -249,17 +253,17 @@ class Structure(ABC, Generic[Opened, Settings]):
         )
 
 
-def _check_beside_pictures(reader: CheckpointReader, can: bool) -> None:
+def _check_multimodal(reader: CheckpointReader, can: bool) -> None:
     kind = reader.stored_config["model_type"]
-    if kind not in HOLD_OWN:
+    if kind not in HOLD_CUSTOM:
         raise SurgeryError(
-            f"{kind} is a model of pictures and text, and what this target writes is of a class that holds a language "
-            f"model alone: convert --to {_targets_that('keeps_class')}, which keeps the source's class"
+            f"{kind} is a vision-language model, and this target's class holds a language model alone. Convert --to "
+            f"{_targets_that('keeps_class')}, which keeps the source's class"
         )
     if not can:
         raise SurgeryError(
-            f"{kind} is a model of pictures and text, whose language model this target does not write: convert --to "
-            f"{_targets_that('beside_pictures')}"
+            f"{kind} is a vision-language model, which this target cannot write. Convert --to "
+            f"{_targets_that('supports_multimodal')}"
         )
 
 
@@ -280,7 +284,7 @@ def unchanged_tensors(reader: CheckpointReader, config) -> dict[str, TensorSpec]
     return {
         name: TensorSpec(reader.info(name).dtype, reader.info(name).shape)
         for name in reader.names()
-        if name not in tied and not name.endswith(ROTARY) and not is_further(name, config.num_hidden_layers)
+        if name not in tied and not name.endswith(ROTARY) and not is_mtp_layer(name, config.num_hidden_layers)
     }
 
 
@@ -288,19 +292,19 @@ def replanned_tensors(
     opened: Source,
     copied: Callable[[list[str]], Collection[str]],
     plan: Callable[[int], Mapping[str, TensorSpec]],
-    kept: Collection[int] = (),
+    unchanged: Collection[int] = (),
 ) -> dict[str, TensorSpec]:
     """Every tensor of the output in the source's order, a layer's new attention ``plan(layer)`` where the old began.
 
     Args:
-        copied: which of a layer's attention tensors stay as they are.
-        kept: layers of which all do.
+        copied: which of a layer's attention tensors stay unchanged.
+        unchanged: layers of which all do.
     """
     tensors = unchanged_tensors(opened.reader, opened.config)
     layer_of = {}
     for layer in range(opened.layers):
         names = opened.family.attention_names(opened.reader, layer)
-        if layer not in kept:
+        if layer not in unchanged:
             layer_of |= dict.fromkeys(set(names) - set(copied(names)), layer)
     planned: dict[str, TensorSpec] = {}
     for name, spec in tensors.items():

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from surgery.architectures.beside_pictures import whole_config, whole_names
+from surgery.architectures.multimodal import whole_config, whole_names
 from surgery.architectures.own_class import with_auto_map
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.texts import Texts, load_texts
@@ -35,12 +35,12 @@ from surgery.running.moment_precision import factorising_on
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.structures.base import Outcome, Structure
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantisation_entry
 from surgery.structures.quantized.stage import in_own_class, quantize_written
 from surgery.structures.record import build_report
 from surgery.structures.request import ConversionRequest, open_request
-from surgery.structures.work import Work
 from surgery.verification.written import Verification
 from surgery.version import __version__
 
@@ -85,50 +85,50 @@ def convert(request: ConversionRequest, *, shared: bool = False, progress: Progr
 
 def _convert(request: ConversionRequest, together: Processes, progress: Progress) -> Conversion | None:
     settings = request.settings
-    asked, out = together.first_on_main(lambda: open_request(request, progress))
-    if stored := asked.opened.reader.dequantised_from:
-        dtype = str(asked.opened.weight_dtype).removeprefix("torch.")
+    structure, out = together.first_on_main(lambda: open_request(request, progress))
+    if stored := structure.opened.reader.dequantised_from:
+        dtype = str(structure.opened.weight_dtype).removeprefix("torch.")
         which = "of attention alone" if asked_to_keep(settings) else "all of them"
         progress.note(f"{stored} weights become {dtype} in the result, {which}")
-    if left_out := asked.opened.reader.left_out:
+    if left_out := structure.opened.reader.left_out:
         progress.note(
             f"left out: {len(left_out)} tensors that the model's class does not read, the first {left_out[0]}"
         )
     with ExitStack() as at_end:
-        at_end.enter_context(factorising_on(asked.opened.stream.device))
+        at_end.enter_context(factorising_on(structure.opened.stream.device))
         if together.is_main:
-            carried = at_end.enter_context(CarriedFiles.of(asked.opened.reader, keep_code=request.keep_code))
+            carried = at_end.enter_context(CarriedFiles.of(structure.opened.reader, keep_code=request.keep_code))
             if carried.left_out:
                 progress.note(f"files that the result does not take over: {', '.join(summary(carried.left_out))}")
         with progress.step(1, STEPS):
-            texts = together.from_main(lambda: load_texts(asked.opened, settings, progress))
+            texts = together.from_main(lambda: load_texts(structure.opened, settings, progress))
         if not together.is_main:
-            _have_share(asked, settings, texts, together)
+            _have_share(structure, settings, texts, together)
             return None
-        foreseen = asked.foresee()
-        progress.expect(Workload.of(asked.opened, settings, texts.counts(), foreseen.demand).phase_flops())
+        forecast = structure.forecast()
+        progress.expect(Workload.of(structure.opened, settings, texts.counts(), forecast.demand).phase_flops())
         facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
         anew = {"overwrite": request.overwrite, "restart": request.restart}
         with progress.step(1, STEPS):
-            unfinished = at_end.enter_context(Unfinished(out, asked.opened.reader, facts, progress, **anew))
+            unfinished = at_end.enter_context(Unfinished(out, structure.opened.reader, facts, progress, **anew))
         folder, staging = unfinished.folder, unfinished.staging
         # The writer checks again, once the tensors are settled, and that may be hours from here.
-        kept = kept_matrices(asked.opened.reader, settings, foreseen.tensors)
-        staging.check_space(sum(spec.nbytes for spec in in_parts(foreseen.tensors, kept).values()))
-        work = Work.in_folder(unfinished.snapshots, asked.opened, settings, texts, progress, together)
+        stored_parts = kept_matrices(structure.opened.reader, settings, forecast.tensors)
+        staging.check_space(sum(spec.nbytes for spec in in_parts(forecast.tensors, stored_parts).values()))
+        work = ConversionContext.in_folder(unfinished.snapshots, structure.opened, settings, texts, progress, together)
         together.from_main(lambda: folder)
         with progress.step(2, STEPS):
-            asked.gather(work)
+            structure.gather(work)
         with progress.step(3, STEPS):
-            tensors = asked.plan(work)
+            tensors = structure.plan(work)
         written = {"max_shard_size": settings.max_shard_size, "staging": staging}
-        written["stored_names"] = whole_names(asked.opened.reader, foreseen.config, tensors)
-        written["parts"] = kept_matrices(asked.opened.reader, settings, tensors)
+        written["stored_names"] = whole_names(structure.opened.reader, forecast.config, tensors)
+        written["parts"] = kept_matrices(structure.opened.reader, settings, tensors)
         with CheckpointWriter(out, tensors, **written) as writer:
             with progress.step(4, STEPS):
-                outcome = asked.convert_layers(work, writer)
+                outcome = structure.convert_layers(work, writer)
             with progress.step(5, STEPS):
-                outcome, verification = _finish(asked, work, writer, carried, tensors, outcome)
+                outcome, verification = _finish(structure, work, writer, carried, tensors, outcome)
             if request.predicted is not None:
                 outcome = replace(outcome, target={**outcome.target, "predicted": dict(request.predicted)})
             with progress.step(6, STEPS):
@@ -136,16 +136,16 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
     return Conversion(writer.out, report, str(request.source))
 
 
-def _have_share(asked: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
-    """What a process does that is not the main one: its share of sweeps, in the folder of that."""
+def _have_share(structure: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
+    """Run the share of the sweeps of a process that is not the main one, in the main process's folder."""
     snapshots = Snapshots(together.from_main(Path))
-    work = Work.in_folder(snapshots, asked.opened, settings, texts, Progress(silent=True), together)
-    asked.gather(work)
+    work = ConversionContext.in_folder(snapshots, structure.opened, settings, texts, Progress(silent=True), together)
+    structure.gather(work)
 
 
 def _finish(
-    asked: Structure,
-    work: Work,
+    structure: Structure,
+    work: ConversionContext,
     writer: CheckpointWriter,
     carried: CarriedFiles,
     tensors: Mapping[str, TensorSpec],
@@ -153,7 +153,7 @@ def _finish(
 ) -> tuple[Outcome, Verification]:
     """Writes what is not attention, and checks and runs the result.
 
-    With ``bits``, what was written becomes the project's own class with a quantised cache.
+    With ``bits``, what was written becomes the custom model class with a quantised cache.
 
     Raises:
         SurgeryError: the written files are not what was planned, or do not compute what was simulated.
@@ -175,11 +175,11 @@ def _finish(
     verify_files(writer.partial, writer.stored_plan)
     if quantizes:
         return quantize_written(writer, work, outcome)
-    return outcome, asked.verify(work, writer.partial, outcome)
+    return outcome, structure.verify(work, writer.partial, outcome)
 
 
 def _conclude(
-    work: Work,
+    work: ConversionContext,
     writer: CheckpointWriter,
     carried: CarriedFiles,
     outcome: Outcome,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.cached import REASON
+from surgery.architectures.multimodal import whole_config
 from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.texts import (
@@ -37,13 +37,13 @@ from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
 from surgery.structures.registry import target_of
 from surgery.structures.request import ConversionRequest, open_request
 
-# The report, the card and the config: what is written beside weights and copied files.
+# The report, the card and the config: what is written next to weights and copied files.
 REPORT_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What a conversion would do; plain values only. Sizes in bytes, times in seconds.
+    """Dry run of a conversion, as plain values. Sizes in bytes, times in seconds.
 
     Attributes:
         source: path, shape, dtype, bytes of its weights.
@@ -91,53 +91,53 @@ def plan_conversion(
 
     Args:
         outline: folder for a checkpoint of the result's shapes (:mod:`surgery.checkpoint.outline`), from which dry runs
-            of what is to be done with the result go on; none is made of a model of pictures and text.
+            of what is to be done with the result go on; none is made of a vision-language model.
 
     Raises:
         SurgeryError: whatever the conversion would refuse before it computes, but too small a disk.
     """
     silent, absent = Progress(silent=True), is_absent(settings.device)
     here = replace(settings, device="cpu") if absent else settings
-    asked, out = open_request(ConversionRequest(source, out, here, overwrite, allow_pickle), silent)
-    opened, foreseen = asked.opened, asked.foresee()
+    structure, out = open_request(ConversionRequest(source, out, here, overwrite, allow_pickle), silent)
+    opened, forecast = structure.opened, structure.forecast()
     if isinstance(opened, Source):
         for layer in converted_layers(opened.stateful, opened.layers):
             opened.anatomy(layer)  # refuses weights that are not finite
-    parts = kept_matrices(opened.reader, settings, foreseen.tensors)
+    parts = kept_matrices(opened.reader, settings, forecast.tensors)
     refusal = None
     try:  # its constructor refuses what cannot be written and writes nothing
         asked_of_files = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite, "parts": parts}
-        CheckpointWriter(out, foreseen.tensors, **asked_of_files)
+        CheckpointWriter(out, forecast.tensors, **asked_of_files)
     except NoSpace as error:
         refusal = str(error)
 
     tokens = _tokens(opened, settings)
-    files = in_parts(foreseen.tensors, parts)
+    files = in_parts(forecast.tensors, parts)
     weights = sum(spec.nbytes for spec in files.values())
-    work = Workload.of(opened, settings, tokens, foreseen.demand)
+    work = Workload.of(opened, settings, tokens, forecast.demand)
     if absent:
         work, speed = replace(work, on_host=False), {"flops_per_second": None}
     else:
         speed = measure_speed(opened.stream.device, opened.stream.dtype)
-    config = final_config(foreseen, settings)
+    config = final_config(forecast, settings)
     written = whole_config(opened.reader, config)
-    quantized = "kv_cache" in config and foreseen.model_type != MODEL_TYPE
+    quantized = "kv_cache" in config and forecast.model_type != MODEL_TYPE
     if outline is not None:
-        outline_result(outline, asked, settings)
-    source_kv, kv = source_kv_bytes(opened), kv_bytes(foreseen, config, opened, settings)
+        outline_result(outline, structure, settings)
+    source_kv, kv = source_kv_bytes(opened), kv_bytes(forecast, config, opened, settings)
     return ConversionPlan(
         source=_source_facts(opened),
         out=str(out),
         settings=settings.to_dict(),
-        splits=foreseen.splits,
+        splits=forecast.splits,
         kv={"source_bytes_per_token": source_kv, "bytes_per_token": kv, "ratio": kv / source_kv},
         target={
             "to": target_of(settings).name,
             "method": getattr(settings, "method", None),
             "model_type": written["model_type"],
-            "reasons": [REASON] if quantized else foreseen.reasons,
-            "frequencies_known": foreseen.settled,
-            "engines": foreseen.engines_of(opened.reader, config),
+            "reasons": [REASON] if quantized else forecast.reasons,
+            "frequencies_known": forecast.settled,
+            "engines": forecast.engines_of(opened.reader, config),
         },
         tokens=tokens,
         disk=_disk(opened, out, weights, work),
@@ -148,11 +148,11 @@ def plan_conversion(
 
 
 def outline_result(folder: Path, structure: Structure, settings: ConversionSettings) -> None:
-    """Writes a checkpoint of the result's shapes; none where the source is a model of pictures and text."""
-    reader, foreseen = structure.opened.reader, structure.foresee()
+    """Writes a checkpoint of the result's shapes; none where the source is a vision-language model."""
+    reader, forecast = structure.opened.reader, structure.forecast()
     if not reader.stored_names:
-        files = in_parts(foreseen.tensors, kept_matrices(reader, settings, foreseen.tensors))
-        write_outline(folder, reader, whole_config(reader, final_config(foreseen, settings)), files)
+        files = in_parts(forecast.tensors, kept_matrices(reader, settings, forecast.tensors))
+        write_outline(folder, reader, whole_config(reader, final_config(forecast, settings)), files)
 
 
 def _source_facts(opened: Source | OwnSource) -> dict:

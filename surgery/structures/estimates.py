@@ -1,4 +1,4 @@
-"""How much memory, disk and operations a conversion takes, from shapes alone.
+"""Memory, disk and operations of a conversion, estimated from shapes alone.
 
 Numbers are counted in the symbols of :mod:`surgery.families.anatomy`, with n = G (d + e) the KV width of a layer, T the
 length of a sequence, N calibration and M held-out sequences, B the batch, V the vocabulary, P the parameters of the
@@ -38,7 +38,7 @@ def seconds_of(flops: int | None, flops_per_second: float | None) -> float | Non
 
 @dataclass(frozen=True)
 class Demand:
-    """What a structure computes, in the numbers that its cost follows from.
+    """Quantities of a structure's work from which its cost follows.
 
     Attributes:
         cached: numbers that the result caches per token and layer.
@@ -101,7 +101,7 @@ class Workload:
     def of(
         cls, opened: Source | OwnSource, settings: ConversionSettings, tokens: dict[str, int], demand: Demand
     ) -> Workload:
-        """Of an opened checkpoint, and tokens as the dry run counts them."""
+        """Build the workload of an opened checkpoint from the token counts of a dry run."""
         config, stored = opened.config, opened.weight_dtype.itemsize
         heads, kv_heads, head_dim = opened.family.shape(config) if isinstance(opened, Source) else head_shape(config)
         expert = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
@@ -171,9 +171,9 @@ class Workload:
                                 there is one
         held-out text           conversion: one M T D c per stage
         one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c, queries
-                                of the merged stage; one slice of the vocabulary beside it
+                                of the merged stage; one slice of the vocabulary next to it
         attention weights       4 H T² c of one sequence, for lag statistics; 5 B H T² c where logits have a cap or
-                                learned sinks beside them, which no fused attention knows
+                                learned sinks next to them, which no fused attention knows
         statistics              8 matrices [n, n] in float64; sums of two, twice, while they are taken
         float64 forms           the attention in float64, three times, and two merged stages, H d n numbers each
         rescaled tensor         the embeddings in float64, where the residual stream is rescaled
@@ -211,18 +211,18 @@ class Workload:
         """
         forward = self.layers * (2 * self.active_parameters + 2 * self.length * self.heads * self.head_dim)
         held_out = (self.held_out + self.recall_prompts) * self.length
-        demand, found = self.demand, {}
+        demand, flops = self.demand, {}
         if tokens := self.calibration * self.length:
-            found["calibrate: forward"] = tokens * forward
-            found["calibrate: backward"] = tokens * forward * (3 if demand.gradients else 1)
+            flops["calibrate: forward"] = tokens * forward
+            flops["calibrate: backward"] = tokens * forward * (3 if demand.gradients else 1)
         if demand.splits > 1 and self.held_out:
             tried = demand.splits * min(self.held_out, demand.split_sequences) * self.length
-            found["try splits of the budget"] = tried * forward
-        found["convert"] = (1 + demand.results) * held_out * forward
-        found["verify: reload and run"] = held_out * forward
+            flops["try splits of the budget"] = tried * forward
+        flops["convert"] = (1 + demand.results) * held_out * forward
+        flops["verify: reload and run"] = held_out * forward
         if demand.quantizes:
-            found["measure"] = (1 + 2 * CODES_SLOWDOWN) * held_out * forward
-        return found
+            flops["measure"] = (1 + 2 * CODES_SLOWDOWN) * held_out * forward
+        return flops
 
     def _algebra_bytes(self) -> int:
         return self.demand.statistics * 8 * ALGEBRA_MATRICES * self.kv_width**2
@@ -234,7 +234,7 @@ class Workload:
         return self.layer_parameters * (self.stored + self.compute)
 
     def _vocabulary_bytes(self) -> int:
-        """Of one slice of the vocabulary and of logits over it: these, what is less the normaliser, and their sums."""
+        """Return the bytes of one slice of the vocabulary: its weights, logits, log-probabilities and their sums."""
         rows = min(self.vocabulary, VOCABULARY_SLICE)
         tokens = min(self.batch * self.length, TOKEN_SLICE)
         return rows * self.hidden * (self.stored + self.compute) + 4 * 3 * rows * tokens

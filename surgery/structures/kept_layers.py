@@ -1,4 +1,4 @@
-"""Layers that a conversion leaves as they are: their tensors are copied, their caches those of the source."""
+"""Layers that a conversion leaves unchanged: their tensors are copied, their caches those of the source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def keep_layers() -> Any:
     """The setting of targets that convert some layers and leave others."""
     return setting(
         AUTO,
-        "Layers that stay as they are: numbers, negative ones from the end, or auto or none.",
+        "Layers that stay unchanged: numbers, negative ones from the end, or auto or none.",
         more="auto: those with a sliding window where others have none, whose caches stop growing by themselves. "
         "Layers of linear attention always stay. A ratio is of the layers that are converted.",
         metavar="N,N|auto|none",
@@ -23,28 +23,28 @@ def keep_layers() -> Any:
     )
 
 
-def kept_layers(asked: str, windows: Sequence[int | None], stateful: frozenset[int] = frozenset()) -> frozenset[int]:
+def kept_layers(spec: str, windows: Sequence[int | None], stateful: frozenset[int] = frozenset()) -> frozenset[int]:
     """The layers that stay, from the setting, the window of every layer and those that keep a state, which always do.
 
     Raises:
         SurgeryError: it names no layer of the model, or all of them.
     """
     layers = len(windows)
-    if asked in (AUTO, NONE):
-        differ = asked == AUTO and None in windows
+    if spec in (AUTO, NONE):
+        differ = spec == AUTO and None in windows
         return stateful.union(layer for layer, window in enumerate(windows) if differ and window is not None)
     try:
-        numbers = [int(part) for part in str(asked).split(",")]
+        numbers = [int(part) for part in str(spec).split(",")]
     except ValueError:
-        raise SurgeryError(f"keep_layers {asked}: give numbers such as 0,1,-1, or {AUTO} or {NONE}") from None
+        raise SurgeryError(f"keep_layers {spec}: give numbers such as 0,1,-1, or {AUTO} or {NONE}") from None
     if wrong := [number for number in numbers if not -layers <= number < layers]:
         raise SurgeryError(f"keep_layers {wrong[0]}: the model has layers 0 to {layers - 1}")
-    kept = stateful.union(number % layers for number in numbers)
-    if len(kept) == layers:
-        raise SurgeryError(f"keep_layers {asked}: these are all layers, none is left to convert")
-    return kept
+    unchanged = stateful.union(number % layers for number in numbers)
+    if len(unchanged) == layers:
+        raise SurgeryError(f"keep_layers {spec}: these are all layers, none is left to convert")
+    return unchanged
 
 
-def converted_layers(kept: frozenset[int], layers: int) -> list[int]:
+def converted_layers(unchanged: frozenset[int], layers: int) -> list[int]:
     """The others, in order."""
-    return [layer for layer in range(layers) if layer not in kept]
+    return [layer for layer in range(layers) if layer not in unchanged]

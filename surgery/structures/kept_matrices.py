@@ -25,7 +25,7 @@ Parts = dict[str, dict[str, TensorInfo]]
 
 
 def asked_to_keep(settings: ConversionSettings) -> bool:
-    """Whether settings, which need not have the one, ask for it."""
+    """Return whether quantised matrices are to be kept. Settings need not have the option."""
     return getattr(settings, "keep_quantised", False)
 
 
@@ -44,18 +44,18 @@ def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> No
     matrices = [name for name in reader.names() if reader.stored_parts(name)]
     if not matrices:
         raise SurgeryError(f"{reader.source}: its weights are read under other names than they are stored: {INSTEAD}")
-    said = reader.as_stored.config["quantization_config"]
-    if (method := said["quant_method"]) not in EXCLUDED:
+    entry = reader.as_stored.config["quantization_config"]
+    if (method := entry["quant_method"]) not in EXCLUDED:
         raise SurgeryError(
             f"{reader.source}: keep_quantised takes {', '.join(EXCLUDED)}; a part of a {method} checkpoint was not "
             f"tried in transformers: {INSTEAD}"
         )
-    if said.get("kv_cache_scheme"):
+    if entry.get("kv_cache_scheme"):
         raise SurgeryError(f"{reader.source}: has scales of a quantised KV cache, which will be another: {INSTEAD}")
     if method == "compressed-tensors" and any(EXPERTS in name for name in matrices):
         raise SurgeryError(f"{reader.source}: transformers holds all experts as one tensor, not quantised: {INSTEAD}")
     for name in matrices if method == "fp8" else ():
-        sizes = zip(reader.info(name).shape, said["weight_block_size"], strict=True)
+        sizes = zip(reader.info(name).shape, entry["weight_block_size"], strict=True)
         if ATTENTION not in name and any(size % block for size, block in sizes):
             raise SurgeryError(
                 f"{reader.source}: {name} ends in a part of a block, where transformers takes other scales on a CPU: "
@@ -75,12 +75,13 @@ def kept_matrices(reader: CheckpointReader, settings: ConversionSettings, tensor
     return {name: parts for name in outside if (parts := reader.stored_parts(name))}
 
 
-def quantisation_entry(reader: CheckpointReader, tensors: Mapping[str, TensorSpec], kept: Parts) -> dict[str, Any]:
-    """What config.json of the result says of kept matrices: as the source's, with all others excluded by name."""
-    if not kept:
+def quantisation_entry(reader: CheckpointReader, tensors: Mapping[str, TensorSpec], parts: Parts) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a result with kept matrices: the source's, with all other modules excluded
+    by name."""
+    if not parts:
         return {}
-    said = reader.as_stored.config["quantization_config"]
-    listed = EXCLUDED[said["quant_method"]]
+    entry = reader.as_stored.config["quantization_config"]
+    listed = EXCLUDED[entry["quant_method"]]
     matrices = [name for name, spec in tensors.items() if name.endswith(WEIGHT) and len(spec.shape) == 2]
-    numbers = [name.removesuffix(WEIGHT) for name in [*matrices, HEAD + WEIGHT] if name not in kept]
-    return {"quantization_config": {**said, listed: list(dict.fromkeys([*(said.get(listed) or ()), *numbers]))}}
+    numbers = [name.removesuffix(WEIGHT) for name in [*matrices, HEAD + WEIGHT] if name not in parts]
+    return {"quantization_config": {**entry, listed: list(dict.fromkeys([*(entry.get(listed) or ()), *numbers]))}}

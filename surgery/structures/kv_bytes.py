@@ -9,30 +9,31 @@ from surgery.calibration.settings import ConversionSettings
 from surgery.reporting.report import SourceShape
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import OwnSource, Source
-from surgery.structures.base import LONG, Foreseen
+from surgery.structures.base import LONG, Forecast
 
 
 def source_kv_bytes(opened: Source | OwnSource) -> float:
-    """Of the source, per token."""
+    """Return the KV bytes per token of the source."""
     if isinstance(opened, Source):
         return SourceShape.of(opened).kv_bytes_per_token
     config = opened.reader.config
-    held = kv_bytes_of(config, opened.weight_dtype)
-    return held(LONG) / LONG if config["model_type"] == MODEL_TYPE else held(1)  # the first lies in every window
+    bytes_at = kv_bytes_of(config, opened.weight_dtype)
+    return bytes_at(LONG) / LONG if config["model_type"] == MODEL_TYPE else bytes_at(1)  # inside every window
 
 
-def final_config(foreseen: Foreseen, settings: ConversionSettings) -> dict[str, Any]:
+def final_config(forecast: Forecast, settings: ConversionSettings) -> dict[str, Any]:
     """The config.json of the result, with its ``kv_cache``."""
     if not settings.quantizes:
-        return foreseen.config
-    return {**own_config(foreseen.config, layer_entries(foreseen.config)), "kv_cache": settings.kv_cache()}
+        return forecast.config
+    return {**own_config(forecast.config, layer_entries(forecast.config)), "kv_cache": settings.kv_cache()}
 
 
 def kv_bytes(
-    foreseen: Foreseen, config: dict[str, Any], opened: Source | OwnSource, settings: ConversionSettings
+    forecast: Forecast, config: dict[str, Any], opened: Source | OwnSource, settings: ConversionSettings
 ) -> float:
-    """Of the result, per token: with its bits, or of the budget where bits are chosen with the ranks."""
-    if not (config.get("kv_cache") and foreseen.sized):
-        return foreseen.kv_bytes_per_token
+    """Return the KV bytes per token of the result: with its bits, or of the budget where bits are chosen with the
+    ranks."""
+    if not (config.get("kv_cache") and forecast.sized):
+        return forecast.kv_bytes_per_token
     tokens = getattr(settings, "context", None) or LONG
     return kv_bytes_of(config, opened.weight_dtype)(tokens) / tokens

@@ -16,7 +16,7 @@ from surgery.structures.request import ConversionRequest
 
 
 def is_made_already(request: ConversionRequest, progress: Progress, *, remedy: str) -> bool:
-    """Whether the output of a request is there, as it asks for it; a note tells so.
+    """Return whether the output of a request exists and matches its settings; a note then says so.
 
     Raises:
         SurgeryError: something else is there; ``remedy`` says what to do.
@@ -30,15 +30,15 @@ def is_made_already(request: ConversionRequest, progress: Progress, *, remedy: s
 
 
 def is_conversion_of(out: Path, source: str | Path, settings: ConversionSettings) -> bool:
-    """Whether a folder holds the conversion of a source with these settings.
+    """Return whether a folder holds the conversion of a source with these settings.
 
     A setting that was not known when it was made counts as its default.
     """
     try:
         report = json.loads((out / REPORT).read_text(encoding="utf-8"))
-        made = {field.name: field.default for field in fields(settings)} | report["settings"]
+        recorded = {field.name: field.default for field in fields(settings)} | report["settings"]
         places = {"keep_statistics": settings.keep_statistics}
-        same = json.loads(json.dumps(made | places)) == json.loads(json.dumps(settings.to_dict()))
+        same = json.loads(json.dumps(recorded | places)) == json.loads(json.dumps(settings.to_dict()))
         same = same and report["source"]["sha256"] == CheckpointReader.open(source).fingerprint()
         if (heads := getattr(settings, "heads", None)) is not None:
             same = same and report["target"]["pattern"]["sha256"] == read_pattern(heads).sha256

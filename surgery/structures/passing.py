@@ -1,4 +1,4 @@
-"""Layers that a conversion leaves as they are, on their way through its stages."""
+"""Layers that a conversion leaves unchanged, on their way through its stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from surgery.families.attention import CapturedAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.source import Source
 from surgery.structures.converted_layers import ConvertedLayers
-from surgery.structures.stages import StageRuns
+from surgery.structures.stages import StageTracker
 from surgery.transforms.quantized_reading import QuantizedAttention
 
 
@@ -24,9 +24,9 @@ def source_attention(opened: Source, layer: int, cache: QuantizedKVLayer | None 
     return CapturedAttention(anatomy) if cache is None else QuantizedAttention(anatomy, cache)
 
 
-def pass_kept(opened: Source, index: int, runs: StageRuns, converted: ConvertedLayers) -> None:
+def pass_kept(opened: Source, index: int, runs: StageTracker, converted: ConvertedLayers) -> None:
     """Carries all stages through a layer as it is, of which nothing is new."""
     attention = source_attention(opened, index)
     with opened.stream.layer(index) as layer:
-        runs.go_past(layer, attention)
+        runs.skip(layer, attention)
     converted.save(index, {})

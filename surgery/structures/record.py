@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import torch
 
-from surgery.architectures.beside_pictures import whole_config
+from surgery.architectures.multimodal import whole_config
 from surgery.checkpoint.hub import id_of_snapshot
 from surgery.checkpoint.tensors import TensorSpec
 from surgery.common.memory import peak_memory
@@ -16,13 +16,18 @@ from surgery.reporting.adapters import adapter_targets
 from surgery.reporting.report import Report, SourceShape, environment
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.structures.base import Outcome
+from surgery.structures.context import ConversionContext
 from surgery.structures.registry import TARGETS
-from surgery.structures.work import Work
 from surgery.verification.written import Verification, prompt_of
 
 
 def build_report(
-    work: Work, outcome: Outcome, verification: Verification, name: str, plan: Mapping[str, TensorSpec], command: str
+    work: ConversionContext,
+    outcome: Outcome,
+    verification: Verification,
+    name: str,
+    plan: Mapping[str, TensorSpec],
+    command: str,
 ) -> Report:
     """Report of a conversion whose files are written and verified; hashes and names of the files are not in it yet.
 
@@ -78,8 +83,8 @@ def build_report(
     )
 
 
-def _target(work: Work, outcome: Outcome, name: str) -> dict:
-    """What the model became, with the class that carries it and the engines that load that."""
+def _target(work: ConversionContext, outcome: Outcome, name: str) -> dict:
+    """Build the report's entry of the target: name, class and the engines that load it."""
     # A slice stays what it was; the number of KV heads decides between two names of one conversion.
     target, to = TARGETS.get(outcome.target["to"]), outcome.target["to"]
     config = whole_config(work.opened.reader, outcome.final_config or outcome.config)

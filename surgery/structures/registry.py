@@ -1,4 +1,5 @@
-"""What ``--to`` can name: for each target its settings and its structure. Needs no torch before it converts."""
+"""Registry of the names that ``--to`` takes, with the settings and structure of each. Needs no torch before it
+converts."""
 
 from __future__ import annotations
 
@@ -54,30 +55,30 @@ class Target:
         """Loads what converts."""
         return load(self.home)
 
-    def settings(self, given: Mapping[str, Any], config: Path | None = None) -> ConversionSettings:
+    def settings(self, values: Mapping[str, Any], config: Path | None = None) -> ConversionSettings:
         """Settings from a file, if there is one, and from what was given besides; None counts as not given.
 
         Raises:
             SurgeryError: a setting that this target does not have, or a value that it does not take.
         """
-        given = {name: value for name, value in given.items() if value is not None}
+        values = {name: value for name, value in values.items() if value is not None}
         for name, value in self.fixed.items():
-            if given.get(name, value) != value:
-                raise SurgeryError(f"{name} {given[name]} contradicts --to {self.name}, which means {value}")
+            if values.get(name, value) != value:
+                raise SurgeryError(f"{name} {values[name]} contradicts --to {self.name}, which means {value}")
         read = read_mapping(config) if config else {}
-        where = str(config) if any(name not in given for name in read) else f"--to {self.name}"
-        for name in {**read, **given}:
+        where = str(config) if any(name not in values for name in read) else f"--to {self.name}"
+        for name in {**read, **values}:
             others = targets_with(name)
             if others and name not in names_of(self.settings_class):
                 raise SurgeryError(f"{where}: {name} is for {', '.join(others)}; {self.name} has no such setting")
-        return self.settings_class.from_mapping({**read, **given, **self.fixed}, where)
+        return self.settings_class.from_mapping({**read, **values, **self.fixed}, where)
 
     def ending_of(self, settings: ConversionSettings) -> str:
-        """Of the default name of the output."""
+        """Return the ending of the output's default name."""
         return settings.ending(self.ending or self.name)
 
     def check_places(self, source: str, out: Path | None, settings: ConversionSettings, *, overwrite: bool) -> Path:
-        """Where the output goes; what a conversion would refuse of it at first sight, before torch is loaded for it.
+        """Return the output path, and refuse what needs no torch to be refused.
 
         Raises:
             SurgeryError: there is no such checkpoint, or the output is there already or is the source.
@@ -124,7 +125,7 @@ TARGETS: Registry[Target] = Registry(
                 "hybrid",
                 HybridSettings,
                 "surgery.structures.hybrid.structure:Hybrid",
-                "full heads beside streaming ones, which keep first and recent tokens only",
+                "full heads next to streaming ones, which keep first and recent tokens only",
                 "streaming heads",
             ),
             Target(
@@ -143,7 +144,7 @@ DEFAULT = "mla"
 """What attention becomes where nothing is said."""
 
 SLICE = Target("slice", SliceSettings, "surgery.structures.slices.structure:Slice", "fewer latents", ending="sliced")
-"""The verb of its own that makes a smaller checkpoint from a converted one."""
+"""The command of its own that makes a smaller checkpoint from a converted one."""
 
 
 def target_of(settings: ConversionSettings) -> Target:
@@ -164,8 +165,8 @@ def find_target(name: str) -> Target:
         SurgeryError: there is none.
     """
     if name not in TARGETS:
-        if gone := removal(f"to {name}"):
-            raise SurgeryError(f"--to {name} {gone}")
+        if notice := removal(f"to {name}"):
+            raise SurgeryError(f"--to {name} {notice}")
         known = list(TARGETS)
         raise SurgeryError(f"--to {name}: unknown target, choose {', '.join(known)}{did_you_mean(name, known)}")
     return TARGETS[name]

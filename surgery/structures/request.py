@@ -1,4 +1,4 @@
-"""What a conversion and its dry run begin with: the source opened, the output's place settled, the structure asked."""
+"""Start of a conversion and of its dry run: open the source, settle the output path, make the structure."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ConversionRequest:
 
     Attributes:
         source: local folder or file, or hub id.
-        out: folder to write; None: beside the source, with what it became behind its name.
+        out: folder to write; None: next to the source, with what it became after its name.
         settings: their class says what the result is.
         overwrite: replace an existing checkpoint in ``out``.
         allow_pickle: read pickled weights if there are no others.
-        restart: begin anew where an interrupted conversion could go on.
+        restart: begin from scratch where an interrupted conversion could go on.
         keep_code: take over the source's code files, too.
         command: what the user typed, for the report.
         predicted: what a plan expected of it, for the report.

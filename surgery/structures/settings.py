@@ -1,4 +1,4 @@
-"""What a user can ask of conversions whose result may keep a quantised cache of a few bits. Needs no torch."""
+"""Settings of conversions whose result may keep a quantised cache of a few bits. Needs no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def keep_quantised() -> Any:
 
 @dataclass(frozen=True)
 class StructureSettings(ConversionSettings):
-    """What conversions can be asked for whose result may keep a quantised cache of a few bits."""
+    """Base settings of conversions whose result may keep a quantised cache of a few bits."""
 
     bits: Bits | None = setting(
         None,
@@ -71,24 +71,24 @@ class StructureSettings(ConversionSettings):
 
     @property
     def quantizes(self) -> bool:
-        """Whether the result keeps a quantised cache."""
+        """Return whether the result keeps a quantised cache."""
         return self.bits is not None
 
     @property
     def format(self) -> str:
-        """Of a quantised value, as the cache layers call it."""
+        """Return the format of a quantised value, by its name in the cache layers."""
         return cache_format(self.bits)
 
     def ending(self, target: str) -> str:
-        """With the bits."""
+        """Return the ending of the output's default name, with the bits."""
         if not self.quantizes:
             return target
         return f"{target}-mixed" if self.bits == "auto" else f"{target}-{self.format}"
 
     def kv_cache(self) -> dict[str, int | str]:
-        """What config.json of the own class says."""
-        said = {"format": self.format, "group": self.group, "window": 0, "keys": self.keys}
-        return {**said, "sinks": self.sinks} if self.sinks and self.SINKS_OF_CODES else said
+        """Return the ``kv_cache`` entry of the custom model class's config.json."""
+        entry = {"format": self.format, "group": self.group, "window": 0, "keys": self.keys}
+        return {**entry, "sinks": self.sinks} if self.sinks and self.SINKS_OF_CODES else entry
 
 
 def check_spectrum(settings: StructureSettings) -> None:
@@ -101,7 +101,7 @@ def rope_bits() -> Any:
     """The setting of targets whose cache may hold rotary dimensions apart."""
     return setting(
         None,
-        "Bits of the rotary dimensions of a quantised MLA cache, by token; 16 leaves them as they are.",
+        "Bits of the rotary dimensions of a quantised MLA cache, by token; 16 leaves them unquantised.",
         section="Bits",
         unset="as bits",
     )
@@ -147,5 +147,5 @@ def with_formats(kv_cache: dict[str, int | str], **bits: int | str | None) -> di
 
 
 def cache_format(bits: int | str) -> str:
-    """What the cache layers call it; where formats are chosen by latent, that of all others."""
+    """Return the cache layers' name of a format; where formats differ by latent, the one of all others."""
     return {"fp8": "fp8", "auto": "int4", "16": "exact"}.get(str(bits), f"int{bits}")

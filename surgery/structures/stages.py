@@ -31,7 +31,7 @@ Form = Callable[[], nn.Module]
 """Makes a stand-in for a layer's attention; called when it is needed, as exact forms are as wide as the whole cache."""
 
 
-class StageRuns:
+class StageTracker:
     """Hidden states of every stage, advanced layer by layer.
 
     Args:
@@ -87,7 +87,7 @@ class StageRuns:
         self._stream.run_layer(layer, self.hidden["source"], self._batch_size)
         return errors
 
-    def go_past(self, layer: StreamedLayer, attention: nn.Module | None) -> None:
+    def skip(self, layer: StreamedLayer, attention: nn.Module | None) -> None:
         """Runs one layer that all stages leave as it is, with ``attention`` in the place of its own if given."""
         for name, hidden in self.hidden.items():
             if name != "source":
@@ -95,7 +95,7 @@ class StageRuns:
         self._stream.run_layer(layer, self.hidden["source"], self._batch_size)
 
     def sample(self) -> Tensor:
-        """What the source hands to its next layer, of the sequences on which errors are measured."""
+        """Return the source's inputs to its next layer, for the sequences on which errors are measured."""
         return self.hidden["source"][:ERROR_SEQUENCES].to(self._stream.device, self._stream.dtype)
 
     def scores(self) -> dict[str, Score]:
@@ -120,7 +120,7 @@ class StageRuns:
 
     @cached_property
     def _source_losses(self) -> Tensor:
-        """Of all tokens of text, once all layers have passed."""
+        """Losses of all tokens of text in the source, once all layers have passed."""
         texts = self._held_out.texts
         return self._stream.token_losses(self.hidden["source"][:texts], self._held_out.tokens[:texts])
 

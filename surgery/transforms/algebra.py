@@ -24,14 +24,14 @@ often that two threads, asleep as they wait, took 59 ms for what one did in 13 (
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``torch.linalg.eigh``, on one thread where that is sooner, or on the solver's device."""
+    """Compute ``torch.linalg.eigh``, on one thread where that is sooner, or on the solver's device."""
     with torch_threads(_worth(matrix)):
         values, vectors = torch.linalg.eigh(matrix.to(solver_of(matrix)))
         return values.to(matrix.device), vectors.to(matrix.device)
 
 
 def eigvalsh(matrix: Tensor) -> Tensor:
-    """As ``torch.linalg.eigvalsh``, on one thread where that is sooner, or on the solver's device."""
+    """Compute ``torch.linalg.eigvalsh``, on one thread where that is sooner, or on the solver's device."""
     with torch_threads(_worth(matrix)):
         return torch.linalg.eigvalsh(matrix.to(solver_of(matrix))).to(matrix.device)
 
@@ -99,5 +99,5 @@ def reduced_rank_projection(moment: Tensor, metric: Tensor, rank: int) -> tuple[
     device, solver = moment.device, solver_of(moment)
     root, inverse_root = psd_powers(metric.to(solver), (0.5, -0.5))
     energy, basis = eigh_descending(root @ moment.to(solver) @ root)
-    kept = basis[:, :rank]
-    return tuple(part.to(device) for part in (kept.mT @ root, inverse_root @ kept, energy.clamp_min(0)))
+    leading = basis[:, :rank]
+    return tuple(part.to(device) for part in (leading.mT @ root, inverse_root @ leading, energy.clamp_min(0)))

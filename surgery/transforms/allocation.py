@@ -11,7 +11,7 @@ water_fill      the energies that are dropped        those energies: in a Fisher
 proportional    any weights, as Palu's Fisher        the weights
                 information
 choose_widths   the same, and what is spent on       the same
-                numbers beside a latent
+                numbers next to a latent
 =============== ==================================== ==========================================
 """
 
@@ -60,7 +60,7 @@ class Choice:
     Attributes:
         width: the fixed ones.
         cost: of this choice, in the unit of the energies.
-        energies: of the latent beside them, in descending order.
+        energies: of the latent next to them, in descending order.
     """
 
     width: int
@@ -97,8 +97,8 @@ def choose_widths(layers: Sequence[Sequence[Choice]], total: int) -> list[tuple[
         index = (fixed + price * widths + costs).argmin(-1, keepdim=True)
         return index, rank.gather(-1, index) + 1
 
-    def needed(found: tuple[Tensor, Tensor]) -> int:
-        index, rank = found
+    def needed(choice: tuple[Tensor, Tensor]) -> int:
+        index, rank = choice
         return int((widths.gather(-1, index) + rank).sum())
 
     low, high = 0.0, max(choice.cost + float(choice.energies.sum()) for choices in layers for choice in choices) + 1.0
@@ -106,15 +106,15 @@ def choose_widths(layers: Sequence[Sequence[Choice]], total: int) -> list[tuple[
         middle = (low + high) / 2
         low, high = (low, middle) if needed(best(middle)) <= total else (middle, high)
     left = total - needed(best(high))
-    found = list(zip(*(each.flatten().tolist() for each in best(high)), strict=True))
-    spectra = [choices[index].energies[rank:] for choices, (index, rank) in zip(layers, found, strict=True)]
+    per_layer = list(zip(*(each.flatten().tolist() for each in best(high)), strict=True))
+    spectra = [choices[index].energies[rank:] for choices, (index, rank) in zip(layers, per_layer, strict=True)]
     owner = torch.cat([torch.full((len(part),), layer) for layer, part in enumerate(spectra)])
-    given = owner[torch.cat(spectra).argsort(descending=True, stable=True)[:left]]
-    return [(index, rank + int((given == layer).sum())) for layer, (index, rank) in enumerate(found)]
+    owners = owner[torch.cat(spectra).argsort(descending=True, stable=True)[:left]]
+    return [(index, rank + int((owners == layer).sum())) for layer, (index, rank) in enumerate(per_layer)]
 
 
 def _dropped(energies: Tensor) -> Tensor:
-    """What ranks of 1, 2, … leave out."""
+    """Return the energies that ranks of 1, 2, … leave out."""
     return torch.cat([energies.flip(0).cumsum(0).flip(0)[1:], energies.new_zeros(1)])
 
 
@@ -152,9 +152,9 @@ def proportional(
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(shares(middle)) <= budget else (low, middle)
-    wanted = shares(low)
-    ranks = [int(share + 1e-9) for share in wanted]
-    order = sorted(range(len(ranks)), key=lambda i: (ranks[i] - wanted[i], i))
+    exact = shares(low)
+    ranks = [int(share + 1e-9) for share in exact]
+    order = sorted(range(len(ranks)), key=lambda i: (ranks[i] - exact[i], i))
     while sum(ranks) < budget:
         for i in order:
             if sum(ranks) < budget and ranks[i] < most[i]:

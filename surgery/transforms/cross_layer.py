@@ -77,12 +77,12 @@ def loss_metric(statistics: LayerStatistics, first: int = 0) -> Tensor:
     return damp((statistics.gradient if raw is None else raw)[first:, first:], METRIC_DAMPING)
 
 
-def merged_pair(heads: int, kept: int, interpolation: float) -> Rebuild:
+def merged_pair(heads: int, pairs: int, interpolation: float) -> Rebuild:
     """MiniCache's two layers of a block (arXiv:2405.14366): one direction between theirs, each with its own norm.
 
     Args:
         heads: KV heads; keys and values of a head are as wide as each other.
-        kept: tokens of a block, of the widest mean angle, that stay as they are; keys and values apart.
+        pairs: tokens of a block, of the widest mean angle, that stay unchanged; keys and values apart.
         interpolation: the later layer's share of the direction, t of SLERP.
     """
 
@@ -101,7 +101,7 @@ def merged_pair(heads: int, kept: int, interpolation: float) -> Rebuild:
         direction = shares[0][..., None] * unit[:, :, 0] + shares[1][..., None] * unit[:, :, 1]
         merged = direction[:, :, None] * norms
         mean = angle.mean(-1)  # [B, C, 2]
-        widest = mean.argsort(dim=1, descending=True)[:, :kept]
+        widest = mean.argsort(dim=1, descending=True)[:, :pairs]
         exact = torch.zeros_like(mean, dtype=torch.bool).scatter(1, widest, True)
         result = torch.where(exact[:, :, None, :, None, None], both, merged)
         return list(result.flatten(3).unbind(2))
@@ -200,9 +200,9 @@ class SimulatedMember(nn.Module):
         first = count - tokens.shape[1]
         place = torch.arange(count, device=tokens.device)
         lag = place[first:, None] - place
-        wanted = (place >= first // self.block * self.block) | (lag < self._window) | (place < self._sinks)
+        in_window = (place >= first // self.block * self.block) | (lag < self._window) | (place < self._sinks)
         old = 0 if self.rebuilt is None else self.rebuilt.shape[1]
-        visible = torch.cat([((lag >= 0) & ~wanted)[:, :old], (lag >= 0) & wanted], dim=1)
+        visible = torch.cat([((lag >= 0) & ~in_window)[:, :old], (lag >= 0) & in_window], dim=1)
         read = self.exact if not old else torch.cat([self.rebuilt, self.exact], dim=1)
         return read, torch.cat([place[:old], place]), visible
 
@@ -216,7 +216,7 @@ class SimulatedKeysValues(SimulatedMember):
 
     @property
     def parts(self) -> list[int]:
-        """Of all keys, of all values."""
+        """Numbers of dims of all keys and of all values."""
         return [self.source.k.shape[:2].numel(), self.source.v.shape[:2].numel()]
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
@@ -239,7 +239,7 @@ class SimulatedKeysValues(SimulatedMember):
 
 
 class SimulatedLatents(SimulatedMember):
-    """A member that is MLA, whose z are its latents behind their norm; rotary keys are read as they are."""
+    """A member that is MLA, whose z are its latents after their norm; rotary keys are read as they are."""
 
     def __init__(self, source: LatentAnatomy, block: int, sinks: int, window: int):
         super().__init__(block, sinks, window)
@@ -248,7 +248,7 @@ class SimulatedLatents(SimulatedMember):
 
     @property
     def parts(self) -> list[int]:
-        """Of the latent."""
+        """Number of dims of the latent."""
         return [self.source.rank]
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:

@@ -8,7 +8,7 @@ the left on its way into the cache and another from the right on its way out tak
     latents   up (down x) = (up H) (Hᵀ down x)      for every matrix that reads the latent
 
 Keys that are cached after RoPE do not: the rotation of a position mixes pairs of channels between the two matrices, and
-no fixed H passes it. They stay as they are, quantised by channel.
+no fixed H passes it. They stay unchanged, quantised by channel.
 """
 
 from __future__ import annotations

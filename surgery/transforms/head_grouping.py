@@ -38,7 +38,7 @@ class GroupMoments:
     value_metric: Tensor  # [n, e, n, e]
 
     def of(self, group: Group) -> GroupMoments:
-        """Those of some heads."""
+        """Return the moments of some heads."""
         index = torch.tensor(group)
         rows, columns = index[:, None], index
         return GroupMoments(
@@ -65,7 +65,7 @@ class GroupMoments:
 
 @dataclass(frozen=True)
 class GroupMaps:
-    """How the n heads of a group become one and are read back."""
+    """Maps that merge the n heads of a group into one and read them back."""
 
     key_down: Tensor  # [d/2, n] complex
     key_up: Tensor  # [d/2, n] complex
@@ -86,7 +86,7 @@ def moments_of_heads(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, 
     def values_of(matrix: Tensor) -> Tensor:
         return matrix[keys:, keys:].reshape(groups, width, groups, width)
 
-    moment = statistics.met_moment if weighted else statistics.moment
+    moment = statistics.gradient_weighted_moment if weighted else statistics.moment
     key = frequency_blocks(statistics.keys(moment, anatomy))
     value = values_of(moment)
     if weighted and statistics.metric is not None:
@@ -161,7 +161,7 @@ def procrustes_maps(moments: GroupMoments) -> GroupMaps:
 
 
 def reorder_kv_heads(anatomy: AttentionAnatomy, order: Group) -> AttentionAnatomy:
-    """The same layer with its KV heads in another order, their query heads and columns of ``o`` along with them."""
+    """Return the layer with its KV heads in another order, query heads and columns of ``o`` with them."""
     repeat = anatomy.heads // anatomy.kv_heads
     kv = torch.tensor(order, device=anatomy.k.device)
     query = (kv[:, None] * repeat + torch.arange(repeat, device=kv.device)).flatten()

@@ -38,6 +38,6 @@ def permute_heads(tensors: Mapping[str, Tensor], order: Sequence[int]) -> dict[s
 
 
 def _over_all_heads(module: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether it is the weight of a norm as wide as all queries or keys together."""
+    """Return whether a tensor is the weight of a norm as wide as all queries or keys together."""
     normed = tensors.get(f"{module.removesuffix('_norm')}_proj.weight")
     return module.endswith("_norm") and normed is not None and tensor.numel() == len(normed)

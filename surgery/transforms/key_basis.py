@@ -1,7 +1,7 @@
 """Changes of basis of the wide key space (all KV heads side by side), in the complex commutant of RoPE.
 
 RoPE multiplies the pair of frequency ``l`` in every head by the same phase, so any complex-linear map over the heads of
-one frequency commutes with it. With ``k' = T_l k`` and ``q' = T_l^{-H} q`` all scores stay as they are.
+one frequency commutes with it. With ``k' = T_l k`` and ``q' = T_l^{-H} q`` all scores stay unchanged.
 
 A component is one complex number per token, ``k'_p = Σ_{g,l} key[p,g,l] k_{g,l}``; P = G d/2 of them span the space.
 """
@@ -37,7 +37,7 @@ class KeyBasis:
         return _real_rows(self.key[components])
 
     def dual_rows(self, components: Tensor) -> Tensor:
-        """As :meth:`key_rows` for the query side, in which gradients with respect to the components live."""
+        """Return :meth:`key_rows` for the query side, in which gradients with respect to the components live."""
         return _real_rows(self.query[components])
 
     def query_columns(self, components: Tensor, heads: int) -> Tensor:
@@ -100,18 +100,18 @@ def folded_basis(moment: Tensor, fold: int, kept_pairs: int) -> KeyBasis:
     split = moment.view(groups, 2, pairs, groups, 2, pairs)
     energy = split[:, 0, :, :, 0] + split[:, 1, :, :, 1]  # E[re re' + im im'], [G, pairs, G, pairs]
     per_fold, stride = fold * kept_pairs // pairs, pairs // kept_pairs
-    kept, dropped, kept_frequency, dropped_frequency = [], [], [], []
+    kept_rows, dropped, kept_frequency, dropped_frequency = [], [], [], []
     for start in range(0, pairs, fold):
         inside = slice(start, start + fold)
         block = energy[:, inside, :, inside].reshape(groups * fold, groups * fold)
         _, vectors = eigh_descending(damp(block, 0.01))
         rows = moment.new_zeros(groups * fold, groups, pairs)
         rows[:, :, inside] = vectors.mT.reshape(-1, groups, fold)
-        kept.append(rows[:per_fold])
+        kept_rows.append(rows[:per_fold])
         dropped.append(rows[per_fold:])
         kept_frequency += [start + c * stride for c in range(per_fold)]
         dropped_frequency += [start + c % fold for c in range(per_fold, groups * fold)]
-    rows = torch.cat(kept + dropped).to(torch.complex128)
+    rows = torch.cat(kept_rows + dropped).to(torch.complex128)
     return KeyBasis(rows, rows, torch.tensor(kept_frequency + dropped_frequency))
 
 

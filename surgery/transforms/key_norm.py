@@ -35,7 +35,7 @@ def pooled_key_norms(anatomy: AttentionAnatomy, statistics: LayerStatistics, kv_
 
 
 def deal_queries(norms: Tensor, heads: int) -> list[int]:
-    """How many of ``heads`` query heads each KV head gets: in proportion to the norms [G'], one at least.
+    """Return how many of ``heads`` query heads each KV head gets: in proportion to the norms [G'], one at least.
 
     Raises:
         SurgeryError: there are fewer query heads than KV heads.

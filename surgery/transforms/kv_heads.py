@@ -140,7 +140,7 @@ def merge_kv_heads(
 
     Raises:
         SurgeryError: an unknown method, a number of heads that does not divide the source's, or a layer that
-            normalises its keys or queries: the factors of a merge stand behind the norm, where no weight is.
+            normalises its keys or queries: the factors of a merge stand after the norm, where no weight is.
     """
     if method not in METHODS:
         raise SurgeryError(f"method {method!r} of merging KV heads is unknown: choose {', '.join(METHODS)}")
@@ -150,7 +150,7 @@ def merge_kv_heads(
         )
     if anatomy.q_norm is not None or anatomy.k_norm is not None:
         raise SurgeryError(
-            "KV heads behind a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla instead"
+            "KV heads after a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla instead"
         )
     chosen, size = METHODS[method], anatomy.kv_heads // kv_heads
     loss = moments_of_heads(anatomy, statistics, weighted=True)

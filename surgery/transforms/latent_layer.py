@@ -30,7 +30,7 @@ Read = Callable[[Tensor], Tensor]
 
 
 def interleaving(rope_dim: int) -> Tensor:
-    """Where row j of an interleaved layout is found in the half-split one."""
+    """Return the position of row j of an interleaved layout in the half-split one."""
     return torch.arange(rope_dim).view(2, -1).T.flatten()
 
 
@@ -63,20 +63,20 @@ class LatentLayer:
         return moved(self, *args, **kwargs)
 
     def rescaled(self, latent: float, rope_key: float) -> LatentLayer:
-        """The same function with latents and rotary keys multiplied by these numbers, exact for powers of two."""
+        """Return the same function with latents and rotary keys times these factors, exact for powers of two."""
         rank, width = self.rank, len(self.down)
-        made = torch.full((width,), latent, dtype=self.down.dtype, device=self.down.device)
-        made[rank:] = rope_key
+        factors = torch.full((width,), latent, dtype=self.down.dtype, device=self.down.device)
+        factors[rank:] = rope_key
         return replace(
             self,
-            down=self.down * made[:, None],
-            down_bias=None if self.down_bias is None else self.down_bias * made,
-            query_up=self.query_up / made,
+            down=self.down * factors[:, None],
+            down_bias=None if self.down_bias is None else self.down_bias * factors,
+            query_up=self.query_up / factors,
             value_up=self.value_up / latent,
         )
 
     def compress(self, x: Tensor, read: Read | None = None) -> tuple[Tensor, Tensor]:
-        """What is read of inputs ``x`` [B, T, D]: latents [B, T, r] and rotated keys [B, T, ρ].
+        """Compress inputs ``x`` [B, T, D] to what attention reads: latents [B, T, r] and rotated keys [B, T, ρ].
 
         Args:
             read: what a cache gives back of [B, T, r + ρ] that it keeps before the rotation; itself if None.
@@ -103,19 +103,19 @@ class LatentLayer:
         gain = self.source.project_key_gain(x)
         if gain is not None:
             positional = torch.cat([positional, gain], dim=-1)
-        held = latent[:, None], positional[:, None]
-        queries, exact, source = self.queries(x).transpose(1, 2), self._keys_and_values(*held), self.source
+        cached = latent[:, None], positional[:, None]
+        queries, exact, source = self.queries(x).transpose(1, 2), self._keys_and_values(*cached), self.source
         if cache is None:
             mixed = causal_attention(source, queries, *exact)
         else:
-            quantized = self._keys_and_values(*as_quantized(cache, *held))
+            quantized = self._keys_and_values(*as_quantized(cache, *cached))
             mixed = attend_quantized(cache, source.softmax, queries, exact, quantized)
         return torch.einsum("bhtr,her->bthe", mixed, self.value_up)
 
     def _keys_and_values(self, latent: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [B, H, T, r + ρ] and values [B, H, T, r] of a cached latent [B, 1, T, r], one for all heads.
 
-        Beside it are rotated keys and, behind a key norm, every head's gain: [B, 1, T, ρ (+ G)].
+        Next to it are rotated keys and, after a key norm, every head's gain: [B, 1, T, ρ (+ G)].
         """
         key = torch.cat([latent, positional[..., : self.rope_dim]], dim=-1)
         if positional.shape[-1] > self.rope_dim:

@@ -50,10 +50,10 @@ class LowRankConversion:
 
 @dataclass(frozen=True)
 class SharedMoments:
-    """What a layer's bias-free ``z`` has to do with the latents that earlier layers have cached of the same token.
+    """Second moments of a layer's bias-free ``z`` with the latents that earlier layers have cached of the same token.
 
     Here keys carry the weight of a key norm, as in :class:`LayerStatistics`, and tokens the weights of its
-    ``met_moment``.
+    ``gradient_weighted_moment``.
     """
 
     cross: Tensor  # E[z c_sᵀ], [n, s]
@@ -110,21 +110,21 @@ def low_rank_layer(
         statistics: of this layer.
         blocks: from :func:`surgery.transforms.low_rank_methods.blocks_for`, or of other ranks.
         method: one of ``METHODS``.
-        shared: moments with the latents of earlier layers, which are read for nothing beside the layer's own.
+        shared: moments with the latents of earlier layers, which are read for nothing next to the layer's own.
 
     Raises:
         SurgeryError: an unknown method, statistics that lack what the method needs, or blocks that do not serve each
             key and value head once or have more latents than numbers to rebuild.
         ValueError: shared latents with anything but the method "fisher" and its one block.
     """
-    chosen = method_named(method)
+    rule = method_named(method)
     _check_blocks(anatomy, blocks)
     if shared is not None and (method != "fisher" or len(blocks) != 1):
         raise ValueError("latents of earlier layers can be read by method fisher with one block of latents only")
     _check_statistics(method, anatomy, statistics)
     scale = _key_scale(anatomy)
-    met = _bias_free(anatomy, statistics, met=True) / scale / scale[:, None]
-    moment = met if chosen.weighted else _bias_free(anatomy, statistics, met=False) / scale / scale[:, None]
+    weighted = _bias_free(anatomy, statistics, weighted=True) / scale / scale[:, None]
+    moment = weighted if rule.weighted else _bias_free(anatomy, statistics, weighted=False) / scale / scale[:, None]
     weight = kv_rows(anatomy) / scale[:, None]
     gradient = _gradient(statistics, scale)
     regression = torch.zeros(len(moment), 0, dtype=moment.dtype)
@@ -132,11 +132,11 @@ def low_rank_layer(
         cross = shared.cross / scale[:, None]
         regression = _regression(cross, shared.moment)
         predicted = regression @ cross.mT
-        moment = met = met - predicted - predicted.mT + regression @ shared.moment @ regression.mT
+        moment = weighted = weighted - predicted - predicted.mT + regression @ shared.moment @ regression.mT
     whole = BlockMoments(
         moment=moment,
         metric=gradient,
-        scaled=weight * statistics.input_scale @ weight.mT if chosen.scaled else None,
+        scaled=weight * statistics.input_scale @ weight.mT if rule.scaled else None,
         relevance=_relevance(anatomy, statistics, moment.diagonal() * _finite(scale).square()),
     )
 
@@ -144,7 +144,7 @@ def low_rank_layer(
     projection = moment.new_zeros(len(moment), len(moment))  # what is rebuilt of z: up down
     for block in blocks:
         index = _numbers(anatomy, block)
-        factors = chosen.factors(whole.of(index), block.rank)
+        factors = rule.factors(whole.of(index), block.rank)
         down.append(factors.down @ weight[index])
         up[index, start : start + block.rank] = factors.up
         projection[index[:, None], index] = factors.up @ factors.down
@@ -160,7 +160,7 @@ def low_rank_layer(
         key_up=key_up.unflatten(0, (anatomy.kv_heads, anatomy.head_dim)),
         value_up=value_up.unflatten(0, (anatomy.kv_heads, anatomy.value_dim)),
     )
-    return LowRankConversion(layer, *_errors(len(key_up), met, gradient, projection), tuple(energies))
+    return LowRankConversion(layer, *_errors(len(key_up), weighted, gradient, projection), tuple(energies))
 
 
 def _check_blocks(anatomy: AttentionAnatomy, blocks: tuple[Block, ...]) -> None:
@@ -189,7 +189,7 @@ def _check_statistics(method: str, anatomy: AttentionAnatomy, statistics: LayerS
 
 
 def _key_scale(anatomy: AttentionAnatomy) -> Tensor:
-    """What ``z`` has to be divided by to get keys before their norm, [n]; infinite where the norm's weight is zero."""
+    """Return the divisors [n] of ``z`` that give keys before their norm; infinite where the norm's weight is zero."""
     scale = torch.ones(anatomy.kv_width, dtype=anatomy.k.dtype)
     if anatomy.k_norm is not None:
         weight = anatomy.k_norm.weight
@@ -202,13 +202,13 @@ def _finite(scale: Tensor) -> Tensor:
     return torch.where(scale.isinf(), 0, scale)
 
 
-def _bias_free(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, met: bool) -> Tensor:
-    """``E[z zᵀ]`` of ``z`` less its bias, [n, n], a key norm's weight in the keys; as the loss meets it if ``met``."""
+def _bias_free(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, weighted: bool) -> Tensor:
+    """``E[z zᵀ]`` of ``z`` less its bias, [n, n], a key norm's weight in the keys; gradient-weighted if asked."""
     key_bias, value_bias = anatomy.key_weight()[1], anatomy.v_bias
-    moment = statistics.met_moment if met else statistics.moment
+    moment = statistics.gradient_weighted_moment if weighted else statistics.moment
     if key_bias is None and value_bias is None:
         return moment
-    keys, mean = anatomy.kv_heads * anatomy.head_dim, statistics.met_mean if met else statistics.mean
+    keys, mean = anatomy.kv_heads * anatomy.head_dim, statistics.gradient_weighted_mean if weighted else statistics.mean
     bias = torch.zeros_like(mean)
     if key_bias is not None:
         bias[:keys] = key_bias.flatten()
@@ -252,7 +252,7 @@ def _relevance(anatomy: AttentionAnatomy, statistics: LayerStatistics, energy: T
 
 
 def _numbers(anatomy: AttentionAnatomy, block: Block) -> Tensor:
-    """Where the numbers that a block serves stand in ``z``: keys, then values."""
+    """Return the positions in ``z`` of the elements that a block serves: keys, then values."""
     keys = torch.arange(anatomy.kv_heads * anatomy.head_dim).view(anatomy.kv_heads, -1)
     values = keys.numel() + torch.arange(anatomy.kv_heads * anatomy.value_dim).view(anatomy.kv_heads, -1)
     return torch.cat([keys[list(block.keys)].flatten(), values[list(block.values)].flatten()])

@@ -10,7 +10,7 @@ An attention layer in low-rank form caches latents instead of keys and values, a
 to read from again. Each block of latents serves some of the key heads and some of the value heads: one block for all is
 a joint latent, two are CSKV's (arXiv:2409.10593), two for every few heads Palu's (arXiv:2407.21118).
 
-A recent window and the attention sinks may stay exact beside the latents, as in CSKV's bi-branch cache: a query at m
+A recent window and the attention sinks may stay exact next to the latents, as in CSKV's bi-branch cache: a query at m
 reads its own keys of positions n < sinks and n > m - window, and rebuilt ones of the others.
 """
 
@@ -53,11 +53,11 @@ class LowRankLayer:
         return moved(self, *args, **kwargs)
 
     def key_mask(self) -> Tensor:
-        """Which columns of ``key_up`` may differ from zero, bool [G, s + r]."""
+        """Return the columns of ``key_up`` that may differ from zero, bool [G, s + r]."""
         return self._mask(lambda block: block.keys)
 
     def value_mask(self) -> Tensor:
-        """Which columns of ``value_up`` may, bool [G, s + r]."""
+        """Return the columns of ``value_up`` that may differ from zero, bool [G, s + r]."""
         return self._mask(lambda block: block.values)
 
     def _mask(self, heads) -> Tensor:
@@ -70,7 +70,7 @@ class LowRankLayer:
         return mask
 
     def latents(self, x: Tensor) -> Tensor:
-        """What the cache holds of inputs ``x`` [B, T, D]: [B, T, r]."""
+        """Return the cached latents [B, T, r] of inputs ``x`` [B, T, D]."""
         return x @ self.down.mT
 
     def rebuilt(self, latents: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ class SimulatedLowRank(nn.Module):
         earlier: stand-ins of the group's earlier layers. Call number i of this one reads their latents of call i, so
             all have to see the same prompts in the same order.
         sinks, window: tokens whose keys and values are exact, see the top of this file.
-        cache: an empty layer that quantises the latents; not beside exact tokens or earlier layers.
+        cache: an empty layer that quantises the latents; not next to full-precision tokens or earlier layers.
         remembers: whether latents are kept, which later layers of a group read.
     """
 
@@ -137,8 +137,8 @@ class SimulatedLowRank(nn.Module):
         self, inputs: Tensor, queries: Tensor, exact: tuple[Tensor, Tensor], latents: Tensor, phase: Tensor
     ) -> Tensor:
         """The output of queries that read keys and values rebuilt from quantised latents, or from exact ones."""
-        held, _ = as_quantized(self.cache, latents[:, None], latents[:, None, :, :0])
-        quantized = self.layer.rebuilt(held[:, 0])
+        stored, _ = as_quantized(self.cache, latents[:, None], latents[:, None, :, :0])
+        quantized = self.layer.rebuilt(stored[:, 0])
         forms = [(rotate(keys, phase).transpose(1, 2), values.transpose(1, 2)) for keys, values in (exact, quantized)]
         mixed = attend_quantized(self.cache, self.layer.source.softmax, queries.transpose(1, 2), *forms)
         return self._output(mixed, inputs)
@@ -148,13 +148,13 @@ class SimulatedLowRank(nn.Module):
         return output(self.layer.source, mixed.transpose(1, 2), inputs)
 
     def _visible(self, tokens: int, device: torch.device) -> Tensor:
-        """Which keys each query sees, bool [T, T], or [T, 2T] with exact ones behind the rebuilt ones."""
+        """Return the mask of visible keys by query, bool [T, T], or [T, 2T] with exact ones after the rebuilt ones."""
         place = torch.arange(tokens, device=device)
         lag = place[:, None] - place
-        seen = lag >= 0
+        mask = lag >= 0
         if self.layer.source.window is not None:
-            seen &= lag < self.layer.source.window
+            mask &= lag < self.layer.source.window
         if not (self.sinks or self.window):
-            return seen
+            return mask
         exact = (lag < self.window) | (place < self.sinks)
-        return torch.cat([seen & ~exact, seen & exact], dim=1)
+        return torch.cat([mask & ~exact, mask & exact], dim=1)

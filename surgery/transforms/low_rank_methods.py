@@ -46,7 +46,7 @@ TRAINING_STEPS, LEARNING_RATE = 400, 0.05
 
 @dataclass(frozen=True)
 class BlockMoments:
-    """What is known of n numbers z that some latents are to stand for; float64."""
+    """Moments of n elements z that some latents replace; float64."""
 
     moment: Tensor  # E[z zᵀ], [n, n]
     metric: Tensor | None  # E[g gᵀ] of the loss gradients at z, damped, [n, n]
@@ -54,7 +54,7 @@ class BlockMoments:
     relevance: Tensor | None  # ThinK's scores, [n]; infinite for what is kept in any case
 
     def of(self, index: Tensor) -> BlockMoments:
-        """Those of some of the numbers."""
+        """Return the moments of some of the elements."""
         square = [None if m is None else m[index[:, None], index] for m in (self.moment, self.metric, self.scaled)]
         return BlockMoments(*square, None if self.relevance is None else self.relevance[index])
 
@@ -145,8 +145,8 @@ def trained(block: BlockMoments, rank: int) -> Factors:
 def channels(block: BlockMoments, rank: int) -> Factors:
     """ThinK: the numbers of highest score as they are, the others gone; ``energy`` are the scores."""
     score, order = block.relevance.sort(descending=True, stable=True)
-    kept = order[:rank].sort().values
-    selection = torch.eye(len(score), dtype=block.moment.dtype)[kept]
+    selected = order[:rank].sort().values
+    selection = torch.eye(len(score), dtype=block.moment.dtype)[selected]
     return Factors(selection, selection.mT, score)
 
 
@@ -179,7 +179,7 @@ def method_named(name: str) -> Method:
 def blocks_for(
     method: str, anatomy: AttentionAnatomy, rank: int, *, key_rank: int | None = None, multiple: int = 1
 ) -> tuple[Block, ...]:
-    """How a layer's budget is laid out in blocks of latents; never more of them than ``rank``.
+    """Lay out a layer's budget in blocks of latents; never more of them than ``rank``.
 
     Args:
         rank: numbers per token.

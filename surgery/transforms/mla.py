@@ -61,7 +61,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Split:
-    """How one KV budget is spent, the same in every layer: ρ rotary dimensions and a latent of rank r."""
+    """Split of one KV budget, the same in every layer: ρ rotary dimensions and a latent of rank r."""
 
     rope_dim: int
     rank: int
@@ -100,7 +100,7 @@ def key_basis(method: Method, anatomy: AttentionAnatomy, statistics: LayerStatis
     if method.folds:
         return folded_basis(statistics.keys(statistics.moment, anatomy), split.fold, split.rope_dim // 2)
     if method.gradients:
-        moment, gradient = statistics.met_moment, statistics.metric
+        moment, gradient = statistics.gradient_weighted_moment, statistics.metric
         return energy_basis(statistics.keys(moment, anatomy), statistics.keys(gradient, anatomy))
     return identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
 
@@ -113,7 +113,7 @@ def lag_basis(method: Method) -> Callable[[AttentionAnatomy, LayerStatistics], K
 def component_costs(
     method: Method, anatomy: AttentionAnatomy, statistics: LayerStatistics, lags: LagStatistics | None
 ) -> Tensor:
-    """What taking RoPE from each component costs, [P]; comparable within a layer."""
+    """Return the cost of taking RoPE from each component, [P]; comparable within a layer."""
     if method.lags:
         return lags.cost()
     # MHA2MLA's 2-norm strategy (arXiv 2502.14837, section 3.1.1), query heads of a group added up.
@@ -148,7 +148,7 @@ def component_energies(anatomy: AttentionAnatomy, statistics: LayerStatistics, b
     """Twice the loss in nats per token that leaving out each component is expected to cost, [P]."""
     every = torch.arange(basis.components)
     keys = anatomy.kv_heads * anatomy.head_dim
-    moment, metric = (each[:keys, :keys] for each in (statistics.met_moment, statistics.metric))
+    moment, metric = (each[:keys, :keys] for each in (statistics.gradient_weighted_moment, statistics.metric))
     energy = _quadratic(basis.key_rows(every), moment) * _quadratic(basis.dual_rows(every), metric)
     return energy.view(2, -1).sum(0)
 
@@ -159,13 +159,13 @@ def latent_energies(
     """:attr:`ConvertedLayer.energy` of method fisher, all of it, for each choice of rotated components, without
     converting."""
     moment, metric = _latent_moments(anatomy, statistics, basis, torch.arange(0))
-    found = []
+    energies = []
     for rotated in choices:
         still = torch.ones(len(moment), dtype=torch.bool)
         still[rotated] = still[basis.components + rotated] = False  # real and imaginary parts
         root = left_root(damp(metric[still][:, still], METRIC_DAMPING))
-        found.append(eigvalsh(root.mT @ moment[still][:, still] @ root).flip(0).clamp_min(0))
-    return found
+        energies.append(eigvalsh(root.mT @ moment[still][:, still] @ root).flip(0).clamp_min(0))
+    return energies
 
 
 def convert_layer(
@@ -219,7 +219,7 @@ def _latent_moments(
 ) -> tuple[Tensor, Tensor]:
     """Second moment of the untruncated latent, and its Fisher metric."""
     rows, dual = (partial_rope.latent_rows(anatomy, basis, rotated, dual=dual) for dual in (False, True))
-    moment, metric = rows @ statistics.met_moment @ rows.mT, dual @ statistics.metric @ dual.mT
+    moment, metric = rows @ statistics.gradient_weighted_moment @ rows.mT, dual @ statistics.metric @ dual.mT
     return moment, metric
 
 

@@ -1,4 +1,5 @@
-"""From an attention layer to its latent form: exact merge and rotation, then RoPE kept on a few components only."""
+"""Partial RoPE: from an attention layer to its latent form, by an exact merge and rotation, then RoPE on a few
+components only."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def truncate(layer: LatentLayer, down: Tensor, up: Tensor) -> LatentLayer:
 
 
 def choose_components(costs: list[Tensor], basis_frequency: Tensor, pairs: int, count: int) -> Tensor:
-    """How many components of each frequency keep RoPE, the same in all layers so that a stock config can hold them.
+    """Return how many components of each frequency keep RoPE, the same in all layers so that a stock config can hold
+    them.
 
     Every layer's costs are normalised, sorted within each frequency and summed over the layers; the ``count`` largest
     sums win.

@@ -32,7 +32,7 @@ METHOD = replace(mla.METHODS["fisher"], lags=False)
 
 @dataclass(frozen=True)
 class LayerSpectra:
-    """What a layer's bytes may be spent on.
+    """Spectra on which a layer's bytes may be spent.
 
     Attributes:
         components: energies of the key's components, [P]: twice the loss in nats that leaving one out is expected to
@@ -164,7 +164,7 @@ def row_frequencies(inv_freq: Tensor, frequency: Tensor, runs: Runs) -> Tensor:
 
 
 def _in_order(layer: LatentLayer, latent_order: list[int], rope_order: list[int]) -> LatentLayer:
-    """The same layer with its channels in the order of a row; what has no channel becomes zeros."""
+    """Return the same layer with its channels in the order of a row; a row without a channel becomes zeros."""
     rank, pairs = layer.rank, layer.rope_dim // 2
     latent = torch.tensor(latent_order)
     component = torch.tensor(rope_order, dtype=torch.long)
@@ -181,7 +181,7 @@ def _in_order(layer: LatentLayer, latent_order: list[int], rope_order: list[int]
 
 
 def _take_or_zero(tensor: Tensor, places: Tensor, dim: int = -1) -> Tensor:
-    """Return what stands at some places of a dimension, zeros for places behind its end."""
+    """Return what stands at some places of a dimension, zeros for places after its end."""
     shape = list(tensor.shape)
     shape[dim] = 1
     padded = torch.cat([tensor, tensor.new_zeros(shape)], dim)

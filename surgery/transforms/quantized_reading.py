@@ -1,4 +1,4 @@
-"""What attention reads of a quantised cache while it decodes, simulated in one pass over a text.
+"""Reading of a quantised cache by attention in decoding, simulated in one pass over a text.
 
 Tokens are quantised a group at a time (:class:`surgery.model.quantized_cache.QuantizedKVLayer`), so a query reads the
 quantised values of complete groups and the latest tokens, and the first, as they came. In one pass every query finds
@@ -24,14 +24,14 @@ def as_quantized(cache: QuantizedKVLayer, keys: Tensor, values: Tensor) -> tuple
     al., arXiv:1308.3432).
     """
     with torch.no_grad():
-        held = QuantizedKVLayer(*cache.settings()).update(keys, values)
+        read_back = QuantizedKVLayer(*cache.settings()).update(keys, values)
     if not (torch.is_grad_enabled() and keys.requires_grad):
-        return held
-    return tuple(exact + (read - exact).detach() for exact, read in zip((keys, values), held, strict=True))
+        return read_back
+    return tuple(exact + (read - exact).detach() for exact, read in zip((keys, values), read_back, strict=True))
 
 
 def seen_as_they_came(cache: QuantizedKVLayer, tokens: int, device: torch.device) -> Tensor:
-    """Which of the earlier tokens each query reads exactly, bool [T, T]; its own group may end with it."""
+    """Return the mask of earlier tokens that each query reads exactly, bool [T, T]; its own group may end with it."""
     place = torch.arange(tokens, device=device)
     behind = place - cache.sinks
     complete = (behind + 1 - cache.window).clamp_min(0).div(cache.group, rounding_mode="floor") * cache.group
@@ -51,14 +51,14 @@ class QuantizedAttention(nn.Module):
         self.anatomy, self.cache = anatomy, cache
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
-        anatomy, found = self.anatomy, self.anatomy.project(hidden_states)
+        anatomy, projection = self.anatomy, self.anatomy.project(hidden_states)
         if isinstance(anatomy, LatentAnatomy):
-            queries, *cached = latent_cache(anatomy, found)
+            queries, *cached = latent_cache(anatomy, projection)
             exact, quantized = (expanded_heads(anatomy, *form) for form in (cached, as_quantized(self.cache, *cached)))
             mixed = attend_quantized(self.cache, anatomy.softmax, queries, exact, quantized)
             return output(anatomy, mixed.transpose(1, 2), hidden_states), None
         return output(
-            anatomy, read_quantized(self.cache, anatomy.softmax, *cached_heads(anatomy, found)), hidden_states
+            anatomy, read_quantized(self.cache, anatomy.softmax, *cached_heads(anatomy, projection)), hidden_states
         ), None
 
 
@@ -78,6 +78,6 @@ def attend_quantized(
     """Mixed values [B, H, T, e] of queries [B, H, T, d] that read keys and values [B, G, T, ·] in either form."""
     tokens, device = queries.shape[-2], queries.device
     place = torch.arange(tokens, device=device)
-    seen, as_it_came = place[:, None] >= place, seen_as_they_came(cache, tokens, device)
+    visible, as_it_came = place[:, None] >= place, seen_as_they_came(cache, tokens, device)
     keys, values = (torch.cat(both, dim=-2) for both in zip(quantized, exact, strict=True))
-    return softmax.mix(queries, keys, values, torch.cat([seen & ~as_it_came, seen & as_it_came], dim=-1))
+    return softmax.mix(queries, keys, values, torch.cat([visible & ~as_it_came, visible & as_it_came], dim=-1))

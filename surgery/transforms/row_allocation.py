@@ -98,12 +98,12 @@ class _Search:
         moved = True
         while moved:
             moved = False
-            for taken, given, size in moves:
+            for source, target, size in moves:
                 for sign in (1, -1):
                     counts = list(self.counts)
-                    counts[taken] -= sign * size
-                    if given >= 0:
-                        counts[given] += sign * size
+                    counts[source] -= sign * size
+                    if target >= 0:
+                        counts[target] += sign * size
                     if min(counts) < 0 or sum(counts) < self.least:
                         continue
                     cost = self.cost(counts) + price * sum(counts) * self._granule

@@ -56,10 +56,10 @@ def smaller_latent(anatomy: LatentAnatomy, statistics: LayerStatistics, rank: in
         rank: r', at most r.
     """
     latents, width = slice(anatomy.head_dim, None), anatomy.rank
-    moment, met = statistics.moment[latents, latents], statistics.met_moment[latents, latents]
+    moment, weighted = statistics.moment[latents, latents], statistics.gradient_weighted_moment[latents, latents]
     metric = damp(statistics.metric[latents, latents], METRIC_DAMPING)
-    metric = metric + (metric @ met).trace() / width**2 * moment
-    down, up, energy = reduced_rank_projection(met, metric, rank)
+    metric = metric + (metric @ weighted).trace() / width**2 * moment
+    down, up, energy = reduced_rank_projection(weighted, metric, rank)
     projection = up @ down
     basis, scale = _axes(up, projection @ moment @ projection.mT, moment)
 
@@ -75,22 +75,22 @@ def smaller_latent(anatomy: LatentAnatomy, statistics: LayerStatistics, rank: in
     return SmallerLatent(smaller, energy)
 
 
-def _axes(up: Tensor, kept: Tensor, moment: Tensor) -> tuple[Tensor, float]:
+def _axes(up: Tensor, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
     """Q [r, r'], the principal axes of what is kept, and s.
 
     Args:
         up: whose columns [r, r'] span it.
-        kept, moment: second moments [r, r] of what is kept and of all latents.
+        weight, moment: second moments [r, r] of what is kept and of all latents.
     """
     span = torch.linalg.qr(up).Q
-    _, axes = eigh_descending(span.mT @ kept @ span)
-    energy = float(kept.trace())
+    _, axes = eigh_descending(span.mT @ weight @ span)
+    energy = float(weight.trace())
     share = float(moment.trace()) / energy if energy > 0 else 1.0  # a dead layer has no norm to keep
     return span @ axes, (up.shape[1] / up.shape[0] * share) ** 0.5
 
 
 @torch.no_grad()
 def norm_error(source: LatentAnatomy, smaller: LatentAnatomy, inputs: Tensor) -> float:
-    """By how much the smaller layer's norm is off: the root mean square of δ over attention inputs [..., D]."""
+    """Return how far the smaller layer's norm is off: the root mean square of δ over attention inputs [..., D]."""
     gains = [layer.gain(layer.latent(inputs)) for layer in (smaller, source)]
     return float((gains[0] / gains[1] - 1).square().mean().sqrt())

@@ -1,1 +1,1 @@
-"""What was written is run and held to what was simulated."""
+"""Verification: what was written is run and compared with what was simulated."""

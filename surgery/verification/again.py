@@ -39,7 +39,7 @@ def verify_again(reader: CheckpointReader, opened: Source | OwnSource, seed: int
 
 
 def run_layers(stream: LayerStream, tokens: Tensor, piece: int | None) -> Tensor:
-    """What the last layer puts out [N, T, D], of tokens [N, T] read ``piece`` at a time, or all in one pass."""
+    """Return the outputs of the last layer [N, T, D] for tokens [N, T], read ``piece`` at a time or all in one pass."""
     hidden = stream.embed(tokens)
     for start, stop in blocks_of(stream.config):
         with stream.block(start, stop) as layers:
@@ -57,7 +57,7 @@ def open_written(reader: CheckpointReader, device: str) -> Source | OwnSource:
 
 @dataclass(frozen=True)
 class _Running:
-    """Where layers run, and in what."""
+    """Device and dtype in which layers run."""
 
     device: str
     dtype: str = "float32"

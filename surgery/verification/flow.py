@@ -15,7 +15,7 @@ from surgery.running.attention_tap import tapped
 
 @dataclass(frozen=True)
 class Flow:
-    """What a prompt in one pass and decoded tokens after it take.
+    """Peak bytes and attention footprint of a prompt in one pass and of the tokens decoded after it.
 
     Attributes:
         peak_bytes: the most that keys and values took at any time, in the dtype of the run.
@@ -55,7 +55,8 @@ class FlowWatch:
         self._blocks.append(passes)
 
     def flow(self, layers: int, heads: int, tokens: int) -> Flow:
-        """What all layers together took; ``heads`` of queries in each, ``tokens`` in all passes."""
+        """Return the peak bytes and the footprint of all layers together; ``heads`` of queries in each, ``tokens`` in
+        all passes."""
         peak = 0
         for passes in zip(*self._blocks, strict=True):
             others = sum(before for before, _, _ in passes)
@@ -78,5 +79,5 @@ def check_flow(path, measured: Flow, predicted: Flow) -> None:
 
 
 def predicted_flow(model, prompt: int, steps: int) -> Flow:
-    """What a model of the project's own class says of itself."""
+    """Return the flow that a model of the custom class predicts of itself."""
     return Flow(model.kv_peak_bytes(1, prompt, prompt, steps), model.kv_footprint(prompt, steps))

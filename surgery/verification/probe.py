@@ -35,9 +35,9 @@ def take_probe(stream: LayerStream, tokens: Tensor, hidden: Tensor, piece: int |
     }
 
 
-def probe_difference(record: dict[str, Any], found: dict[str, Any]) -> float:
+def probe_difference(record: dict[str, Any], current: dict[str, Any]) -> float:
     """Largest difference of two records' logits, over the spread of all logits; infinite if they are not as many."""
-    if len(record["logits"]) != len(found["logits"]):
+    if len(record["logits"]) != len(current["logits"]):
         return float("inf")
-    want, got = (torch.tensor(probe["logits"], dtype=torch.float64) for probe in (record, found))
-    return float((got - want).abs().max() / max(record["spread"], 1e-30))
+    want, measured = (torch.tensor(probe["logits"], dtype=torch.float64) for probe in (record, current))
+    return float((measured - want).abs().max() / max(record["spread"], 1e-30))

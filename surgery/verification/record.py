@@ -1,4 +1,4 @@
-"""What the report beside a checkpoint says of it, for ``surgery verify``: whoever sent it, it may be damaged."""
+"""Facts of the report next to a checkpoint, for ``surgery verify``: whoever sent it, it may be damaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST = 2**16
 
 @dataclass(frozen=True)
 class Recorded:
-    """As far as the report says it; each is None where it does not.
+    """Facts of a report; each is None where it is missing.
 
     Attributes:
         there: whether there is a report.
@@ -35,7 +35,7 @@ class Recorded:
 
     @classmethod
     def beside(cls, folder: Path) -> Recorded:
-        """Of a folder.
+        """Read the facts of a folder.
 
         Raises:
             SurgeryError: there is a report, and it is damaged.
@@ -43,12 +43,12 @@ class Recorded:
         path = folder / REPORT
         if not path.is_file():
             return cls()
-        said = read_json(path)
+        report = read_json(path)
         try:
-            files, probe, kv = said.get("files"), said.get("probe"), said.get("kv")
+            files, probe, kv = report.get("files"), report.get("probe"), report.get("kv")
             if files is not None:
                 files = {name: str(digest) for name, digest in files.items()}
-            source_files = said.get("source_files")
+            source_files = report.get("source_files")
             if source_files is not None:
                 source_files = {kind: [str(name) for name in names] for kind, names in source_files.items()}
             if probe is not None:

@@ -41,7 +41,7 @@ QUANTIZED_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Verification:
-    """What a written checkpoint did when it was loaded again.
+    """Measurements of a written checkpoint that was loaded again.
 
     Attributes:
         score: loss and recall.
@@ -126,14 +126,14 @@ def verify_by_running(
         raise SurgeryError(
             f"the live cache takes {measured} bytes at {tokens} tokens, where {predicted} were predicted"
         )
-    found = None
+    measured_flow = None
     if watch is not None:
         prompt = prompt_of(tokens)
-        found = watch.flow(stream.num_layers, config.num_attention_heads, tokens)
-        check_flow(path, found, flow(prompt, tokens - prompt))
+        measured_flow = watch.flow(stream.num_layers, config.num_attention_heads, tokens)
+        check_flow(path, measured_flow, flow(prompt, tokens - prompt))
     worst = max(differences, default=None)
     score, probe = held_out.score(stream, hidden), take_probe(stream, held_out.tokens[0], hidden[0], piece)
-    return Verification(score, difference, worst, tokens, measured / tokens, found, probe)
+    return Verification(score, difference, worst, tokens, measured / tokens, measured_flow, probe)
 
 
 def measured_tokens(length: int, windows: Sequence[int | None]) -> int:
@@ -171,7 +171,7 @@ def _decode(layer: StreamedLayer, hidden: Tensor, cache, watch: FlowWatch | None
     """
     prompt = prompt_of(hidden.shape[1])
     with nullcontext() if watch is None else watch.block(layer.model):
-        got = layer.decode(hidden, prompt, cache)
+        decoded = layer.decode(hidden, prompt, cache)
     if _reads_ahead(cache):
         # A pass that completes a group of tokens reads it quantised, so one forward pass is another function. But
         # what a layer keeps of its inputs does not depend on their pieces. Those of a second layer do.
@@ -181,14 +181,14 @@ def _decode(layer: StreamedLayer, hidden: Tensor, cache, watch: FlowWatch | None
         other = _new_cache(layer)
         parts = ((hidden[:, :half], half), (hidden[:, half:], prompt - half))
         again = [layer.decode(part, first, other) for part, first in parts if part.shape[1]]
-        got, want = got[:, prompt:], torch.cat(again, dim=1)[:, prompt:]
+        decoded, want = decoded[:, prompt:], torch.cat(again, dim=1)[:, prompt:]
     else:
         want = layer(hidden)
-    return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0
+    return float((decoded - want).abs().max() / want.abs().max()) if want.numel() else 0.0
 
 
 def prompt_of(tokens: int) -> int:
-    """How many of that many tokens are taken for the prompt."""
+    """Return how many of that many tokens are the prompt."""
     return max(1, tokens - STEPS)
 
 
@@ -200,18 +200,18 @@ def _new_cache(layer: StreamedLayer):
 
 
 def _reads_ahead(cache) -> bool:
-    # A layer may keep its latents in another one, beside exact tokens.
-    held = [*cache.layers, *(getattr(layer, "latents", None) for layer in cache.layers)]
-    return any(getattr(layer, "reads_ahead", False) for layer in held)
+    # A layer may keep its latents in another one, next to full-precision tokens.
+    parts = [*cache.layers, *(getattr(layer, "latents", None) for layer in cache.layers)]
+    return any(getattr(layer, "reads_ahead", False) for layer in parts)
 
 
 def _bytes_in(weight_dtype: torch.dtype, cache, dtype: torch.dtype) -> int:
     """Bytes of a live cache, were the numbers that it holds in the ``dtype`` of the run those of a model in another."""
-    held = [tensor for tensor in plain_tensors(cache) if tensor.ndim > 0 or tensor.is_floating_point()]
+    tensors = [tensor for tensor in plain_tensors(cache) if tensor.ndim > 0 or tensor.is_floating_point()]
     parts = [part for layer in cache.layers for part in getattr(layer, "parts", [layer])]
     wide = [tensor for part in parts for tensor in getattr(part, "wide_tensors", ())]
     as_wide = torch.promote_types(weight_dtype, torch.float32)
-    of_model = [tensor for tensor in held if tensor.dtype == dtype and not any(tensor is other for other in wide)]
+    of_model = [tensor for tensor in tensors if tensor.dtype == dtype and not any(tensor is other for other in wide)]
     numbers = storage_bytes(of_model) // dtype.itemsize * weight_dtype.itemsize
-    codes = storage_bytes(t for t in held if t.dtype != dtype and not any(t is other for other in wide))
+    codes = storage_bytes(t for t in tensors if t.dtype != dtype and not any(t is other for other in wide))
     return numbers + codes + sum(tensor.numel() for tensor in wide) * as_wide.itemsize

@@ -1,1 +1,1 @@
-"""Recipe files: steps, each a verb with its settings."""
+"""Recipe files: steps, each a command with its settings."""

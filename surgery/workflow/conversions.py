@@ -25,46 +25,46 @@ def convert(step: Step, where: str) -> Action:
     """A conversion, by its own settings or by those that a plan has chosen."""
     from surgery.structures.registry import DEFAULT, find_target
 
-    given = dict(step.settings)
-    source = taken(given, "source", where)
-    if "plan" in given:
-        chosen = str(given.pop("plan"))
-        if "to" in given:
+    values = dict(step.settings)
+    source = taken(values, "source", where)
+    if "plan" in values:
+        chosen = str(values.pop("plan"))
+        if "to" in values:
             raise SurgeryError(f"{where}: the plan says what the attention becomes; leave to out")
-        return _make(step, source, lambda finished: _planned(chosen, given, finished, where), where)
+        return _make(step, source, lambda finished: _planned(chosen, values, finished, where), where)
     try:
-        target = find_target(str(given.pop("to", DEFAULT)))
+        target = find_target(str(values.pop("to", DEFAULT)))
     except SurgeryError as error:
         raise SurgeryError(f"{where}: {error}") from None
-    return _make(step, source, _asked(target, given, where), where)
+    return _make(step, source, _asked(target, values, where), where)
 
 
 def slice_(step: Step, where: str) -> Action:
     """A converted checkpoint made smaller."""
     from surgery.structures.registry import SLICE
 
-    given = dict(step.settings)
-    return _make(step, taken(given, "source", where), _asked(SLICE, given, where), where)
+    values = dict(step.settings)
+    return _make(step, taken(values, "source", where), _asked(SLICE, values, where), where)
 
 
 Choice = Callable[[Finished], tuple["ConversionSettings", "Mapping[str, Any] | None"]]
 """Of a conversion, once the steps before it are done: its settings, and what a plan expects of it."""
 
 
-def _asked(target: Target, given: dict[str, Any], where: str) -> Choice:
+def _asked(target: Target, values: dict[str, Any], where: str) -> Choice:
     try:
-        settings = target.settings(given)
+        settings = target.settings(values)
     except SurgeryError as error:
         raise SurgeryError(f"{where}: {error}") from None
     return lambda finished: (settings, None)
 
 
-def _planned(plan: str, given: dict[str, Any], finished: Finished, where: str) -> tuple:
+def _planned(plan: str, values: dict[str, Any], finished: Finished, where: str) -> tuple:
     from surgery.planning.plan_file import read_plan
 
     planned = read_plan(finished.plans.get(plan, Path(plan)))
     try:
-        return planned.target.settings({**planned.settings, **given}), planned.predicted
+        return planned.target.settings({**planned.settings, **values}), planned.predicted
     except SurgeryError as error:
         raise SurgeryError(f"{where}: {error}") from None
 
@@ -92,40 +92,40 @@ def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
         # A conversion is not shared: the other processes wait for it.
         processes.from_main(make)
 
-    def foresee(out: Path, made: Finished, outline: Path) -> Expected:
+    def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
         from surgery.structures.dry_run import plan_conversion
 
-        found = plan_conversion(checkpoint_of(source, made), out, asked(made)[0], outline=outline)
+        dry_run = plan_conversion(checkpoint_of(source, finished), out, asked(finished)[0], outline=outline)
         if outline.exists():
-            made.checkpoints[step.name] = outline
-        memory, disk = found.memory, found.disk
+            finished.checkpoints[step.name] = outline
+        memory, disk = dry_run.memory, dry_run.disk
         return Expected(
-            found.work["estimated_seconds"],
+            dry_run.work["estimated_seconds"],
             memory["host_bytes"],
             memory["device_bytes"],
             disk["output_bytes"],
             disk["temporary_bytes"],
-            found.refusal or "",
+            dry_run.refusal or "",
         )
 
-    return Action(do, foresee)
+    return Action(do, forecast)
 
 
 def plan(step: Step, where: str) -> Action:
     """A choice for a budget."""
     from surgery.planning.settings import PlanSettings
 
-    given = dict(step.settings)
-    source = taken(given, "source", where)
-    settings = PlanSettings.from_mapping(given, where)
+    values = dict(step.settings)
+    source = taken(values, "source", where)
+    settings = PlanSettings.from_mapping(values, where)
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
         path = finished.plans[step.name] = out.with_name(f"{out.name}.yaml")
-        asked = settings
+        plan_settings = settings
         if (pattern := finished.patterns.get(settings.heads)) is not None:
-            asked = replace(settings, heads=str(pattern))
+            plan_settings = replace(settings, heads=str(pattern))
         at, restart = checkpoint_of(source, finished), finished.restart
-        processes.from_main(lambda: _plan_unless_there(path, at, asked, progress, restart=restart))
+        processes.from_main(lambda: _plan_unless_there(path, at, plan_settings, progress, restart=restart))
 
     return Action(do)
 
@@ -139,7 +139,7 @@ def _convert_unless_there(request: ConversionRequest, progress: Progress) -> Non
 
 
 def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress: Progress, *, restart: bool) -> None:
-    """Writes the plan, with all that it tried beside it, by which a later run knows it again.
+    """Writes the plan, with all that it tried next to it, by which a later run knows it again.
 
     Raises:
         SurgeryError: there is one of another source or other settings, or nothing meets the budget.
@@ -151,18 +151,18 @@ def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress
 
     beside = path.with_suffix(".json")
     if path.exists():
-        wanted = {"sha256": CheckpointReader.open(source).fingerprint(), "settings": settings.to_dict()}
-        wanted = json.loads(json.dumps(wanted))
-        if not beside.exists() or {name: read_json(beside).get(name) for name in wanted} != wanted:
+        expected = {"sha256": CheckpointReader.open(source).fingerprint(), "settings": settings.to_dict()}
+        expected = json.loads(json.dumps(expected))
+        if not beside.exists() or {name: read_json(beside).get(name) for name in expected} != expected:
             raise SurgeryError.at(
                 path, "is of another source or other settings; remove it, or choose another --work folder"
             )
         progress.note(f"{path}: is there already")
         return
     check_file(beside, overwrite=True, option="--work")
-    made = make_plan(source, settings, out=path, restart=restart, progress=progress)
+    result = make_plan(source, settings, out=path, restart=restart, progress=progress)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    found = {**made.to_dict(), "sha256": made.source["sha256"], "origin": MARK}
-    write_whole(beside, json.dumps(found, indent=1) + "\n")
-    write_plan(made, path)
+    facts = {**result.to_dict(), "sha256": result.source["sha256"], "origin": MARK}
+    write_whole(beside, json.dumps(facts, indent=1) + "\n")
+    write_plan(result, path)

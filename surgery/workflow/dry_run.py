@@ -1,4 +1,4 @@
-"""What a recipe would take: the dry runs of its steps' verbs, one after the other. Nothing of it is run.
+"""Dry run of a recipe: the dry runs of its steps' commands, one after the other. None of it is run.
 
 A checkpoint that an earlier step would make is stood in for by its shapes alone, in a temporary folder. Where they are
 not enough, as for a slice, which needs the report, or where a pattern or a plan is still to be made, a step can be told
@@ -25,32 +25,32 @@ MOST = ("host", "device", "temporary")
 
 
 def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress: Progress) -> dict[str, Any]:
-    """Plain values: of each step its verb, name, target, whether it is there, and what it would take; and the total.
+    """Plain values: of each step its command, name, target, whether it is there, and what it would take; and the total.
 
     Raises:
         SurgeryError: what a step would refuse before any work, of sources that are there.
     """
-    made, known, steps = Finished(), {}, []
+    finished, known, steps = Finished(), {}, []
     results = {
-        **dict.fromkeys(MAKE_CHECKPOINTS, made.checkpoints),
-        **dict.fromkeys(MAKE_PATTERNS, made.patterns),
-        **dict.fromkeys(MAKE_PLANS, made.plans),
+        **dict.fromkeys(MAKE_CHECKPOINTS, finished.checkpoints),
+        **dict.fromkeys(MAKE_PATTERNS, finished.patterns),
+        **dict.fromkeys(MAKE_PLANS, finished.plans),
     }
-    with TemporaryFolder("recipe") as folder, progress.phase("foresee", len(recipe.steps), "step") as advance:
+    with TemporaryFolder("recipe") as folder, progress.phase("forecast", len(recipe.steps), "step") as advance:
         for step, action in zip(recipe.steps, actions, strict=True):
             out, adds = work / f"{step.name}{ENDINGS.get(step.verb, '')}", results.get(step.verb, {})
             earlier = [name for name in used(step) if name in known]
             if (there := out.exists()) and step.verb in results:  # which a run keeps
                 adds[step.name], expected = out, Expected()
-            elif action.foresee is None:
+            elif action.forecast is None:
                 expected = Expected(told="not estimated: has no dry run")
             elif unknown := [name for name in earlier if not known[name]]:
                 expected = _after(unknown)
             else:
                 try:
-                    expected = action.foresee(out, made, folder / step.name)
+                    expected = action.forecast(out, finished, folder / step.name)
                 except SurgeryError:
-                    outlined = [name for name in earlier if folder in made.checkpoints.get(name, work).parents]
+                    outlined = [name for name in earlier if folder in finished.checkpoints.get(name, work).parents]
                     if not outlined:
                         raise
                     expected = _after(outlined)  # it may be shapes alone that it refuses

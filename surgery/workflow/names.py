@@ -1,4 +1,5 @@
-"""What the steps of a recipe name: each other, checkpoints and pattern files; all of it there before the first runs."""
+"""Names in the steps of a recipe: other steps, checkpoints and pattern files, which must exist before the first step
+runs."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ CHECKPOINTS = {
     "heal": ("student", "teacher"),
     "eval": ("baseline", "checkpoints"),
 }
-"""Settings of each verb that name checkpoints, one or a list of them."""
+"""Settings of each command that name checkpoints, one or a list of them."""
 
 PATTERNS = {"plan": ("heads",), "convert": ("heads",)}
 PLANS = {"convert": ("plan",)}
@@ -35,20 +36,20 @@ def check_names(path: Path, steps: Sequence[Step]) -> None:
     Raises:
         SurgeryError: a name is none of these, or only a later step makes it.
     """
-    made: dict[str, str] = {}
+    outputs: dict[str, str] = {}
     for number, step in enumerate(steps):
         where, later = f"{path}, step {step.name}", [other.name for other in steps[number:]]
         for name in _named(step, CHECKPOINTS):
-            if not (made.get(name) in MAKE_CHECKPOINTS or name in (BUILTIN, SMOLLM2)):
+            if not (outputs.get(name) in MAKE_CHECKPOINTS or name in (BUILTIN, SMOLLM2)):
                 try:
                     find_local(name)
                 except SurgeryError as error:
-                    raise SurgeryError(f"{where}: {_why(name, made, later) or error}") from None
+                    raise SurgeryError(f"{where}: {_why(name, outputs, later) or error}") from None
         for what, settings, makers in (("pattern", PATTERNS, MAKE_PATTERNS), ("plan", PLANS, MAKE_PLANS)):
             for name in _named(step, settings):
-                if not (made.get(name) in makers or ((path := existing(name)) and path.is_file())):
-                    raise SurgeryError(f"{where}: {_why(name, made, later) or f'{name}: no such {what} file'}")
-        made[step.name] = step.verb
+                if not (outputs.get(name) in makers or ((path := existing(name)) and path.is_file())):
+                    raise SurgeryError(f"{where}: {_why(name, outputs, later) or f'{name}: no such {what} file'}")
+        outputs[step.name] = step.verb
 
 
 def used(step: Step) -> list[str]:
@@ -58,18 +59,18 @@ def used(step: Step) -> list[str]:
 
 def _named(step: Step, settings: dict[str, tuple[str, ...]]) -> list[str]:
     """The names in those settings of a step, without what rows of an evaluation are called."""
-    found = []
+    names = []
     for setting in settings.get(step.verb, ()):
-        given = step.settings.get(setting)
-        found += given if isinstance(given, list) else [] if given is None else [given]
-    return [str(name).partition("=")[2] or str(name) if step.verb == "eval" else str(name) for name in found]
+        value = step.settings.get(setting)
+        names += value if isinstance(value, list) else [] if value is None else [value]
+    return [str(name).partition("=")[2] or str(name) if step.verb == "eval" else str(name) for name in names]
 
 
-def _why(name: str, made: dict[str, str], later: list[str]) -> str | None:
-    """What is wrong with a name that a step could have meant."""
+def _why(name: str, outputs: dict[str, str], later: list[str]) -> str | None:
+    """Explain a name that a step could have meant."""
     if name in later:
         return f"{name} is not made by an earlier step; move it up"
-    if name in made:
-        return f"{name} is a {made[name]} step, which makes no such thing"
-    hint = did_you_mean(name, list(made))
+    if name in outputs:
+        return f"{name} is a {outputs[name]} step, which makes no such thing"
+    hint = did_you_mean(name, list(outputs))
     return f"{name}: no earlier step makes it, and there is no such folder{hint}" if hint else None

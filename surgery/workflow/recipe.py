@@ -1,4 +1,4 @@
-"""Recipe files: a list of steps, each with the settings of a verb; ``surgery run`` does them in order.
+"""Recipe files: a list of steps, each with the settings of a command; ``surgery run`` does them in order.
 
     name: two-ratios
     steps:
@@ -6,7 +6,7 @@
       - convert: {source: org/name, name: quarter, to: mla, kv_ratio: 0.25}
       - eval: {name: report, baseline: org/name, checkpoints: [half, quarter], tasks: [loss, recall]}
 
-An eval step may have a `title`, and `publish`, another folder for its report without the results that it goes on from.
+An eval step may have a `title`, and `publish`, another folder for its report without the results that it resumes from.
 A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint: `convert` and
 `slice` steps compose by it. A `plan` step chooses for a budget, and a conversion whose `plan` names it, or a plan file,
 carries it out. A `heads` step makes a pattern, which `heads` of a conversion or a plan may name. A `heal` step trains a
@@ -34,7 +34,7 @@ from surgery.workflow.names import check_names
 from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, taken
 
 if TYPE_CHECKING:
-    from surgery.evaluation.preparation import Request
+    from surgery.evaluation.preparation import EvaluationRequest
     from surgery.heads.settings import HeadSettings
     from surgery.healing.heal import HealRequest
     from surgery.running.processes import Processes
@@ -53,7 +53,7 @@ class Recipe:
         """Reads and checks a recipe; whether its settings are right is checked before any step runs.
 
         Raises:
-            SurgeryError: it cannot be read, has an unknown verb, or two steps of one name.
+            SurgeryError: it cannot be read, has an unknown command, or two steps of one name.
         """
         content = read_mapping(path)
         for key in content:
@@ -89,7 +89,7 @@ def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bo
 
     Args:
         work: folder for their outputs; None for the recipe's name, in the current folder.
-        restart: whether steps that were interrupted begin anew; those that are done are kept.
+        restart: whether steps that were interrupted begin from scratch; those that are done are kept.
 
     Raises:
         SurgeryError: the recipe is wrong (before anything runs), another process is at work in the folder, or a step's
@@ -125,28 +125,28 @@ def _begin(work: Path, alone: ExitStack) -> None:
 def _evaluate(step: Step, where: str) -> Action:
     from surgery.evaluation.settings import EvalSettings
 
-    given = dict(step.settings)
-    checkpoints, baseline = taken(given, "checkpoints", where), given.pop("baseline", None)
-    publish, title = given.pop("publish", None), given.pop("title", None)
+    values = dict(step.settings)
+    checkpoints, baseline = taken(values, "checkpoints", where), values.pop("baseline", None)
+    publish, title = values.pop("publish", None), values.pop("title", None)
     if not isinstance(checkpoints, list):
         raise SurgeryError(f"{where}: checkpoints must be a list")
-    settings = EvalSettings.from_mapping(given, where)
+    settings = EvalSettings.from_mapping(values, where)
 
-    def asked(out: Path, finished: Finished) -> Request:
-        from surgery.evaluation.preparation import Request
+    def asked(out: Path, finished: Finished) -> EvaluationRequest:
+        from surgery.evaluation.preparation import EvaluationRequest
 
         named = tuple(_row(name, finished) for name in checkpoints)
         compared = None if baseline is None else _row(baseline, finished)
         further = {"writes": True, "restart": finished.restart, "overwrite": True}
-        return Request(named, compared, out, settings, command=f"surgery run {where}", title=title, **further)
+        return EvaluationRequest(named, compared, out, settings, command=f"surgery run {where}", title=title, **further)
 
-    def foresee(out: Path, made: Finished, outline: Path) -> Expected:
+    def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
         from surgery.evaluation.dry_run import plan_evaluation
 
-        found = plan_evaluation(asked(out, made), Progress(silent=True))
-        most = max(row["weights"] + (row["cache"] or 0) for row in found.rows)
+        dry_run = plan_evaluation(asked(out, finished), Progress(silent=True))
+        most = max(row["weights"] + (row["cache"] or 0) for row in dry_run.rows)
         return Expected(
-            told=", ".join(found.tasks), **{"host" if found.settings["device"] == "cpu" else "device": most}
+            told=", ".join(dry_run.tasks), **{"host" if dry_run.settings["device"] == "cpu" else "device": most}
         )
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
@@ -163,15 +163,15 @@ def _evaluate(step: Step, where: str) -> Action:
         if settings.wandb:
             track(evaluation.report, out, settings.wandb, settings.wandb_mode)
 
-    return Action(do, foresee)
+    return Action(do, forecast)
 
 
 def _score_heads(step: Step, where: str) -> Action:
     from surgery.heads.settings import HeadSettings
 
-    given = dict(step.settings)
-    source = taken(given, "source", where)
-    settings = HeadSettings.from_mapping(given, where)
+    values = dict(step.settings)
+    source = taken(values, "source", where)
+    settings = HeadSettings.from_mapping(values, where)
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
         from surgery.heads.scoring import score_heads
@@ -191,11 +191,11 @@ def _heal(step: Step, where: str) -> Action:
     from surgery.training.settings import HealSettings
     from surgery.training.trackers import check_tracker
 
-    given = dict(step.settings)
-    student, teacher = taken(given, "student", where), taken(given, "teacher", where)
-    processes, launcher = given.pop("processes", None), given.pop("launcher", None)
-    measure = _measure(given.pop("measure", True), where)
-    settings = HealSettings.from_mapping({**given, "teacher": teacher}, where)
+    values = dict(step.settings)
+    student, teacher = taken(values, "student", where), taken(values, "teacher", where)
+    processes, launcher = values.pop("processes", None), values.pop("launcher", None)
+    measure = _measure(values.pop("measure", True), where)
+    settings = HealSettings.from_mapping({**values, "teacher": teacher}, where)
     try:
         check_processes(processes)
         launcher = None if launcher is None else find_launcher(str(launcher))
@@ -209,7 +209,7 @@ def _heal(step: Step, where: str) -> Action:
         return HealRequest(
             checkpoint_of(student, finished),
             out,
-            given={**given, "teacher": checkpoint_of(teacher, finished)},
+            given={**values, "teacher": checkpoint_of(teacher, finished)},
             processes=processes,
             launcher=launcher,
             measure=measure,
@@ -217,17 +217,17 @@ def _heal(step: Step, where: str) -> Action:
             command=f"surgery run {where}",
         )
 
-    def foresee(out: Path, made: Finished, outline: Path) -> Expected:
+    def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
         from surgery.healing.dry_run import plan_healing
 
-        request = asked(out, made)
-        found = plan_healing(request)
-        made.checkpoints[step.name] = Path(request.student)  # of the same shapes
-        tokens = found.estimate["tokens"]
+        request = asked(out, finished)
+        dry_run = plan_healing(request)
+        finished.checkpoints[step.name] = Path(request.student)  # of the same shapes
+        tokens = dry_run.estimate["tokens"]
         return Expected(
-            seconds=found.work["estimated_seconds"],
+            seconds=dry_run.work["estimated_seconds"],
             told=f"{count(tokens)} tokens" if tokens else "",
-            **{"device" if launcher or _on_gpu(settings.device) else "host": found.estimate["peak_bytes"]},
+            **{"device" if launcher or _on_gpu(settings.device) else "host": dry_run.estimate["peak_bytes"]},
         )
 
     def do(out: Path, finished: Finished, progress: Progress, waiting: Processes) -> None:
@@ -244,7 +244,7 @@ def _heal(step: Step, where: str) -> Action:
 
         waiting.from_main(heal)
 
-    return Action(do, foresee)
+    return Action(do, forecast)
 
 
 def _on_gpu(device: str) -> bool:
@@ -253,18 +253,18 @@ def _on_gpu(device: str) -> bool:
     return device != "cpu" and torch.cuda.is_available()
 
 
-def _measure(given: Any, where: str) -> dict[str, Any] | None:
+def _measure(value: Any, where: str) -> dict[str, Any] | None:
     """Evaluation settings of a healing: its own for true, none at all for false."""
     from surgery.evaluation.settings import EvalSettings
 
-    if isinstance(given, bool):
-        return {} if given else None
-    if not isinstance(given, dict):
-        raise SurgeryError(f"{where}: measure must be true, false or settings of an evaluation, not {given!r}")
-    for name in set(given) & {"tasks", "variants"}:
+    if isinstance(value, bool):
+        return {} if value else None
+    if not isinstance(value, dict):
+        raise SurgeryError(f"{where}: measure must be true, false or settings of an evaluation, not {value!r}")
+    for name in set(value) & {"tasks", "variants"}:
         raise SurgeryError(f"{where}: measure has no {name}: use an eval step for other than loss and recall")
-    EvalSettings.from_mapping(given, where)
-    return given
+    EvalSettings.from_mapping(value, where)
+    return value
 
 
 VERBS: dict[str, Callable[[Step, str], Action]] = {
@@ -281,13 +281,13 @@ def _step(path: Path, number: int, entry: Any) -> Step:
     where = f"{path}, step {number}"
     if not isinstance(entry, dict) or len(entry) != 1:
         raise SurgeryError(
-            f"{where}: must be one verb with its settings, such as `convert: {{source: ..., name: ...}}`"
+            f"{where}: must be one command with its settings, such as `convert: {{source: ..., name: ...}}`"
         )
     ((verb, settings),) = entry.items()
-    if gone := removal(str(verb)):
-        raise SurgeryError(f"{where}: {verb} {gone}")
+    if notice := removal(str(verb)):
+        raise SurgeryError(f"{where}: {verb} {notice}")
     if verb not in VERBS:
-        raise SurgeryError(f"{where}: unknown verb {verb!r}{did_you_mean(str(verb), list(VERBS))}")
+        raise SurgeryError(f"{where}: unknown command {verb!r}{did_you_mean(str(verb), list(VERBS))}")
     if not isinstance(settings, dict):
         raise SurgeryError(f"{where}: {verb} has no settings")
     settings = dict(settings)
@@ -302,17 +302,17 @@ def _check_plain(name: str, where: str) -> None:
         raise SurgeryError(f"{where}: name {name!r} must be a plain file name")
 
 
-def _row(given: str, finished: Finished) -> str:
+def _row(text: str, finished: Finished) -> str:
     """A row of an evaluation: ``name=checkpoint``, or a step's name for both."""
-    name, sign, checkpoint = str(given).partition("=")
+    name, sign, checkpoint = str(text).partition("=")
     if not sign:
-        name = checkpoint = str(given)
-    found = checkpoint_of(checkpoint, finished)
-    return f"{name}={found}" if sign or found != checkpoint else checkpoint
+        name = checkpoint = str(text)
+    model = checkpoint_of(checkpoint, finished)
+    return f"{name}={model}" if sign or model != checkpoint else checkpoint
 
 
 def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:
-    """Whether a pattern is there, of that source with those settings.
+    """Return whether a pattern of that source with those settings exists.
 
     Raises:
         SurgeryError: there is one of others.
@@ -324,7 +324,7 @@ def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:
     if not path.exists():
         return False
     pattern, reader = HeadPattern.load(path), CheckpointReader.open(source)
-    wanted = {**settings.to_dict(), "length": sequence_length(settings, reader.config)}
-    if dict(pattern.settings) != wanted or pattern.model.get("sha256") != reader.fingerprint():
+    expected = {**settings.to_dict(), "length": sequence_length(settings, reader.config)}
+    if dict(pattern.settings) != expected or pattern.model.get("sha256") != reader.fingerprint():
         raise SurgeryError.at(path, "is of another model or other settings; remove it, or choose another --work folder")
     return True

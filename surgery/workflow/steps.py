@@ -1,4 +1,4 @@
-"""What a step of a recipe is, and what steps hand on to those behind them."""
+"""Step of a recipe, and the results that steps pass on to later ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the verb, and its settings by name."""
+    """One step: the command, and its settings by name."""
 
     verb: str
     name: str
@@ -25,7 +25,7 @@ class Step:
 
 @dataclass
 class Finished:
-    """What a recipe made: checkpoints, patterns and plans by step, and the last report with its files.
+    """Results of a recipe: checkpoints, patterns and plans by step, and the last report with its files.
 
     ``restart`` is of `surgery.workflow.recipe.run_recipe`.
     """
@@ -40,12 +40,12 @@ class Finished:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a step would take, as the dry run of its verb says; None of what that does not. Sizes in bytes.
+    """Forecast of a step, from the dry run of its command; None where that gives no figure. Sizes in bytes.
 
     Attributes:
         host, device: memory at the most, of the machine and of its accelerator.
         disk, temporary: what is written, and what is gone in the end.
-        told: what stands in the place of numbers, or beside them.
+        told: what stands in the place of numbers, or next to them.
     """
 
     seconds: float | None = None
@@ -62,12 +62,12 @@ class Action:
 
     Attributes:
         do: does it.
-        foresee: says what it would take. It is given the output's place, what the steps before are expected to make,
-            to which it adds its own, and a folder that it may make for that. None: the verb has no dry run.
+        forecast: says what it would take. It is given the output's place, what the steps before are expected to make,
+            to which it adds its own, and a folder that it may make for that. None: the command has no dry run.
     """
 
     do: Callable[[Path, Finished, Progress, Processes], None]
-    foresee: Callable[[Path, Finished, Path], Expected] | None = None
+    forecast: Callable[[Path, Finished, Path], Expected] | None = None
 
 
 def taken(settings: dict[str, Any], name: str, where: str) -> Any:

@@ -70,7 +70,7 @@ def no_grad():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often each operator ran as a kernel: a fallback to its reference would pass every comparison."""
+    """Count how often each operator ran as a kernel: a fallback to its reference would pass every comparison."""
     counted = {}
 
     run = Plan.__call__
@@ -92,7 +92,7 @@ def deepseek(**overrides):
 
 
 def grouped(source, **overrides):
-    """The source in the own class, with plain heads."""
+    """The source in the custom model class, with plain heads."""
     entries = [{"kind": "grouped", "kv_heads": KV_HEADS}, None]
     model = SurgeryForCausalLM(SurgeryConfig.from_base(source.config, entries, **overrides))
     model.load_state_dict(source.state_dict(), strict=True)

@@ -53,7 +53,7 @@ def test_the_same_bits(checkpoints, tmp_path, monkeypatch, case):
 
 
 def live_bytes():
-    """Of all tensors in memory, each storage once."""
+    """Return the bytes of all tensors in memory, each storage once."""
     storages = {
         found.untyped_storage().data_ptr(): found.untyped_storage().nbytes()
         for found in gc.get_objects()

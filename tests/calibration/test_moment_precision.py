@@ -62,7 +62,7 @@ def test_elsewhere_sums_are_on_the_cpu(device):
 
 
 def test_wider_products_change_a_moment_by_float32_rounding(monkeypatch):
-    """What a GPU with fast float64 does, done here. Weights of tokens take the rounding through an inverse."""
+    """Sum as a GPU with fast float64 does. Weights of tokens take the rounding through an inverse."""
     anatomy, x = random_layer()
     plain, exact = moments_of(anatomy, x), moments_of(*random_layer(torch.float64))
     wide = MomentPrecision(products=torch.float64)

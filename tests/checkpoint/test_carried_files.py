@@ -74,7 +74,7 @@ def test_kinds_of_names():
 
 
 def test_a_result_carries_no_code_and_no_leftovers(copy, tmp_path):
-    """Code beside the weights runs with `trust_remote_code`; files of trainings are of no use to it."""
+    """Code next to the weights runs with `trust_remote_code`; files of trainings are of no use to it."""
     conversion = convert_checkpoint(copy, tmp_path / "out", NONE)
     there = {*list_files(tmp_path / "out", hidden=True)}
     expected = {*CARRIED, "README.md", "README.source.md", "config.json", "model.safetensors", "surgery_report.json"}

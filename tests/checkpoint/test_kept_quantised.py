@@ -36,7 +36,7 @@ def logits(folder, dtype):
 
 
 def stays_as_stored(source, out, part="scale"):
-    """What is not attention has the source's bytes, and attention none of these parts.
+    """Check that everything but attention has the source's bytes, and attention none of these parts.
 
     Stock MLA scales the norms before attention by powers of two.
     """

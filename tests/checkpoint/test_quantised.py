@@ -36,7 +36,7 @@ def test_numbers_are_codes_times_scales(tmp_path, kind):
         if scale is None:
             assert torch.equal(found, weight)
             continue
-        # Half a step; e4m3 has steps of a sixteenth of a number. bfloat16 rounds what comes of it.
+        # Half a step; e4m3 has steps of a sixteenth of a number. bfloat16 rounds what results from it.
         step = scale.float().view(scale.shape[0], -1, 1) if scale.numel() > 1 else scale.float()
         half = (weight.float().abs() / 16 if "fp8" in kind else 0) + 0.51 * step.expand_as(
             weight.float().view(scale.shape[0], scale.shape[1] if scale.ndim == 2 else 1, -1)

@@ -1,4 +1,4 @@
-"""What is needed next is asked for while something else is computed, and nothing but that."""
+"""Prefetching: the system is asked for what is needed next while something else is computed, and for nothing else."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ def asked(monkeypatch):
 
 
 def starts(reader, layer):
-    """Of all tensors of a layer."""
+    """Return the starts of all tensors of a layer."""
     prefix = f"model.layers.{layer}."
     return {offset for name in reader.names() if name.startswith(prefix) for _, offset, _ in places(reader, name)}
 

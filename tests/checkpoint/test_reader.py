@@ -203,7 +203,7 @@ class TestFingerprint:
 
 class TestHubLayout:
     def test_links_into_blobs(self, tmp_path, sharded):
-        """The hub's cache: a snapshot of links to files beside it."""
+        """The hub's cache: a snapshot of links to files next to it."""
         blobs = tmp_path / "models--org--name" / "blobs"
         folder = tmp_path / "models--org--name" / "snapshots" / "abc"
         blobs.mkdir(parents=True)

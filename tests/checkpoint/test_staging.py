@@ -250,7 +250,7 @@ def test_outputs_lie_beside_what_they_are_made_of(tmp_path, monkeypatch):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     monkeypatch.chdir(tmp_path / "real")
-    assert default_output("../link", "mla") == Path("../link-mla")  # not beside what the link leads to
+    assert default_output("../link", "mla") == Path("../link-mla")  # not next to what the link leads to
     assert default_output(".", "mla") == tmp_path / "real-mla"
     assert default_output("org/name", "mla") == Path("name-mla")
 

@@ -1,4 +1,4 @@
-"""What the writer writes is what was given, readable by others, and on the disk only after a commit."""
+"""Writer: it writes its input, readable by others, and to its final path only at a commit."""
 
 import json
 import os

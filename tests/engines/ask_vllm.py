@@ -1,4 +1,4 @@
-"""Which (nope, rope, value) sizes vLLM's FlashAttention prefill takes; run by the interpreter of its environment.
+"""Sizes (nope, rope, value) that vLLM's FlashAttention prefill takes; run by the interpreter of its environment.
 
 python ask_vllm.py REQUEST ANSWER
 """

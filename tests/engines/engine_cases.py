@@ -118,7 +118,7 @@ def plugged(folder: Path) -> dict[str, str]:
 
 
 def run(engine: str, script: str, request: dict, folder: Path) -> dict:
-    """A script beside this file, run in an engine's environment."""
+    """A script next to this file, run in an engine's environment."""
     asked, answered = folder / "request.json", folder / "answer.json"
     asked.write_text(json.dumps(request))
     answered.unlink(missing_ok=True)
@@ -166,5 +166,5 @@ def _all() -> list[list[int]]:
 
 
 def demo(folder: Path) -> Path:
-    """The built-in model, a copy that things may be written beside."""
+    """The built-in model, a copy that things may be written next to."""
     return Path(shutil.copytree(DEMO, folder / "demo"))

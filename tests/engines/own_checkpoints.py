@@ -1,4 +1,5 @@
-"""Random checkpoints of the own class: MLA with any frequencies, ranks by layer, biases, norms; KV heads by layer."""
+"""Random checkpoints of the custom model class: MLA with any frequencies, ranks by layer, biases, norms; KV heads by
+layer."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def main(request_path: str, answer_path: str) -> None:
 
 
 def losses(server: xllamacpp.Server, text: list[int], vocabulary: int) -> list[float | None]:
-    """Of every token but the first, given those before it, which the cache holds from one request to the next."""
+    """Return the loss of every token but the first, given those before it, which the cache holds from one request to
+    the next."""
     found = []
     for place in range(1, len(text)):
         asked = {

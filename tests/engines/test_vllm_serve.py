@@ -1,4 +1,4 @@
-"""Why vLLM does not serve a checkpoint, in one line each; tests/test_vllm_serve.py does without vLLM."""
+"""Checkpoints that vLLM does not serve, with one line of reasons each; tests/test_vllm_serve.py does without vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ended(folder: Path, *command, **variables) -> tuple[int, str, str]:
 
 
 def refused(folder: Path, model: Path, *flags: str, **variables) -> str:
-    """All that is said where vLLM is not started."""
+    """Return the whole output where vLLM does not start."""
     status, out, err = ended(folder, "surgery_vllm.serve", model, *QUICK, *flags, **variables)
     assert status == 2 and not out
     (line,) = err.splitlines()
@@ -57,7 +57,7 @@ def test_a_port_in_use(model, port, tmp_path):
 
 
 def test_no_plugin(model, tmp_path):
-    (tmp_path / "alone").mkdir()  # what lies beside it in a checkout has entry points, once that was installed
+    (tmp_path / "alone").mkdir()  # what lies next to it in a checkout has entry points, once that was installed
     for package in ("surgery_vllm", "surgery"):
         (tmp_path / "alone" / package).symlink_to(ROOT / package)
     assert "does not find the plugin" in refused(tmp_path, model, PYTHONPATH=str(tmp_path / "alone"))
@@ -87,7 +87,7 @@ def test_what_vllm_itself_refuses_is_the_last_line(flags, told, model, tmp_path)
 
 
 def test_vllm_alone_is_told_of_the_plugin(model, tmp_path):
-    """It would run the class beside the weights, and cache keys and values."""
+    """It would run the class next to the weights, and cache keys and values."""
     server = "vllm.entrypoints.openai.api_server"
     status, out, err = ended(tmp_path, server, "--model", model, *QUICK, "--trust-remote-code", PYTHONPATH="")
     assert status and "install model-surgery in vLLM's environment" in out + err

@@ -1,4 +1,4 @@
-"""vLLM's CPU build runs by its own classes what conversions write for them: transformers' tokens, and the cache."""
+"""vLLM's CPU build runs by its custom classes what conversions write for them: transformers' tokens, and the cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def made(tmp_path_factory) -> dict[Case, tuple[Path, Path]]:
 
 @pytest.fixture(scope="module")
 def answers(made, tmp_path_factory) -> dict[str, dict]:
-    """What vLLM made of every checkpoint, in one process; its kernels want pages of 32 of heads, of 16 of MLA."""
+    """vLLM's answers for all checkpoints, in one process; its kernels want pages of 32 of heads, of 16 of MLA."""
 
     def request(case: Case, path: Path) -> dict:
         engine = {"kv_cache_memory_bytes": ROOM, "max_num_seqs": 8, "block_size": 32}

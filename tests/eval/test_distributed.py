@@ -15,7 +15,7 @@ PROMPTS = [[1, 40, 7, 300], [1], [9, 9, 12], list(range(5, 30)), [1, 2, 77], [1,
 
 
 def measure(checkpoint: Path) -> dict:
-    """What every process of a launch does; everything in it but `own` and the rank should not depend on how many."""
+    """Measure on every process of a launch; all but `own` and the rank should be independent of their number."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

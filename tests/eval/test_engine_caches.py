@@ -46,7 +46,7 @@ def tokens_of(length, batch=1):
 
 
 def model_for(name):
-    """With one layer between the ends that TurboQuant leaves alone."""
+    """Return a model with one layer between the ends that TurboQuant leaves alone."""
     return model_of(5 if name.startswith("turboquant") else 2)
 
 
@@ -266,7 +266,7 @@ def test_bytes_are_those_of_the_format_at_any_context(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_pass_and_decoding_see_the_same(name):
-    """Up to codes at the edge between two, and to the token or two by which a window moves in a chunk."""
+    """Compare up to values at the edge of two codes, and to the token or two by which a window moves in a chunk."""
     model, tokens = model_for(name), tokens_of(386)
     exact = model(tokens, use_cache=False).logits
     model = variant(name, model)

@@ -20,7 +20,7 @@ REPORTS = sorted(path.parent for path in DOCS.rglob("report.json"))
 
 @pytest.mark.parametrize("key", PLOTS)
 def test_every_plot_is_the_same_wherever_it_is_drawn(key):
-    """With names that are text and not formulas, and with broken numbers, which leave gaps."""
+    """Draw names that are text and not formulas, and broken numbers, which leave gaps."""
     report = sample_report(rows=3)
     for row in report["rows"]:
         row["name"] = f"$\\frac{{{row['name']}<&$\x00\n"

@@ -11,7 +11,7 @@ from tiny_models import make_checkpoint
 from surgery.common.progress import Progress
 from surgery.evaluation.dry_run import plan_evaluation
 from surgery.evaluation.models import Checkpoint
-from surgery.evaluation.run import Request, evaluate
+from surgery.evaluation.run import EvaluationRequest, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.structures.registry import TARGETS
 
@@ -26,7 +26,7 @@ SMALL |= {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A source in bfloat16, and what it was converted to: the own class with a cache of codes, and stock MLA."""
+    """A source in bfloat16, and what it was converted to: the custom class with a cache of codes, and stock MLA."""
     folder = tmp_path_factory.mktemp("plan")
     source = make_checkpoint(folder / "source", "llama", torch.bfloat16, 0)
     asked = {"calibration": "none", "device": "cpu", "kv_ratio": 0.5}
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 
 
 def request(*checkpoints, out, baseline=None, **settings):
-    return Request(tuple(map(str, checkpoints)), baseline, out, EvalSettings(**{**SMALL, **settings}))
+    return EvaluationRequest(tuple(map(str, checkpoints)), baseline, out, EvalSettings(**{**SMALL, **settings}))
 
 
 def plan(*checkpoints, out, **asked):
@@ -48,13 +48,13 @@ def test_bytes_are_those_of_the_evaluation(folder, tmp_path):
     asked = {"baseline": str(folder / "source"), "tasks": "loss", "variants": "window"}
     asked |= {"decoded": 0, "length": 32}
     models = [folder / name for name in names]
-    foreseen = plan(*models, out=tmp_path / "out", **asked)
+    forecast = plan(*models, out=tmp_path / "out", **asked)
     report = evaluate(request(*models, out=tmp_path / "out", **asked), Progress(silent=True)).report
     rows = [row for row in report["rows"] if row["role"] != "variant"]
-    assert [row["name"] for row in foreseen.rows] == ["source", *names] == [row["name"] for row in rows]
-    assert [row["kv"] for row in foreseen.rows] == [row["kv"]["held_bytes"] for row in rows]
-    assert foreseen.variants == [row["name"] for row in report["rows"] if row["role"] == "variant"]
-    source, stored = foreseen.rows[0], (folder / "source" / "model.safetensors").stat().st_size
+    assert [row["name"] for row in forecast.rows] == ["source", *names] == [row["name"] for row in rows]
+    assert [row["kv"] for row in forecast.rows] == [row["kv"]["held_bytes"] for row in rows]
+    assert forecast.variants == [row["name"] for row in report["rows"] if row["role"] == "variant"]
+    source, stored = forecast.rows[0], (folder / "source" / "model.safetensors").stat().st_size
     assert source["weights"] == pytest.approx(2 * stored, rel=2e-2)  # quality is measured in float32
     assert source["cache"] == 2 * 2 * source["kv"]  # and two windows at a time
 

@@ -1,4 +1,4 @@
-"""The whole verb in two processes gives what it gives in one."""
+"""The whole command in two processes gives what it gives in one."""
 
 import json
 

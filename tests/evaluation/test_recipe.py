@@ -104,11 +104,11 @@ KEEP = {"kv_ratio": 0.1}
     ("steps", "told"),
     [
         ([], "no steps"),
-        ([{"convrt": {"name": "a"}}], r"unknown verb 'convrt'; did you mean convert\?"),
+        ([{"convrt": {"name": "a"}}], r"unknown command 'convrt'; did you mean convert\?"),
         ([{"convert": {"source": "builtin"}}], "step 1: name is missing"),
         ([{"convert": {"name": "../a", "source": "builtin"}}], "plain file name"),
         ([{"convert": None}], "no settings"),
-        (["convert"], "one verb"),
+        (["convert"], "one command"),
         ([STEP, STEP], "two steps are called a"),
         ([{"convert": {"name": "a"}}], "step a: source is missing"),
         ([{"convert": {"name": "a", "source": "x", "to": "gqx"}}], "unknown target"),
@@ -202,7 +202,7 @@ def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
     assert total["host"] == max(step["host"] for step in told)
     assert total["disk"] == steps["low"]["disk"] + steps["bits"]["disk"]
 
-    # What is foreseen from shapes alone is what is foreseen once the checkpoint is there.
+    # What is forecast from shapes alone is what is forecast once the checkpoint is there.
     run_recipe(
         write(tmp_path / "first", {"convert": {"name": "low", "source": source, **LOW}}), work, Progress(silent=True)
     )
@@ -212,7 +212,7 @@ def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
         steps[name]["host"] for name in ("healed", "report")
     ]
     beside = [file for file in (work / "low").rglob("*") if file.is_file() and file.suffix != ".safetensors"]
-    more = after["bits"]["disk"] - steps["bits"]["disk"]  # a report and a card, which shapes do not foresee
+    more = after["bits"]["disk"] - steps["bits"]["disk"]  # a report and a card, which shapes do not forecast
     assert 0 <= more <= sum(file.stat().st_size for file in beside)
 
 

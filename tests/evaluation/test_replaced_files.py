@@ -1,4 +1,5 @@
-"""What is loaded is what was hashed: files that were touched in between are refused, whatever they are set back to."""
+"""Replaced files: a checkpoint loads as it was hashed; files that were touched in between are refused, even if
+restored."""
 
 import os
 import shutil

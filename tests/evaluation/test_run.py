@@ -1,4 +1,4 @@
-"""The verb as a whole, on tiny random models: rows, resuming, refusals."""
+"""The command as a whole, on tiny random models: rows, resuming, refusals."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from surgery.eval.tasks.loss import LossTask
 from surgery.evaluation import run as runs
 from surgery.evaluation.dry_run import plan_evaluation
 from surgery.evaluation.output import write_report
-from surgery.evaluation.run import Request, evaluate
+from surgery.evaluation.run import EvaluationRequest, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore
 from surgery.structures.mla.settings import ConvertSettings
@@ -29,7 +29,7 @@ CHEAP = {"tasks": "loss,generate", "new_tokens": 3, "variants": "int8,mean-pool,
 
 
 def run(checkpoints, baseline, out, *, overwrite=False, restart=False, **settings):
-    request = Request(
+    request = EvaluationRequest(
         tuple(map(str, checkpoints)),
         None if baseline is None else str(baseline),
         out,
@@ -84,7 +84,9 @@ def test_rows_and_roles(whole):
 def test_variants_that_a_model_does_not_have_are_left_out_with_a_note(tmp_path, capsys, family, has):
     source = make_checkpoint(tmp_path / "source", family)
     settings = EvalSettings(**{**SMALL, "tasks": "loss", "variants": "int8,oscar_int2,mean-pool,window"})
-    report = evaluate(Request((str(source),), str(source), tmp_path / "out", settings, command=""), Progress()).report
+    report = evaluate(
+        EvaluationRequest((str(source),), str(source), tmp_path / "out", settings, command=""), Progress()
+    ).report
     assert rows_of(report).keys() == {"source"} | has
     said = capsys.readouterr().err
     for variant in ("int8 KV", "oscar_int2", "window 20"):
@@ -216,7 +218,7 @@ def test_text_that_fits_the_model(vocabulary, expected):
 
 def planned(names, baseline):
     settings = EvalSettings(**{**SMALL, "tasks": "loss", "variants": "none"})
-    return plan_evaluation(Request(tuple(map(str, names)), baseline, None, settings), Progress(silent=True))
+    return plan_evaluation(EvaluationRequest(tuple(map(str, names)), baseline, None, settings), Progress(silent=True))
 
 
 def test_the_baseline_itself_is_one_row_and_the_folder_is_named_for_the_first_checkpoint(models, tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ def inputs(anatomy, count: int = 64) -> torch.Tensor:
 
 
 def statistics_of(anatomy, x: torch.Tensor) -> LayerStatistics:
-    """Of inputs, with a random metric."""
+    """Return the statistics of inputs, with a random metric."""
     projection = anatomy.project(x)
     rows = torch.cat([projection.k.flatten(2), projection.v.flatten(2)], dim=-1).flatten(0, 1)
     root = torch.randn(rows.shape[1], rows.shape[1], generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -177,7 +177,7 @@ QUANTIZED = {
 def test_latents_in_codes(checkpoints, tmp_path, name, form):
     settings, rank = QUANTIZED[form]
     source = checkpoints(name)
-    foreseen = plan_conversion(source, tmp_path / "foreseen", settings)
+    forecast = plan_conversion(source, tmp_path / "forecast", settings)
     report = convert_checkpoint(source, tmp_path / "out", settings).report
     kv, said = report.kv, json.loads((tmp_path / "out" / "config.json").read_text())
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] < kv["source_bytes_per_token"]
@@ -186,7 +186,7 @@ def test_latents_in_codes(checkpoints, tmp_path, name, form):
         rank,
     )
     assert report.verification["logit_difference_to_simulation"] < 1e-5
-    assert foreseen.target["model_type"] == "surgery" and foreseen.target["reasons"] == report.target["reasons"]
+    assert forecast.target["model_type"] == "surgery" and forecast.target["reasons"] == report.target["reasons"]
     found = inspect_checkpoint(tmp_path / "out")
     assert found.architecture["attention"][0].startswith(f"3 layers: latent of {rank} and 8 rotary dimensions")
 
@@ -236,10 +236,10 @@ SHARED = CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=8, batch_s
 @torch.no_grad()
 def test_layers_share_their_latents(checkpoints, tmp_path, name):
     source = checkpoints(name)
-    foreseen = plan_conversion(source, tmp_path / "foreseen", SHARED)
+    forecast = plan_conversion(source, tmp_path / "forecast", SHARED)
     report = convert_checkpoint(source, tmp_path / "out", SHARED).report
     kv = report.kv
-    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == foreseen.kv["bytes_per_token"]
+    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == forecast.kv["bytes_per_token"]
     assert kv["measured_bytes_per_token"] == 4 * (17 + 8 + 3 * 8) <= 0.7 * kv["source_bytes_per_token"]
     assert report.verification["logit_difference_to_simulation"] < 1e-5
     losses = {row["stage"]: row["loss"] for row in report.ladder}
@@ -352,7 +352,7 @@ def test_without_text_the_weights_choose(checkpoints, tmp_path):
 
 @pytest.mark.parametrize("norm", ["tiny", pytest.param("constant", marks=pytest.mark.slow)])
 def test_what_was_converted_before_becomes_smaller_again(checkpoints, tmp_path, norm):
-    """Whose norms do nothing, by eps or by a channel of a large constant."""
+    """Convert sources whose norms do nothing, by eps or by a channel of a large constant."""
     settings = {"llama_bias": {"latent_norm": "constant"}, "llama": {"latent_norm": "tiny"}}
     name = "llama" if norm == "tiny" else "llama_bias"
     asked = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4, **settings[name])
@@ -372,7 +372,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     edit_config(folder, num_nextn_predict_layers=1)
     result = convert_checkpoint(folder, tmp_path / "out", ConvertSettings(calibration="none"))
-    assert "layers that predict further tokens are left out (1)" in result.report.target["reasons"]
+    assert "MTP layers are left out (1)" in result.report.target["reasons"]
     assert json.loads((result.path / "config.json").read_text())["num_nextn_predict_layers"] == 0
     assert load_file(result.path / "model.safetensors").keys() == tensors.keys() - {"model.layers.3.eh_proj.weight"}
     quantized = convert_checkpoint(

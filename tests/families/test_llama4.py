@@ -1,4 +1,4 @@
-"""Llama 4 beyond its first chunk, where queries grow by position: converted layers beside those that stay."""
+"""Llama 4 beyond its first chunk, where queries grow by position: converted layers next to those that stay."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_the_text_part_of_a_whole_model_converts(tmp_path):
     text = {**LLAMA4, "num_local_experts": 2}
     whole = Llama4Config(text_config=text, vision_config=Llama4VisionConfig(**LLAMA4_VISION))
     Llama4ForConditionalGeneration(whole).save_pretrained(tmp_path / "whole")
-    with pytest.raises(SurgeryError, match="behind a q/k-norm"):
+    with pytest.raises(SurgeryError, match="after a q/k-norm"):
         convert_checkpoint(tmp_path / "whole", tmp_path / "out", KVHeadsSettings(calibration="none"))
     Llama4ForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "text")
     result = convert_checkpoint(tmp_path / "text", tmp_path / "out", LowRankSettings(calibration="none"))

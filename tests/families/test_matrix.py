@@ -91,23 +91,23 @@ ELSEWHERE = {
     ("gemma3_window", "mla"),
     ("qwen3_5_state", "mla"),
 }
-"""Of these, one for each set of files that travel beside the weights: run in a process without the package."""
+"""Of these, one for each set of files that travel next to the weights: run in a process without the package."""
 
 REFUSED = {
     ("stablelm", "crosslayer"): "stablelm layers hand .* convert --to lowrank",
-    ("gemma3_window", "gqa"): "behind a q/k-norm",
+    ("gemma3_window", "gqa"): "after a q/k-norm",
     ("gpt_oss", "hybrid"): "learned sinks, .* convert --to gqa",
     ("falcon3", "gqa"): "one KV head already",
-    ("olmo2", "gqa"): "behind a q/k-norm",
+    ("olmo2", "gqa"): "after a q/k-norm",
     ("ministral3", "crosslayer"): "scales queries by their position",
-    ("olmo3_window", "gqa"): "behind a q/k-norm",
-    ("llama4_window", "gqa"): "behind a q/k-norm",
-    ("qwen3_next_state", "gqa"): "behind a q/k-norm",
-    ("qwen3_5_state", "gqa"): "behind a q/k-norm",
-    ("qwen3_5_moe_state", "gqa"): "behind a q/k-norm",
+    ("olmo3_window", "gqa"): "after a q/k-norm",
+    ("llama4_window", "gqa"): "after a q/k-norm",
+    ("qwen3_next_state", "gqa"): "after a q/k-norm",
+    ("qwen3_5_state", "gqa"): "after a q/k-norm",
+    ("qwen3_5_moe_state", "gqa"): "after a q/k-norm",
     ("granite4_state", "gqa"): "keep a state and have no KV heads",
     ("phi4_mini", "mla"): "longrope changes its frequencies .* convert --to lowrank",
-    ("glm4_moe_norm", "gqa"): "behind a q/k-norm",
+    ("glm4_moe_norm", "gqa"): "after a q/k-norm",
 }
 
 STOCK = "falcon3", "seed_oss", "phi3", "internlm3"

@@ -1,4 +1,4 @@
-"""The own class inside of models of pictures and text: all else stays, and pictures are read as before."""
+"""The own class inside of multimodal models: all else stays, and pictures are read as before."""
 
 import json
 import shutil
@@ -77,12 +77,12 @@ def made(picture_models, tmp_path_factory):
 @torch.no_grad()
 def test_a_structure_beside_pictures(picture_models, made, tmp_path, name, to):
     source, given = picture_models(name), prompt(name)
-    foreseen = plan_conversion(source, tmp_path / "foreseen", TARGETS[to].settings(STRUCTURES[to]))
+    forecast = plan_conversion(source, tmp_path / "forecast", TARGETS[to].settings(STRUCTURES[to]))
     report, out = made(name, to).report, made(name, to).path
     kv, stages = report.kv, {row["stage"]: row for row in report.ladder}
-    assert report.target["model_type"] == foreseen.target["model_type"] == "surgery_pictures"
+    assert report.target["model_type"] == forecast.target["model_type"] == "surgery_pictures"
     engines = [said["status"] for said in report.target["engines"].values()]
-    assert engines == [said["status"] for said in foreseen.target["engines"].values()] and engines[0] == LOADS_WITH
+    assert engines == [said["status"] for said in forecast.target["engines"].values()] and engines[0] == LOADS_WITH
     assert "AutoModelForImageTextToText" in report.target["engines"]["transformers"]["command"]
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"]
     if to == "mla":
@@ -223,9 +223,9 @@ def test_healing_writes_it_in_its_place(picture_models, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "to", "asked", "reason"),
     [
-        ("qwen3_vl", "crosslayer", {"kv_ratio": 0.5}, "pictures and text, whose language model this target"),
-        ("llava", "crosslayer", {"method": "cascade"}, "pictures and text, whose language model this target"),
-        ("qwen3_vl", "gqa", {"kv_heads": 1}, "behind a q/k-norm"),
+        ("qwen3_vl", "crosslayer", {"kv_ratio": 0.5}, "vision-language model, which this target cannot write"),
+        ("llava", "crosslayer", {"method": "cascade"}, "vision-language model, which this target cannot write"),
+        ("qwen3_vl", "gqa", {"kv_heads": 1}, "after a q/k-norm"),
         ("qwen3_vl", "mla", {"method": "transmla"}, "takes neighbouring rotary pairs for one"),
         ("llava", "mla", {"carrier": "stock"}, "cannot carry this model: the source has a vision tower"),
         ("llava", "mla", {"engine": "llama.cpp"}, "llama.cpp cannot serve it"),

@@ -1,4 +1,5 @@
-"""GPT-NeoX, GPT-2 and InternLM3, which call things otherwise: as published, and the own class around the first two."""
+"""GPT-NeoX, GPT-2 and InternLM3, which call things otherwise: as published, and the custom model class around the first
+two."""
 
 import copy
 import json
@@ -36,7 +37,7 @@ ENTRIES = {
 
 
 def own_model(name, entries):
-    """A random model of the own class around the family's decoder."""
+    """A random model of the custom model class around the family's decoder."""
     base = CONFIGS[name]()
     for dropout in [field for field in vars(base) if field.endswith("pdrop")]:
         setattr(base, dropout, 0.0)

@@ -18,7 +18,7 @@ from surgery.structures.hybrid.settings import HybridSettings
 
 
 def own_class(checkpoint, **how) -> SurgeryForCausalLM:
-    """The model in the own class, with its own attention in every layer."""
+    """The model in the custom model class, with its own attention in every layer."""
     source = AutoModelForCausalLM.from_pretrained(checkpoint)
     config = SurgeryConfig.from_base(source.config, [None, None], **how)
     model = SurgeryForCausalLM(config).eval()

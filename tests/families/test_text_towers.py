@@ -1,4 +1,4 @@
-"""Models of pictures and text: heads of their language models are merged, all else stays, and pictures still work."""
+"""Multimodal models: heads of their language models are merged, all else stays, and pictures still work."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from surgery.common.errors import SurgeryError
 from surgery.engines.verdict import LOADS, NOT_TRIED
 from surgery.evaluation.models import Checkpoint
 from surgery.families.latent_family import DOWN, NORM, UP
-from surgery.families.towers import HOLD_OWN
+from surgery.families.multimodal import HOLD_CUSTOM
 from surgery.healing.dry_run import plan_healing
 from surgery.healing.heal import HealRequest, heal_checkpoint
 from surgery.inspection.checks import PASSED, verify_checkpoint
@@ -50,15 +50,15 @@ MLA_INSIDE = "mistral3 of mistral4"
 def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name):
     source = picture_models(name)
     before = weights(source)
-    foreseen = plan_conversion(source, tmp_path / "foreseen", HALF)
+    forecast = plan_conversion(source, tmp_path / "forecast", HALF)
     result = convert_checkpoint(source, tmp_path / "out", HALF)
-    assert result.report.target["model_type"] == foreseen.target["model_type"] == name.split()[0]
+    assert result.report.target["model_type"] == forecast.target["model_type"] == name.split()[0]
     assert result.report.target["engines"] == {
         engine: {**said, "command": said["command"] and said["command"].replace("CKPT", "out")}
-        for engine, said in foreseen.target["engines"].items()
+        for engine, said in forecast.target["engines"].items()
     }
     assert result.report.target["engines"]["transformers"]["status"] == (NOT_TRIED if name == "llama4" else LOADS)
-    assert foreseen.kv["bytes_per_token"] == result.report.kv["measured_bytes_per_token"]
+    assert forecast.kv["bytes_per_token"] == result.report.kv["measured_bytes_per_token"]
     assert result.report.kv["ratio"] == 0.5
 
     after = weights(result.path)
@@ -74,7 +74,7 @@ def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name
     assert {check.outcome for check in verify_checkpoint(result.path, device="cpu").checks} == {PASSED}
     rows = {row["to"]: row for row in inspect_checkpoint(result.path).targets}
     assert "one KV head already" in rows["gqa"]["reasons"][0]
-    assert rows["lowrank"]["class"] == ("surgery_pictures" if name.split()[0] in HOLD_OWN else None)
+    assert rows["lowrank"]["class"] == ("surgery_pictures" if name.split()[0] in HOLD_CUSTOM else None)
 
     made = [
         loaded(folder).generate(**prompt(name), max_new_tokens=4, do_sample=False)
@@ -87,10 +87,10 @@ def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name
 @torch.no_grad()
 def test_latents_become_fewer_and_pictures_still_work(picture_models, tmp_path):
     source, asked = picture_models(MLA_INSIDE), ConvertSettings(**TEXT, kv_lora_rank=12)
-    foreseen, result = plan_conversion(source, tmp_path / "foreseen", asked), convert_checkpoint(source, None, asked)
+    forecast, result = plan_conversion(source, tmp_path / "forecast", asked), convert_checkpoint(source, None, asked)
     report, stages = result.report, {row["stage"]: row for row in result.report.ladder}
-    assert report.target["model_type"] == foreseen.target["model_type"] == "mistral3"
-    assert report.kv["measured_bytes_per_token"] == foreseen.kv["bytes_per_token"] == 3 * (12 + 8) * 4
+    assert report.target["model_type"] == forecast.target["model_type"] == "mistral3"
+    assert report.kv["measured_bytes_per_token"] == forecast.kv["bytes_per_token"] == 3 * (12 + 8) * 4
     assert stages["rotated"]["logit_difference"] < 2e-5
     assert report.verification["logit_difference_to_simulation"] < 1e-5
 
@@ -173,7 +173,7 @@ def test_healing_writes_the_language_model_in_its_place(picture_models, tmp_path
 @pytest.mark.parametrize("to", ["mla", "lowrank", "crosslayer", "hybrid"])
 def test_what_holds_a_language_model_alone_is_refused(picture_models, tmp_path, to):
     settings = TARGETS[to].settings({"streaming": 1.0} if to == "hybrid" else {})
-    with pytest.raises(SurgeryError, match=r"llama4 is a model of pictures and text.*--to gqa"):
+    with pytest.raises(SurgeryError, match=r"llama4 is a vision-language model.*--to gqa"):
         convert_checkpoint(picture_models("llama4"), tmp_path / "out", settings)
     assert list(tmp_path.iterdir()) == []
 

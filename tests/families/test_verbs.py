@@ -1,4 +1,5 @@
-"""Every verb on every family, as typed: a conversion is refused in one line, or its result goes through the others."""
+"""Every command on every family, as typed: a conversion is refused in one line, or its result goes through the
+others."""
 
 import pytest
 from command_line import run_main

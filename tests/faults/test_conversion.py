@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from surgery.checkpoint import CheckpointReader, stores
-from surgery.structures.stages import StageRuns
+from surgery.structures.stages import StageTracker
 
 
 def check_refused(conversion, ended, lines, words, *, source=True):
@@ -35,7 +35,7 @@ def longest_file(size):
 
 @pytest.mark.parametrize("size", [0, 4_000, 50_000])
 def test_files_that_cannot_grow(conversion, size):
-    """The limit of a user, which ends writes as a full disk does: in statistics, weights or the files beside them."""
+    """The limit of a user, which ends writes as a full disk does: in statistics, weights or the files next to them."""
     with longest_file(size):
         ended, lines = conversion.run()
     check_refused(conversion, ended, lines, "")
@@ -43,7 +43,7 @@ def test_files_that_cannot_grow(conversion, size):
 
 
 def full_at(monkeypatch, name, code, number):
-    """Has the n-th call of a function of os fail."""
+    """Let the n-th call of a function of os fail."""
     real, calls = getattr(os, name), []
 
     def failing(*arguments, **options):
@@ -86,14 +86,14 @@ def test_a_disk_that_cannot_be_read(conversion, monkeypatch, number):
 
 
 def when_layers_are_done(monkeypatch, happens):
-    """Has something happen between two layers."""
-    advance = StageRuns.advance
+    """Let something happen between two layers."""
+    advance = StageTracker.advance
 
     def then(*arguments, **options):
         happens()
         return advance(*arguments, **options)
 
-    monkeypatch.setattr(StageRuns, "advance", then)
+    monkeypatch.setattr(StageTracker, "advance", then)
 
 
 def test_a_source_that_vanishes(conversion, monkeypatch):
@@ -145,7 +145,7 @@ def test_a_clock_that_jumps(conversion, monkeypatch, jump):
 @pytest.mark.parametrize("old", [False, True], ids=["new", "over an old one"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_signal_while_a_slow_disk_renames(conversion, monkeypatch, when, old):
-    """As on a network disk: the process is asked to stop while the output gets its name."""
+    """Stop the process while the output is renamed, as on a slow network disk."""
     if old:
         assert conversion.run()[0] == 0
         before = (conversion.out / "surgery_report.json").read_bytes()

@@ -1,4 +1,4 @@
-"""What a launcher should have told processes of each other, and did not, or told wrongly."""
+"""Launch variables that are missing or wrong, by which processes should know of each other."""
 
 import socket
 import time

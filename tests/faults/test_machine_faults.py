@@ -59,7 +59,7 @@ def test_a_command_ends_in_one_line(fault, monkeypatch, capsys, tmp_path):
 
 
 class PanicException(BaseException):
-    """As pyo3 raises it: no Exception."""
+    """PanicException like pyo3's: no Exception."""
 
 
 def test_panics_of_rust(monkeypatch, capsys, tmp_path):

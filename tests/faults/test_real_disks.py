@@ -49,6 +49,6 @@ def test_one_line_and_nothing_left(options, verb, temporary, words, tmp_path):
     left = f"ls -A {folders['small']} | grep -v torchinductor >&2"  # a cache of torch's own
     done = in_small_disk(folders["small"], options, f"{command}; code=$?; {left}; exit $code")
     assert done.returncode == 1 and words in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("surgery: error: ")  # nothing is listed behind it
+    assert done.stderr.splitlines()[-1].startswith("surgery: error: ")  # nothing is listed after it
     assert "Traceback" not in done.stderr and done.stdout == ""
     assert not list(folders["other"].iterdir())

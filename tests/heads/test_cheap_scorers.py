@@ -261,7 +261,7 @@ def test_ties_are_ordered_and_nothing_else():
 
 @pytest.mark.parametrize("method", CHEAP)
 def test_finds_the_heads_that_retrieve(session, method):
-    """Of 24 heads of the demo model, streaming of these three costs the most recall: taken one by one."""
+    """Compare with the demo model's 24 heads: streaming these three, one by one, costs the most recall."""
     model = load(DEMO)
     length = 512
     found = scorer(method)(session(model, method, length, sinks=16, recent=112))

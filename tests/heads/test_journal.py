@@ -1,4 +1,4 @@
-"""What is put in a journal is there when it is opened again, and nothing else is."""
+"""Journal: its entries are there when it is opened again, and nothing else is."""
 
 import signal
 
@@ -82,7 +82,7 @@ def test_a_damaged_tensor_is_not_gone_on_with(tmp_path):
     Journal(path, IDENTITY).put("a", {"x": torch.ones(100)})
     path.write_bytes(path.read_bytes()[:-5] + b"\1" + path.read_bytes()[-4:])
     again = Journal(path, IDENTITY, note=notes.append)
-    assert again.get("a") is None and notes == [f"{path}: damaged; starting anew"]
+    assert again.get("a") is None and notes == [f"{path}: damaged; starting from scratch"]
 
 
 @pytest.mark.parametrize("damage", ["bytes", "truncated", "foreign", "folder"])

@@ -196,7 +196,7 @@ def test_gates_of_duoattention(tmp_path):
 
 
 def test_masks_of_prulong(tmp_path):
-    """As csv.writer writes them, beside the config of the checkpoint that they were trained in."""
+    """Write masks as csv.writer does, next to the config of the checkpoint that they were trained in."""
     (tmp_path / "masks_sp0.5.tsv").write_bytes(b"1.0\t0.0\t0.0\r\n0.0\t1.0\t1.0\r\n")
     (tmp_path / "config.json").write_text(json.dumps({"local_window_size": 1024, "sink_size": 128}))
     pattern = read_pattern(tmp_path / "masks_sp0.5.tsv")

@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests/support python tests/hostile/fuzz.py safetensors -max_total_time=600
 
-Any argument behind the reader's name is one of libFuzzer's. It ends with a traceback at the first error that is no
+Any argument after the reader's name is one of libFuzzer's. It ends with a traceback at the first error that is no
 SurgeryError. What it finds becomes an example of a test in this folder.
 """
 

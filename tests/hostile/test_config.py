@@ -31,7 +31,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """Converted ones: stock MLA, the own class, one whose layers keep different caches, and one beside pictures."""
+    """Converted ones: stock MLA, the custom class, one whose layers keep different caches, and one next to pictures."""
     place, made = tmp_path_factory.mktemp("hostile"), {}
     source, pictures = make_checkpoint(place / "llama", "llama"), make_model(place / "llava", "llava")
     quick = {"calibration": "none", "kv_ratio": 0.5}

@@ -98,7 +98,7 @@ def file(tmp_path_factory):
 
 
 def read_all(file):
-    """What `CheckpointReader` does, without the temporary folder that it keeps for each file."""
+    """Read as `CheckpointReader` does, without the temporary folder that it makes for each file."""
     model = describe_model(file, read_gguf_header(file))
     store = GgufStore(file, model.tensors, model.dtype)
     for name, info in store.infos.items():

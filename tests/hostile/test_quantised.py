@@ -41,7 +41,7 @@ class InMemory:
 
 @st.composite
 def tensors(draw, parts):
-    """Those parts with up to two of them of another dtype, shape or content, or left out."""
+    """Draw those parts with up to two of them of another dtype, shape or content, or left out."""
     found = dict(parts)
     for _ in range(draw(st.integers(0, 2))):
         name = draw(st.sampled_from(sorted(found) or [""]))

@@ -1,4 +1,4 @@
-"""Reports beside a checkpoint that nobody meant well with: one line before any work, and never a traceback."""
+"""Reports next to a checkpoint that nobody meant well with: one line before any work, and never a traceback."""
 
 import copy
 import json
@@ -54,7 +54,7 @@ def begin(*arguments):
 
 
 def uses(folder):
-    """What reads the report, up to where its work begins."""
+    """Return the readers of the report, each up to the start of its work."""
     reader, settings = CheckpointReader.open(folder), SliceSettings(kv_ratio=0.3)
 
     def healing():
@@ -70,7 +70,7 @@ def uses(folder):
         "read": lambda: read_report(folder),
         "push": lambda: prepare_upload(folder, "org/name"),
         "heal": healing,
-        "slice": lambda: Slice(Slice.open(reader, settings), settings, Progress(silent=True)).foresee(),
+        "slice": lambda: Slice(Slice.open(reader, settings), settings, Progress(silent=True)).forecast(),
         "eval": lambda: Checkpoint.open(str(folder)).conversion(),
         "inspect": lambda: previous_report(folder),
     }

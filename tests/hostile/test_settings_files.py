@@ -58,7 +58,7 @@ def file(tmp_path_factory):
 
 
 def checked(path):
-    """All that is looked at of a recipe before its first step runs."""
+    """Run all checks of a recipe before its first step."""
     recipe = Recipe.read(path)
     for step in recipe.steps:
         VERBS[step.verb](step, f"{path}, step {step.name}")

@@ -1,4 +1,4 @@
-"""Tokenizers and other files beside weights that nobody meant well with."""
+"""Tokenizers and other files next to weights that nobody meant well with."""
 
 import json
 import os

@@ -121,7 +121,7 @@ def test_links_out_of_the_folder_are_refused(name, absolute, tmp_path):
 
 @pytest.mark.parametrize("home", [".", "blobs", "models--org--name/blobs"])
 def test_links_within_a_folder_and_in_the_hubs_cache_are_followed(home, tmp_path):
-    """Of a snapshot its own blobs: not those beside any folder."""
+    """Follow links to a snapshot's own blobs, and to none next to any folder."""
     folder = tmp_path / "models--org--name" / "snapshots" / "0f3a"
     blobs = folder / "real" if home == "." else tmp_path / home
     folder.mkdir(parents=True)

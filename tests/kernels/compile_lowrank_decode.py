@@ -86,7 +86,7 @@ def few(capability: int) -> dict[str, Launch]:
 
 
 def more(capability: int) -> dict[str, Launch]:
-    """The shapes of the models that are converted most, plain, beside exact tokens and as codes."""
+    """The shapes of the models that are converted most, plain, next to full-precision tokens and as codes."""
     made = {
         "Llama-3-8B, joint 1024": launch(32, 8, 128, 1024, capability=capability),
         "Llama-2-7B, blocks of four heads": launch(32, 32, 128, 1024, width=8192, capability=capability),

@@ -53,7 +53,7 @@ def launch(
 
 
 def cases(sm: int) -> dict[str, Launch]:
-    """By name, with the default configuration for such a GPU."""
+    """Return the cases by name, with the default configuration for such a GPU."""
     made = {f"{heads} x {rank}+{rope}": launch(heads, rank, rope, sm=sm) for heads, rank, rope in SHAPES}
     made |= {
         f"{heads} x {rank}+{rope} paged": launch(heads, rank, rope, sm=sm, page=64) for heads, rank, rope in SHAPES[:4]
@@ -96,7 +96,7 @@ def quantized(heads: int, rank: int, rope: int, format: str, by_channel: bool, *
 
 
 def quantized_cases(sm: int) -> dict[str, Launch]:
-    """Of what `quantized_kernel.unsupported` does not refuse."""
+    """Return the cases that `quantized_kernel.unsupported` does not refuse."""
     made = {}
     for rank, format, by_channel in product((512, 256, 96), ("int8", "int4", "int2", "fp8"), (True, False)):
         assert quantized_kernel.unsupported(rank, 32, by_channel, torch.bfloat16) is None

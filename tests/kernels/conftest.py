@@ -14,5 +14,5 @@ def poisoned_memory():
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where kernels run."""
+    """Return the device on which kernels run."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""What the compiler makes of every operation at sizes of real models: spills, shared memory, matrix instructions."""
+"""Compilation of every operation at sizes of real models: spills, shared memory, matrix instructions."""
 
 import pytest
 from compilation import SHARED_LIMITS

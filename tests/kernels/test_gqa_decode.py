@@ -23,7 +23,7 @@ def inputs(rows, tokens, heads, groups, d, v, capacity, dtype, device, seed=0):
 
 
 def forget(key, value, lengths, starts):
-    """NaN behind the lengths and before the starts."""
+    """NaN after the lengths and before the starts."""
     for row in range(key.shape[0]):
         for tensor in (key, value):
             if lengths is not None:

@@ -14,7 +14,7 @@ from surgery.model.quantized_cache import GroupedCodes, QuantizedKVLayer
 
 
 def quantized(tokens, format, group, by_channel, capacity=None):
-    """Codes, scale and zero of tokens [B, G, S, d], with strides of a larger cache and anything behind the tokens."""
+    """Codes, scale and zero of tokens [B, G, S, d], with strides of a larger cache and anything after the tokens."""
     codes = GroupedCodes(tokens, format, group, by_channel=by_channel)
     codes.append(tokens)
     return tuple(

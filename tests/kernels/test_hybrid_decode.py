@@ -163,7 +163,7 @@ def test_the_model_decodes_by_the_kernels(monkeypatch):
 
 
 def agree_with_operators(entries, padding, chunks, dtype, tolerance, monkeypatch):
-    """The same logits by `HybridAttention` as it is and with both operators in the place of its attention."""
+    """Compare the logits of `HybridAttention` with those of both operators instead of its attention."""
     source = tiny_source("llama", num_attention_heads=8, num_key_value_heads=4).to(dtype)
     model, ids = hybrid_model(source, entries).to(dtype), tokens(2, sum(chunks))
     expected = through_cache(model, ids, padding, chunks)

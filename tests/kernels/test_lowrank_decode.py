@@ -1,4 +1,5 @@
-"""Attention over rebuilt keys: one softmax with exact tokens, whatever the ranks, ranges, norms, rows and splits."""
+"""Attention over rebuilt keys: one softmax with full-precision tokens, whatever the ranks, ranges, norms, rows and
+splits."""
 
 from dataclasses import replace
 
@@ -145,7 +146,7 @@ def test_what_an_exact_window_caches_is_served():
 
 @pytest.mark.parametrize("piece", [1, 2])
 def test_what_a_group_of_layers_caches_is_served(piece):
-    """`rebuilt` and exact tokens as `Reading` has them, several queries at once included."""
+    """`rebuilt` and full-precision tokens as `Reading` has them, several queries at once included."""
     dim, kv_heads, rank, slots, block, sinks, window = 4, 2, 3, 16, 4, 2, 5
     given = inputs(1, slots, 4, kv_heads, dim, rank, slots, biased=True, norm=True)
     rotation, basis = tables(given), torch.randn(2, kv_heads, dim, rank, dtype=torch.float64)
@@ -330,7 +331,7 @@ def test_codes_are_read_as_the_cache_writes_them(format, by_channel, device):
 
 
 def test_codes_and_the_rest_are_merged_by_their_lse():
-    """Latents [0, 48) in one call, the rest with the exact tokens in another: one call over all."""
+    """Latents [0, 48) in one call, the rest with the full-precision tokens in another: one call over all."""
     given = inputs(1, 2, 4, 2, 8, 6, 60, exact=12)
     rotation, exact = tables(given), {key: given.pop(key) for key in ("exact_key", "exact_value")}
     given.pop("inv_freq")

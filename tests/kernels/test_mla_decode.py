@@ -127,7 +127,7 @@ def test_window(window, device):
 
 @pytest.mark.parametrize("page", [16, 12])
 def test_pages(page, device):
-    """Shuffled pages of a pool, most of them NaN, are the tokens in a row; table entries behind a row are nonsense."""
+    """Shuffled pages of a pool, most of them NaN, are the tokens in a row; table entries after a row are nonsense."""
     query, latent, rope_key, gain = inputs(3, 2, 6, 5 * page, 48, 16, device=device, gains=3)
     lengths, starts = ints(5 * page, 2 * page + 1, 1, device=device), ints(3, 0, 0, device=device)
     pages = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:15].view(3, 5).int().to(device)

@@ -65,7 +65,8 @@ def check(tensors, settings, *, splits=1, block_tokens=None, chunk=16, **extra):
 @pytest.mark.parametrize("by_channel", [True, False])
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_reference_reads_what_the_cache_holds(format, by_channel):
-    """Merged with attention over the exact tokens behind the codes, it is attention over what the cache returns."""
+    """Merged with attention over the full-precision tokens after the codes, it is attention over what the cache
+    returns."""
     layer = QuantizedKVLayer(format, 8, 4, "channel" if by_channel else "token")
     new = [torch.randn(2, 1, 30, width, dtype=torch.float64) for width in (20, 10)]
     read = [t.squeeze(1) for t in layer.update(*new)]
@@ -112,7 +113,7 @@ def test_any_shape(heads, rank, rope, total, group, format, by_channel, chunk, b
 
 @pytest.mark.parametrize(("format", "by_channel"), [("int8", True), ("int4", False), ("fp8", False)])
 def test_what_nothing_sees_is_never_used(format, by_channel, device):
-    """Codes, scales and zeros behind the codes, behind a row and before it; a row without tokens; the same bits."""
+    """Codes, scales and zeros after the codes, after a row and before it; a row without tokens; the same bits."""
     settings = (format, 16, by_channel)
     tensors = inputs(3, 1, 4, 80, 32, 16, *settings, torch.float32, device)
     extra = {

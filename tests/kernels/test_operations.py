@@ -1,4 +1,4 @@
-"""What every operation keeps as an operator of PyTorch: registration, gradients, graphs, refusals."""
+"""Operators of PyTorch: registration, gradients, graphs and refusals of every operation."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ REFUSED = [(name, *refused) for name, example in CALLS.items() for refused in ex
 
 @pytest.mark.parametrize(("name", "change", "message"), REFUSED, ids=[f"{name}: {what}" for name, _, what in REFUSED])
 def test_what_does_not_belong_together_is_refused(name, change, message):
-    """At first, and after a call that was right, whose plan is known."""
+    """Refuse at first, and after a call that was right, whose plan is known."""
     example = CALLS[name]
     right = example.given | example.of_function
     plan.forget_plans()

@@ -152,7 +152,8 @@ def test_a_text_that_grows_by_300_tokens_compiles_and_plans_rarely():
     assert done.returncode == 0, done.stderr[-4000:]
     for begin, most in (("700", 0), ("900", 2)):
         for name, counts in json.loads(done.stdout)[begin].items():
-            # Quantised caches grow by whole groups, planned one by one; a block of exact tokens fills again and again.
+            # Quantised caches grow by whole groups, planned one by one; a block of full-precision tokens fills again
+            # and again.
             assert counts["plans"] <= {"lowrank_decode": 40}.get(name, 12), (begin, name, counts)
             assert len(counts["compilations"]) <= most, (begin, name, counts)
 

@@ -110,7 +110,7 @@ def test_a_long_text_on_a_gpu(dtype, device):
 
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 1), (4, 7), (1, 16), (4, 40)])
 def test_each_query_sees_what_the_cache_says(sinks, recent):
-    """Of padding too; a full head's query sees everything, and itself alone where it is padding."""
+    """Check padding too; a full head's query sees everything, and itself alone where it is padding."""
     torch.manual_seed(0)
     layer = StreamingLayer(sinks, recent)
     layer.padding = LeftPadding([0, 3, 12, 50])

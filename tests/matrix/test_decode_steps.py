@@ -71,7 +71,7 @@ KERNELS = [
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_steps_on_kernels_never_wait_for_the_device(name, monkeypatch):
-    """What `accelerate` puts around the kernels; their references run in their place."""
+    """Put around the kernels what `accelerate` does; their references run instead."""
     monkeypatch.setattr(operation, "refusal", lambda *tensors: "a test")
     model = WRITTEN[name]()
     cache, growing = reserved(model), DynamicCache(config=model.config)
@@ -84,7 +84,7 @@ def test_steps_on_kernels_never_wait_for_the_device(name, monkeypatch):
 
 
 def addresses(value: object, path: str = "", seen: set[int] | None = None) -> dict[str, int]:
-    """Where the tensors of a cache are in memory, by the attributes that lead to them; empty ones are nowhere."""
+    """Map the attributes that lead to a cache's tensors to their addresses in memory; empty ones have none."""
     seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         return {path: value.data_ptr()} if value.numel() else {}

@@ -254,7 +254,7 @@ def test_every_adapter_of_heal_trains(name):
 
 
 def named_modules(model: torch.nn.Module) -> list[str]:
-    """Those projections that recipes for LoRA name, as far as the model has them."""
+    """Return the projections that recipes for LoRA name, as far as the model has them."""
     last = {key.rpartition(".")[2] for key, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     return sorted(last & set(USUAL))
 
@@ -286,7 +286,7 @@ def stir_adapters(model: torch.nn.Module) -> None:
 
 
 def targets_of(model: PreTrainedModel) -> dict:
-    """What a model's card says of adapters."""
+    """Return the adapter targets in a model's card."""
     shapes = {key.replace(".language_model", ""): each.shape for key, each in model.named_parameters()}
     return adapter_targets(shapes)
 

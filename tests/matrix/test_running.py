@@ -36,7 +36,7 @@ def written(name: str) -> PreTrainedModel:
 
 @cache
 def tolerance(name: str) -> float:
-    """How far logits may be from those of one uncached pass: as far as plain decoding is, if the cache is lossy."""
+    """Return the tolerance of logits against one uncached pass: that of plain decoding, if the cache is lossy."""
     if name not in LOSSY:
         return TOLERANCE
     model, ids = written(name), tokens()
@@ -57,7 +57,7 @@ def close(name: str, actual: Tensor, expected: Tensor) -> None:
 
 
 def compression_error(name: str) -> float:
-    """How far logits are from those of a model whose layers share nothing: padding moves the ends of blocks."""
+    """Return the distance of logits from a model whose layers share nothing: padding moves the ends of blocks."""
     config = copy.deepcopy(written(name).config)
     for entry in config.attention_layers:
         entry["block"] = 64

@@ -1,4 +1,4 @@
-"""Every family of the own class, as tiny random models."""
+"""Every family of the custom model class, as tiny random models."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from surgery.running.threads import torch_threads
 
 @pytest.fixture(autouse=True)
 def one_thread_and_no_gradients():
-    """On matrices this small threads only wait for each other, up to 200 times as long on a busy machine."""
+    """Use one thread: on matrices this small threads only wait for each other, up to 200 times as long on a busy
+    machine."""
     with torch_threads(1), torch.no_grad():
         yield
 

@@ -1,4 +1,4 @@
-"""What holds for every kind of attention of the own class, in every family: it is a model like any other.
+"""Kinds of attention of the custom model class, in every family: each is a model like any other.
 
 Gradients with checkpointing, adapters and offloaded weights: `tests/matrix/test_loading.py`.
 """
@@ -58,7 +58,7 @@ def model(family, kind) -> SurgeryForCausalLM:
 
 @on(PAIRS)
 def test_logits_equal_the_source(source, model):
-    """By sdpa; by eager attention, where its weights are compared."""
+    """Compare by sdpa, and by eager attention where its weights are compared."""
     assert model.model.layers[0].self_attn.config._attn_implementation == "sdpa"
     agree(model(tokens()).logits, source(tokens()).logits)
 

@@ -1,4 +1,4 @@
-"""Positions of several axes, inside of a model of pictures and text."""
+"""Positions of several axes, inside of a vision-language model."""
 
 import copy
 import pickle

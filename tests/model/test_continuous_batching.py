@@ -1,4 +1,5 @@
-"""transformers' continuous batching (`generate_batch`): fewer KV heads run, the own class refuses, stock MLA fails."""
+"""transformers' continuous batching (`generate_batch`): fewer KV heads run, the custom model class refuses, stock MLA
+fails."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which tokens a shared cache gives back exactly, what it keeps, and how its stores encode."""
+"""Shared caches: the tokens that they give back exactly, their contents, and the encoding of their stores."""
 
 import math
 

@@ -77,7 +77,7 @@ def agree_behind_padding(actual, expected, padding, tolerance=1e-10):
 
 
 def random_entry(rng: random.Random) -> dict | None:
-    """Of one layer: all full, all streaming, all compensated, any mix, or the stock attention."""
+    """Draw an entry of one layer: all full, all streaming, all compensated, any mix, or the stock attention."""
     full, compensated = rng.choice([(4, 0), (0, 0), (0, 4), (2, 0), (1, 1), (0, 1), (3, 1), (2, 1)])
     order = rng.sample(range(KV_HEADS), KV_HEADS)
     window = {"sinks": rng.choice([0, 1, 4]), "recent": rng.choice([1, 2, 7, 16])}
@@ -224,7 +224,7 @@ def test_masks_that_a_window_cannot_follow_are_refused():
     model = hybrid_model(tiny_source("llama"), [hybrid_entry(1, [1, 0], sinks=1, recent=3)] * LAYERS)
     ids = tokens(1, 6)
     right = torch.tensor([[1, 1, 1, 1, 0, 0]])
-    cache = model(ids, attention_mask=right).past_key_values  # padding behind the text disturbs nothing
+    cache = model(ids, attention_mask=right).past_key_values  # padding after the text disturbs nothing
     with pytest.raises(ValueError, match="pad on the left"):
         model(ids[:, :1], attention_mask=torch.cat([right, right[:, :1]], dim=1), past_key_values=cache)
     with pytest.raises(ValueError, match="must be \\[batch, tokens\\]"):
@@ -283,7 +283,7 @@ def test_latents_that_stream_are_not_handed_on():
 
 
 def test_streams_of_a_share_of_layers():
-    """A hybrid layer of another number of KV heads, beside stock, grouped and low-rank ones."""
+    """A hybrid layer of another number of KV heads, next to stock, grouped and low-rank ones."""
     source = tiny_source("llama")
     entries = [hybrid_entry(1, [1, 0], sinks=1, recent=4), {"kind": "grouped", "kv_heads": 2}]
     ids = tokens(2, 20)

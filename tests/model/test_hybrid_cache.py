@@ -86,7 +86,7 @@ def test_live_bytes_are_those_predicted(make, batch, dtype):
         assert cache_bytes(cache) == model.kv_cache_bytes(batch, seen)
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in plain_tensors(cache)}
     if not any(type(layer).__name__ == "DynamicSlidingWindowLayer" for layer in cache.layers):
-        # Of exact tokens there are fewer than have memory, until the next group of them is quantised.
+        # Of full-precision tokens there are fewer than have memory, until the next group of them is quantised.
         quantized = getattr(model.config, "kv_cache", None)
         exact = quantized["group"] + quantized["window"] if quantized else 0
         spare = batch * LAYERS * 2 * LATENT * exact * dtype.itemsize
@@ -174,7 +174,7 @@ def test_the_footprint_is_counted_in_the_masks(name, prompt, chunk, steps):
 
 
 def test_a_hand_count_of_the_footprint():
-    """Of ten tokens a head with one sink and two recent ones sees 1 + 2 + 8 · 3 of 55 pairs."""
+    """Count ten tokens: a head with one sink and two recent ones sees 1 + 2 + 8 · 3 of 55 pairs."""
     entries = [hybrid_entry(1, [0, 1], sinks=1, recent=2), hybrid_entry(0, [0, 1], 2, sinks=1, recent=2)]
     model = hybrid_model(tiny_source("llama"), entries)
     assert model.kv_footprint(7, 3) == pytest.approx((55 + 27 + 2 * (27 + 7)) / (4 * 55))

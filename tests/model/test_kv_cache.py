@@ -1,4 +1,4 @@
-"""Models of the own class that keep their cache quantised: whoever calls them, and however, reads it."""
+"""Models of the custom model class that keep their cache quantised: whoever calls them, and however, reads it."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ def no_gradients():
 
 
 def plain(**overrides) -> SurgeryForCausalLM:
-    """A llama in the own class, its attention as it was."""
+    """A llama in the custom model class, its attention as it was."""
     source = tiny_source("llama")
     model = SurgeryForCausalLM(SurgeryConfig.from_base(source.config, [None] * LAYERS, **overrides))
     model.load_state_dict(source.state_dict(), strict=True)

@@ -1,4 +1,4 @@
-"""What is particular to latent attention in the own class, and to the class's configuration."""
+"""Latent attention in the custom model class, and the class's configuration."""
 
 import pytest
 import torch

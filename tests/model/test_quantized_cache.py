@@ -107,7 +107,8 @@ def test_keys_by_token_are_quantised_as_values(form):
 
 @pytest.mark.parametrize(("width", "groups"), [(0, 0), (4, 1), (32, 1), (33, 2), (80, 3), (97, 4)])
 def test_a_token_has_the_fewest_groups(width, groups):
-    """As each is scaled by its own largest channel, a loud first channel is felt in the first group only."""
+    """Check that a loud first channel is felt in the first group only, as each group is scaled by its own largest
+    channel."""
     assert token_groups(width, 32) == groups
     values = states(1, 1, 32, width)
     _, quiet = quantized_cache("int4").update(states(1, 1, 32), values, 0)
@@ -168,7 +169,7 @@ def test_bytes_are_those_predicted(form, keys_by, batch, tokens, group, window, 
     predicted = cache.layers[0].predicted_bytes(tokens, **size)
     assert cache_bytes(cache) == 2 * predicted
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors_of(cache) if t.numel()}
-    # Of exact tokens there are fewer than have memory, until the next group of them is quantised.
+    # Of full-precision tokens there are fewer than have memory, until the next group of them is quantised.
     spare = 2 * batch * 3 * (group + window - 1) * sum(dims) * dtype.itemsize
     assert 0 <= sum(held.values()) - 2 * predicted <= spare, "a view keeps more memory alive than it shows"
 
@@ -269,7 +270,7 @@ MIXED = {
 @pytest.mark.parametrize("keys", ["channel", "token"])
 @pytest.mark.parametrize("more", MIXED.values(), ids=list(MIXED))
 def test_caches_of_several_formats(more, keys):
-    """What is read is what caches of one format read, of the same tokens and channels; bytes are those predicted."""
+    """Compare with caches of one format, of the same tokens and channels; bytes are those predicted."""
     layer = QuantizedKVLayer("int4", 16, keys=keys, **more)
     tokens, size = 70, {"batch": 2, "heads": 3, "key_dim": 16, "value_dim": 16, "dtype": torch.float32}
     whole, values = states(tokens=tokens), states(tokens=tokens, seed=1)

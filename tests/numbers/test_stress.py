@@ -41,7 +41,7 @@ def each_layer(names, change):
 
 
 def overflowing(tensors):
-    """In float16: keys near its largest number, queries among its smallest."""
+    """Return tensors in float16 with keys near its largest number and queries among its smallest."""
     for layer in range(2):
         tensors[ATTENTION.format(layer, "k")].mul_(3e4)
         tensors[ATTENTION.format(layer, "q")].div_(3e4)

@@ -1,4 +1,4 @@
-"""A plan as a step of a recipe: what it chooses is what the conversion behind it makes."""
+"""A plan as a step of a recipe: what it chooses is what the conversion after it makes."""
 
 import json
 

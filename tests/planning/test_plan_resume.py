@@ -1,4 +1,4 @@
-"""A plan that was killed goes on from its statistics and from what it had carried, to the same choice."""
+"""A plan that was killed resumes from its statistics and from what it had carried, to the same choice."""
 
 import json
 import os

@@ -40,7 +40,7 @@ POINTERS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiled program needs.
+    """Needs of a compiled program.
 
     Attributes:
         shared_bytes: of shared memory.

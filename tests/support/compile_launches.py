@@ -1,4 +1,4 @@
-"""Compiles the launches that `module:function` gives, for the capabilities behind it, and prints facts as JSON."""
+"""Compiles the launches that `module:function` gives, for the capabilities after it, and prints facts as JSON."""
 
 import importlib
 import inspect

@@ -20,7 +20,7 @@ CERTAIN = 20.0
 
 
 class CopyingConfig(PreTrainedConfig):
-    """Of `CopyingModel`: nothing but a vocabulary, and what the library asks of any decoder."""
+    """Config of `CopyingModel`: nothing but a vocabulary, and what the library requires of any decoder."""
 
     model_type = "copying"
 

@@ -21,7 +21,7 @@ FAKE = "fake"
 
 
 class WithoutValues(FakeTensorMode):
-    """In which a tensor of the CPU loses its values, too, when it moves."""
+    """Mode in which a tensor of the CPU loses its values, too, when it moves."""
 
     avoid_device_init = True
 

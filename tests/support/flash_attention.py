@@ -51,7 +51,7 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> Tensor:
-    """The same of sequences that stand one after the other: q [T, H, d], k and v [S, G, d]."""
+    """Attend within sequences that stand one after the other: q [T, H, d], k and v [S, G, d]."""
     settings = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     parts = [
         [part[None] for part in each.split(ends.diff().tolist())]

@@ -105,7 +105,7 @@ STEPS = {
 
 
 def grow(name, begin, tokens):
-    """Plans and compilations of a text that grows by some tokens behind its first step."""
+    """Plans and compilations of a text that grows by some tokens after its first step."""
     operation, step = STEPS[name]
     step(begin)
     before, kernels = set(operation._plans), len(compilations)

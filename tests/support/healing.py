@@ -75,14 +75,14 @@ def stopped_after(step: int) -> Iterator[None]:
 
 
 def trained_here(command: list[str], environment: dict[str, str]) -> int:
-    """In the place of `run_to_its_end`: the training of one process, in this one."""
+    """Run the training of one process in this one, in place of `run_to_its_end`."""
     assert command[:4] == [sys.executable, "-m", "surgery.training.heal", "--config"], command
     heal_here(vars(HealSettings.from_file(command[4])))
     return 0
 
 
 def settings_file(values: dict) -> Path:
-    """The same for a process of its own."""
+    """Write the settings for a process of its own."""
     path = Path(f"{values['out']}.yaml")
     path.write_text(yaml.safe_dump(values))
     return path
@@ -102,7 +102,7 @@ def losses_of(values: dict) -> list[float]:
 
 
 def same_results(one: dict, two: dict) -> None:
-    """That two runs are one but for the rounding of sums in another order."""
+    """Assert that two runs are one but for the rounding of sums in another order."""
     torch.testing.assert_close(losses_of(two), losses_of(one), rtol=1e-5, atol=0)
     for kind in ("gradient_norm", "kl", "cross_entropy", "hidden", "attention"):
         values = [[line[kind] for line in log_of(run)] for run in (one, two)]
@@ -120,7 +120,7 @@ def same_results(one: dict, two: dict) -> None:
 def sharded_as_one(
     folder: Path, student: Path, teacher: Path, launch: Callable[[dict], CompletedProcess], alone: dict, **others
 ) -> None:
-    """That a run which `launch` shards over two processes, resumed on its way, has the results of one process.
+    """Assert that a run which `launch` shards over two processes, resumed on its way, has the results of one process.
 
     `others` are settings of both, `alone` those of the sharded run.
     """

@@ -45,7 +45,7 @@ def cases(few: int, most: int | None = None) -> settings:
 
 
 def taken_or_refused(read: Callable[[], T]) -> T | None:
-    """What is read, or None where it is refused in one line; any other error is the test's."""
+    """Return the result of a read, or None where it is refused in one line; any other error is the test's."""
     try:
         return read()
     except SurgeryError as error:

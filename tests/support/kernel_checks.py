@@ -1,4 +1,4 @@
-"""How tests look at kernels: against fp64, in poisoned memory, and compiled for GPUs that are not there."""
+"""Checks of kernels: against fp64, in poisoned memory, and compiled for GPUs that are not there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every operation of `kernels/` shows of itself for the tests that all of them pass.
+"""Examples of every operation of `kernels/` for the tests that all of them pass.
 
 A test file of an operation has `EXAMPLES`, calls by name, and `COMPILED`, which launches of real sizes are looked at;
 both are found here, so that a new operation's tests are one file.
@@ -72,7 +72,8 @@ class Example:
     has_backward: bool = False
 
     def arguments(self, dtype: torch.dtype, device: torch.device, gradients: bool = False) -> dict:
-        """Of operator and reference; with gradients every floating-point tensor but scales and tables wants one."""
+        """Return the arguments of operator and reference; with gradients, all floating-point tensors but scales and
+        tables have one."""
         found = {}
         for name, value in (self.given | self.of_operator).items():
             if isinstance(value, Tensor):

@@ -29,7 +29,7 @@ def recall_accuracy(model: nn.Module, prompts: RecallSet, batch_size: int = 8) -
 
 
 def refuse_above(model: nn.Module, tokens: int, error: Exception) -> None:
-    """Has a model raise `error` for passes of more tokens than that."""
+    """Let a model raise `error` for passes of more tokens than that."""
     forward = model.forward
 
     def limited(input_ids, **rest):

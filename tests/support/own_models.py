@@ -1,4 +1,4 @@
-"""Tiny random sources and models of the own class that are converted from them without loss."""
+"""Tiny random sources and models of the custom model class that are converted from them without loss."""
 
 import copy
 from functools import cache
@@ -60,7 +60,7 @@ def _tiny_source(family: str, **overrides) -> PreTrainedModel:
 
 
 def latent_attention_tensors(attention: torch.nn.Module, inv_freq: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The lossless latent form: rotated pairs of every KV head in the rope part, the rest beside the values.
+    """The lossless latent form: rotated pairs of every KV head in the rope part, the rest next to the values.
 
     Half-split pair (l, l + d/2) of KV head g becomes one interleaved pair; pairs of frequency 0 need no rotation and
     join the latent, which then holds [v ; unrotated k].
@@ -239,7 +239,7 @@ def lossless_hybrid(source: PreTrainedModel) -> SurgeryForCausalLM:
 
 
 def streaming_latent_config(source: PreTrainedModel, sinks: int, recent: int, **overrides) -> SurgeryConfig:
-    """That of `lossless_config`, whose last layer streams."""
+    """Return `lossless_config` with a last layer that streams."""
     entries = lossless_config(source).attention_layers
     entries[-1]["streaming"] = {"sinks": sinks, "recent": recent}
     return SurgeryConfig.from_base(source.config, entries, experts_implementation="eager", **overrides)

@@ -1,4 +1,4 @@
-"""Tiny random models of pictures and text with the demo model's tokenizer, and a prompt with a picture for each."""
+"""Tiny random multimodal models with the demo model's tokenizer, and a prompt with a picture for each."""
 
 from __future__ import annotations
 
@@ -148,7 +148,8 @@ PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids
 
 
 def as_early_qwen(folder: Path) -> None:
-    """Has a config of Qwen2.5-VL say the language model at the top, as those of its checkpoints on the hub do."""
+    """Rewrite a config of Qwen2.5-VL with the language model's fields at the top, as its checkpoints on the hub have
+    them."""
     text = config_of(folder)["text_config"]
     sections = text.pop("rope_parameters")["mrope_section"]
     text |= {"model_type": "qwen2_5_vl", "rope_theta": 1e4}

@@ -129,7 +129,7 @@ def two_forks(*arguments, module: str = "surgery") -> list[Fork]:
 
 
 def started_forks(*arguments, **what: str) -> list[Fork]:
-    """The same two, of which none has to end."""
+    """Start the same two, neither of which has to end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

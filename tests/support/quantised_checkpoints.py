@@ -17,7 +17,7 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes [R, C] in int32, one number behind the other."""
+    """Codes [R, C] in int32, one number after the other."""
     per_word, unsigned = 32 // bits, (codes + 2 ** (bits - 1)).long()
     rows = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % per_word)).view(len(codes), -1, per_word)
     words = sum(rows[..., place] << (place * bits) for place in range(per_word))
@@ -70,7 +70,7 @@ def words(codes: list[list[int]], bits: int) -> Tensor:
 
 
 def with_zeros(weight: Tensor, bits: int, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of inputs in groups [I]: codes [O, I], scales [G, O] in float16, zeros [G, O], and what they stand for [O, I]."""
+    """Quantise inputs in groups [I]: codes [O, I], scales [G, O] in float16, zeros [G, O], and their values [O, I]."""
     top, scales, zeros = 2**bits - 1, [], []
     for each in range(int(group.max()) + 1):
         low, high = weight[:, group == each].amin(1).clamp(max=0), weight[:, group == each].amax(1).clamp(min=0)
@@ -103,7 +103,7 @@ def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def nf4(weight: Tensor, *, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """In blocks of 64 with any table: half a byte finds the next number of it."""
+    """Quantise in blocks of 64 with any table: half a byte is an index in it."""
     table = torch.linspace(-1, 1, 16) ** 3
     blocks = weight.flatten().view(-1, 64)
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
@@ -184,7 +184,7 @@ def make_quantised(folder: Path, family: str, kind: str) -> Path:
 
 
 def make_known(folder: Path, family: str, kind: str) -> dict[str, Tensor]:
-    """The same in a format of `KNOWN`; gives the numbers of its quantised matrices by name, in float32."""
+    """Make a checkpoint in a format of `KNOWN`; return the values of its quantised matrices by name, in float32."""
     said, quantise = KNOWN[kind]
     known = {}
 

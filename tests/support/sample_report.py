@@ -27,7 +27,7 @@ ROWS = (
 
 
 def sample_report(*, limit: int | None = None, rows: int = len(ROWS)) -> dict:
-    """The report, made anew at every call so that a test may change it; its first `rows` rows."""
+    """The report, rebuilt at every call so that a test may change it; its first `rows` rows."""
     rng = random.Random(0)
     return {
         "schema": 1,

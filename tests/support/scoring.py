@@ -44,5 +44,5 @@ def scoring_session(checkpoint: Path, journal: Journal | None = None, processes=
 
 
 def streaming_heads(model, streams, sinks: int, recent: int):
-    """Has the KV heads of a model stream that ``streams`` [L, G] says, for the length of a ``with`` block."""
+    """Let the KV heads of ``streams`` [L, G] stream in a model, for the length of a ``with`` block."""
     return tapped(model, lambda call: mixed_output(call, streams[call.layer], sinks, recent))

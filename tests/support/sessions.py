@@ -27,7 +27,7 @@ class Bars:
 
     @property
     def done(self) -> int:
-        """What was done in the last phase."""
+        """Amount of work in the last phase."""
         return self.phases[-1]["done"] if self.phases else 0
 
 

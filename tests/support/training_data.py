@@ -2,7 +2,7 @@
 
 import torch
 
-from surgery.training.data import IGNORED, Batch, Row, collate
+from surgery.training.data import IGNORED, Batch, TrainingRow, collate
 from surgery.training.open_data import HealingData, open_data
 from surgery.training.settings import HealSettings
 
@@ -20,5 +20,5 @@ def packed_batch(vocabulary: int = 64, length: int = 16) -> Batch:
         tokens = torch.randint(vocabulary, (length,), generator=generator)
         labels = tokens.clone()
         labels[[0, 3, length // 2]] = IGNORED
-        rows.append(Row(tokens, labels, torch.arange(length) // (length // 2)))
+        rows.append(TrainingRow(tokens, labels, torch.arange(length) // (length // 2)))
     return collate(rows)

@@ -50,7 +50,7 @@ def test_the_function_stays_and_sizes_meet(kind, dtype):
 
 
 def balance_latents_again(model) -> bool:
-    """Whether a second time changes anything."""
+    """Return whether a second time changes anything."""
     held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     balance_latents(model)
     return any(not torch.equal(tensor, held[name]) for name, tensor in model.state_dict().items())

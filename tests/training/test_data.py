@@ -11,7 +11,7 @@ from written_models import WRITTEN
 
 from surgery.common.errors import SurgeryError
 from surgery.training import sources
-from surgery.training.data import IGNORED, Batch, Row, collate, dealt
+from surgery.training.data import IGNORED, Batch, TrainingRow, collate, dealt
 from surgery.training.document_masks import honours_document_masks
 from surgery.training.sources import TextSource, fitting, parse_sources
 
@@ -47,12 +47,12 @@ def test_positions_start_anew_with_every_document():
 
 
 def test_rows_of_one_length_are_stacked():
-    row = Row(torch.tensor([1, 5, 6]), torch.tensor([IGNORED, 5, IGNORED]), torch.tensor([0, 0, 0]))
+    row = TrainingRow(torch.tensor([1, 5, 6]), torch.tensor([IGNORED, 5, IGNORED]), torch.tensor([0, 0, 0]))
     batch = collate([row, row])
     assert batch.tokens.shape == (2, 3) and batch.predicted == 2
     assert batch.to("cpu").labels.tolist() == [[IGNORED, 5, IGNORED]] * 2
     with pytest.raises(SurgeryError, match=r"lengths \[2, 3\]"):
-        collate([row, Row(*(tensor[:2] for tensor in (row.tokens, row.labels, row.documents)))])
+        collate([row, TrainingRow(*(tensor[:2] for tensor in (row.tokens, row.labels, row.documents)))])
     with pytest.raises(SurgeryError, match="cannot stack 0 rows"):
         collate([])
 

@@ -1,4 +1,4 @@
-"""What a healing is said to take, beside what real tiny models and a real step of training take."""
+"""Estimates of a healing, compared with the cost of real tiny models and a real step of training."""
 
 import json
 

@@ -15,7 +15,7 @@ from tiny_models import DEMO
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.tasks.recall import RECALL_SEED
-from surgery.evaluation.run import Request, evaluate
+from surgery.evaluation.run import EvaluationRequest, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.training import evaluations, loop
 from surgery.training.evaluations import same_random_numbers, scalars
@@ -60,7 +60,9 @@ def test_the_numbers_are_those_of_surgery_eval(settings, tmp_path):
     facts = heal_here(values)
     assert [entry["step"] for entry in facts["evaluations"]] == [0, 2]
     wanted = EvalSettings(tasks=("loss", "recall"), length=96, limit=2, batch_size=2, variants=(), device="cpu")
-    report = evaluate(Request((values["out"],), None, tmp_path / "report", wanted), Progress(silent=True)).report
+    report = evaluate(
+        EvaluationRequest((values["out"],), None, tmp_path / "report", wanted), Progress(silent=True)
+    ).report
     results, last = report["rows"][0]["results"], facts["evaluations"][-1]
     assert last["loss"]["loss"] == pytest.approx(results["loss"]["loss"], rel=1e-6)
     assert last["loss"]["cached_loss"] == pytest.approx(results["loss"]["cached"]["loss"], rel=1e-6)

@@ -1,4 +1,4 @@
-"""A sharded run gives the numbers of one process, goes on from its checkpoints, and shards what it should.
+"""A sharded run gives the numbers of one process, resumes from its checkpoints, and shards what it should.
 
 accelerate has FSDP on accelerators only. Run with a settings file by `torchrun`, this file is a process that has it on
 the CPU all the same: accelerate's own code for FSDP2, and PyTorch's, with gloo.

@@ -103,7 +103,7 @@ def test_neither_accumulation_nor_checkpointing_changes_more_than_rounding(setti
 
 
 def test_another_seed_is_another_run(settings, whole):
-    """That an equal one is an equal run, a resumed one shows."""
+    """Compare runs of two seeds; a resumed run shows that an equal one is an equal run."""
     values = settings(seed=1)
     heal_here(values)
     assert losses_of(values) != losses_of(whole)

@@ -230,7 +230,8 @@ def test_layers_train_alone(source, kind):
 
 
 def _not_reached(kind: str) -> set[str]:
-    """Of the first layer in a shared cascade, only what makes its latents is read by the second."""
+    """Return the parameters that no gradient reaches: of the first layer in a shared cascade, the second reads its
+    latents alone."""
     if kind != "shared":
         return set()
     names = ("q_proj.weight", "q_proj.bias", "o_proj.weight", "o_proj.bias", "key_up.0", "value_up.0")

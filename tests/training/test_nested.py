@@ -145,7 +145,7 @@ def test_draws_follow_from_seed_and_step_alone(source):
 
 
 def reads(model):
-    """Of each block what its latents are read by, and what makes them: U [n, r] and [D, b] [r, ·]."""
+    """Return of each block the reader of its latents and their maker: U [n, r] and [D, b] [r, ·]."""
     for layer in model.model.layers:
         attention = layer.self_attn
         down = [each.detach().view(each.shape[0], -1) for each in attention.kv_down.parameters()]

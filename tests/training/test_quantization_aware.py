@@ -32,7 +32,7 @@ def tokens(length=22):
 
 
 def quantized(model: SurgeryForCausalLM, **changes) -> SurgeryForCausalLM:
-    """The same weights with a cache of codes, in evaluation mode."""
+    """Return the same weights with a quantised cache, in evaluation mode."""
     config = copy.deepcopy(model.config)
     config.kv_cache = INT2 | changes
     with_codes = SurgeryForCausalLM(config)
@@ -200,7 +200,7 @@ def student(tmp_path_factory, teacher) -> Path:
 
 @torch.no_grad()
 def kl_through_the_cache(teacher, student, ids: torch.Tensor) -> float:
-    """In nats a token, of a student that decodes rows token by token."""
+    """Return the KL divergence in nats a token, of a student that decodes rows token by token."""
     cache, logits = None, []
     for token in ids.split(1, dim=1):
         output = student.eval()(token, past_key_values=cache)

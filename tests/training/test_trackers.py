@@ -33,7 +33,7 @@ def settings(tmp_path, model, monkeypatch):
 
 @pytest.fixture
 def no_models(monkeypatch):
-    """That no model is loaded."""
+    """Fail if a model is loaded."""
     monkeypatch.setattr(heal, "causal_model", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
@@ -133,7 +133,7 @@ def test_wandb_online_without_a_network(settings, monkeypatch, no_models):
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
 def test_wandb_without_a_service(settings, tmp_path, mode):
-    """With the real package: neither needs a login or a network."""
+    """Use the real package: neither mode needs a login or a network."""
     pytest.importorskip("wandb")
     values = settings(tracker="wandb", wandb_mode=mode, tracker_folder=str(tmp_path / "kept"))
     facts = heal_here(values)

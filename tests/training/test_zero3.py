@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3 gives the numbers of one process and goes on from its checkpoints.
+"""DeepSpeed ZeRO-3 gives the numbers of one process and resumes from its checkpoints.
 
 accelerate finds no processes under DeepSpeed where there is no accelerator. Launched with a settings file, this file is
 a process that tells it of gloo; all else is its own code and DeepSpeed's, on the CPU.

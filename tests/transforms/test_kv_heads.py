@@ -42,7 +42,7 @@ def random_layer(*, biased: bool = True) -> AttentionAnatomy:
 
 
 def mergeable_layer(*, biased: bool = True, rigid: bool = False) -> AttentionAnatomy:
-    """Heads 2 and 3 are heads 0 and 1 times complex factors per frequency, and behind a matrix for the values.
+    """Heads 2 and 3 are heads 0 and 1 times complex factors per frequency, and after a matrix for the values.
 
     ``rigid``: the factors are phases and the matrices orthogonal.
     """
@@ -120,7 +120,7 @@ def test_heads_that_are_alike_merge_exactly(method, rigid, biased):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_the_predicted_error_is_the_measured_one(method, kv_heads):
-    """What each head reads of the shared ones is taken from the merged weights, and compared with the source's."""
+    """Compare the merged weights' reading of shared heads with the source's."""
     layer = random_layer()
     statistics = statistics_of(layer)
     merged = merge_kv_heads(layer, statistics, kv_heads, method)

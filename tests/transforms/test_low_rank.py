@@ -64,7 +64,7 @@ def bias_free(layer: AttentionAnatomy, x: Tensor) -> Tensor:
 
 
 def lost(converted: LowRankConversion, x: Tensor, shared: Tensor | None = None) -> Tensor:
-    """What is missing of the bias-free keys and values [tokens, n]."""
+    """Return the error of the bias-free keys and values [tokens, n]."""
     layer = converted.layer
     latents = x @ layer.down.mT
     latents = latents if shared is None else torch.cat([shared, latents], dim=-1)
@@ -137,7 +137,7 @@ def test_energies_beyond_the_rank_are_the_error(kind):
         converted = low_rank_layer(layer, statistics, blocks_for("fisher", layer, rank))
         (energy,) = converted.energies
         assert energy.shape == (WIDTH,) and (energy.diff() <= 0).all()
-        # A metric that is nearly singular, as behind a norm, is raised by its relative floor before its root is taken.
+        # A metric that is nearly singular, as after a norm, is raised by its relative floor before its root is taken.
         assert converted.error == pytest.approx(float(energy[rank:].sum()), rel=1e-5)
 
 
@@ -161,7 +161,7 @@ def test_each_method_is_best_in_its_own_metric():
 
 
 def test_a_bias_costs_nothing():
-    """Keys and values of rank 5 behind a large bias: five latents are exact, where a plain moment has six."""
+    """Keys and values of rank 5 after a large bias: five latents are exact, where a plain moment has six."""
     layer = random_layer("biased")
     stacked = random(WIDTH, 5, seed=60) @ random(5, D, seed=61)
     key, value = stacked.view(2, G, HEAD, D)
@@ -401,7 +401,7 @@ def test_refusals():
 
 
 def test_a_prefix_of_the_latents_is_the_smaller_layer():
-    """On real weights: what rank 64 chooses are the first 64 of rank 128, but for one factor."""
+    """Compare on real weights: the choices of rank 64 are the first 64 of rank 128, but for one factor."""
     layer = Source.open(DEMO, ConversionSettings()).anatomy(3).to(torch.float64)
     statistics = swept(layer)
     half, quarter = (low_rank_layer(layer, statistics, blocks_for("fisher", layer, rank)) for rank in (128, 64))

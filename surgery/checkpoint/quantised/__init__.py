@@ -27,21 +27,21 @@ PACKED = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch
 
 
 def is_quantised(store: Store) -> bool:
-    """Whether some stored tensor is packed in integers or a float of less than 16 bits, as in every format."""
+    """Return whether some stored tensor is packed in integers or a float of less than 16 bits, as in every format."""
     dtypes = {info.dtype for info in store.infos.values()}
     return any(dtype in PACKED or (dtype.is_floating_point and dtype.itemsize < 2) for dtype in dtypes)
 
 
 def quantisation_of(config: Mapping[str, Any], store: Store) -> Quantisation | None:
-    """How the matrices of a checkpoint are stored; None where they are not quantised, or in a format not read here.
+    """Return the quantisation of a checkpoint's matrices; None without one, or for a format that is not read here.
 
     Raises:
         SurgeryError: a format that is read, but tensors that do not fit it.
     """
-    said = config.get("quantization_config")
-    if not isinstance(said, dict) or (method := said.get("quant_method")) not in tuple(READERS):
+    config_entry = config.get("quantization_config")
+    if not isinstance(config_entry, dict) or (method := config_entry.get("quant_method")) not in tuple(READERS):
         return None
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     dtype = dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16
-    found = READERS[method](said, store, dtype)
-    return found if found and found.matrices else None
+    quantisation = READERS[method](config_entry, store, dtype)
+    return quantisation if quantisation and quantisation.matrices else None

@@ -1,6 +1,6 @@
 """bitsandbytes: 4 bits with a table of numbers for the codes, and int8 with a scale for each row.
 
-- 4 bits, nf4 or fp4: ``X.weight`` in uint8, row behind row, two codes a byte and the first in its upper half;
+- 4 bits, nf4 or fp4: ``X.weight`` in uint8, row after row, two codes a byte and the first in its upper half;
   ``X.weight.quant_map`` the numbers of the codes; ``X.weight.absmax`` a factor for each block; the rest in JSON,
   ``X.weight.quant_state.bitsandbytes__nf4``. Nested: factors are codes of a table of 256 themselves, times one of
   ``nested_absmax`` for each block of them, plus ``nested_offset``. Dettmers et al., arXiv:2305.14314.
@@ -29,18 +29,18 @@ LARGEST, FORMAT = "SCB", "weight_format"
 MAX_STATE_BYTES = 1 << 16
 
 
-def bitsandbytes(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
-    """As transformers saves models that bitsandbytes quantised.
+def bitsandbytes(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
+    """Read models that bitsandbytes quantised, as transformers saves them.
 
     Raises:
         SurgeryError: tensors that do not fit each other.
     """
-    found: dict[str, Matrix] = {}
+    matrices: dict[str, Matrix] = {}
     for kind in KINDS:
-        found |= {each: _table_matrix(each, kind, store, dtype) for each in modules(store, STATE + kind)}
-    found |= {each: _row_matrix(each, store, dtype) for each in modules(store, LARGEST)}
-    name = " and ".join(sorted({matrix.kind for matrix in found.values()}))
-    return Quantisation(name, {module + WEIGHT: matrix for module, matrix in found.items()})
+        matrices |= {each: _table_matrix(each, kind, store, dtype) for each in modules(store, STATE + kind)}
+    matrices |= {each: _row_matrix(each, store, dtype) for each in modules(store, LARGEST)}
+    name = " and ".join(sorted({matrix.kind for matrix in matrices.values()}))
+    return Quantisation(name, {module + WEIGHT: matrix for module, matrix in matrices.items()})
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _table_matrix(module: str, kind: str, store: Store, dtype: torch.dtype) -> B
 
 
 def _state(module: str, kind: str, store: Store) -> tuple[dict[str, Any], tuple[int, int], int, int | None]:
-    """What is said in JSON: all of it, the matrix's shape, numbers of a block, and factors of a nested block."""
+    """Read the JSON state: all of it, the matrix's shape, elements of a block, and factors of a nested block."""
     name, info = module + STATE + kind, beside(module, STATE + kind, store)
     raw = torch.empty(min(info.nbytes, MAX_STATE_BYTES), dtype=torch.uint8)
     store.read(name, [(0, len(raw))], raw)

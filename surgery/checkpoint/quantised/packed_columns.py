@@ -2,7 +2,7 @@
 
 A number is scale · (code - zero), of one scale and zero for each output and group of inputs. With ``bits`` of a code:
 
-- GPTQ: ``X.qweight`` [in · bits / 32, out], one input behind the other from the least significant bit on;
+- GPTQ: ``X.qweight`` [in · bits / 32, out], one input after the other from the least significant bit on;
   ``X.g_idx`` [in] says the group of every input where they were reordered; ``X.qzeros`` [groups, out · bits / 32] holds
   zeros less one (``checkpoint_format`` gptq_v2: the zeros themselves); ``X.scales`` [groups, out].
 - AWQ ("gemm", 4 bits): ``X.qweight`` [in, out / 8] and ``X.qzeros`` [groups, out / 8], of eight outputs first the even
@@ -32,32 +32,32 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which of the eight codes of a word an output is."""
 
 
-def gptq(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
-    """As AutoGPTQ and GPTQModel write it.
+def gptq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
+    """Read the format of AutoGPTQ and GPTQModel.
 
     Raises:
         SurgeryError: a format of them that is not read, or tensors that do not fit each other.
     """
-    form = str(said.get("checkpoint_format") or said.get("format") or "gptq").lower()
+    form = str(entry.get("checkpoint_format") or entry.get("format") or "gptq").lower()
     if form not in ("gptq", "gptq_v2"):
         raise _unread("gptq", form)
-    if said.get("rotation"):
+    if entry.get("rotation"):
         raise _unread("gptq", "rotated weights")
     plus = 0 if form == "gptq_v2" else 1
-    found = {each: _gptq_matrix(each, said, store, plus, dtype) for each in modules(store, WORDS)}
-    if all(module + BIAS in store.infos for module in found):
-        found = {module: replace(each, no_bias=_is_zero(module + BIAS, store)) for module, each in found.items()}
-    widths = " and ".join(f"int{bits}" for bits in sorted({matrix.bits for matrix in found.values()}))
-    return Quantisation(f"GPTQ {widths}", _named(found))
+    matrices = {each: _gptq_matrix(each, entry, store, plus, dtype) for each in modules(store, WORDS)}
+    if all(module + BIAS in store.infos for module in matrices):
+        matrices = {module: replace(each, no_bias=_is_zero(module + BIAS, store)) for module, each in matrices.items()}
+    widths = " and ".join(f"int{bits}" for bits in sorted({matrix.bits for matrix in matrices.values()}))
+    return Quantisation(f"GPTQ {widths}", _named(matrices))
 
 
-def awq(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
-    """As AutoAWQ writes it for its "gemm" kernels.
+def awq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
+    """Read the format of AutoAWQ for its "gemm" kernels.
 
     Raises:
         SurgeryError: the packing of other kernels, or tensors that do not fit each other.
     """
-    form = str(said.get("version") or said.get("format") or "gemm").lower()
+    form = str(entry.get("version") or entry.get("format") or "gemm").lower()
     if form != "gemm":
         raise _unread("awq", form)
     return Quantisation("AWQ int4", _named({each: _awq_matrix(each, store, dtype) for each in modules(store, WORDS)}))
@@ -73,8 +73,8 @@ class PackedColumns:
         groups: of inputs, and ``group_size`` inputs in each, where ``reordered`` does not have ``g_idx`` say it.
         along_inputs: whether a word holds codes of one output, not of one input.
         plus: to be added to stored zeros.
-        places: of eight outputs in a word, None for one behind the other.
-        no_bias: its bias is no part of the model: AutoGPTQ stored one of zeros beside every matrix that had none.
+        places: of eight outputs in a word, None for one after the other.
+        no_bias: its bias is no part of the model: AutoGPTQ stored one of zeros next to every matrix that had none.
     """
 
     module: str
@@ -131,7 +131,7 @@ class PackedColumns:
 
 
 def unpacked(words: Tensor, numbers: Tensor, bits: int) -> Tensor:
-    """Codes in int64, of those ``numbers``, [R, N], that lie one behind the other in rows of int32 [R, W].
+    """Codes in int64, of those ``numbers``, [R, N], that lie one after the other in rows of int32 [R, W].
 
     The least significant bit is first; a code of 3 bits may begin in one word and end in the next. Words in int64 count
     modulo 2³².
@@ -143,12 +143,12 @@ def unpacked(words: Tensor, numbers: Tensor, bits: int) -> Tensor:
     return (unsigned[:, word] >> shift | unsigned[:, after] << (32 - shift)) & (2**bits - 1)
 
 
-def _gptq_matrix(module: str, said: dict[str, Any], store: Store, plus: int, dtype: torch.dtype) -> PackedColumns:
+def _gptq_matrix(module: str, entry: dict[str, Any], store: Store, plus: int, dtype: torch.dtype) -> PackedColumns:
     words, scales, zeros = (beside(module, part, store) for part in (WORDS, SCALES, ZEROS))
     order = store.infos.get(module + GROUPS)
     rows, outputs = words.shape if len(words.shape) == 2 else (0, 0)
     # Groups of modules may have bits of their own, which the order of the inputs tells.
-    bits = said.get("bits") if order is None else 32 * rows / max(order.nbytes // order.dtype.itemsize, 1)
+    bits = entry.get("bits") if order is None else 32 * rows / max(order.nbytes // order.dtype.itemsize, 1)
     if bits not in BITS or 32 * rows % bits or not rows or not outputs:
         raise SurgeryError(f"{module}{WORDS}: {describe(words)} of {bits} bits a code; {BITS} are read")
     bits = int(bits)
@@ -156,7 +156,7 @@ def _gptq_matrix(module: str, said: dict[str, Any], store: Store, plus: int, dty
     fits = scales.shape == (groups, outputs) and zeros.shape == (groups, -(-outputs * bits // 32)) and groups
     if not fits or words.dtype != torch.int32 or zeros.dtype != torch.int32 or not scales.dtype.is_floating_point:
         raise misfit(module + WEIGHT, words, scales)
-    size = said.get("group_size", -1)
+    size = entry.get("group_size", -1)
     size = size if isinstance(size, int) and size > 0 else inputs
     if order is None and -(-inputs // size) != groups:
         raise misfit(module + WEIGHT, words, scales)
@@ -191,8 +191,8 @@ def _is_zero(name: str, store: Store) -> bool:
     return not raw.any()
 
 
-def _named(found: dict[str, PackedColumns]) -> dict[str, Matrix]:
-    return {module + WEIGHT: matrix for module, matrix in found.items()}
+def _named(matrices: dict[str, PackedColumns]) -> dict[str, Matrix]:
+    return {module + WEIGHT: matrix for module, matrix in matrices.items()}
 
 
 def _unread(method: str, form: str) -> SurgeryError:

@@ -1,4 +1,4 @@
-"""What the readers of quantised formats share: the tensors that make up a matrix, and what is wrong with them."""
+"""Parts that the readers of quantised formats share: a matrix's tensors, and checks of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint is quantised.
+    """Quantisation of a checkpoint.
 
     Attributes:
         name: of the codes, for people.
@@ -42,5 +42,5 @@ def beside(module: str, part: str, store: Store) -> TensorInfo:
 
 
 def misfit(name: str, codes: TensorInfo, beside: TensorInfo, called: str = "scales") -> SurgeryError:
-    """Codes and scales, or what else stands beside them, of sizes or dtypes that do not belong together."""
+    """Codes and scales, or what else stands next to them, of sizes or dtypes that do not belong together."""
     return SurgeryError(f"{name}: {describe(codes)} does not fit its {called}, {describe(beside)}")

@@ -29,23 +29,23 @@ FORMATS = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 """Of compressed-tensors, by its name; mixed: each group says its own."""
 
 
-def fp8(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation | None:
-    """Of block-quantised models; None where the config states no blocks."""
-    if (block := _block(said)) is None:
+def fp8(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation | None:
+    """Read block-quantised FP8 models; None where the config states no blocks."""
+    if (block := _block(entry)) is None:
         return None
     matrices = {module + WEIGHT: _by_block(module, store, block) for module in modules(store, INVERSE)}
     return Quantisation("FP8", _complete(matrices, store))
 
 
-def compressed_tensors(said: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
-    """As that package writes them.
+def compressed_tensors(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
+    """Read the format of the compressed-tensors package.
 
     Raises:
         SurgeryError: a format of it that is not read.
     """
-    _check_compressed(said)
+    _check_compressed(entry)
     packed = modules(store, PACKED)
-    bits = _bits(said) if packed else 0
+    bits = _bits(entry) if packed else 0
     matrices = {module: _packed(module, store, bits, dtype) for module in packed}
     matrices |= {module: _plain(module, store, dtype) for module in modules(store, SCALE) if module not in matrices}
     name = " and ".join(sorted({matrix.kind for matrix in matrices.values()}))
@@ -96,10 +96,10 @@ class Scaled:
 
 def _by_block(module: str, store: Store, block: tuple[int, int]) -> Scaled:
     info, scale = beside(module, WEIGHT, store), beside(module, INVERSE, store)
-    wanted = tuple(-(-size // of) for size, of in zip(info.shape, block, strict=False))
-    if info.dtype != torch.float8_e4m3fn or len(info.shape) != 2 or scale.shape != wanted:
+    scale_shape = tuple(-(-size // of) for size, of in zip(info.shape, block, strict=False))
+    if info.dtype != torch.float8_e4m3fn or len(info.shape) != 2 or scale.shape != scale_shape:
         raise misfit(module + WEIGHT, info, scale)
-    return Scaled(module + WEIGHT, module + INVERSE, info.shape, block, wanted, torch.bfloat16, "fp8")
+    return Scaled(module + WEIGHT, module + INVERSE, info.shape, block, scale_shape, torch.bfloat16, "fp8")
 
 
 def _packed(module: str, store: Store, bits: int, dtype: torch.dtype) -> Scaled:
@@ -137,51 +137,51 @@ def _scales(
 
 
 def _complete(matrices: dict[str, Scaled], store: Store) -> dict[str, Matrix]:
-    """The same, once it is sure that nothing is left of a format that was not understood."""
+    """Return the same matrices after checking that no tensor of an unknown part of the format is left."""
     parts = {part for matrix in matrices.values() for part in matrix.parts}
     for name, info in store.infos.items():
         if name.endswith(UNKNOWN):
-            raise SurgeryError(f"{name}: codes that need it are not read; dequantise the checkpoint first")
+            raise SurgeryError(f"{name}: quantized values that need it are not read. Dequantise the checkpoint first")
         if name not in parts and info.dtype.itemsize == 1 and info.dtype.is_floating_point:
             raise SurgeryError(f"{name}: {describe(info)} without scales")
     return dict(matrices)
 
 
-def _block(said: dict[str, Any]) -> tuple[int, int] | None:
-    block = said.get("weight_block_size")
+def _block(entry: dict[str, Any]) -> tuple[int, int] | None:
+    block = entry.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         return None
     return block[0], block[1]
 
 
-def _check_compressed(said: dict[str, Any]) -> None:
+def _check_compressed(entry: dict[str, Any]) -> None:
     """Refuses what compressed-tensors may say besides of how numbers are stored, or how the model is to be changed.
 
     Raises:
         SurgeryError: names it.
     """
-    groups = said.get("config_groups")
+    groups = entry.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, dict) else []
-    found = {str(each.get("format")) for each in (said, *groups) if isinstance(each, dict) and each.get("format")}
-    sparsity = said.get("sparsity_config") or {}
+    formats = {str(each.get("format")) for each in (entry, *groups) if isinstance(each, dict) and each.get("format")}
+    sparsity = entry.get("sparsity_config") or {}
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
-        found.add("sparse weights")
-    if said.get("transform_config"):
-        found.add("rotated weights (transform_config)")
-    if unknown := sorted(found - FORMATS):
+        formats.add("sparse weights")
+    if entry.get("transform_config"):
+        formats.add("rotated weights (transform_config)")
+    if unknown := sorted(formats - FORMATS):
         raise SurgeryError(f"config.json: compressed-tensors, {unknown[0]}: not read; dequantise the checkpoint first")
 
 
-def _bits(said: dict[str, Any]) -> int:
-    """Of packed weights, one number for all groups of modules.
+def _bits(entry: dict[str, Any]) -> int:
+    """Return the bits of packed weights, one number for all groups of modules.
 
     Raises:
         SurgeryError: it says several, or others than are read.
     """
-    groups = said.get("config_groups")
+    groups = entry.get("config_groups")
     groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     weights = [weight for group in groups if isinstance(weight := group.get("weights"), dict)]
-    found = sorted({str(weight.get("num_bits"))[:100] for weight in weights})
-    if len(found) != 1 or found[0] not in PACKED_BITS:
-        raise SurgeryError(f"config.json: compressed-tensors of {found} bits, {' or '.join(PACKED_BITS)} are read")
-    return int(found[0])
+    bits = sorted({str(weight.get("num_bits"))[:100] for weight in weights})
+    if len(bits) != 1 or bits[0] not in PACKED_BITS:
+        raise SurgeryError(f"config.json: compressed-tensors of {bits} bits, {' or '.join(PACKED_BITS)} are read")
+    return int(bits[0])

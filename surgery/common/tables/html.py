@@ -18,7 +18,7 @@ ARROWS = {"low": "\u00a0↓", "high": "\u00a0↑", None: ""}
 def render(template: Path, **values: object) -> str:
     """A template, which may import `table.html`, filled in; characters that are not to be seen are escaped.
 
-    Templates beside it can be included by their names.
+    Templates next to it can be included by their names.
     """
     environment = Environment(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]),
@@ -36,7 +36,7 @@ def render(template: Path, **values: object) -> str:
 
 def _whole_words(text: str) -> Markup:
     """Text that breaks between words: browsers would break top-1 at its hyphen, and no style forbids that alone."""
-    kept = Markup('<span class="whole">{}</span>')
+    span = Markup('<span class="whole">{}</span>')
     return Markup(" ").join(
-        kept.format(word) if "-" in word and len(word) <= SHORT else word for word in text.split(" ")
+        span.format(word) if "-" in word and len(word) <= SHORT else word for word in text.split(" ")
     )

@@ -1,4 +1,4 @@
-"""What a table is, wherever it is shown: columns that say how a value is read, and rows of plain values."""
+"""Table, wherever it is shown: columns that define how a value is read, and rows of plain values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Column:
-    """How the values of a column are read.
+    """Column of a table, and how its values are read.
 
     Attributes:
         title: for people, short.
@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """A value with something beside it.
+    """A value with something next to it.
 
     Attributes:
         value: exact; what files hold and pages sort by.
@@ -68,16 +68,16 @@ class Table:
         return [[value if isinstance(value, Cell) else Cell(value) for value in row] for row in self.rows]
 
     def text(self, index: int, cell: Cell) -> str:
-        """What column `index` shows of a cell's value; a dash where there is none."""
+        """Return the text of a cell's value in column `index`; a dash where there is none."""
         return NONE if cell.value is None else self.columns[index].form(cell.value)
 
     def texts(self) -> Iterator[list[str]]:
-        """What is shown of each row, without the small print."""
+        """Yield the texts of each row, without the small print."""
         for row in self.cells():
             yield [self.text(index, cell) for index, cell in enumerate(row)]
 
     def alignments(self) -> list[Literal["left", "right"]]:
-        """Of each column: as it says, or to the right if it is not the first and holds numbers only."""
+        """Return the alignment of each column: its own, or right if it is not the first and holds numbers only."""
         columns = list(zip(*self.texts(), strict=True)) or [()] * len(self.columns)
         return [
             column.align or ("right" if index and _numeric(texts) else "left")
@@ -86,7 +86,7 @@ class Table:
 
 
 def sort_key(value: Any) -> Any:
-    """What a page sorts by; values that are missing or not finite have none."""
+    """Return the key by which a page sorts; values that are missing or not finite have none."""
     return NONE if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
 
 

@@ -10,17 +10,17 @@ from dataclasses import fields
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.running.source import Source
+from surgery.structures.context import ConversionContext
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.low_rank.structure import LowRank
-from surgery.structures.work import Work
 
 
 class Cascade(LowRank):
     """Low rank whose latents are read across layers."""
 
     name = "crosslayer"
-    beside_pictures = False
+    supports_multimodal = False
 
     def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
         super().__init__(opened, settings, progress)
@@ -32,7 +32,7 @@ class Cascade(LowRank):
                 "read its neighbour's latents: convert --to lowrank instead"
             )
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """Moments and the loss gradient's, of text."""
         if work.texts.calibration is None:
             raise SurgeryError(

@@ -30,13 +30,13 @@ from surgery.running.activations import give_back
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.moment_precision import MomentPrecision
 from surgery.running.source import OwnSource
-from surgery.structures.base import LONG, Foreseen, Outcome, Structure
+from surgery.structures.base import LONG, Forecast, Outcome, Structure
+from surgery.structures.context import ConversionContext
 from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
-from surgery.structures.stages import StageRuns
-from surgery.structures.work import Work
+from surgery.structures.stages import StageTracker
 from surgery.transforms.algebra import damp
 from surgery.transforms.cross_layer import METRIC_DAMPING, SharedBasis, SimulatedGroup, SimulatedMember, shared_basis
 
@@ -92,11 +92,11 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
         """Opens an MLA checkpoint of the own class."""
         return LatentSource.open(reader, settings)
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """All of it: nothing is left to the work but numbers."""
         opened = self.opened
         config, tensors = _planned(opened, self._groups, self._ranks, self._dtype, self.settings)
-        return Foreseen(
+        return Forecast(
             config=config,
             tensors=tensors,
             kv_bytes_per_token=kv_bytes_of(config, self._dtype)(LONG) / LONG,
@@ -105,7 +105,7 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
             demand=Demand(cached=-(-sum(self._ranks) // opened.layers), statistics=True, gradients=True),
         )
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """The metrics of all latents."""
         tokens = work.texts.calibration
         if tokens is None:
@@ -113,12 +113,12 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
         if work.processes.is_main:  # sweeps of its own, which are not shared
             self._metrics = _metrics(self.opened, tokens, work.store, self.settings, work.progress)
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Everything stays, and bases come beside it."""
         self._config, tensors = _planned(self.opened, self._groups, self._ranks, self._dtype, self.settings)
         return tensors
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Finds the basis of every group and carries the stages through it."""
         opened, settings, dtype = self.opened, self.settings, self._dtype
         runs, reports = work.stage_runs((SHARED,)), []
@@ -235,7 +235,7 @@ def _carry(
     start: int,
     stop: int,
     basis: SharedBasis,
-    runs: StageRuns,
+    runs: StageTracker,
     settings: CrossLayerSettings,
 ) -> GroupReport:
     """Runs a group in both stages, and says what it loses."""

@@ -25,15 +25,15 @@ from surgery.model.cross_layer_entry import CrossLayerEntry, GroupEntry, MergedP
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import LayerStream, StreamedBlock
 from surgery.running.source import Source
-from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Structure, unchanged_tensors
+from surgery.structures.base import LONG, Candidate, Forecast, Outcome, Structure, unchanged_tensors
+from surgery.structures.context import ConversionContext
 from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.cascade import Cascade
 from surgery.structures.cross_layer.latents import SharedLatents
 from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
-from surgery.structures.stages import StageRuns
-from surgery.structures.work import Work
+from surgery.structures.stages import StageTracker
 from surgery.transforms.cross_layer import (
     Rebuild,
     SharedBasis,
@@ -83,7 +83,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         """Those that share a basis."""
         return next((range(*span) for span in self._groups if layer in range(*span)), range(layer, layer + 1))
 
-    def pass_group(self, work: Work, group: range, hidden: torch.Tensor) -> torch.Tensor:
+    def pass_group(self, work: ConversionContext, group: range, hidden: torch.Tensor) -> torch.Tensor:
         """Reads old tokens as the group's basis, method xkv's, makes them again."""
         entry = self._entries[self._groups.index((group.start, group.stop))]
         basis = self._basis(work, group.start, group.stop, entry.rank)
@@ -92,10 +92,10 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             _run(self.opened.stream, layers, simulated, hidden, self.settings.batch_size)
         return hidden
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """All of it: nothing is left to the work but numbers."""
         opened, config = self.opened, self._writes.config(self.opened.reader.config)
-        return Foreseen(
+        return Forecast(
             config=config,
             tensors=unchanged_tensors(opened.reader, opened.config) | self._writes.plan(),
             kv_bytes_per_token=kv_bytes_of(config, opened.weight_dtype)(LONG) / LONG,
@@ -108,7 +108,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             ),
         )
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """For the static basis of xkv."""
         if self.settings.method != "xkv":
             return
@@ -116,11 +116,11 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             raise SurgeryError("method xkv: what layers have in common shows in text only: drop --calibration none")
         work.gather()
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """The groups are settled already; everything stays, and bases come beside it."""
         return unchanged_tensors(self.opened.reader, self.opened.config) | self._writes.plan()
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Finds the basis of every group and carries the stages through it."""
         opened, settings = self.opened, self.settings
         config, pieces = self._writes.config(opened.reader.config), _pieces(self._groups, opened.layers)
@@ -152,7 +152,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return self._writes.latent_tensors(group, basis, [opened.reader.tensor(name).double() for name in names])
 
     def _convert(
-        self, start: int, stop: int, entry: GroupEntry | None, work: Work, runs: StageRuns
+        self, start: int, stop: int, entry: GroupEntry | None, work: ConversionContext, runs: StageTracker
     ) -> tuple[SharedBasis | None, GroupReport | None]:
         """Converts one group; None for ``entry`` is a layer outside all groups."""
         basis, rebuild = None, None
@@ -167,7 +167,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         error = None if basis is None else basis.error
         return basis, GroupReport(f"{start}-{stop - 1}", (self._numbers(entry),), 0, *lost, error, measured)
 
-    def _basis(self, work: Work, start: int, stop: int, rank: int) -> SharedBasis:
+    def _basis(self, work: ConversionContext, start: int, stop: int, rank: int) -> SharedBasis:
         """Of method xkv, from calibration text."""
         moment = joint_moment(self.opened, work.store, start, stop, self.settings.batch_size)
         beside = self.opened.first.head_dim if self._latent else 0
@@ -191,7 +191,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
 
     @torch.no_grad()
     def _carry(
-        self, start: int, stop: int, rebuild: Rebuild | None, runs: StageRuns
+        self, start: int, stop: int, rebuild: Rebuild | None, runs: StageTracker
     ) -> tuple[dict[str, float], tuple[float, float]]:
         """Runs a group in every stage: errors of its output by stage, and of keys and values."""
         stream, settings, hidden = self.opened.stream, self.settings, runs.hidden
@@ -222,7 +222,7 @@ def plan_groups(
     Raises:
         SurgeryError: a layer forgets, the budget is impossible, or a setting means nothing to the method.
     """
-    if not opened.family.hands_on:
+    if not opened.family.forwards_kwargs:
         raise SurgeryError(
             f"{opened.family.model_type} layers hand nothing to their attention that a shared cache could be read by: "
             "convert --to lowrank instead"

@@ -1,1 +1,1 @@
-"""Heads that keep their whole context beside heads that keep sinks and recent tokens."""
+"""Heads that keep their whole context next to heads that keep sinks and recent tokens."""

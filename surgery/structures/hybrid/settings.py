@@ -1,4 +1,4 @@
-"""What a user can ask of a conversion to hybrid heads. Needs no torch."""
+"""Settings of a conversion to hybrid heads. Needs no torch."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ class HybridSettings(StructureSettings):
             object.__setattr__(self, "sinks", 0)
 
     def kv_cache(self) -> dict[str, int | str]:
-        """What config.json of the own class says."""
+        """Return the ``kv_cache`` entry of the custom model class's config.json."""
         return with_formats(super().kv_cache(), streaming_format=self.streaming_bits)

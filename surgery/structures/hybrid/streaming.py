@@ -1,4 +1,4 @@
-"""What structures of streaming heads and layers have in common: the plan of a pattern, and what it loses as masks."""
+"""Parts that streaming heads and streaming layers share: the plan of a pattern, and its loss simulated by masks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from surgery.model.token_codes import TokenCodes
 from surgery.running.attention_tap import AttentionCall, tapped
 from surgery.running.source import OwnSource, Source
 from surgery.structures.base import Structure
+from surgery.structures.context import ConversionContext
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.stages import ERROR_SEQUENCES
-from surgery.structures.work import Work
 
 STREAMING = "streaming"
 """The stage of the report after the source."""
@@ -59,7 +59,7 @@ class HybridLayerReport:
         return "full heads", "streaming heads", "compensated"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         kinds = (self.full_heads, self.streaming_heads, self.compensated_heads)
         return tuple(" ".join(map(str, heads)) or "-" for heads in kinds)
 
@@ -89,18 +89,18 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
         self._entries = model.entries(self._plan)
 
     def _made_of(self, model: StreamableModel) -> StreamableModel:
-        """What streams as one."""
+        """Return the model that streams these layers or heads."""
         return model
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: HybridSettings) -> Source | OwnSource:
-        """A checkpoint of a family, or of the own class with fewer KV heads, low-rank latents or MLA."""
+        """A checkpoint of a family, or of the custom model class with fewer KV heads, low-rank latents or MLA."""
         if reader.config.get("model_type") in (MODEL_TYPE, "deepseek_v3"):
             return OwnSource.open(reader, settings)
         return Source.of(reader, settings)
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> StreamingAttention:
-        """The source's attention behind the plan's masks."""
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> StreamingAttention:
+        """The source's attention after the plan's masks."""
         stream, plan = self.opened.stream, self._plan
         codes = None if cache is None else (cache, TokenCodes.of(self.settings.kv_cache()))
         anatomy = self.opened.anatomy(layer).to(stream.device, stream.dtype)
@@ -130,20 +130,20 @@ def plan_heads(
     recent = default_recent if recent is None else recent
     if sinks is None or recent is None:
         raise SurgeryError(f"{settings.heads}: does not say for how many tokens; give --sinks and --window")
-    if settings.compensated and any(unit.blocks or len(unit.heads) > 1 for found in model.units for unit in found):
+    if settings.compensated and any(unit.blocks or len(unit.heads) > 1 for layer in model.units for unit in layer):
         raise SurgeryError("compensated: latents have no key and value of a head to take the mean of; leave it at 0")
-    kept, heads = sinks + recent - 1, scores.numel()
+    window, heads = sinks + recent - 1, scores.numel()
     everything = torch.ones(shape, dtype=torch.bool)
     ratio = 0.5 if settings.kv_ratio is None else settings.kv_ratio
-    budget = ratio * model.bytes_at(everything, context, kept, itemsize)
+    budget = ratio * model.bytes_at(everything, context, window, itemsize)
     extra = settings.compensated * compensation_bytes(model.head_dim)
 
     def affordable(full: BoolTensor) -> bool:
         if settings.streaming is not None:
             return int(full.sum()) <= count_of(1 - settings.streaming, heads)
-        return model.bytes_at(full, context, kept, itemsize, extra) <= budget
+        return model.bytes_at(full, context, window, itemsize, extra) <= budget
 
-    units = [[unit.heads for unit in found] for found in model.units]
+    units = [[unit.heads for unit in layer] for layer in model.units]
     plan = compile_plan(
         scores,
         units,
@@ -154,7 +154,7 @@ def plan_heads(
         compensated=settings.compensated,
     )
     if plan.full.all():
-        raise SurgeryError("no head streams under this budget: lower --kv-ratio, or leave the checkpoint as it is")
+        raise SurgeryError("no head streams under this budget: lower --kv-ratio, or keep the source")
     return plan
 
 

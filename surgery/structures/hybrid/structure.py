@@ -23,21 +23,21 @@ from surgery.model.hybrid_entry import HybridEntry
 from surgery.reporting.report import SourceShape
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.skeleton import skeleton
-from surgery.structures.base import Candidate, Foreseen, Outcome, Request, Structure, unchanged_tensors
+from surgery.structures.base import Candidate, Forecast, Outcome, Structure, TargetOption, unchanged_tensors
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.hybrid.streaming import Streaming, layer_report, measure_plan
 from surgery.structures.hybrid.whole_layers import WholeLayers
-from surgery.structures.work import Work
 from surgery.verification.flow import predicted_flow
 
 
 class Hybrid(Streaming):
     """Some heads keep their whole context, the others sinks and recent tokens."""
 
-    beside_pictures = True
-    requests = (
-        Request(" --streaming 1", {"streaming": 1}, caution="every head forgets, surgery heads tells which may"),
+    supports_multimodal = True
+    options = (
+        TargetOption(" --streaming 1", {"streaming": 1}, caution="every head forgets, surgery heads tells which may"),
     )
 
     @classmethod
@@ -49,33 +49,33 @@ class Hybrid(Streaming):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """As many full heads as the budget holds, of the pattern that the plan is given, alone and in 8 and 4 bits; and
-        whole layers where a stock class has both kinds."""
+        """Return as many full heads as the budget holds, of the plan's pattern, alone and in 8 and 4 bits; and whole
+        layers where a stock class has both kinds."""
         if config["model_type"] == MODEL_TYPE:
             return []
         layers = [Candidate({"granularity": "layer"})] if config["model_type"] in CARRIERS else []
         return [*(Candidate(bits) for bits in ({}, {"bits": 8}, {"bits": 4})), *layers]
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """All of it, at the context that was asked for: nothing is left to the work but measuring."""
         opened, config = self.opened, own_config(self.opened.reader.config, self._entries)
-        held = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
-        return Foreseen(
+        kv_bytes = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
+        return Forecast(
             config=config,
             tensors=unchanged_tensors(opened.reader, opened.config),
-            kv_bytes_per_token=held,
+            kv_bytes_per_token=kv_bytes,
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(
-                cached=round(held / opened.layers / opened.weight_dtype.itemsize), quantizes=self.settings.quantizes
+                cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize), quantizes=self.settings.quantizes
             ),
         )
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Every tensor stays; a layer's heads change places."""
         return unchanged_tensors(self.opened.reader, self.opened.config)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Measures the plan as masks on the source's attention, and writes heads in their new order."""
         opened, plan, pattern = self.opened, self._plan, self._pattern
         reader, dtype = opened.reader, opened.weight_dtype
@@ -84,7 +84,7 @@ class Hybrid(Streaming):
             for name, tensor in self._moved(layer).items():
                 writer.write(name, tensor)
         config = own_config(reader.config, self._entries)
-        held, whole = (kv_bytes_of(each, dtype)(self._context) for each in (config, reader.config))
+        kv_bytes, whole = (kv_bytes_of(each, dtype)(self._context) for each in (config, reader.config))
         return Outcome(
             config=config,
             target={
@@ -92,7 +92,7 @@ class Hybrid(Streaming):
                 "method": "streaming-llm" if pattern is None else pattern.method,
                 "model_type": MODEL_TYPE,
                 "reasons": [REASON],
-                **_facts(plan, pattern, held / whole, self._context, self.settings),
+                **_facts(plan, pattern, kv_bytes / whole, self._context, self.settings),
             },
             layers=[layer_report(layer, plan, pattern, error) for layer, error in enumerate(errors)],
             scores=scores,
@@ -112,7 +112,7 @@ class Hybrid(Streaming):
 def _facts(
     plan: HeadPlan, pattern: HeadPattern | None, kv_ratio: float, context: int, settings: HybridSettings
 ) -> dict:
-    """What the report says of the plan."""
+    """Return the plan's entries of the report."""
     return {
         "sinks": plan.sinks,
         "recent": plan.recent,

@@ -1,4 +1,4 @@
-"""``surgery convert --to hybrid --granularity layer``: layers with a sliding window beside others, in stock.
+"""``surgery convert --to hybrid --granularity layer``: layers with a sliding window next to others, in stock.
 
 No tensor changes. Engines that know sliding windows by layer need no code of ours; they keep no sinks, which costs more
 than streaming heads do at the same window.
@@ -12,10 +12,10 @@ from surgery.architectures.hybrid import StreamableModel, Unit
 from surgery.architectures.sliding_layers import REASON, sliding_config
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.running.kv_bytes import kv_bytes_of
-from surgery.structures.base import Foreseen, Outcome, unchanged_tensors
+from surgery.structures.base import Forecast, Outcome, unchanged_tensors
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.streaming import Streaming, layer_report, measure_plan
-from surgery.structures.work import Work
 
 
 class WholeLayers(Streaming):
@@ -38,29 +38,29 @@ class WholeLayers(Streaming):
     def _config(self) -> dict[str, Any]:
         return sliding_config(self.opened.reader.config, self._streams, self._plan.recent)
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """All of it, at the context that was asked for: nothing is left to the work but measuring."""
         opened, config = self.opened, self._config
-        held = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
-        return Foreseen(
+        kv_bytes = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
+        return Forecast(
             config=config,
             tensors=unchanged_tensors(opened.reader, opened.config),
-            kv_bytes_per_token=held,
+            kv_bytes_per_token=kv_bytes,
             model_type=config["model_type"],
             reasons=[REASON.format(config["model_type"])],
-            demand=Demand(cached=round(held / opened.layers / opened.weight_dtype.itemsize)),
+            demand=Demand(cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize)),
         )
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Every tensor stays."""
         return unchanged_tensors(self.opened.reader, self.opened.config)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Measures the plan as masks on the source's attention; nothing new is written."""
         opened, plan, pattern, config = self.opened, self._plan, self._pattern, self._config
         hidden, scores, errors = measure_plan(opened, plan, work.texts, self.settings, work.progress)
         sizes = (config, opened.reader.config)
-        held, whole = (kv_bytes_of(each, opened.weight_dtype)(self._context) for each in sizes)
+        kv_bytes, whole = (kv_bytes_of(each, opened.weight_dtype)(self._context) for each in sizes)
         return Outcome(
             config=config,
             target={
@@ -74,7 +74,7 @@ class WholeLayers(Streaming):
                 "full_heads": int(plan.full.sum()),
                 "compensated_heads": 0,
                 "context": self._context,
-                "kv_ratio_at_context": held / whole,
+                "kv_ratio_at_context": kv_bytes / whole,
                 "pattern": None if pattern is None else pattern.identity(),
             },
             layers=[layer_report(layer, plan, pattern, error) for layer, error in enumerate(errors)],

@@ -1,4 +1,4 @@
-"""What a user can ask of a conversion to fewer KV heads. Needs no torch."""
+"""Settings of a conversion to fewer KV heads. Needs no torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class KVHeadsSettings(StructureSettings):
         if self.method == "key-norm" and self.carrier != "auto":
             raise SurgeryError("method key-norm is written in the source's family: leave carrier auto")
         if self.engine is not None and self.carrier == "own":
-            raise SurgeryError(f"engine {self.engine} knows no own class: leave carrier auto")
+            raise SurgeryError(f"engine {self.engine} does not load the custom model class. Leave carrier auto")
 
     def ending(self, target: str) -> str:
         """One head is multi-query attention, however it is asked for."""

@@ -34,12 +34,12 @@ from surgery.families.attention import CapturedAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
-from surgery.structures.base import Candidate, ConfigOf, Foreseen, Outcome, Structure, unchanged_tensors
+from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, unchanged_tensors
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.bench import half_the_heads
 from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.stages import StageRuns
-from surgery.structures.work import Work
+from surgery.structures.stages import StageTracker
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
 from surgery.transforms.quantized_reading import QuantizedAttention
@@ -76,7 +76,7 @@ class HeadsLayerReport:
         return "merged KV heads", "keys, predicted", "values, predicted"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         groups = "  ".join("+".join(map(str, group)) for group in self.groups)
         return groups, short(self.key_error), short(self.value_error)
 
@@ -102,10 +102,10 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         super().__init__(opened, settings, progress)
         config = opened.reader.config
         if opened.reader.stored_names:
-            _check_beside_pictures(opened.reader.stored_as, settings)
+            _check_multimodal(opened.reader.stored_as, settings)
         if opened.qk_norm:
             raise SurgeryError(
-                "KV heads behind a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla "
+                "KV heads after a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla "
                 "instead"
             )
         self._budget = wanted_heads(settings, opened.first, opened.layers)
@@ -134,8 +134,8 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         """Half of the KV heads."""
         return {"": half_the_heads}
 
-    def foresee(self) -> Foreseen:
-        """As if layers that may differ kept alike, but for one."""
+    def forecast(self) -> Forecast:
+        """Forecast the conversion as if layers that may differ kept alike, but for one."""
         opened, settings, first = self.opened, self.settings, self.opened.first
         kv_heads = [self._budget // opened.layers] * opened.layers
         if settings.allocate == "spectrum":
@@ -143,7 +143,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         carrier = choose_carrier(opened.reader.config, kv_heads, _wanted_carrier(settings, kv_heads))
         plan = _Plan(kv_heads, first.heads)
         width, source = first.head_dim + first.value_dim, kv_bytes_of(opened.reader.config, first.q.dtype)(1)
-        return Foreseen(
+        return Forecast(
             config=carrier.final_config or carrier.config,
             tensors=_planned_tensors(opened, plan, first.head_dim),
             kv_bytes_per_token=source // (opened.layers * first.kv_heads) * self._budget,
@@ -157,11 +157,11 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             ),
         )
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """Predicted errors are in the metric of the loss, whatever metric the method works in."""
         work.gather()
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Spends the budget over the layers, and chooses the class that carries it."""
         opened, settings, first = self.opened, self.settings, self.opened.first
         self._plan = _plan_heads(opened, self._budget, work.library, settings, work.progress)
@@ -174,14 +174,14 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             refuse_unless_loadable(settings.engine, self._carrier.final_config or self._carrier.config)
         return _planned_tensors(opened, self._plan, first.head_dim)
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """The merged heads."""
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         merged = _merge(anatomy, work.library.load(layer)[0], self._plan.kv_heads[layer], self.settings).anatomy
         merged = merged.to(stream.device, stream.dtype)
         return CapturedAttention(merged) if cache is None else QuantizedAttention(merged, cache)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """The merged heads of every layer."""
         carrier, kv_heads = self._carrier, self._plan.kv_heads
         runs = work.stage_runs((MERGED,), steps=(MERGED,))
@@ -204,7 +204,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             final_code=carrier.final_code,
         )
 
-    def _merge(self, index: int, work: Work, runs: StageRuns) -> HeadsLayerReport:
+    def _merge(self, index: int, work: ConversionContext, runs: StageTracker) -> HeadsLayerReport:
         """Merges and measures one layer."""
         stream, plan, settings = self.opened.stream, self._plan, self.settings
         source = self.opened.anatomy(index)
@@ -214,17 +214,17 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             queries = tuple(plan.queries[index])
             padded = pad_groups(merged.anatomy, queries, plan.heads // len(queries))
             merged = replace(merged, anatomy=padded, key_error=None, value_error=None)
-        kept = plan.kv_heads[index] == source.kv_heads
+        unchanged = plan.kv_heads[index] == source.kv_heads
         attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
         with stream.layer(index) as layer:
             errors = runs.advance(layer, anatomy, {MERGED: lambda: attention}, (MERGED,))
-        kept = plan.kv_heads[index] == source.kv_heads
-        result = source if kept else merged.anatomy.to("cpu", source.q.dtype)
+        unchanged = plan.kv_heads[index] == source.kv_heads
+        result = source if unchanged else merged.anatomy.to("cpu", source.q.dtype)
         work.converted.save(index, attention_tensors(result, index))
         return HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
 
 
-def _check_beside_pictures(model_type: str, settings: KVHeadsSettings) -> None:
+def _check_multimodal(model_type: str, settings: KVHeadsSettings) -> None:
     """Raises SurgeryError where a result would be of another class than the source's, which holds its vision too."""
     spoken = {
         "--allocate spectrum": settings.allocate == "spectrum",
@@ -233,11 +233,11 @@ def _check_beside_pictures(model_type: str, settings: KVHeadsSettings) -> None:
         "--method key-norm": settings.method == "key-norm",
         "--engine": settings.engine is not None,
     }
-    for option, given in spoken.items():
-        if given:
+    for option, is_set in spoken.items():
+        if is_set:
             raise SurgeryError(
-                f"{option}: a model of pictures and text ({model_type}) stays in its class, in all layers alike, and "
-                "was tried in transformers alone: leave it out"
+                f"{option}: not for a vision-language model ({model_type}), which keeps its class and as many heads "
+                "in every layer, and runs in transformers alone. Leave the option out"
             )
 
 

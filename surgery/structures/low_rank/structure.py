@@ -30,20 +30,20 @@ from surgery.running.source import Source
 from surgery.structures.base import (
     Candidate,
     ConfigOf,
-    Foreseen,
+    Forecast,
     Outcome,
-    Request,
     Structure,
+    TargetOption,
     replanned_tensors,
 )
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.low_rank.bench import one_latent
 from surgery.structures.low_rank.rank_plan import Blocks, plan_bits, plan_ranks, wanted_rank
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.passing import pass_kept, source_attention
-from surgery.structures.stages import StageRuns
-from surgery.structures.work import Work
+from surgery.structures.stages import StageTracker
 from surgery.transforms.low_rank import SharedMoments, low_rank_layer
 from surgery.transforms.low_rank_layer import LowRankLayer, SimulatedLowRank
 from surgery.transforms.low_rank_methods import blocks_for
@@ -108,11 +108,11 @@ class LowRank(Structure[Source, LowRankSettings]):
     """
 
     name = "lowrank"
-    beside_pictures = True
-    requests = (
-        Request(place=2),
-        Request(" --bits auto --sinks 4", BITS_CHOSEN, place=0),
-        Request(" --kv-ratio 0.0625 --bits auto --sinks 4", {"kv_ratio": 0.0625, **BITS_CHOSEN}, listed=False),
+    supports_multimodal = True
+    options = (
+        TargetOption(place=2),
+        TargetOption(" --bits auto --sinks 4", BITS_CHOSEN, place=0),
+        TargetOption(" --kv-ratio 0.0625 --bits auto --sinks 4", {"kv_ratio": 0.0625, **BITS_CHOSEN}, listed=False),
     )
 
     def __init__(self, opened: Source, settings: LowRankSettings, progress: Progress):
@@ -144,7 +144,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         """One latent for all KV heads of a layer."""
         return {"": one_latent} if cls is LowRank else {}
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """As if all layers had one rank; where bits are chosen too, at all ranks and in the bytes asked for."""
         opened, asked, first = self.opened, self.asked, self.opened.first
         rank = wanted_rank(asked, first)
@@ -154,7 +154,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             writes = self._writer(tuple(() if layer in self.kept else blocks for layer in range(opened.layers)), None)
         config, exact = writes.config(opened.reader.config), writes.sinks + writes.window
         held = kv_bytes_of(config, first.q.dtype)
-        return Foreseen(
+        return Forecast(
             config=config,
             tensors=replanned_tensors(opened, writes.copied, writes.plan, self.kept),
             kv_bytes_per_token=held(exact + 1) - held(exact),
@@ -170,11 +170,11 @@ class LowRank(Structure[Source, LowRankSettings]):
             ),
         )
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """Moments and the loss gradient's."""
         work.gather()
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Ranks, or ranks and bits, of every layer."""
         opened, asked, codes = self.opened, self.asked, None
         if asked.bits == "auto":
@@ -189,7 +189,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         sinks, opened = self.asked.sinks if self.asked.window else 0, self.opened
         return OwnLowRank(opened.first, blocks, self.earlier, sinks, self.asked.window, codes)
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """Latents in the metric of the loss; without an exact window, and of a layer's own."""
         if layer in self.kept:
             return source_attention(self.opened, layer, cache)
@@ -198,7 +198,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         converted = converted.to(self.opened.stream.device, self.opened.stream.dtype)
         return SimulatedLowRank(converted, cache=cache, remembers=False)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """All tokens as latents, and beside an exact window if there is one."""
         opened, writes = self.opened, self._writes
         stages = (LOW_RANK, *((EXACT_WINDOW,) if self.asked.window else ()))
@@ -229,7 +229,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             own_class=True,
         )
 
-    def _convert(self, index: int, work: Work, runs: StageRuns) -> LowRankLayerReport:
+    def _convert(self, index: int, work: ConversionContext, runs: StageTracker) -> LowRankLayerReport:
         """Converts and measures one layer."""
         if index in self.kept:
             pass_kept(self.opened, index, runs, work.converted)
@@ -268,7 +268,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         )
 
     def _measure(
-        self, layer: StreamedLayer, anatomy: AttentionAnatomy, form: LowRankLayer, runs: StageRuns
+        self, layer: StreamedLayer, anatomy: AttentionAnatomy, form: LowRankLayer, runs: StageTracker
     ) -> dict[str, float]:
         """Carries all stages through the layer; the relative error of each."""
         makers = {}

@@ -14,7 +14,7 @@ from surgery.model.latent_entry import LatentEntry
 
 
 def stock_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
-    """As `surgery convert --to mla` writes it: a dense `deepseek_v3`."""
+    """Return the dense `deepseek_v3` config that `surgery convert --to mla` writes."""
     heads, _, head_dim = head_shape(config)
     layers, dtype = config.num_hidden_layers, torch.bfloat16
     spec = MLASpec(
@@ -38,12 +38,12 @@ def stock_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedC
 
 
 def own_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
-    """The same in the project's own class."""
+    """Return the same config for the custom model class."""
     frequencies = tuple(_frequencies(rope_dim).tolist())
     entry = LatentEntry(kv_lora_rank=rank, rope_inv_freq=frequencies, key_norm_eps=None)
     return SurgeryConfig.from_base(config, [entry.to_entry() for _ in range(config.num_hidden_layers)])
 
 
 def _frequencies(rope_dim: int) -> torch.Tensor:
-    """Of default RoPE, radians per token [ρ/2]."""
+    """Return the frequencies of default RoPE, radians per token [ρ/2]."""
     return 10_000.0 ** -(torch.arange(0, rope_dim, 2, dtype=torch.float64) / rope_dim)

@@ -1,4 +1,4 @@
-"""From a KV budget to the splits between rotary dimensions and latent that are worth trying."""
+"""Splits of a KV budget between rotary dimensions and latent that are worth trying."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reser
 
     Args:
         anatomy: any layer of the model; all have one shape.
-        reserved: numbers per token that the carrier needs beside latent and rotated keys.
+        reserved: numbers per token that the carrier needs next to latent and rotated keys.
 
     Raises:
         SurgeryError: the budget is impossible.
@@ -63,7 +63,7 @@ def _engine_sizes(
     """The nearest sizes that an engine carries, of no more bytes: rotary dimensions that are no zeros, and rank."""
     limits = mla_limits(settings.engine, anatomy.head_dim, anatomy.value_dim)
     grid = 2 * default_pairs(anatomy)
-    found = []
+    nearest = []
     for rope, rank in sizes:
         width = rope + rank
         if limits.head_sizes is None and limits.width is not None and grid < FAST_ROPE:
@@ -73,12 +73,12 @@ def _engine_sizes(
         if fast and settings.kv_lora_rank is None:
             width = limits.width
         cached = FAST_ROPE if limits.head_sizes or fast else min(rope, grid)
-        found.append((min(cached, grid), width - cached))
-    return list(dict.fromkeys(found))
+        nearest.append((min(cached, grid), width - cached))
+    return list(dict.fromkeys(nearest))
 
 
 def default_pairs(anatomy: AttentionAnatomy) -> int:
-    """How many of the highest frequencies are a grid of default RoPE: all, unless a scaling bends the lower ones."""
+    """Count the highest frequencies that are a grid of default RoPE: all, unless a scaling bends the lower ones."""
     count = anatomy.head_dim // 2
     while count > 1 and default_theta(anatomy.inv_freq[:count]) is None:
         count -= 1

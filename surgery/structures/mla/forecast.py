@@ -1,8 +1,8 @@
-"""What can be said of a conversion before it starts: the class that will carry it, its KV bytes and its engines.
+"""Forecast of an MLA conversion: the class that will carry it, its KV bytes and its engines.
 
 One thing is open then: which frequencies keep RoPE, where they are free to be chosen. Many engines load the grid of
 default RoPE only. Small budgets often choose just that (the highest frequencies, once each), larger ones do not, so
-both outcomes are foreseen, and an engine's verdict is that of the list of frequencies.
+both outcomes are forecast, and an engine's verdict is that of the list of frequencies.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.choose import Carrier
+from surgery.architectures.multimodal import whole_config
 from surgery.engines.table import engine_table, refuse_unless_loadable
 from surgery.engines.verdict import merged
 from surgery.running.kv_bytes import kv_bytes_of
@@ -25,7 +25,7 @@ from surgery.transforms import mla
 
 
 @dataclass(frozen=True)
-class Forecast:
+class SplitForecast:
     """The outcome of one split of the budget, as far as it is known beforehand.
 
     Attributes:
@@ -42,16 +42,16 @@ class Forecast:
     engines: dict[str, dict]
 
 
-def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> Forecast:
-    """Foresees the conversion of an opened source with one split.
+def forecast_split(opened: Source, split: mla.Split, settings: ConvertSettings) -> SplitForecast:
+    """Forecasts the conversion of an opened source with one split.
 
     Raises:
         SurgeryError: the wanted carrier cannot hold it, or the engine asked for does not take it.
     """
     config = opened.reader.config
-    method, kept = mla.METHODS[settings.method], kept_layers(settings.keep_layers, opened.windows, opened.fixed)
+    method, unchanged = mla.METHODS[settings.method], kept_layers(settings.keep_layers, opened.windows, opened.fixed)
     outcomes = [
-        carrier_of(opened, MLAPlan(method, split, counts, kept=kept), settings)
+        carrier_of(opened, MLAPlan(method, split, counts, kept=unchanged), settings)
         for counts in _possible_counts(opened, split, settings)
     ]
     # The last is the one without a grid: the class is the same, and what a norm needs besides is in it.
@@ -60,11 +60,11 @@ def forecast(opened: Source, split: mla.Split, settings: ConvertSettings) -> For
     if settings.engine is not None:
         refuse_unless_loadable(settings.engine, whole_config(opened.reader, result))
     cache = {"kv_cache": settings.kv_cache()} if settings.quantizes else {}
-    held = kv_bytes_of(result | cache, carrier.writer.spec.dtype)
-    return Forecast(
+    bytes_at = kv_bytes_of(result | cache, carrier.writer.spec.dtype)
+    return SplitForecast(
         split,
         carrier,
-        held(group) / group if settings.quantizes else held(1),  # the first token lies in every window
+        bytes_at(group) / group if settings.quantizes else bytes_at(1),  # the first token lies in every window
         len(outcomes) == 1,
         merged([engine_table(outcome.writer.config(config)) for outcome in outcomes]),
     )
@@ -77,14 +77,14 @@ def _possible_counts(
     if mla.METHODS[settings.method].folds:
         return [None]  # fixed by the method
     anatomy = opened.first
-    pairs, wanted = anatomy.head_dim // 2, split.rope_dim // 2
-    highest = (torch.arange(pairs) < wanted).long()
+    pairs, rotary_pairs = anatomy.head_dim // 2, split.rope_dim // 2
+    highest = (torch.arange(pairs) < rotary_pairs).long()
     if settings.rope_frequencies == "grid":
         return [(highest,) * opened.layers]
-    full, rest = divmod(wanted, anatomy.kv_heads)
+    full, rest = divmod(rotary_pairs, anatomy.kv_heads)
     lowest = torch.zeros(pairs, dtype=torch.long)
     lowest[pairs - full :] = anatomy.kv_heads
     if rest:
         lowest[pairs - full - 1] = rest
-    outcomes = [highest, lowest] if 0 < wanted <= pairs else [lowest]
+    outcomes = [highest, lowest] if 0 < rotary_pairs <= pairs else [lowest]
     return [(counts,) * opened.layers for counts in outcomes]

@@ -1,4 +1,4 @@
-"""What carries an MLA conversion: the class, and what it caches beside latents and rotated keys."""
+"""Output of an MLA conversion: its class, and what it caches next to latents and rotated keys."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
         obstacles(
             config, spec, experts=opened.family.experts, mlp_bias=opened.mlp_bias, beside=opened.family.beside or beside
         ),
-        wanted=settings.carrier,
+        choice=settings.carrier,
         latent_norm=settings.latent_norm,
         head_sizes=limits.head_sizes,
         tied=limits.tied,
@@ -101,9 +101,9 @@ def mla_spec(opened: Source, ranks: tuple[int, ...], inv_freq: tuple[Tensor, ...
     )
 
 
-def all_tensors(opened: Source, writer: StockMLA | OwnMLA, kept: frozenset[int]) -> dict[str, TensorSpec]:
+def all_tensors(opened: Source, writer: StockMLA | OwnMLA, unchanged: frozenset[int]) -> dict[str, TensorSpec]:
     """Every tensor of the result, those that are copied too."""
-    tensors = replanned_tensors(opened, writer.copied, writer.plan, kept)
+    tensors = replanned_tensors(opened, writer.copied, writer.plan, unchanged)
     if isinstance(writer, StockMLA) and writer.untied:
         tensors[HEAD] = tensors[EMBEDDING]
     return tensors

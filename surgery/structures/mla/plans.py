@@ -42,7 +42,7 @@ class MLAPlan:
         split: of every layer that is converted, where ``ranks`` does not say otherwise.
         counts: per layer [d/2], components of each frequency that keep RoPE; None where the method's order decides.
         ranks: per layer; None: the split's in all.
-        kept: layers that stay as they are.
+        kept: layers that stay unchanged.
         weight: one of ROTATION_WEIGHTS, by which the budget was spread over the layers; None where it was not.
     """
 
@@ -64,11 +64,11 @@ class MLAPlan:
         return mla.convert_layer(self.method, anatomy, statistics, basis, rotated, rank, lags)
 
     def all_ranks(self, layers: int) -> tuple[int, ...]:
-        """Of every layer; 0 for those that are kept."""
+        """Return the rank of every layer; 0 for those that are left unchanged."""
         return self.ranks or tuple(0 if layer in self.kept else self.split.rank for layer in range(layers))
 
     def facts(self) -> dict[str, float]:
-        """For the report: rotary dimensions and rank of a layer, on average where layers differ."""
+        """Return the report's facts: rotary dimensions and rank of a layer, on average where layers differ."""
         if self.weight is None:
             return asdict(self.split)
         spread = [layer for layer, rank in enumerate(self.ranks) if rank]
@@ -83,7 +83,7 @@ class Planner:
 
     Attributes:
         frequencies: which may keep RoPE: ``free``, by what they cost, or ``grid``, the highest.
-        kept: layers that stay as they are, and cost nothing.
+        kept: layers that stay unchanged, and cost nothing.
     """
 
     method: mla.Method
@@ -141,9 +141,9 @@ class Planner:
             choices = [
                 [replace(choice, cost=weight * choice.cost) for _, choice in of_layer] for of_layer in options.values()
             ]
-            found = dict(zip(options, choose_widths(choices, width * len(options)), strict=True))
-            counts = {layer: options[layer][index][0] for layer, (index, _) in found.items()}
-            ranks = tuple(found[layer][1] if layer in found else 0 for layer in range(self.opened.layers))
+            widths = dict(zip(options, choose_widths(choices, width * len(options)), strict=True))
+            counts = {layer: options[layer][index][0] for layer, (index, _) in widths.items()}
+            ranks = tuple(widths[layer][1] if layer in widths else 0 for layer in range(self.opened.layers))
             plans.append(MLAPlan(self.method, splits[0], self._of_all(counts, pairs), ranks, self.kept, weight))
         return plans
 
@@ -152,7 +152,8 @@ class Planner:
         return converted_layers(self.kept, self.opened.layers)
 
     def _options(self, anatomy: AttentionAnatomy, layer: int, sizes: list[int]) -> list[tuple[Tensor, Choice]]:
-        """Of each number of rotated components: how many of each frequency, and what that costs and leaves."""
+        """Return, for each number of rotated components, how many there are of each frequency, their cost and their
+        error."""
         statistics, lags = self.library.load(layer)
         basis = mla.key_basis(self.method, anatomy, statistics, None)
         turned = mla.rotation_energies(anatomy, statistics, basis, lags)
@@ -163,13 +164,13 @@ class Planner:
         rotated = [best_components(costs, basis.frequency, each) for each in counts]
         energies = mla.latent_energies(anatomy, statistics, basis, rotated)
         choices = [
-            Choice(2 * size, float(turned.sum() - turned[kept].sum()), left)
-            for size, kept, left in zip(sizes, rotated, energies, strict=True)
+            Choice(2 * size, float(turned.sum() - turned[rotating].sum()), left)
+            for size, rotating, left in zip(sizes, rotated, energies, strict=True)
         ]
         return list(zip(counts, choices, strict=True))
 
     def _of_all(self, counts: dict[int, Tensor], pairs: int) -> tuple[Tensor, ...]:
-        """Of every layer; nothing of those that are kept."""
+        """Return the counts of every layer; empty for those that are left unchanged."""
         return tuple(counts.get(layer, _highest(pairs, 0)) for layer in range(self.opened.layers))
 
 
@@ -188,15 +189,15 @@ def search_plans(plans: list[MLAPlan], losses_of: Callable[[list[MLAPlan]], list
     due = list(range(count)) if plans[0].method.folds else list(range(count))[(count - 1) // 2 :][:2]
     losses: dict[int, float] = {}
     while due:
-        found = losses_of([plans[place] for place in due])
-        losses |= zip(due, found, strict=True)
+        measured = losses_of([plans[place] for place in due])
+        losses |= zip(due, measured, strict=True)
         best = min(losses, key=losses.__getitem__)
         due = [place for place in (best - 1, best + 1) if 0 <= place < count and place not in losses]
     return losses
 
 
 def most_tried(count: int) -> int:
-    """How many of so many plans `search_plans` tries at most: one half and the next."""
+    """Return the most plans that `search_plans` tries of ``count``: one half and the next."""
     return min(count, (count + 3) // 2)
 
 

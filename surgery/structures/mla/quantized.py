@@ -24,7 +24,8 @@ from surgery.model.token_format import Runs, TokenFormat
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
-from surgery.structures.base import Foreseen, Outcome, Structure, replanned_tensors
+from surgery.structures.base import Forecast, Outcome, Structure, replanned_tensors
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import converted_layers, kept_layers
 from surgery.structures.mla.output import mla_spec, refuse_longrope
@@ -32,8 +33,7 @@ from surgery.structures.mla.report import EXACT_STAGES
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.passing import pass_kept
 from surgery.structures.single_layers import single_layer_divergences
-from surgery.structures.stages import Form, StageRuns
-from surgery.structures.work import Work
+from surgery.structures.stages import Form, StageTracker
 from surgery.transforms import mla, quantized_mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
 from surgery.transforms.latent_layer import SimulatedAttention
@@ -56,7 +56,7 @@ class QuantizedLayerReport:
     """One layer.
 
     Attributes:
-        rank, rope_dim: channels of the latent and of the shared key; 0 where the layer stays as it is.
+        rank, rope_dim: channels of the latent and of the shared key; 0 where the layer stays unchanged.
         row_bytes: of a token.
         bits: channels by their bits.
         factor: measured over predicted loss of this layer alone, by which the budget was spent.
@@ -79,7 +79,7 @@ class QuantizedLayerReport:
         return "latent", "rotated", "bytes a token", "loss over predicted", "clipped"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         return self.rank or "kept", self.rope_dim, self.row_bytes, short(self.factor), share(self.clipped)
 
 
@@ -91,7 +91,7 @@ Plans = dict[int, tuple[Runs, Runs]]
 class QuantizedMLA(Structure[Source, ConvertSettings]):
     """Keys and values become one quantized row a token, of a latent and a rotated key that all heads share."""
 
-    beside_pictures = True
+    supports_multimodal = True
 
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
@@ -119,16 +119,16 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         self._orders: dict[int, Tensor] = {}
         self._factors: dict[int, float] = {}
 
-    def foresee(self) -> Foreseen:
-        """As if all layers had one row of 4 bits a value; its bytes are those of the budget."""
+    def forecast(self) -> Forecast:
+        """Forecast the conversion as if all layers had one row of 4 bits a value; its bytes are those of the budget."""
         writer, config = self._writer(self._plans or self._likely()), self.opened.reader.config
         spec = writer.spec
         result, first = writer.config(config), self.settings.first_tokens
-        held = kv_bytes_of(result, spec.dtype)
-        return Foreseen(
+        bytes_at = kv_bytes_of(result, spec.dtype)
+        return Forecast(
             config=result,
             tensors=replanned_tensors(self.opened, writer.copied, writer.plan, self.kept),
-            kv_bytes_per_token=held(first + 1) - held(first) if first else held(1),
+            kv_bytes_per_token=bytes_at(first + 1) - bytes_at(first) if first else bytes_at(1),
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(
@@ -140,11 +140,11 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
             ),
         )
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """Moments of all but the first tokens, which the cache keeps in full precision."""
         work.gather(first=self.settings.first_tokens)
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Chooses the bits of every channel of all layers.
 
         To second order energies say what a layer loses; really it is several times as much, and not by one factor. So
@@ -170,8 +170,8 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         writer = self._writer(self._plans)
         return replanned_tensors(self.opened, writer.copied, writer.plan, self.kept)
 
-    def _measured(self, work: Work, plans: Plans, advance: Callable[[], None]) -> dict[int, float]:
-        """What the model loses where one layer alone follows its plan."""
+    def _measured(self, work: ConversionContext, plans: Plans, advance: Callable[[], None]) -> dict[int, float]:
+        """Return the loss increase of the model where one layer alone follows its plan."""
         return single_layer_divergences(
             self.opened.stream,
             work.texts.calibration[:MEASURED_SEQUENCES],
@@ -195,7 +195,7 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         }
         return {layer: (latent, rope) for layer, latent, rope in pairs}, predicted
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """The quantized form of every layer."""
         opened, written = self.opened, self._writer(self._plans)
         runs = work.stage_runs((*EXACT_STAGES, QUANTIZED), exact=EXACT_STAGES, steps=(QUANTIZED,))
@@ -222,7 +222,9 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
             own_class=True,
         )
 
-    def _convert(self, index: int, work: Work, runs: StageRuns, writer: OwnQuantizedMLA) -> QuantizedLayerReport:
+    def _convert(
+        self, index: int, work: ConversionContext, runs: StageTracker, writer: OwnQuantizedMLA
+    ) -> QuantizedLayerReport:
         """Converts and measures one layer."""
         if index in self.kept:
             pass_kept(self.opened, index, runs, work.converted)
@@ -253,19 +255,19 @@ class QuantizedMLA(Structure[Source, ConvertSettings]):
         return SimulatedAttention(result.layer.to(stream.device, stream.dtype), read=read)
 
     def _converted(
-        self, work: Work, index: int, layer: StreamedLayer, runs: tuple[Runs, Runs], calibrated: Calibrated
+        self, work: ConversionContext, index: int, layer: StreamedLayer, runs: tuple[Runs, Runs], calibrated: Calibrated
     ) -> QuantizedLatents:
         inputs, first = work.attention_inputs(index, layer), self.settings.first_tokens
         return quantized_mla.convert_layer(*calibrated, self._orders[index], runs, inputs, first)
 
-    def _calibrated(self, work: Work, layer: int) -> Calibrated:
+    def _calibrated(self, work: ConversionContext, layer: int) -> Calibrated:
         """A layer in float64, its centred statistics, and the basis of its keys."""
         anatomy, (statistics, _) = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)
         centred = quantized_mla.centred(statistics)
         return anatomy, centred, mla.key_basis(quantized_mla.METHOD, anatomy, centred, None)
 
     def _likely(self) -> Plans:
-        """The same bytes in every layer, half of them for the latent."""
+        """Return plans of equal bytes in every layer, half of them for the latent."""
         pieces, first = int(self.row_budget) // self.granule, self.opened.first
         most = first.kv_heads * first.head_dim // 2 // self.granule  # all components in 4 bits
         rope = min(pieces // 2, most) * self.granule

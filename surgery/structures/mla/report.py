@@ -1,4 +1,4 @@
-"""What the report of an MLA conversion says of the target and of each layer."""
+"""Report of an MLA conversion: its target and its layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LayerReport:
     """Errors of one layer, predicted from statistics and measured on held-out text.
 
     Attributes:
-        rank: of the latent; 0 where the layer stays as it is.
+        rank: of the latent; 0 where the layer stays unchanged.
         rope_error: predicted share of the squared scores lost with the dropped rotations.
         latent_error: predicted squared error of the truncated latent in the method's metric.
         latent_error_share: the same relative to the latent's whole energy.
@@ -43,7 +43,7 @@ class LayerReport:
         return "rank", "rotated", "RoPE, predicted", "latent, predicted"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         return self.rank or "kept", self.rope_dim, share(self.rope_error), share(self.latent_error_share)
 
     @classmethod

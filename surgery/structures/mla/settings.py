@@ -1,4 +1,4 @@
-"""What a user can ask of a conversion to MLA. Needs no torch."""
+"""Settings of a conversion to MLA. Needs no torch."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class ConvertSettings(StructureSettings):
     allocate: Literal["auto", "uniform", "spectrum"] = setting(
         "auto",
         "Rotary dimensions and ranks of layers: uniform, or by spectrum at the same bytes in all.",
-        more="Layers that differ need the own class, method fisher and calibration text; auto: spectrum where all "
-        "three are given and no rank is.",
+        more="Layers that differ need the custom model class, method fisher and calibration text; auto: spectrum where "
+        "all three are given and no rank is.",
         section="Method",
     )
     keep_layers: str = keep_layers()
@@ -128,7 +128,7 @@ class ConvertSettings(StructureSettings):
 
     @property
     def spreads(self) -> bool:
-        """Whether one budget is spread over layers that may differ, given a class that holds such."""
+        """Return whether one budget is spread over layers that may differ, given a class that holds such."""
         if self.allocate == "auto":
             compares = self.method == "fisher" and self.calibration != NO_CALIBRATION
             return compares and self.kv_lora_rank is None and self.rope_frequencies == "free"
@@ -136,7 +136,7 @@ class ConvertSettings(StructureSettings):
 
     @property
     def quantizes(self) -> bool:
-        """Whether the result keeps a cache quantized in groups of tokens."""
+        """Return whether the result keeps a cache quantized in groups of tokens."""
         return super().quantizes and self.bits != "auto"
 
     @property
@@ -145,7 +145,7 @@ class ConvertSettings(StructureSettings):
         return FIRST_TOKENS if self.sinks is None else self.sinks
 
     def ending(self, target: str) -> str:
-        """With the bits."""
+        """Return the ending of the output's default name, with the bits."""
         return f"{target}-bits" if self.bits == "auto" else super().ending(target)
 
     def _check_auto(self) -> None:
@@ -166,7 +166,7 @@ class ConvertSettings(StructureSettings):
         refuse_changed(chosen, "bits auto chooses components and their bits by the loss, of method fisher on text")
 
     def kv_cache(self) -> dict[str, int | str]:
-        """What config.json of the own class says."""
+        """Return the ``kv_cache`` entry of the custom model class's config.json."""
         return with_formats(super().kv_cache(), rope_format=self.rope_bits)
 
     def _check_engine(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from surgery.architectures.beside_pictures import whole_config
+from surgery.architectures.multimodal import whole_config
 from surgery.architectures.smaller_latents import SmallerLatents
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
@@ -27,12 +27,12 @@ from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
-from surgery.structures.base import Candidate, Foreseen, Outcome, Structure, unchanged_tensors
+from surgery.structures.base import Candidate, Forecast, Outcome, Structure, unchanged_tensors
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import AUTO, NONE
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.stages import ERROR_SEQUENCES, StageRuns
-from surgery.structures.work import Work
+from surgery.structures.stages import ERROR_SEQUENCES, StageTracker
 from surgery.transforms.quantized_reading import QuantizedAttention
 from surgery.transforms.smaller_latent import norm_error, smaller_latent
 
@@ -43,7 +43,10 @@ TAKEN = {
     "method": (("fisher",), "latents are chosen by the loss"),
     "allocate": (("auto", "uniform"), "its class has one rank for all layers"),
     "keep_layers": ((AUTO, NONE), "its class has one rank for all layers"),
-    "carrier": (("auto", "stock"), "its own class holds it; ours is for quantised caches alone, give bits"),
+    "carrier": (
+        ("auto", "stock"),
+        "the custom model class is for quantised caches alone; pass --bits, or leave --carrier auto",
+    ),
     "latent_norm": (("auto",), "its latents keep their own norm"),
     "freqfold": ((None,), "its rotary dimensions stay"),
 }
@@ -77,7 +80,7 @@ class SmallerLayerReport:
         return "rank", "latent, predicted", "norm off by"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         return self.rank, share(self.latent_error_share), share(self.norm_error)
 
 
@@ -103,11 +106,13 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         """
         kind = reader.config["model_type"]
         if settings.quantizes and reader.stored_names:
-            raise SurgeryError(f"bits: {reader.path} is a model of pictures and text, which stays in its class")
+            raise SurgeryError(
+                f"bits: {reader.path} is a vision-language model, which keeps its class. Leave --bits out"
+            )
         for name, (allowed, why) in TAKEN.items():
-            asked = getattr(settings, name)
-            if asked not in allowed and not (name == "carrier" and settings.quantizes):  # bits mean the own class
-                raise SurgeryError(f"{name} {asked}: {reader.path} is MLA already ({kind}), and {why}")
+            value = getattr(settings, name)
+            if value not in allowed and not (name == "carrier" and settings.quantizes):  # bits: the custom class
+                raise SurgeryError(f"{name} {value}: {reader.path} is MLA already ({kind}), and {why}")
         family = latent_family_of(reader.config)
         if family.inside is not None and not reader.stored_names:
             raise SurgeryError.at(
@@ -119,14 +124,14 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Fewer latents in the source's class, and quantised in ours beside exact rotated keys."""
+        """Fewer latents in the source's class, and quantised in ours next to exact rotated keys."""
         quantized = [{"bits": bits, "rope_bits": 16, "sinks": 4} for bits in (8, 4)]
         return [Candidate(each) for each in ({}, *quantized)]
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """All of it: nothing is left to the work but numbers."""
         writes, config = self._writes, self._writes.config()
-        return Foreseen(
+        return Forecast(
             config=config,
             tensors=self._tensors(),
             kv_bytes_per_token=kv_bytes_of(config, self.opened.weight_dtype)(1),
@@ -141,22 +146,22 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             ),
         )
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """Moments of latents, and of the loss's gradients at them."""
         work.gather(gradients=True)
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Every tensor, those that read or make latents with fewer."""
         return self._tensors()
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
-        """The latents that are kept, behind their norm."""
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+        """The latents that are kept, after their norm."""
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         smaller = smaller_latent(anatomy, work.library.load(layer)[0], self._writes.rank).layer
         smaller = smaller.to(stream.device, stream.dtype)
         return CapturedAttention(smaller) if cache is None else QuantizedAttention(smaller, cache)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Keeps a subspace of every layer's latents."""
         runs = work.stage_runs((EXACT, SMALLER), exact=(EXACT,))
         layers = work.pass_layers(lambda index: self._convert(index, work, runs, writer), runs, SmallerLayerReport)
@@ -182,31 +187,33 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
     def _tensors(self) -> dict[str, TensorSpec]:
         return self._writes.plan(unchanged_tensors(self.opened.reader, self.opened.config))
 
-    def _convert(self, index: int, work: Work, runs: StageRuns, writer: CheckpointWriter) -> SmallerLayerReport:
+    def _convert(
+        self, index: int, work: ConversionContext, runs: StageTracker, writer: CheckpointWriter
+    ) -> SmallerLayerReport:
         stream, anatomy = self.opened.stream, self.opened.anatomy(index).to(torch.float64)
         statistics, _ = work.library.load(index)
-        found = smaller_latent(anatomy, statistics, self._writes.rank)
+        smaller = smaller_latent(anatomy, statistics, self._writes.rank)
 
         def run(layer: LatentAnatomy) -> CapturedAttention:
             return CapturedAttention(layer.to(stream.device, stream.dtype))
 
         forms = {
             EXACT: lambda: run(smaller_latent(anatomy, statistics, anatomy.rank).layer),
-            SMALLER: lambda: run(found.layer),
+            SMALLER: lambda: run(smaller.layer),
         }
         with stream.layer(index) as layer:
             inputs = layer.attention_inputs(runs.hidden["source"][:ERROR_SEQUENCES].to(stream.device, stream.dtype))
-            off = norm_error(anatomy, found.layer, inputs.to("cpu", torch.float64))
+            off = norm_error(anatomy, smaller.layer, inputs.to("cpu", torch.float64))
             errors = runs.advance(layer, anatomy, forms, (SMALLER,))
-        work.converted.save(index, self._writes.tensors(index, found.layer))
-        energy = max(float(found.energy.sum()), 1e-300)
+        work.converted.save(index, self._writes.tensors(index, smaller.layer))
+        energy = max(float(smaller.energy.sum()), 1e-300)
         return SmallerLayerReport(
-            index, found.layer.rank, found.error, found.error / energy, off, found.energy.tolist(), errors
+            index, smaller.layer.rank, smaller.error, smaller.error / energy, off, smaller.energy.tolist(), errors
         )
 
 
 def wanted_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
-    """How many latents are kept: half of them where nothing is asked for.
+    """Return the number of latents of the result: half of the source's unless the settings say otherwise.
 
     Raises:
         SurgeryError: not fewer than the source has, or none; or the rotary dimensions are asked to change.
@@ -219,13 +226,13 @@ def wanted_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
         raise SurgeryError(
             "give either kv_ratio or kv_lora_rank: the source is MLA already and keeps its rotary dimensions"
         )
-    wanted = settings.kv_lora_rank
-    if wanted is None:
+    result = settings.kv_lora_rank
+    if result is None:
         share = rank / 2 if settings.kv_ratio is None else settings.kv_ratio * (rank + rope_dim) + 1e-9 - rope_dim
-        wanted = 2 * math.floor(share / 2)
-    if not 2 <= wanted < rank or wanted % 2:
+        result = 2 * math.floor(share / 2)
+    if not 2 <= result < rank or result % 2:
         raise SurgeryError(
-            f"{wanted} latents: the source has {rank} beside {rope_dim} rotary dimensions, which stay; choose an even "
+            f"{result} latents: the source has {rank} next to {rope_dim} rotary dimensions, which stay; choose an even "
             f"kv_lora_rank from 2 to {rank - 1} (transformers' deepseek_v2 reads pairs), or a kv_ratio that leaves some"
         )
-    return wanted
+    return result

@@ -24,12 +24,13 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
-from surgery.structures.base import Candidate, ConfigOf, Foreseen, Outcome, Request, Structure
+from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, TargetOption
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla import bench
 from surgery.structures.mla.budget import candidate_splits
-from surgery.structures.mla.forecast import Forecast, forecast
+from surgery.structures.mla.forecast import SplitForecast, forecast_split
 from surgery.structures.mla.output import all_tensors, carrier_of, refuse_longrope, reserved_numbers
 from surgery.structures.mla.plans import (
     ROTATION_WEIGHTS,
@@ -46,8 +47,7 @@ from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerRepor
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.smaller import SmallerMLA
 from surgery.structures.passing import pass_kept, source_attention
-from surgery.structures.stages import Form, StageRuns
-from surgery.structures.work import Work
+from surgery.structures.stages import Form, StageTracker
 from surgery.transforms import mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
 from surgery.transforms.latent_layer import LatentLayer, SimulatedAttention
@@ -57,17 +57,17 @@ from surgery.transforms.partial_rope import latent_form
 class MLA(Structure[Source, ConvertSettings]):
     """Keys and values become a latent and a rotated key that all heads share."""
 
-    beside_pictures = takes_latents = True
-    requests = (
-        Request(place=4),
+    supports_multimodal = takes_latents = True
+    options = (
+        TargetOption(place=4),
         # What vLLM's kernels read on a GPU, where the model is wide enough.
-        Request(
+        TargetOption(
             f" --engine vllm --kv-lora-rank {FAST_WIDTH - FAST_ROPE} --rope-dim {FAST_ROPE}",
             {"engine": "vllm", "kv_lora_rank": FAST_WIDTH - FAST_ROPE, "rope_dim": FAST_ROPE},
             optional=True,
         ),
-        Request(" --engine llama.cpp", {"engine": "llama.cpp"}),
-        Request(" --carrier own", {"carrier": "own"}, place=3),
+        TargetOption(" --engine llama.cpp", {"engine": "llama.cpp"}),
+        TargetOption(" --carrier own", {"carrier": "own"}, place=3),
     )
 
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
@@ -82,7 +82,7 @@ class MLA(Structure[Source, ConvertSettings]):
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
         self.splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
         # Refuses what the engine does not take.
-        self.stock = forecast(opened, self.splits[0], settings).carrier.stock
+        self.stock = forecast_split(opened, self.splits[0], settings).carrier.stock
         self._carrier: Carrier | None = None
 
     @classmethod
@@ -94,25 +94,26 @@ class MLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """In stock where that can, in the own class, and there with a latent of 8 bits beside exact rotated keys."""
+        """Return MLA in the stock class where that can hold it, in the custom class, and there with a latent of 8 bits
+        next to full-precision rotated keys."""
         if config["model_type"] in LATENT_FAMILIES:
             return SmallerMLA.candidates(config)
         return [Candidate({}), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
-        """In stock, and in the own class."""
+        """Return configs in the stock class and in the custom model class."""
         return {"": bench.stock_mla, "-own": bench.own_mla}
 
-    def foresee(self) -> Foreseen:
-        """Of the split that caches most, and frequencies that keep RoPE may be open, until one is chosen."""
+    def forecast(self) -> Forecast:
+        """Forecast the split that caches most; the frequencies that keep RoPE may be open until one is chosen."""
         opened, settings, method = self.opened, self.settings, mla.METHODS[self.settings.method]
-        forecasts = [forecast(opened, split, settings) for split in self.splits]
-        chosen = max(forecasts, key=lambda found: found.kv_bytes_per_token)
+        forecasts = [forecast_split(opened, split, settings) for split in self.splits]
+        chosen = max(forecasts, key=lambda each: each.kv_bytes_per_token)
         carrier = self._carrier or chosen.carrier
         spreads = settings.spreads and not self.stock
         plans = len(ROTATION_WEIGHTS) if spreads and len(self.splits) > 1 else len(self.splits)
-        return Foreseen(
+        return Forecast(
             config=carrier.writer.config(opened.reader.config),
             tensors=all_tensors(opened, carrier.writer, self.kept),
             kv_bytes_per_token=chosen.kv_bytes_per_token,
@@ -130,28 +131,28 @@ class MLA(Structure[Source, ConvertSettings]):
                 rescales=carrier.stock and carrier.writer.rescale != 1.0,
                 quantizes=settings.quantizes,
             ),
-            splits=[] if spreads else [_split_facts(found) for found in forecasts],
+            splits=[] if spreads else [_split_facts(each) for each in forecasts],
             settled=chosen.frequencies_known,
             engines=chosen.engines,
         )
 
     @property
     def lag_basis(self) -> BasisOf | None:
-        """Of methods that choose frequencies by what attention does over lags."""
+        """Key basis of methods that choose frequencies by the attention over lags."""
         return mla.lag_basis(mla.METHODS[self.settings.method])
 
-    def gather(self, work: Work) -> None:
+    def gather(self, work: ConversionContext) -> None:
         """Moments, and what attention over lags a choice of frequencies needs."""
         work.gather(gradients=mla.METHODS[self.settings.method].gradients, basis_of=self.lag_basis)
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Chooses the split on held-out text, and the class that carries it."""
         opened, settings = self.opened, self.settings
         self._plan, self._tried, self._engine_cost = self._choose(work)
         self._carrier = carrier_of(opened, self._plan, settings)
         return all_tensors(opened, self._carrier.writer, self.kept)
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """The truncated latent."""
         if layer in self.kept:
             return source_attention(self.opened, layer, cache)
@@ -159,7 +160,7 @@ class MLA(Structure[Source, ConvertSettings]):
         converted = self._plan.convert(anatomy, work.library, layer).truncated
         return SimulatedAttention(converted.to(stream.device, stream.dtype), cache)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """The truncated latent of every layer."""
         opened, carrier = self.opened, self._carrier
         runs = work.stage_runs((*EXACT_STAGES, *LOSSY_STAGES), exact=EXACT_STAGES, steps=LOSSY_STAGES)
@@ -177,7 +178,7 @@ class MLA(Structure[Source, ConvertSettings]):
             splits=[{**plan.facts(), "held_out_loss": loss} for plan, loss in self._tried],
         )
 
-    def _choose(self, work: Work) -> tuple[MLAPlan, list[tuple[MLAPlan, float | None]], dict]:
+    def _choose(self, work: ConversionContext) -> tuple[MLAPlan, list[tuple[MLAPlan, float | None]], dict]:
         """The plan of least held-out loss, that of all that were tried, and what an engine's limits cost, to report.
 
         The free choice that an engine's is compared with is that of the same budget without limits.
@@ -213,7 +214,7 @@ class MLA(Structure[Source, ConvertSettings]):
         cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": others[place]}
         return plans[best], tried, {"engine_limits": {**cost, "free_split": [free[place].rope_dim, free[place].rank]}}
 
-    def _convert(self, index: int, work: Work, runs: StageRuns) -> LayerReport:
+    def _convert(self, index: int, work: ConversionContext, runs: StageTracker) -> LayerReport:
         """Converts and measures one layer."""
         if index in self.kept:
             pass_kept(self.opened, index, runs, work.converted)
@@ -236,7 +237,8 @@ class MLA(Structure[Source, ConvertSettings]):
 
 
 def _unlikely(plan: MLAPlan) -> float:
-    """How far a plan is from the middle of those that were chosen by trying, where nothing can be tried."""
+    """Return the distance of a plan from the middle of those that trials chose, for sources on which nothing can be
+    tried."""
     if plan.weight is not None:
         return abs(plan.weight - UNTRIED_WEIGHT)
     return abs(plan.split.rope_dim - (plan.split.rope_dim + plan.split.rank) / 3)
@@ -259,7 +261,7 @@ def _forms(
     }
 
 
-def _split_facts(found: Forecast) -> dict:
-    split = found.split
-    facts = {"rope_dim": split.rope_dim, "rank": split.rank, "kv_bytes_per_token": found.kv_bytes_per_token}
+def _split_facts(forecast: SplitForecast) -> dict:
+    split = forecast.split
+    facts = {"rope_dim": split.rope_dim, "rank": split.rank, "kv_bytes_per_token": forecast.kv_bytes_per_token}
     return {**facts, "fold": split.fold} if split.fold > 1 else facts

@@ -1,4 +1,4 @@
-"""What a user can ask of a quantised cache. Needs no torch."""
+"""Settings of a quantised cache. Needs no torch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class QuantizedSettings(StructureSettings):
             raise SurgeryError("kv_ratio: the bytes of a quantised cache follow from bits, group and window")
 
     @classmethod
-    def needless(cls, given: Callable[[str], str | None]) -> str | None:
+    def needless(cls, option: Callable[[str], str | None]) -> str | None:
         """Engines quantise plain caches by themselves; one of ours would load in none of them."""
-        if (engine := given("engine")) is None:
+        if (engine := option("engine")) is None:
             return None
-        bits = given("bits") or "4"
+        bits = option("bits") or "4"
         flags = cache_dtype_flags(engine, int(bits) if bits.isdigit() else bits)
         return f"nothing to convert, {engine} quantises its cache itself: {flags}"
 
@@ -44,6 +44,6 @@ class QuantizedSettings(StructureSettings):
         return target
 
     def kv_cache(self) -> dict[str, int | str]:
-        """What config.json of the own class says."""
-        said = {**super().kv_cache(), "window": self.window}
-        return with_formats(said, streaming_format=self.streaming_bits, rope_format=self.rope_bits)
+        """Return the ``kv_cache`` entry of the custom model class's config.json."""
+        entry = {**super().kv_cache(), "window": self.window}
+        return with_formats(entry, streaming_format=self.streaming_bits, rope_format=self.rope_bits)

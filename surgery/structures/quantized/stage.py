@@ -1,7 +1,7 @@
 """The last stage of a conversion: its KV cache quantised, measured and verified through that cache.
 
 ``--to quantized`` is this stage alone. With ``bits`` any other conversion whose result can be quantised ends in it:
-what was written stays as it is, config.json gets ``kv_cache``, and the model is then run through its quantised cache.
+what was written stays unchanged, config.json gets ``kv_cache``, and the model is then run through its quantised cache.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from surgery.architectures.beside_pictures import whole_config
 from surgery.architectures.cached import REASON, check_quantizable, rotated_tensors
+from surgery.architectures.multimodal import whole_config
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config, with_auto_map
 from surgery.calibration.held_out import HeldOut, Score, logit_difference
 from surgery.checkpoint import CheckpointWriter
@@ -36,7 +36,7 @@ from surgery.verification.written import CACHE_TOLERANCE, TOLERANCE, Verificatio
 
 if TYPE_CHECKING:
     from surgery.structures.base import Outcome
-    from surgery.structures.work import Work
+    from surgery.structures.context import ConversionContext
 
 PIECE = 8
 """Tokens at a time in which held-out text is read through the cache: near decoding, where it is one."""
@@ -63,7 +63,7 @@ class QuantizedLayerReport:
         return ("keys share a scale by",)
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         return (self.keys_by,)
 
 
@@ -106,8 +106,8 @@ def measure_quantized(
             def new_cache(start: int = start, stop: int = stop) -> Cache:
                 if not by_hand:
                     return DynamicCache()
-                held = new_layers[start:stop]
-                return Cache(layers=[QuantizedKVLayer(*each.settings()) if each else DynamicLayer() for each in held])
+                caches = new_layers[start:stop]
+                return Cache(layers=[QuantizedKVLayer(*each.settings()) if each else DynamicLayer() for each in caches])
 
             inputs = hidden[EXACT][:ERROR_SEQUENCES].clone()
             with read_stream.block(start, stop) as layer:
@@ -124,8 +124,10 @@ def measure_quantized(
     return Measured(hidden, scores, layers)
 
 
-def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> tuple[Outcome, Verification]:
-    """Has a checkpoint of the own class, written and not yet committed, keep its cache quantised.
+def quantize_written(
+    writer: CheckpointWriter, work: ConversionContext, outcome: Outcome
+) -> tuple[Outcome, Verification]:
+    """Quantise the cache of a checkpoint of the custom model class that is written and not yet committed.
 
     Nothing is written twice but config.json and, with ``hadamard``, the tensors that take the rotation. What was
     written is compared with the simulation before, as it computes with an exact cache.
@@ -165,10 +167,10 @@ def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> 
         piece=PIECE,
         flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
     )
-    for found in measured.layers:
+    for measured_layer in measured.layers:
         for report in outcome.layers:
-            if report.layer == found.layer:
-                report.measured.update(found.measured)
+            if report.layer == measured_layer.layer:
+                report.measured.update(measured_layer.measured)
     at = verification.kv_tokens
     scores = {"hadamard": measured.scores[EXACT]} if settings.hadamard else {}
     outcome = replace(
@@ -187,7 +189,7 @@ def quantize_written(writer: CheckpointWriter, work: Work, outcome: Outcome) -> 
 
 
 def in_own_class(outcome: Outcome) -> Outcome:
-    """The same result carried by the own class, which alone keeps a quantised cache."""
+    """Return the same result in the custom model class, which alone keeps a quantised cache."""
     target = outcome.target
     if target["model_type"] != MODEL_TYPE:
         target = {**target, "model_type": MODEL_TYPE, "reasons": [REASON]}
@@ -196,5 +198,5 @@ def in_own_class(outcome: Outcome) -> Outcome:
 
 
 def quantized_facts(settings: StructureSettings) -> dict:
-    """What a report's target says of a quantised cache."""
+    """Return the facts of a quantised cache for a report's target."""
     return {"kv_cache": settings.kv_cache(), "hadamard": settings.hadamard, "losses_read": LOSSES_READ}

@@ -1,6 +1,6 @@
 """``surgery convert --to quantized``: a checkpoint whose KV cache has a few bits.
 
-No calibration. The result is the project's own class with the attention of the source, whichever that is; the last
+No calibration. The result is the custom model class with the attention of the source, whichever that is; the last
 stage of every conversion with bits, :mod:`surgery.structures.quantized.stage`, is all that happens to it.
 """
 
@@ -22,19 +22,19 @@ from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import blocks_of
 from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
-from surgery.structures.base import LONG, Candidate, Foreseen, Outcome, Request, Structure, unchanged_tensors
+from surgery.structures.base import LONG, Candidate, Forecast, Outcome, Structure, TargetOption, unchanged_tensors
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.passing import source_attention
 from surgery.structures.quantized.settings import QuantizedSettings
-from surgery.structures.work import Work
 from surgery.verification.written import measured_tokens
 
 
 class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
-    """The attention stays as it is, its cache is quantised."""
+    """The attention stays unchanged, its cache is quantised."""
 
-    beside_pictures = takes_latents = True
-    requests = (Request(place=1),)
+    supports_multimodal = takes_latents = True
+    options = (TargetOption(place=1),)
 
     def __init__(self, opened: Source | OwnSource, settings: QuantizedSettings, progress: Progress):
         super().__init__(opened, settings, progress)
@@ -43,7 +43,7 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: QuantizedSettings) -> Source | OwnSource:
-        """A checkpoint of a family or of the own class, with a plain cache."""
+        """A checkpoint of a family or of the custom model class, with a plain cache."""
         model_type = reader.config.get("model_type")
         own = model_type == MODEL_TYPE
         opened = OwnSource.open(reader, settings) if own else Source.of(reader, settings, any_family_of(reader.config))
@@ -54,31 +54,31 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """Plain caches of fewer bits; rotated keys of MLA stay."""
         latent = config["model_type"] in LATENT_FAMILIES
-        said = {"sinks": 4, **({"rope_bits": 16} if latent else {})}
-        return [Candidate({"bits": bits, **said}, scales=False) for bits in (8, 4, 3, 2)]
+        settings = {"sinks": 4, **({"rope_bits": 16} if latent else {})}
+        return [Candidate({"bits": bits, **settings}, scales=False) for bits in (8, 4, 3, 2)]
 
-    def foresee(self) -> Foreseen:
+    def forecast(self) -> Forecast:
         """All of it: nothing is left to the work but measuring."""
         opened = self.opened
-        held = kv_bytes_of(self._config, opened.weight_dtype)(LONG) / LONG
-        return Foreseen(
+        kv_bytes = kv_bytes_of(self._config, opened.weight_dtype)(LONG) / LONG
+        return Forecast(
             config=self._config,
             tensors=unchanged_tensors(opened.reader, opened.config),
-            kv_bytes_per_token=held,
+            kv_bytes_per_token=kv_bytes,
             model_type=MODEL_TYPE,
             reasons=[REASON],
-            demand=Demand(cached=round(held / opened.layers / opened.weight_dtype.itemsize), quantizes=True),
+            demand=Demand(cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize), quantizes=True),
         )
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Every tensor stays."""
         return unchanged_tensors(self.opened.reader, self.opened.config)
 
-    def closed_form(self, work: Work, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """The source's attention over a quantised cache."""
         return source_attention(self.opened, layer, cache)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Runs the source, which what is written has to equal before its cache is quantised."""
         opened, stream, held_out = self.opened, self.opened.stream, work.texts.held_out
         hidden = stream.embed(held_out.tokens)

@@ -1,4 +1,4 @@
-"""What slices of a checkpoint would compute, before any is written: the whole model with latents set to zero."""
+"""Simulation of slices before any is written: the whole model with latents set to zero."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEFORE, SLICED = "before slicing", "sliced"
 
 @dataclass(frozen=True)
 class MeasuredSlice:
-    """What held-out text says of the best candidate.
+    """Held-out measurement of the best candidate.
 
     Attributes:
         losses: of all candidates; None where there is no text.
@@ -60,8 +60,8 @@ def measure_slices(
                 exact = _attention_outputs(layer, inputs)
                 stream.run_layer(layer, embedded, batch_size)
                 for name, ranks in candidates.items():
-                    kept = [whole.kept_rows(index, ranks) for index in range(start, stop)]
-                    with _silenced(layer, whole.down_name, kept):
+                    rows = [whole.kept_rows(index, ranks) for index in range(start, stop)]
+                    with _silenced(layer, whole.down_name, rows):
                         cut = _attention_outputs(layer, inputs)
                         stream.run_layer(layer, hidden[name], batch_size)
                     pairs = zip(cut, exact, strict=True)
@@ -75,7 +75,7 @@ def measure_slices(
 
 @torch.no_grad()
 def _attention_outputs(layer: StreamedLayer, inputs: Tensor) -> list[Tensor]:
-    """What the attention of each loaded layer puts out, [B, T, D]."""
+    """Return the attention outputs of each loaded layer, [B, T, D]."""
     outputs: list[Tensor] = []
     hooks = [
         block.self_attn.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
@@ -88,12 +88,12 @@ def _attention_outputs(layer: StreamedLayer, inputs: Tensor) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _silenced(layer: StreamedLayer, name: str, kept: list[tuple[int, ...]]) -> Iterator[None]:
-    """Has the projections of that name in each loaded layer put out zero but for some rows, for a ``with`` block."""
+def _silenced(layer: StreamedLayer, name: str, rows_of: list[tuple[int, ...]]) -> Iterator[None]:
+    """Zero all but some output rows of the projections of that name in each loaded layer, for a ``with`` block."""
     projections = [getattr(block.self_attn, name) for block in layer.model.layers]
     original = [[parameter.clone() for parameter in down.parameters()] for down in projections]
     with torch.no_grad():
-        for down, rows in zip(projections, kept, strict=True):
+        for down, rows in zip(projections, rows_of, strict=True):
             dropped = torch.ones(down.out_features, dtype=torch.bool, device=down.weight.device)
             dropped[list(rows)] = False
             for parameter in down.parameters():

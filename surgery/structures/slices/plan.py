@@ -1,4 +1,4 @@
-"""How a slice spends its budget: the latents that every block keeps, by what its conversion reported they are worth."""
+"""Budget of a slice: the latents that every block keeps, by the worth that its conversion reported for them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Origin:
 
     @classmethod
     def of(cls, path: Path) -> Origin:
-        """Reads it from the report beside a checkpoint, or the reports in that one.
+        """Reads it from the report next to a checkpoint, or the reports in that one.
 
         Raises:
             SurgeryError: there is none, or the latents are in no order that a slice could go by.
@@ -58,18 +58,18 @@ class Origin:
         else:
             raise SurgeryError.at(
                 path,
-                f"no {REPORT} that tells of a conversion to latents; surgery slice needs the one beside the "
-                "weights, convert again if it is lost",
+                f"no {REPORT} of a conversion to latents next to the weights, which surgery slice needs. Convert again "
+                "if it is lost",
             )
         if any("energies" not in layer for layer in report["layers"]):
             raise SurgeryError.at(path, f"{REPORT} does not say what its latents are worth; convert its source again")
         method, settings = target["method"], report["settings"]
-        multiple, held = settings.get("rank_multiple", 1), report["kv"]["source_bytes_per_token"]
-        if type(multiple) is not int or multiple < 1 or not 0 < held < math.inf:
+        multiple, source_bytes = settings.get("rank_multiple", 1), report["kv"]["source_bytes_per_token"]
+        if type(multiple) is not int or multiple < 1 or not 0 < source_bytes < math.inf:
             raise ValueError("a budget that no conversion had")
         return cls(
             target,
-            held,
+            source_bytes,
             [_by_block(layer) for layer in report["layers"]],
             method in LOSS_WEIGHTED and settings["calibration"] != NO_CALIBRATION,
             multiple,
@@ -83,7 +83,7 @@ def plan_slice(
 
     Args:
         path: of the checkpoint, for errors.
-        kv_ratio: share of the KV bytes per token of what the origin converted; an exact window comes on top.
+        kv_ratio: share of the KV bytes per token of what the origin converted; a residual window comes on top.
         itemsize: bytes of a cached number.
         allocate: "spectrum" drops the least energy in all, "uniform" the same share of every block; "auto" gives both
             and what is half-way between them, to be measured, where energies compare and ranks may differ.
@@ -125,17 +125,17 @@ def plan_slice(
         return {"uniform": _shaped([total // len(before)] * len(before), model)}
     # By what there was at first, so that a slice of a slice is that slice of the whole.
     sizes = [len(energies) for blocks in origin.energies for energies in blocks]
-    found = {"uniform": proportional(sizes, total, multiple, multiple, before)}
+    plans = {"uniform": proportional(sizes, total, multiple, multiple, before)}
     if allocate != "uniform" and origin.comparable:
         spectra = [
             energies[:rank]
             for blocks, ranks in zip(origin.energies, model.ranks, strict=True)
             for energies, rank in zip(blocks, ranks, strict=True)
         ]
-        found["spectrum"] = water_fill(spectra, total, minimum=multiple, multiple=multiple)
-        means = [(a + b) / 2 for a, b in zip(*found.values(), strict=True)]
-        found["between"] = proportional(means, total, multiple, multiple, before)
-    return {name: _shaped(ranks, model) for name, ranks in found.items() if allocate in ("auto", name)}
+        plans["spectrum"] = water_fill(spectra, total, minimum=multiple, multiple=multiple)
+        means = [(a + b) / 2 for a, b in zip(*plans.values(), strict=True)]
+        plans["between"] = proportional(means, total, multiple, multiple, before)
+    return {name: _shaped(ranks, model) for name, ranks in plans.items() if allocate in ("auto", name)}
 
 
 def _shaped(ranks: list[int], model: LatentModel) -> Ranks:

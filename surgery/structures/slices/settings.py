@@ -1,4 +1,4 @@
-"""What a user can ask of a slice. Needs no torch."""
+"""Settings of a slice. Needs no torch."""
 
 from __future__ import annotations
 

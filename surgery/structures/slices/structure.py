@@ -18,12 +18,12 @@ from surgery.common.progress import Progress
 from surgery.reporting.report import SourceShape, reading
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import OwnSource
-from surgery.structures.base import Foreseen, Outcome, Structure
+from surgery.structures.base import Forecast, Outcome, Structure
+from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.slices.measure import BEFORE, SLICED, measure_slices
 from surgery.structures.slices.plan import Origin, plan_slice
 from surgery.structures.slices.settings import SliceSettings
-from surgery.structures.work import Work
 from surgery.verification.written import measured_tokens
 
 
@@ -33,7 +33,7 @@ class SlicedLayerReport:
 
     Attributes:
         rank: latents that are left, ``ranks`` in each block.
-        rope_dim: rotary dimensions cached beside them.
+        rope_dim: rotary dimensions cached next to them.
         rope_error: None, nothing rotated is dropped.
         latent_error, latent_error_share: energy of what this slice dropped, as the conversion's report has it, and its
             share of all that there was before.
@@ -56,14 +56,14 @@ class SlicedLayerReport:
         return "rank", "rotated", "RoPE, predicted", "latent, predicted"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         return self.rank, self.rope_dim, share(self.rope_error), share(self.latent_error_share)
 
 
 class Slice(Structure[OwnSource, SliceSettings]):
     """The first latents of every block of what ``--to lowrank``, ``crosslayer`` (cascade) or ``mla`` made."""
 
-    beside_pictures = True
+    supports_multimodal = True
 
     def __init__(self, opened: OwnSource, settings: SliceSettings, progress: Progress):
         super().__init__(opened, settings, progress)
@@ -77,31 +77,31 @@ class Slice(Structure[OwnSource, SliceSettings]):
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: SliceSettings) -> OwnSource:
-        """A checkpoint of the own class, or of stock MLA."""
+        """A checkpoint of the custom model class, or of stock MLA."""
         return OwnSource.open(reader, settings)
 
-    def foresee(self) -> Foreseen:
-        """Of the first way to spend the budget; all take the same bytes."""
+    def forecast(self) -> Forecast:
+        """Forecast the first way to spend the budget; all take the same bytes."""
         opened, ranks = self.opened, self._candidates[next(iter(self._candidates))]
         smaller, dtype = self._whole.sliced(ranks), opened.weight_dtype
-        held = kv_bytes_of(smaller.config, dtype)(1)
-        return Foreseen(
+        kv_bytes = kv_bytes_of(smaller.config, dtype)(1)
+        return Forecast(
             config=smaller.config,
             tensors=planned_tensors(opened.reader, self._whole, ranks),
-            kv_bytes_per_token=held,
+            kv_bytes_per_token=kv_bytes,
             model_type=smaller.config["model_type"],
             reasons=self._origin.target["reasons"],
-            demand=Demand(cached=round(held / opened.layers / dtype.itemsize), results=len(self._candidates)),
+            demand=Demand(cached=round(kv_bytes / opened.layers / dtype.itemsize), results=len(self._candidates)),
         )
 
-    def plan(self, work: Work) -> dict[str, TensorSpec]:
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Measures the candidates and takes the best."""
         stream, held_out, size = self.opened.stream, work.texts.held_out, self.settings.batch_size
         self._measured = measure_slices(stream, self._whole, self._candidates, held_out, size, work.progress)
         self._ranks = self._candidates[self._measured.best]
         return planned_tensors(self.opened.reader, self._whole, self._ranks)
 
-    def convert_layers(self, work: Work, writer: CheckpointWriter) -> Outcome:
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Cuts every layer's tensors."""
         opened, whole, measured, origin = self.opened, self._whole, self._measured, self._origin
         for layer in work.layers("slice"):
@@ -122,7 +122,7 @@ class Slice(Structure[OwnSource, SliceSettings]):
 
 
 def _target(smaller: LatentModel, origin: Origin, bytes_per_token: float) -> dict:
-    """What the origin's report says of its target, with the new ranks."""
+    """Return the target of the origin's report with the new ranks."""
     ranks = [sum(blocks) for blocks in smaller.ranks]
     target = {**origin.target, "sliced": True, "ratio_to_original": bytes_per_token / origin.source_bytes}
     if "ranks" in target:
@@ -136,9 +136,9 @@ def _target(smaller: LatentModel, origin: Origin, bytes_per_token: float) -> dic
 def _layer_report(
     layer: int, whole: LatentModel, smaller: LatentModel, origin: Origin, errors: dict[str, float]
 ) -> SlicedLayerReport:
-    kept, before = smaller.ranks[layer], whole.ranks[layer]
+    ranks, before = smaller.ranks[layer], whole.ranks[layer]
     energies = origin.energies[layer]
-    dropped = sum(float(energy[new:old].sum()) for energy, new, old in zip(energies, kept, before, strict=True))
+    dropped = sum(float(energy[new:old].sum()) for energy, new, old in zip(energies, ranks, before, strict=True))
     total = sum(float(energy[:old].sum()) for energy, old in zip(energies, before, strict=True))
     share = dropped / max(total, 1e-300)
-    return SlicedLayerReport(layer, sum(kept), kept, smaller.rope_dim(layer), None, dropped, share, errors)
+    return SlicedLayerReport(layer, sum(ranks), ranks, smaller.rope_dim(layer), None, dropped, share, errors)

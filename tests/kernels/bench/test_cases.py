@@ -1,4 +1,4 @@
-"""What is measured: cases, their work, and other implementations of the same, on a CPU at tiny shapes."""
+"""Benchmarks of kernels: cases, their work, and other implementations of the same, on a CPU at tiny shapes."""
 
 import dataclasses
 

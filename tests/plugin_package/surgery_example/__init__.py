@@ -1,1 +1,1 @@
-"""What model-surgery finds by entry points."""
+"""Entry points by which model-surgery finds this package."""

@@ -1,4 +1,4 @@
-"""How sure a model is of the next token, on the held-out text of the report."""
+"""Entropy of a model's next-token predictions, on the held-out text of the report."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def build(data):
-    """From the texts of an evaluation."""
+    """Build the task from the texts of an evaluation."""
     return Entropy(data.text.tokens)
 
 

@@ -12,7 +12,7 @@ from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.families.attention import CapturedAttention
-from surgery.structures.base import Foreseen, Outcome, Request, Structure, unchanged_tensors
+from surgery.structures.base import Forecast, Outcome, Structure, TargetOption, unchanged_tensors
 from surgery.structures.estimates import Demand
 from surgery.structures.registry import Target
 
@@ -52,7 +52,7 @@ class LayerReport:
 class FirstHeads(Structure):
     """Keeps ``keep_heads`` of a layer's KV heads."""
 
-    requests = (Request(" --keep-heads 1", {"keep_heads": 1}, caution="a bad idea"),)
+    options = (TargetOption(" --keep-heads 1", {"keep_heads": 1}, caution="a bad idea"),)
 
     def __init__(self, opened, settings, progress):
         super().__init__(opened, settings, progress)
@@ -63,8 +63,8 @@ class FirstHeads(Structure):
         self._carrier = choose_carrier(opened.reader.config, [settings.keep_heads] * opened.layers, "auto")
         self._width = settings.keep_heads * (first.head_dim + first.value_dim) * first.q.dtype.itemsize
 
-    def foresee(self):
-        return Foreseen(
+    def forecast(self):
+        return Forecast(
             config=self._carrier.config,
             tensors=self.plan(None),
             kv_bytes_per_token=self._width * self.opened.layers,

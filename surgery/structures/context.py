@@ -1,4 +1,4 @@
-"""What a running conversion has in hand, and the ways through the layers that structures share."""
+"""Context of a running conversion, and the passes through the layers that structures share."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from surgery.running.layer_stream import StreamedLayer
 from surgery.running.processes import ALONE, Processes
 from surgery.running.source import OwnSource, Source
 from surgery.structures.converted_layers import ConvertedLayers
-from surgery.structures.stages import StageRuns
+from surgery.structures.stages import StageTracker
 
 Opened = TypeVar("Opened", bound="Source | OwnSource")
 Settings = TypeVar("Settings", bound=ConversionSettings)
 
 
 @dataclass(frozen=True)
-class Work(Generic[Opened, Settings]):
-    """What a conversion has in hand once it runs.
+class ConversionContext(Generic[Opened, Settings]):
+    """Context of a running conversion.
 
     Attributes:
         library: statistics of every layer, once they are gathered.
         store: what entered every layer in the forward sweep over the calibration text.
         converted: new tensors of every layer.
-        snapshots: what a conversion that was killed goes on from.
+        snapshots: what a conversion that was killed resumes from.
         processes: that share the calibration.
     """
 
@@ -58,8 +58,8 @@ class Work(Generic[Opened, Settings]):
         texts: Texts,
         progress: Progress,
         processes: Processes = ALONE,
-    ) -> Work[Opened, Settings]:
-        """Work that keeps what it learns in files beside its snapshots; without a folder in temporary ones."""
+    ) -> ConversionContext[Opened, Settings]:
+        """Create a context whose files lie next to its snapshots, or in a temporary folder without one."""
         folder = snapshots.folder
         library, store = StatisticsLibrary(folder), BoundaryStore(folder, settings.activation_memory)
         return cls(opened, settings, texts, library, store, ConvertedLayers(folder), progress, snapshots, processes)
@@ -70,43 +70,43 @@ class Work(Generic[Opened, Settings]):
 
     @torch.no_grad()
     def attention_inputs(self, index: int, layer: StreamedLayer) -> Tensor:
-        """What enters a layer's attention in the source model, of the calibration text [N, T, D]."""
+        """Return the inputs [N, T, D] of a layer's attention in the source model on the calibration text."""
         stream, rows = self.opened.stream, self.store.load(index).split(self.settings.batch_size)
         return torch.cat([layer.attention_inputs(part.to(stream.device, stream.dtype)) for part in rows])
 
     def stage_runs(
         self, stages: tuple[str, ...], *, exact: Collection[str] = (), steps: Collection[str] = ()
-    ) -> StageRuns:
+    ) -> StageTracker:
         """The stages of the conversion over its held-out text."""
         held_out, size = self.texts.held_out, self.settings.batch_size
-        return StageRuns(self.opened.stream, held_out, size, stages, exact=exact, steps=steps)
+        return StageTracker(self.opened.stream, held_out, size, stages, exact=exact, steps=steps)
 
     def pass_layers(
         self,
         convert: Callable[[int], Any],
-        runs: StageRuns,
+        runs: StageTracker,
         *types: type,
         settled: Callable[[int], bool] = lambda layer: True,
     ) -> list[Any]:
-        """What ``convert`` says of every layer; goes on after the last layer that is surely done.
+        """Return the results of ``convert`` for every layer; resume after the last layer that is certainly done.
 
         Args:
             convert: carries the stages through a layer; all else that it makes is on disk.
             types: classes in what it says.
             settled: whether nothing of a layer is needed for the next but stages.
         """
-        said = []
+        results = []
         if state := self.snapshots.last("layers", *types):
-            said, runs.hidden = state["said"], state["ladder"]
+            results, runs.hidden = state["said"], state["ladder"]
         with self.progress.phase("convert", self.opened.layers) as advance:
-            advance(len(said))
-            for layer in range(len(said), self.opened.layers):
-                said.append(convert(layer))
+            advance(len(results))
+            for layer in range(len(results), self.opened.layers):
+                results.append(convert(layer))
                 if settled(layer):
-                    done = {"said": said, "ladder": runs.hidden}
+                    done = {"said": results, "ladder": runs.hidden}
                     self.snapshots.take("layers", lambda done=done: done)
                 advance()
-        return said
+        return results
 
     def layers(self, phase: str = "convert") -> Iterator[int]:
         """Every layer in order, with a bar."""

@@ -1,6 +1,6 @@
-"""Models of pictures and text whose language model is another family's.
+"""Multimodal models whose language model is another family's.
 
-It is read as a model of that family, and written back in its place: what is beside it stays to the bit.
+It is read as a model of that family, and written back in its place: what is next to it stays to the bit.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ INSIDE = "model."
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
-HOLD_OWN = ("gemma3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
-HOLD_OWN += ("qwen3_vl_moe", "surgery_pictures")
-"""Those in which the language model may become one of the own class, by ``model_type``."""
+HOLD_CUSTOM = ("gemma3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+HOLD_CUSTOM += ("qwen3_vl_moe", "surgery_pictures")
+"""Those in which the language model may become one of the custom model class, by ``model_type``."""
 
-TOWERS = (*HOLD_OWN, "llama4")
+MULTIMODAL = (*HOLD_CUSTOM, "llama4")
 
 
 def text_names(names: Collection[str], where: str) -> dict[str, str]:
-    """Of the language model's tensors among ``names``, how the family that it is read as calls them.
+    """Map the language model's tensors among ``names`` to the names of its family.
 
     Raises:
         SurgeryError: there is no language model among them.
@@ -39,7 +39,7 @@ def text_names(names: Collection[str], where: str) -> dict[str, str]:
 
 
 def _within(name: str, prefix: str) -> bool:
-    """Whether a tensor is the language model's; of ``model.`` others may be parts too."""
+    """Return whether a tensor is the language model's; other parts may begin with ``model.`` too."""
     return name.startswith(tuple(prefix + part for part in ("embed_tokens.", "layers.", "norm.")))
 
 

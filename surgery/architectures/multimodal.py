@@ -1,4 +1,4 @@
-"""What is written of a model of pictures and text, in its class or in ours: config.json, and names of tensors."""
+"""Result of a vision-language model, in its class or in ours: config.json, and names of tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from surgery.architectures.own_class import MODEL_TYPE as OWN
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.config_file import with_rope_beside
-from surgery.families.towers import INSIDE, PREFIXES, put_back
+from surgery.families.multimodal import INSIDE, PREFIXES, put_back
 
 MODEL_TYPE = "surgery_pictures"
 
@@ -16,7 +16,7 @@ SHARED, ROPE = {"tie_word_embeddings", "dtype"}, {"rope_theta", "rope_scaling"}
 
 
 def whole_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a result, whose language model's is ``config``, and all of it where there is nothing beside.
+    """config.json of a result, whose language model's is ``config``, and all of it where there is nothing next to.
 
     Args:
         reader: of the source.
@@ -38,7 +38,7 @@ def whole_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, 
 
 
 def whole_names(reader: CheckpointReader, config: dict[str, Any], tensors: Iterable[str]) -> dict[str, str]:
-    """How the files of a result name ``tensors``, which are those of a language model and what is beside it.
+    """Map ``tensors``, those of a language model and of the parts next to it, to their names in the files of a result.
 
     The own class is read under the names of the source's class alone, which published checkpoints need not have.
     """
@@ -47,10 +47,10 @@ def whole_names(reader: CheckpointReader, config: dict[str, Any], tensors: Itera
     native, alone = PREFIXES[0], PREFIXES[-1]
     others = "" if any(name.startswith(native) for name in reader.stored_names.values()) else INSIDE
     beside = {name for name in reader.names() if name not in reader.stored_names}
-    found = {}
+    stored = {}
     for name in tensors:
         if name in beside:
-            found[name] = name if name.startswith(INSIDE) else others + name
+            stored[name] = name if name.startswith(INSIDE) else others + name
         else:
-            found[name] = native + name.removeprefix(alone) if name.startswith(alone) else name
-    return found
+            stored[name] = native + name.removeprefix(alone) if name.startswith(alone) else name
+    return stored
