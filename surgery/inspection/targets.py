@@ -57,7 +57,7 @@ def _row(opened: Source, target: Target, option: TargetOption) -> dict[str, Any]
     try:
         settings = target.settings(option.settings)
         structure = target.structure().for_source(opened.reader.config, settings)
-        forecast = structure(opened, settings, Progress(silent=True)).forecast()
+        forecast = structure.over(opened, settings, Progress(silent=True)).forecast()
         config = final_config(forecast, settings)
         result_bytes, of_source = kv_bytes(forecast, config, opened, settings), source_kv_bytes(opened)
     except SurgeryError as error:

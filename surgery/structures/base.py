@@ -183,6 +183,11 @@ class Structure(ABC, Generic[Opened, Settings]):
         return Source.of(reader, settings)
 
     @classmethod
+    def over(cls, opened: Opened, settings: Settings, progress: Progress) -> Structure:
+        """Return a structure of this class over an opened source, or another one that takes its place there."""
+        return cls(opened, settings, progress)
+
+    @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """Return the settings of this structure that `surgery plan` weighs for a source of this config.json; none by
         default.

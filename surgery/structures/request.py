@@ -59,4 +59,4 @@ def open_request(request: ConversionRequest, progress: Progress) -> tuple[Struct
     if settings.quantizes:
         check_quantizable(reader.path, opened.config)
     out = settle_output(source, reader.source, request.out, target.ending_of(settings), overwrite=request.overwrite)
-    return structure(opened, settings, progress), out
+    return structure.over(opened, settings, progress), out

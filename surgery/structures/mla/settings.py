@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from surgery.calibration.settings import NO_CALIBRATION
@@ -86,7 +86,9 @@ class ConvertSettings(StructureSettings):
     rope_bits: RopeBits | None = rope_bits()
     carrier: Literal["auto", "stock", "own"] = setting(
         "auto",
-        "What holds the result: stock (deepseek_v3), own (class of this package), or auto: stock where it can.",
+        "What holds the result: stock (deepseek_v3) or own (the custom model class), both with plain values.",
+        more="auto: the custom model class with bits that are chosen by the loss, where the source allows it and no "
+        "setting of ranks is given; else stock where it can.",
         section="Output",
     )
     latent_norm: Literal["auto", "tiny", "constant"] = setting(
@@ -106,7 +108,10 @@ class ConvertSettings(StructureSettings):
         super().__post_init__()
         if self.bits is not None:
             if self.bits == "auto":
-                self._check_auto()
+                refuse_changed(
+                    self._decided_by_bits(),
+                    "bits auto chooses components and their bits by the loss, of method fisher on text",
+                )
             refuse_engine(self)
             if self.carrier == "stock":
                 raise SurgeryError(
@@ -148,22 +153,21 @@ class ConvertSettings(StructureSettings):
         """Return the ending of the output's default name, with the bits."""
         return f"{target}-bits" if self.bits == "auto" else super().ending(target)
 
-    def _check_auto(self) -> None:
-        chosen = {
-            name: getattr(self, name) != default
-            for name, default in (
-                ("method", "fisher"),
-                ("kv_lora_rank", None),
-                ("rope_dim", None),
-                ("rope_frequencies", "free"),
-                ("freqfold", None),
-                ("keys", "channel"),
-                ("hadamard", False),
-                ("rope_bits", None),
-            )
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing says of what form the result is: then bits are chosen, where the source allows it."""
+        named = self.bits is not None or self.engine is not None or self.carrier != "auto" or self.latent_norm != "auto"
+        return not named and not any(self._decided_by_bits().values())
+
+    def _decided_by_bits(self) -> dict[str, bool]:
+        """Return which of the settings that automatic bits decide are not at their default."""
+        defaults = {field.name: field.default for field in fields(self)}
+        names = "method", "kv_lora_rank", "rope_dim", "rope_frequencies", "freqfold", "keys", "hadamard", "rope_bits"
+        changed = {name: getattr(self, name) != defaults[name] for name in names}
+        return changed | {
+            "allocate": self.allocate == "uniform",
+            "calibration": self.calibration == NO_CALIBRATION,
         }
-        chosen |= {"allocate": self.allocate == "uniform", "calibration": self.calibration == NO_CALIBRATION}
-        refuse_changed(chosen, "bits auto chooses components and their bits by the loss, of method fisher on text")
 
     def kv_cache(self) -> dict[str, int | str]:
         """Return the ``kv_cache`` entry of the custom model class's config.json."""

@@ -93,6 +93,16 @@ class MLA(Structure[Source, ConvertSettings]):
         return QuantizedMLA if settings.bits == "auto" else cls
 
     @classmethod
+    def over(cls, opened: Source, settings: ConvertSettings, progress: Progress) -> Structure:
+        """With bits where no setting says otherwise and the source allows it: they lose least for the bytes."""
+        if cls is MLA and settings.is_open:
+            try:
+                return QuantizedMLA(opened, settings, progress)
+            except SurgeryError as error:
+                progress.note(f"without bits: {error}")
+        return cls(opened, settings, progress)
+
+    @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """Return MLA in the stock class where that can hold it, in the custom class, and there with a latent of 8 bits
         next to full-precision rotated keys."""
