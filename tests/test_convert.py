@@ -47,7 +47,8 @@ def converted(checkpoints, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StageTracker, "__init__", remember)
             out = tmp_path_factory.mktemp("out") / f"{name}-mla"
-            result = convert_checkpoint(checkpoints(name, dtype), out, ConvertSettings(**{**QUICK, **settings}))
+            asked = ConvertSettings(**{"carrier": "stock" if name in STOCK else "own", **QUICK, **settings})
+            result = convert_checkpoint(checkpoints(name, dtype), out, asked)
         return result, runs[0]
 
     return get

@@ -32,7 +32,7 @@ def test_convert_and_eval(source, tmp_path, monkeypatch, capsys):
     copied = tmp_path / source.name
     copied.write_bytes(source.read_bytes())
     before = copied.read_bytes()
-    code, printed, _ = run_main(monkeypatch, capsys, "convert", "--to", "mla", copied, *QUICK)
+    code, printed, _ = run_main(monkeypatch, capsys, "convert", "--to", "mla", copied, "--carrier", "stock", *QUICK)
     assert code == 0 and "tiny.Q8_0.gguf (dequantised from Q8_0) → tiny.Q8_0-mla" in printed
     out = tmp_path / "tiny.Q8_0-mla"
     assert out == default_output(copied, "mla")

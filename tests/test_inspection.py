@@ -85,18 +85,14 @@ def test_architecture(checkpoints, inspected):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason", "on_cuda"),
-    [
-        ("qwen3", "q/k-norm", "not tried"),  # the plugin's, which ran on CPUs only
-        ("mistral_window", "sliding windows", "refused"),
-        ("mixtral", "mixture of experts", "refused"),
-    ],
+    ("name", "reason"),
+    [("qwen3", "q/k-norm"), ("mistral_window", "sliding windows"), ("mixtral", "mixture of experts")],
 )
-def test_what_stock_cannot_carry_goes_to_the_own_class_with_the_reason(name, reason, on_cuda, inspected):
+def test_what_stock_cannot_carry_goes_to_the_own_class_with_the_reason(name, reason, inspected):
     targets = inspected(name).targets
-    assert [target["class"] for target in targets if "mla" in target["command"] and target["applies"]] == ["surgery"]
-    assert reason in " ".join(targets[0]["reasons"])
-    assert targets[0]["engines"]["vLLM on CUDA"]["status"] == on_cuda
+    assert {target["class"] for target in targets if "mla" in target["command"] and target["applies"]} == {"surgery"}
+    stock = next(target for target in targets if target["command"].endswith("--carrier stock"))
+    assert reason in " ".join(stock["reasons"])
 
 
 @pytest.mark.parametrize(
@@ -139,9 +135,9 @@ def test_every_target_is_foreseen_with_its_bytes(inspected):
 
 def test_stock_targets(inspected):
     targets = {target["command"]: target for target in inspected("llama").targets}
-    assert targets["surgery convert --to mla"]["class"] == "deepseek_v3"
+    assert targets["surgery convert --to mla"]["class"] == "surgery"
+    assert targets["surgery convert --to mla --carrier stock"]["class"] == "deepseek_v3"
     assert targets["surgery convert --to mla --engine llama.cpp"]["engines"]["llama.cpp"]["command"].endswith(".gguf")
-    assert targets["surgery convert --to mla --carrier own"]["class"] == "surgery"
 
 
 def test_a_rope_that_no_target_takes_is_a_reason_and_not_a_failure(tmp_path):

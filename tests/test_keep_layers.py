@@ -43,7 +43,7 @@ def converted(source, out, to, **asked):
     [
         ("lowrank", {}),
         ("lowrank", {"bits": 4}),
-        ("mla", {}),
+        ("mla", {"carrier": "own"}),
         ("crosslayer", {"method": "cascade", "group_size": 2}),
         pytest.param("lowrank", {"bits": "auto"}, marks=pytest.mark.slow),
         pytest.param("lowrank", {"method": "palu"}, marks=pytest.mark.slow),

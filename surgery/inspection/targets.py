@@ -7,7 +7,6 @@ from typing import Any
 from surgery.architectures.multimodal import whole_config
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.engines.facts import OWN_CLASSES
 from surgery.running.source import Source
 from surgery.structures.base import TargetOption
 from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
@@ -32,9 +31,6 @@ def forecast_targets(opened: Source) -> list[dict[str, Any]]:
             continue
         if option.flags and not row["applies"] and rows and rows[-1]["reasons"] == row["reasons"]:
             continue  # what stands in the way of the default
-        same = [one for one in rows if one["to"] == target.name and one["class"] in OWN_CLASSES]
-        if "carrier" in option.settings and same:
-            continue  # the default goes to the custom model class already
         rows.append(row)
     return rows
 

@@ -361,13 +361,13 @@ def test_an_engine_gets_what_it_loads_only(checkpoints):
     assert "llama.cpp" in found.refused["--to lowrank"]
 
 
-def test_ways_of_asking_that_come_to_one_result_are_weighed_once(checkpoints, plan):
-    """Norms of queries and keys are the custom model class's, asked for or not."""
+def test_stock_mla_is_weighed_where_that_class_can_hold_it(checkpoints, plan):
+    """It has no norm of queries and keys."""
     asked = {"allow": ("mla",), **TEXT, **CONTEXT}
     own = make_plan(checkpoints("qwen3"), PlanSettings(kv_ratio=0.4, **asked))
     stock = [row for row in plan.rows if row.to == "mla" and 0.3 < row.kv_ratio < 0.4]
-    assert {row.asked.get("carrier") for row in stock} == {None, "own"}
-    assert not any("carrier" in row.asked for row in own.rows)
+    assert {row.asked.get("carrier") for row in stock} == {"stock", "own"}
+    assert own.rows and all(row.asked.get("carrier") != "stock" for row in own.rows)
 
 
 def test_windows_count_in_bytes_and_what_takes_none_is_refused(checkpoints):

@@ -110,7 +110,7 @@ class LowRank(Structure[Source, LowRankSettings]):
     name = "lowrank"
     supports_multimodal = True
     options = (
-        TargetOption(place=2),
+        TargetOption(place=3),
         TargetOption(" --bits auto --sinks 4", BITS_CHOSEN, place=0),
         TargetOption(" --kv-ratio 0.0625 --bits auto --sinks 4", {"kv_ratio": 0.0625, **BITS_CHOSEN}, listed=False),
     )

@@ -59,7 +59,8 @@ class MLA(Structure[Source, ConvertSettings]):
 
     supports_multimodal = takes_latents = True
     options = (
-        TargetOption(place=4),
+        TargetOption(place=1),
+        TargetOption(" --carrier stock", {"carrier": "stock"}, place=4),
         # What vLLM's kernels read on a GPU, where the model is wide enough.
         TargetOption(
             f" --engine vllm --kv-lora-rank {FAST_WIDTH - FAST_ROPE} --rope-dim {FAST_ROPE}",
@@ -67,7 +68,6 @@ class MLA(Structure[Source, ConvertSettings]):
             optional=True,
         ),
         TargetOption(" --engine llama.cpp", {"engine": "llama.cpp"}),
-        TargetOption(" --carrier own", {"carrier": "own"}, place=3),
     )
 
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
@@ -108,7 +108,7 @@ class MLA(Structure[Source, ConvertSettings]):
         next to full-precision rotated keys."""
         if config["model_type"] in LATENT_FAMILIES:
             return SmallerMLA.candidates(config)
-        return [Candidate({}), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
+        return [Candidate({"carrier": "stock"}), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:

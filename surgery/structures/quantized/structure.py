@@ -34,7 +34,7 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
     """The attention stays unchanged, its cache is quantised."""
 
     supports_multimodal = takes_latents = True
-    options = (TargetOption(place=1),)
+    options = (TargetOption(place=2),)
 
     def __init__(self, opened: Source | OwnSource, settings: QuantizedSettings, progress: Progress):
         super().__init__(opened, settings, progress)
