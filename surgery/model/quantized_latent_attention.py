@@ -21,7 +21,7 @@ from .latent_attention import LatentAttention
 from .left_padding import LeftPadding, layer_of
 from .quantized_latent_entry import QuantizedLatentEntry
 from .token_cache import TokenCacheLayer
-from .token_quantizer import TokenQuantizer
+from .token_quantizer import TokenQuantizer, with_gradient
 
 
 class QuantizedLatentAttention(LatentAttention):
@@ -100,16 +100,7 @@ class QuantizedLatentAttention(LatentAttention):
         read = self.quantizer.decode(rows[..., :packed], values.dtype)
         if self.key_norm_eps is not None:
             half = rows[..., packed:].contiguous().view(torch.float16).to(values.dtype)
-            gains.append(_with_gradient(half, new))
+            gains.append(with_gradient(half, new))
         if values.requires_grad:
-            read = _with_gradient(read, self.quantizer.unclipped(values))
+            read = with_gradient(read, self.quantizer.unclipped(values))
         return layer.with_first(read), gains
-
-
-def _with_gradient(read: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Give the last tokens of `read` [B, 1, S, ·] the gradient of `new` [B, 1, T, ·], straight through."""
-    if not new.requires_grad:
-        return read
-    old = read.shape[2] - new.shape[2]
-    own = read[..., old:, :].detach() + (new - new.detach())
-    return torch.cat((read[..., :old, :], own), dim=2)

@@ -31,8 +31,8 @@ def final_config(foreseen: Foreseen, settings: ConversionSettings) -> dict[str, 
 def kv_bytes(
     foreseen: Foreseen, config: dict[str, Any], opened: Source | OwnSource, settings: ConversionSettings
 ) -> float:
-    """Of the result, per token: with its bits, or of the budget where bits are chosen with the ranks."""
-    if not (config.get("kv_cache") and foreseen.sized):
+    """Of the result, per token, with its bits."""
+    if not config.get("kv_cache"):
         return foreseen.kv_bytes_per_token
     tokens = getattr(settings, "context", None) or LONG
     return kv_bytes_of(config, opened.weight_dtype)(tokens) / tokens

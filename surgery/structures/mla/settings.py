@@ -13,6 +13,7 @@ from surgery.structures.kept_layers import keep_layers
 from surgery.structures.settings import (
     RopeBits,
     StructureSettings,
+    auto_sinks,
     check_more_bits,
     check_spectrum,
     refuse_changed,
@@ -20,9 +21,6 @@ from surgery.structures.settings import (
     rope_bits,
     with_formats,
 )
-
-FIRST_TOKENS = 4
-"""Full-precision tokens at the start of a text where bits are chosen: attention sinks want more bits than others."""
 
 Method = Literal["fisher", "transmla", "mha2mla"]
 
@@ -76,13 +74,7 @@ class ConvertSettings(StructureSettings):
         "token; the ratio then counts bytes.",
         section="Bits",
     )
-    sinks: int | None = setting(
-        None,
-        "First tokens that stay in full precision in a quantised cache.",
-        least=0,
-        section="Bits",
-        unset="4 where bits are auto, else 0",
-    )
+    sinks: int | None = auto_sinks()
     rope_bits: RopeBits | None = rope_bits()
     carrier: Literal["auto", "stock", "own"] = setting(
         "auto",
@@ -134,20 +126,6 @@ class ConvertSettings(StructureSettings):
             return compares and self.kv_lora_rank is None and self.rope_frequencies == "free"
         return self.allocate == "spectrum"
 
-    @property
-    def quantizes(self) -> bool:
-        """Whether the result keeps a cache quantized in groups of tokens."""
-        return super().quantizes and self.bits != "auto"
-
-    @property
-    def first_tokens(self) -> int:
-        """First tokens that a cache of packed rows keeps in full precision."""
-        return FIRST_TOKENS if self.sinks is None else self.sinks
-
-    def ending(self, target: str) -> str:
-        """With the bits."""
-        return f"{target}-bits" if self.bits == "auto" else super().ending(target)
-
     def _check_auto(self) -> None:
         chosen = {
             name: getattr(self, name) != default
@@ -157,8 +135,6 @@ class ConvertSettings(StructureSettings):
                 ("rope_dim", None),
                 ("rope_frequencies", "free"),
                 ("freqfold", None),
-                ("keys", "channel"),
-                ("hadamard", False),
                 ("rope_bits", None),
             )
         }
