@@ -20,7 +20,6 @@ from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import share, short
 from surgery.common.progress import Progress
-from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.token_format import Runs, TokenFormat
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import StreamedLayer
@@ -109,6 +108,9 @@ class RowWriter(Protocol):
     def config(self, source: dict) -> dict:
         """Return the config.json of the converted model."""
 
+    def copied(self, names: list[str]) -> list[str]:
+        """Return which of the source's attention tensors of a layer are kept as they are."""
+
     def plan(self, layer: int) -> dict[str, TensorSpec]:
         """Return names, dtypes and shapes of a layer's new tensors."""
 
@@ -127,9 +129,10 @@ class PackedRows(Structure[Source, RowSettings]):
 
     def __init__(self, opened: Source, settings: RowSettings, progress: Progress):
         super().__init__(opened, settings, progress)
-        if any(window is not None for window in opened.windows):
+        if opened.stateful or any(window is not None for window in opened.windows):
             raise SurgeryError(
-                "layers with a sliding window cannot keep a cache of packed rows: leave out --bits auto",
+                "layers with a sliding window or a state cannot stand beside a cache of packed rows: leave out "
+                "--bits auto",
                 setting="bits",
             )
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
@@ -183,7 +186,7 @@ class PackedRows(Structure[Source, RowSettings]):
     def target(self, layers: list[RowLayerReport]) -> dict[str, Any]:
         """Return what the report says of the target beside what all packed rows have in common."""
 
-    def exact_forms(self, anatomy: AttentionAnatomy, index: int, work: Work) -> dict[str, Form]:
+    def exact_forms(self, work: Work, index: int) -> dict[str, Form]:
         """Return a layer's attention in every exact stage."""
         return {}
 
@@ -297,11 +300,9 @@ class PackedRows(Structure[Source, RowSettings]):
             return RowLayerReport(index)
         rows = self.plans[index]
         with self.opened.stream.layer(index) as layer:
-            anatomy = self.opened.anatomy(index)
             result = self.converted(work, index, layer, rows)
-            attention = self.simulated(result)
-            forms = {**self.exact_forms(anatomy, index, work), QUANTIZED: lambda: attention}
-            errors = runs.advance(layer, anatomy, forms, (QUANTIZED,))
+            forms = {**self.exact_forms(work, index), QUANTIZED: lambda: self.simulated(result)}
+            errors = runs.advance(layer, self.opened.anatomy(index), forms, (QUANTIZED,))
         work.converted.save(index, self.tensors(writer, index, result))
         whole = TokenFormat(tuple(run for runs_of in rows for run in runs_of))
         bits = whole.bits()

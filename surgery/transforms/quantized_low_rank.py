@@ -94,12 +94,12 @@ def unpredicted(
     prediction = rows.new_zeros(len(rows), 0)
     if shared is not None:
         mean_shared = _mean(shared[:, first:], share)
-        deviations = inputs[:, first:] - mean_input.to(inputs), shared[:, first:] - mean_shared.to(shared)
-        met = SharedMoments.of(anatomy.to(inputs.device, inputs.dtype), *deviations, weight)
-        cross = met.cross / scale[:, None]
-        prediction = regression(cross, met.moment)
+        met = SharedMoments.of(anatomy.to(inputs.device, inputs.dtype), inputs[:, first:], shared[:, first:], weight)
+        cross = met.cross / scale[:, None] - torch.outer(mean, mean_shared)
+        moment_shared = met.moment - torch.outer(mean_shared, mean_shared)
+        prediction = regression(cross, moment_shared)
         predicted = prediction @ cross.mT
-        moment = moment - predicted - predicted.mT + prediction @ met.moment @ prediction.mT
+        moment = moment - predicted - predicted.mT + prediction @ moment_shared @ prediction.mT
         mean = mean - prediction @ mean_shared
     # First tokens are read as often as the others and more: their latents are exact, if there is one for what they are.
     early = inputs[:, :first].flatten(0, 1).cpu().double() @ rows.mT

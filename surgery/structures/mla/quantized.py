@@ -86,7 +86,7 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
         read = reader(result.quantizer, self.settings.first_tokens, result.layer.neighbouring())
         return SimulatedAttention(result.layer.to(stream.device, stream.dtype), read=read)
 
-    def exact_forms(self, anatomy: AttentionAnatomy, index: int, work: Work) -> dict[str, Form]:
+    def exact_forms(self, work: Work, index: int) -> dict[str, Form]:
         """Return a layer's attention in every exact stage."""
         stream = self.opened.stream
         anatomy, _, basis = self._calibrated(work, index)
