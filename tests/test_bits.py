@@ -121,30 +121,6 @@ def test_the_budget_in_words(checkpoints, capsys):
     assert "24 latents as int4 in groups of 16" in (result.path / "README.md").read_text()
 
 
-def test_bits_by_latent_spend_a_budget_of_bytes(checkpoints, tmp_path):
-    text = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 2, "calibration": str(HELD_OUT)}
-    asked = {"bits": "auto", "kv_ratio": 0.25, "group": 16, "sinks": 4}
-    result = convert("lowrank", checkpoints("llama", torch.bfloat16), tmp_path / "out", **asked, **text)
-    report, config = result.report, json.loads((result.path / "config.json").read_text())
-    assert config["kv_cache"]["sinks"] == 4
-    entries = config["attention_layers"]
-    bits = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
-    spent = sum((bits[form] + 2) * count for entry in entries for form, count in entry["codes"])
-    budget = 0.25 * 8 * report.kv["source_bytes_per_token"]
-    assert 0.9 * budget < spent <= budget
-    for entry in entries:
-        assert sum(count for _, count in entry["codes"]) == entry["blocks"][0]["rank"]
-        assert [form for form, _ in entry["codes"]] == sorted((form for form, _ in entry["codes"]), key=bits.get)[::-1]
-    assert report.kv["measured_bytes_per_token"] == report.kv["predicted_bytes_per_token"]
-    model = AutoModelForCausalLM.from_pretrained(result.path).eval()
-    with torch.no_grad():
-        cache = model(tokens()).past_key_values
-    assert cache_bytes(cache) == model.kv_cache_bytes(2, 40)
-    assert cache.layers[0].spans == tuple(map(tuple, entries[0]["codes"]))
-    with pytest.raises(SurgeryError, match="leave rank, hadamard at the default"):
-        find_target("lowrank").settings({"bits": "auto", "rank": 4, "hadamard": True})
-
-
 @pytest.mark.parametrize("rope_bits", [16, 8])
 def test_rotated_keys_in_bits_of_their_own(checkpoints, tmp_path, rope_bits):
     codes = {"bits": 4, "rope_bits": rope_bits, "sinks": 2, **WEIGHTS_ONLY}

@@ -205,8 +205,8 @@ def test_an_inspection_is_one_screen(tmp_path, capsys):
     assert len(shown.splitlines()) <= 34
     assert "32.0 MiB at 8k, 128.0 MiB at 32k tokens" in shown and "128k" not in shown
     assert "no text was read" in shown
-    assert "  best in quality: --to lowrank --bits auto --sinks 4 (25.0%)\n" in shown
-    assert "  smallest: --to lowrank --kv-ratio 0.0625 --bits auto --sinks 4 (6.2%)\n" in shown
+    assert "  best in quality: --to lowrank --bits auto (25.0%)\n" in shown
+    assert "  smallest: --to lowrank --kv-ratio 0.0625 --bits auto (6.2%)\n" in shown
     assert "  for vLLM on CPU: --to mla --carrier own (25.0%), then surgery heal\n" in shown
     assert "--to hybrid" not in shown[shown.index("what to take") :]
     # No memory and no context: of a model of few positions it would be warned of, and what fits has nothing to choose.

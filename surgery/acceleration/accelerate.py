@@ -26,6 +26,7 @@ from surgery.model.hybrid_attention import HybridAttention
 from surgery.model.latent_attention import LatentAttention
 from surgery.model.low_rank_attention import LowRankAttention
 from surgery.model.quantized_latent_attention import QuantizedLatentAttention
+from surgery.model.quantized_low_rank_attention import QuantizedLowRankAttention
 
 logger = logging.getLogger("surgery.kernels")
 
@@ -134,6 +135,7 @@ WITHOUT = (
     CrossLayerLatentAttention,
     CrossLayerFamilyLatents,
     QuantizedLatentAttention,
+    QuantizedLowRankAttention,
 )
 
 

@@ -38,7 +38,7 @@ def check_quantizable(path: Path, config) -> None:
     if getattr(config, "kv_cache", None):
         raise SurgeryError.at(path, "its KV cache is quantised already; convert the checkpoint that it was made of")
     for index, entry in enumerate(entries_of(config)):
-        if entry.shares_cache:
+        if entry.shares_cache or entry.quantizes:
             raise SurgeryError.at(path, f"layer {index} has {entry.kind} attention, whose cache cannot be quantised")
 
 

@@ -84,7 +84,7 @@ class StreamableModel:
         for layer, entry in enumerate(layer_entries(config)):
             if entry.streams:
                 raise SurgeryError.at(path, f"heads of layer {layer} stream already; convert what it was made of")
-            if entry.shares_cache:
+            if entry.shares_cache or entry.quantizes:
                 raise SurgeryError.at(path, f"heads of {entry.kind} attention (layer {layer}) cannot stream")
             if isinstance(entry, LatentEntry):
                 layer_units = (Unit(tuple(range(kv_heads)), entry.width(plain)),)

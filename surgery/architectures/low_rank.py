@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from surgery.architectures.own_class import own_config
+from surgery.architectures.own_quantized import quantizer_specs, quantizer_tensors
 from surgery.checkpoint import TensorSpec
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.model.layer_entry import StockEntry
 from surgery.model.low_rank_entry import Block, LowRankEntry
-from surgery.model.quantized_cache import Spans
+from surgery.model.quantized_low_rank_entry import QuantizedLowRankEntry
+from surgery.model.token_format import Runs
+from surgery.model.token_quantizer import TokenQuantizer
 from surgery.transforms.low_rank_layer import LowRankLayer
 
 REASON = "no stock class rebuilds keys and values from latents"
@@ -31,7 +36,6 @@ class OwnLowRank:
         blocks: every layer's latents; none of a layer that keeps its attention.
         shared_layers: how many layers before each one hand their latents on to it.
         sinks, window: tokens that are read exactly next to the latents; 0 for none.
-        codes: every layer's formats of adjacent latents; None where all have one.
     """
 
     anatomy: AttentionAnatomy
@@ -39,7 +43,8 @@ class OwnLowRank:
     shared_layers: tuple[int, ...]
     sinks: int = 0
     window: int = 0
-    codes: tuple[Spans, ...] | None = None
+
+    has_bias: ClassVar[bool] = False
 
     @property
     def kept(self) -> frozenset[int]:
@@ -56,20 +61,16 @@ class OwnLowRank:
 
     def config(self, source: dict) -> dict:
         """The config.json of the converted model."""
-        entries = [
-            StockEntry()
-            if layer in self.kept
-            else LowRankEntry(
-                blocks=blocks,
-                shared_layers=self.shared_layers[layer],
-                shared_rank=self.shared_rank(layer),
-                sinks=self.sinks,
-                window=self.window,
-                codes=tuple(self.codes[layer]) if self.codes else None,
-            )
-            for layer, blocks in enumerate(self.blocks)
-        ]
-        return own_config(source, entries)
+        layers = range(len(self.blocks))
+        return own_config(source, [StockEntry() if layer in self.kept else self.entry(layer) for layer in layers])
+
+    def entry(self, layer: int) -> LowRankEntry:
+        """The entry of a converted layer."""
+        return LowRankEntry(**self._latents(layer), sinks=self.sinks, window=self.window)
+
+    def _latents(self, layer: int) -> dict[str, Any]:
+        shared = {"shared_layers": self.shared_layers[layer], "shared_rank": self.shared_rank(layer)}
+        return {"blocks": self.blocks[layer], **shared}
 
     def copied(self, names: Sequence[str]) -> list[str]:
         """Return which of the source's attention tensors of a layer stay unchanged."""
@@ -90,10 +91,10 @@ class OwnLowRank:
             for kind, heads, dim in (("key", block.keys, anatomy.head_dim), ("value", block.values, anatomy.value_dim)):
                 if heads:
                     shapes[f"{kind}_up.{number}"] = (len(heads) * dim, width)
-        if anatomy.k_bias is not None:
-            shapes["key_bias"] = (anatomy.k_bias.numel(),)
-        if anatomy.v_bias is not None:
-            shapes["value_bias"] = (anatomy.v_bias.numel(),)
+        if anatomy.k_bias is not None or self.has_bias:
+            shapes["key_bias"] = (anatomy.kv_heads * anatomy.head_dim,)
+        if anatomy.v_bias is not None or self.has_bias:
+            shapes["value_bias"] = (anatomy.kv_heads * anatomy.value_dim,)
         prefix = ATTENTION_PREFIX.format(layer=layer)
         return {prefix + name: TensorSpec(anatomy.q.dtype, shape) for name, shape in shapes.items()}
 
@@ -121,3 +122,40 @@ class OwnLowRank:
             result["value_bias"] = source.v_bias.flatten()
         prefix = ATTENTION_PREFIX.format(layer=layer)
         return {prefix + name: tensor.to(self.anatomy.q.dtype).contiguous() for name, tensor in result.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnQuantizedLowRank(OwnLowRank):
+    """Writes low-rank layers with a cache of packed rows.
+
+    Attributes:
+        runs: of the latents of each layer; none of a layer that keeps its attention.
+        first_tokens: whose latents stay in full precision.
+    """
+
+    runs: tuple[Runs, ...]
+    first_tokens: int
+
+    has_bias = True
+
+    def entry(self, layer: int) -> QuantizedLowRankEntry:
+        """The entry of a converted layer."""
+        rows = {"latent_runs": self.runs[layer], "first_tokens": self.first_tokens}
+        return QuantizedLowRankEntry(**self._latents(layer), **rows)
+
+    def plan(self, layer: int) -> dict[str, TensorSpec]:
+        """Names, dtypes and shapes of a layer's new tensors."""
+        rank, shared = self.rank(layer), self.shared_rank(layer)
+        specs = super().plan(layer) | quantizer_specs(layer, rank)
+        if shared:
+            prefix = ATTENTION_PREFIX.format(layer=layer)
+            specs[f"{prefix}shared_down.weight"] = TensorSpec(self.anatomy.q.dtype, (rank, shared))
+        return specs
+
+    def quantized_tensors(self, layer: int, converted: LowRankLayer, quantizer: TokenQuantizer) -> dict[str, Tensor]:
+        """A layer's new tensors, as planned."""
+        tensors = self.tensors(layer, converted.to("cpu", torch.float64)) | quantizer_tensors(layer, quantizer)
+        if converted.shared_down is not None:
+            name = f"{ATTENTION_PREFIX.format(layer=layer)}shared_down.weight"
+            tensors[name] = converted.shared_down.to("cpu", self.anatomy.q.dtype).contiguous()
+        return tensors

@@ -54,11 +54,16 @@ class OwnQuantizedMLA(OwnMLA):
     def plan(self, layer: int) -> dict[str, TensorSpec]:
         """Names, dtypes and shapes of a layer's new tensors."""
         width = self.spec.ranks[layer] + 2 * len(self.spec.inv_freq[layer])
-        prefix = ATTENTION_PREFIX.format(layer=layer) + QUANTIZER
-        spec = TensorSpec(torch.float32, (width,))
-        return {**super().plan(layer), prefix + "mean": spec, prefix + "step": spec}
+        return super().plan(layer) | quantizer_specs(layer, width)
 
-    def quantizer_tensors(self, layer: int, quantizer: TokenQuantizer) -> dict[str, Tensor]:
-        """A layer's means and steps, as planned."""
-        prefix = ATTENTION_PREFIX.format(layer=layer) + QUANTIZER
-        return {prefix + "mean": quantizer.mean, prefix + "step": quantizer.step}
+
+def quantizer_specs(layer: int, channels: int) -> dict[str, TensorSpec]:
+    """Names, dtypes and shapes of the means and steps of a layer's packed rows."""
+    prefix = ATTENTION_PREFIX.format(layer=layer) + QUANTIZER
+    return dict.fromkeys((prefix + "mean", prefix + "step"), TensorSpec(torch.float32, (channels,)))
+
+
+def quantizer_tensors(layer: int, quantizer: TokenQuantizer) -> dict[str, Tensor]:
+    """A layer's means and steps, as planned."""
+    prefix = ATTENTION_PREFIX.format(layer=layer) + QUANTIZER
+    return {prefix + "mean": quantizer.mean.cpu(), prefix + "step": quantizer.step.cpu()}

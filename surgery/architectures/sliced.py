@@ -82,7 +82,7 @@ class LatentModel:
                 path, "its KV cache is quantised; slice the checkpoint that it was made of, and quantise that"
             )
         for index, entry in enumerate(layer_entries(config)):
-            if not entry.ranks:
+            if not entry.ranks or entry.quantizes:
                 named_kind = entry.kind or "the family's own"
                 raise SurgeryError.at(
                     path,

@@ -125,7 +125,7 @@ class LowRankAttention(Accelerated, nn.Module):
             for served in ([block.keys for block in entry.blocks], [block.values for block in entry.blocks])
         )
         # The source's biases: the same for every token, they cost no latents.
-        biased = stock.k_proj.bias is not None, stock.v_proj.bias is not None
+        biased = (entry.has_bias or projection.bias is not None for projection in (stock.k_proj, stock.v_proj))
         width = self.num_kv_heads * self.head_dim
         self.key_bias, self.value_bias = (nn.Parameter(torch.empty(width)) if bias else None for bias in biased)
         self.streaming = entry.streaming
@@ -217,8 +217,8 @@ class LowRankAttention(Accelerated, nn.Module):
         if self.window:
             visible, exact_slots = layer.visible(num_tokens, latent.device), layer.slots(num_tokens, latent.device)
             latent, exact = layer.update(latent, exact)
-        elif cache is not None:
-            latent, _ = cache.update(latent, latent[..., :0], self.layer_idx)
+        else:
+            latent = self._cached(latent, cache, left_padding)
         if self.hands_on:
             self.handed_on[self.layer_idx] = latent
 
@@ -279,13 +279,20 @@ class LowRankAttention(Accelerated, nn.Module):
         queries = [head * size + place for head in heads for place in range(size)]
         return _Part(numbers, heads, queries, _places(keys), _places(values))
 
+    def _cached(self, latent: torch.Tensor, cache: Cache | None, left_padding: LeftPadding | None) -> torch.Tensor:
+        """Cache new latents [B, 1, T, r]; return what is read of all tokens [B, 1, S, r]."""
+        return latent if cache is None else cache.update(latent, latent[..., :0], self.layer_idx)[0]
+
+    def _shared(self, device: torch.device) -> torch.Tensor:
+        """Latents of earlier layers [B, S, s]."""
+        earlier = range(self.layer_idx - self.shared_layers, self.layer_idx)
+        return torch.cat([self.handed_on[index][:, 0].to(device) for index in earlier], dim=-1)
+
     def _rebuilt(self, latent: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
         """A part's latents [B, 1, S, r] → keys, normalised and not rotated, and values of its heads [B, ·, S, d]."""
         own = latent[:, 0].split([self.ranks[number] for number in part.blocks], dim=-1)
         if self.shared_layers:
-            earlier = range(self.layer_idx - self.shared_layers, self.layer_idx)
-            shared = [self.handed_on[index][:, 0].to(latent.device) for index in earlier]
-            own = (torch.cat((*shared, *own), dim=-1),)
+            own = (torch.cat((self._shared(latent.device), *own), dim=-1),)
         latents = dict(zip(part.blocks, own, strict=True))
         key = self._heads(latents, self.key_up, part.key_order)
         value = self._heads(latents, self.value_up, part.value_order)

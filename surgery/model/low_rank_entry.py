@@ -38,6 +38,7 @@ class LowRankEntry(LayerEntry):
     """Low-rank attention.
 
     Attributes:
+        has_bias: whether rebuilt keys and values get a bias where the family's own have none.
         blocks: every key head and every value head is in one of them.
         shared_layers: how many layers before this one hand their latents on to it.
         shared_rank: latents of those.
@@ -49,7 +50,7 @@ class LowRankEntry(LayerEntry):
     kind = "low_rank"
     attention = "low_rank_attention", "LowRankAttention"
     nested = {"blocks": Block, "streaming": StreamingBlocks}  # noqa: RUF012
-    has_gate = True
+    has_gate, has_bias = True, False
 
     blocks: tuple[Block, ...]
     shared_layers: int = 0

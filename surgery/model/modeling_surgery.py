@@ -16,6 +16,7 @@ from .latent_attention import LatentAttention
 from .low_rank_attention import LowRankAttention
 from .quantized_cache import QuantizedKVLayer
 from .quantized_latent_attention import QuantizedLatentAttention
+from .quantized_low_rank_attention import QuantizedLowRankAttention
 from .straight_through import StraightThroughLayer
 from .streaming_latent_attention import StreamingLatentAttention
 from .token_codes import TokenCodes
@@ -37,6 +38,7 @@ __all__ = [
     "LowRankAttention",
     "QuantizedKVLayer",
     "QuantizedLatentAttention",
+    "QuantizedLowRankAttention",
     "StraightThroughLayer",
     "StreamingLatentAttention",
     "SurgeryForCausalLM",

@@ -18,6 +18,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "latent": ("latent_entry", "LatentEntry"),
     "quantized_latent": ("quantized_latent_entry", "QuantizedLatentEntry"),
     "low_rank": ("low_rank_entry", "LowRankEntry"),
+    "quantized_low_rank": ("quantized_low_rank_entry", "QuantizedLowRankEntry"),
     "grouped": ("grouped_entry", "GroupedEntry"),
     "hybrid": ("hybrid_entry", "HybridEntry"),
     "cross_layer": ("cross_layer_entry", "CrossLayerEntry"),

@@ -22,7 +22,7 @@ from .latent_attention import LatentAttention
 from .left_padding import LeftPadding, layer_of
 from .quantized_latent_entry import QuantizedLatentEntry
 from .token_cache import TokenCacheLayer
-from .token_quantizer import TokenQuantizer
+from .token_quantizer import TokenQuantizer, with_gradient
 
 
 class QuantizedLatentAttention(LatentAttention):
@@ -110,9 +110,9 @@ class QuantizedLatentAttention(LatentAttention):
         """What is read of rows [B, 1, S, ·]: values [B, 1, S, r + ρ], and gains of a key norm."""
         read, gains = self.quantizer.decode(rows[..., : self.quantizer.format.row_bytes], values.dtype), []
         if irms is not None:
-            gains.append(_with_gradient(self._gains(rows).to(values.dtype), irms))
+            gains.append(with_gradient(self._gains(rows).to(values.dtype), irms))
         if values.requires_grad:
-            read = _with_gradient(read, self.quantizer.unclipped(values))
+            read = with_gradient(read, self.quantizer.unclipped(values))
         return layer.with_first(read), gains
 
     def _gains(self, rows: torch.Tensor) -> torch.Tensor:
@@ -141,12 +141,3 @@ class QuantizedLatentAttention(LatentAttention):
         first = layer.values.squeeze(1)
         out = self.blocks.attend(query, rows, first, self.quantizer, layer.padding, mask=mask, gains=gains)
         return out.to(query.dtype)
-
-
-def _with_gradient(read: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Give the last tokens of `read` [B, 1, S, ·] the gradient of `new` [B, 1, T, ·], straight through."""
-    if not new.requires_grad:
-        return read
-    old = read.shape[2] - new.shape[2]
-    own = read[..., old:, :].detach() + (new - new.detach())
-    return torch.cat((read[..., :old, :], own), dim=2)

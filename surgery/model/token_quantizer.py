@@ -117,3 +117,12 @@ class TokenQuantizer(nn.Module):
     def _levels(self, values: Tensor) -> Tensor:
         levels = (values.float() - self.mean) / self.step + 0.5 * self.highest
         return torch.minimum(levels.round().clamp_min(0), self.highest)
+
+
+def with_gradient(read: Tensor, new: Tensor) -> Tensor:
+    """Give the last tokens of `read` [B, 1, S, ·] the gradient of `new` [B, 1, T, ·], straight through."""
+    if not new.requires_grad:
+        return read
+    old = read.shape[2] - new.shape[2]
+    own = read[..., old:, :].detach() + (new - new.detach())
+    return torch.cat((read[..., :old, :], own), dim=2)

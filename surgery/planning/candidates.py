@@ -35,7 +35,6 @@ class Sized:
     Attributes:
         asked: of its settings, those that are not the plan's own.
         kv_bytes: of all sequences at the plan's context.
-        unspent: whether its structure has still to spend the budget.
         engines: what each says of the result.
     """
 
@@ -45,7 +44,6 @@ class Sized:
     structure: Structure
     config: dict[str, Any]
     kv_bytes: float
-    unspent: bool
     engines: dict[str, dict]
 
     @property
@@ -112,8 +110,7 @@ class Candidates:
             found = self._made(target, asked) if share is None else self._fitting(target, asked, share)
             if found is None:
                 return None
-            if found.unspent:
-                found.structure.plan(self._work)
+            found.structure.plan(self._work)
             return replace(found, config=final_config(found.structure.forecast(), found.settings))
         except SurgeryError as error:
             if told:
@@ -147,16 +144,12 @@ class Candidates:
         found = target.structure().for_source(self._opened.reader.config, settings)
         structure = found(self._opened, settings, self._work.progress)
         forecast = structure.forecast()
-        unspent = forecast.sized
-        if not unspent:
-            structure.plan(self._work)
-            forecast = structure.forecast()
         config = final_config(forecast, settings)
         if self._settings.engine:
             refuse_unless_loadable(self._settings.engine, config)
         held = held_bytes(config, self._opened, self._settings)
         engines = forecast.engines_of(self._opened.reader, config)
-        return Sized(target, asked, settings, structure, config, held, unspent, engines)
+        return Sized(target, asked, settings, structure, config, held, engines)
 
     def _own_of(self, target: Target) -> dict[str, Any]:
         """Return the plan's settings that only some structures take: the engine, whose limits hold, and the heads, with
@@ -175,8 +168,7 @@ def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterat
         # A structure that is nothing without bits has them in its name.
         coded = settings.allows(BITS) or all("bits" in each.settings for each in named)
         for candidate in named:
-            at_context = candidate.context is None or settings.tokens <= candidate.context
-            if at_context and (coded or "bits" not in candidate.settings):
+            if coded or "bits" not in candidate.settings:
                 yield target, candidate
 
 

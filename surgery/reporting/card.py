@@ -159,7 +159,7 @@ def _shape(source: dict, target: dict) -> str:
         heads_text = _range(heads) if isinstance(heads, list) else heads
         return f"{heads_text} KV heads in place of {source['kv_heads']}"
     if "ranks" in target:
-        exact = f", {target['window']} recent and {target['sinks']} first tokens exact" if target["window"] else ""
+        exact = f", {target['window']} recent and {target['sinks']} first tokens exact" if target.get("window") else ""
         return f"{_range(target['ranks'])} latents{exact}"
     if "kv_lora_ranks" not in target:
         return "keys and values"
@@ -171,6 +171,8 @@ def _shape(source: dict, target: dict) -> str:
 def _codes(target: dict) -> str:
     """Describe in words how a cache is quantised; empty where it is not."""
     cache = target.get("kv_cache")
+    if rows := target.get("row_bytes"):
+        return f" in packed rows of {_range(rows)} bytes a token, the first {target['first_tokens']} tokens exact"
     if cache is None:
         return ""
     if isinstance(cache, list):

@@ -87,8 +87,6 @@ class Forecast:
         demand: what it computes.
         splits: of the budget that would be tried.
         settled: whether nothing that engines look at is left to the work; ``engines`` what they say where it is not.
-        sized: whether the bytes are known, of a config with its ``kv_cache``; else they follow from
-            :meth:`Structure.plan`.
     """
 
     config: dict[str, Any]
@@ -100,7 +98,6 @@ class Forecast:
     splits: list[dict[str, Any]] = field(default_factory=list)
     settled: bool = True
     engines: dict[str, dict] | None = None
-    sized: bool = True
 
     def engines_of(self, reader: CheckpointReader, config: dict[str, Any]) -> dict[str, dict]:
         """Return the table of engines for the result of a source, whose config.json is ``config`` with its
@@ -137,12 +134,10 @@ class Candidate:
     Attributes:
         settings: by name.
         scales: whether a ``kv_ratio`` next to them says how small the result is.
-        context: of most tokens at which it is worth weighing; None at any.
     """
 
     settings: Mapping[str, Any]
     scales: bool = True
-    context: int | None = None
 
 
 class Structure(ABC, Generic[Opened, Settings]):

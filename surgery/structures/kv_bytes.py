@@ -31,9 +31,8 @@ def final_config(forecast: Forecast, settings: ConversionSettings) -> dict[str, 
 def kv_bytes(
     forecast: Forecast, config: dict[str, Any], opened: Source | OwnSource, settings: ConversionSettings
 ) -> float:
-    """Return the KV bytes per token of the result: with its bits, or of the budget where bits are chosen with the
-    ranks."""
-    if not (config.get("kv_cache") and forecast.sized):
+    """Return the KV bytes per token of the result, with its bits."""
+    if not config.get("kv_cache"):
         return forecast.kv_bytes_per_token
     tokens = getattr(settings, "context", None) or LONG
     return kv_bytes_of(config, opened.weight_dtype)(tokens) / tokens

@@ -14,6 +14,9 @@ Bits = Literal[8, 4, 3, 2, "fp8"]
 RopeBits = Literal[16, 8, 4, 3, 2, "fp8"]
 Allocation = Literal["uniform", "spectrum"]
 
+FIRST_TOKENS = 4
+"""Full-precision tokens at the start of a text where bits are chosen: attention sinks want more bits than others."""
+
 
 def keep_quantised() -> Any:
     """The setting of what a quantised source can stay in part."""
@@ -39,7 +42,7 @@ class StructureSettings(ConversionSettings):
         None,
         "Numbers that share a scale, with bits.",
         more="Tokens in a channel of the keys, channels in a token of values and latents.",
-        unset="32, and 64 where bits are auto",
+        unset="32",
         least=1,
     )
     keys: Literal["channel", "token"] = setting(
@@ -54,9 +57,14 @@ class StructureSettings(ConversionSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.bits == "auto":
+            refuse_changed(
+                {"group": self.group is not None, "keys": self.keys != "channel", "hadamard": self.hadamard},
+                "bits auto keeps a row of fixed bytes a token, without scales of groups",
+            )
+            return
         if self.group is None:
-            # Scales of 32 numbers would take as much as many of the values whose bits are chosen by latent.
-            object.__setattr__(self, "group", 64 if self.bits == "auto" else 32)
+            object.__setattr__(self, "group", 32)
         if self.bits is None:
             if (self.group, self.keys, self.hadamard) != (32, "channel", False):
                 raise SurgeryError("group, keys and hadamard are of a quantised cache: give bits too")
@@ -71,8 +79,13 @@ class StructureSettings(ConversionSettings):
 
     @property
     def quantizes(self) -> bool:
-        """Return whether the result keeps a quantised cache."""
-        return self.bits is not None
+        """Return whether the result keeps a cache quantized in groups of tokens."""
+        return self.bits not in (None, "auto")
+
+    @property
+    def first_tokens(self) -> int:
+        """First tokens that a cache of packed rows keeps in full precision."""
+        return FIRST_TOKENS if self.sinks is None else self.sinks
 
     @property
     def format(self) -> str:
@@ -81,9 +94,9 @@ class StructureSettings(ConversionSettings):
 
     def ending(self, target: str) -> str:
         """Return the ending of the output's default name, with the bits."""
-        if not self.quantizes:
-            return target
-        return f"{target}-mixed" if self.bits == "auto" else f"{target}-{self.format}"
+        if self.bits == "auto":
+            return f"{target}-bits"
+        return f"{target}-{self.format}" if self.quantizes else target
 
     def kv_cache(self) -> dict[str, int | str]:
         """Return the ``kv_cache`` entry of the custom model class's config.json."""
@@ -95,6 +108,17 @@ def check_spectrum(settings: StructureSettings) -> None:
     """Raises SurgeryError where ranks by spectrum are asked for and nothing compares layers."""
     if settings.allocate == "spectrum" and (settings.method != "fisher" or settings.calibration == NO_CALIBRATION):
         raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
+
+
+def auto_sinks(elsewhere: str = "") -> Any:
+    """The setting of first tokens of targets whose bits may be chosen; ``elsewhere`` says where else they are."""
+    return setting(
+        None,
+        f"First tokens that stay in full precision in a quantised cache{elsewhere}.",
+        least=0,
+        section="Bits",
+        unset="4 where bits are auto, else 0",
+    )
 
 
 def rope_bits() -> Any:
@@ -147,5 +171,5 @@ def with_formats(kv_cache: dict[str, int | str], **bits: int | str | None) -> di
 
 
 def cache_format(bits: int | str) -> str:
-    """Return the cache layers' name of a format; where formats differ by latent, the one of all others."""
-    return {"fp8": "fp8", "auto": "int4", "16": "exact"}.get(str(bits), f"int{bits}")
+    """Return the cache layers' name of a format."""
+    return {"fp8": "fp8", "16": "exact"}.get(str(bits), f"int{bits}")

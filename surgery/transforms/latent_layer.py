@@ -13,7 +13,6 @@ drops columns. Rotary pairs of the latent form are half-split: (i, i + ρ/2) tur
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,9 +23,7 @@ from surgery.families.attention import causal_attention
 from surgery.families.rope import phases, rotate
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.transforms.quantized_reading import as_quantized, attend_quantized
-
-Read = Callable[[Tensor], Tensor]
-"""What a cache gives back of values [B, T, r + ρ]."""
+from surgery.transforms.row_quantizer import Read
 
 
 def interleaving(rope_dim: int) -> Tensor:

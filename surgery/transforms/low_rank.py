@@ -93,7 +93,7 @@ def loss_metric(anatomy: AttentionAnatomy, statistics: LayerStatistics) -> Tenso
 
     The statistics must have gradients.
     """
-    return _gradient(statistics, _key_scale(anatomy))
+    return _gradient(statistics, key_scale(anatomy))
 
 
 def low_rank_layer(
@@ -122,17 +122,17 @@ def low_rank_layer(
     if shared is not None and (method != "fisher" or len(blocks) != 1):
         raise ValueError("latents of earlier layers can be read by method fisher with one block of latents only")
     _check_statistics(method, anatomy, statistics)
-    scale = _key_scale(anatomy)
+    scale = key_scale(anatomy)
     weighted = _bias_free(anatomy, statistics, weighted=True) / scale / scale[:, None]
     moment = weighted if rule.weighted else _bias_free(anatomy, statistics, weighted=False) / scale / scale[:, None]
     weight = kv_rows(anatomy) / scale[:, None]
     gradient = _gradient(statistics, scale)
-    regression = torch.zeros(len(moment), 0, dtype=moment.dtype)
+    prediction = torch.zeros(len(moment), 0, dtype=moment.dtype)
     if shared is not None:
         cross = shared.cross / scale[:, None]
-        regression = _regression(cross, shared.moment)
-        predicted = regression @ cross.mT
-        moment = weighted = weighted - predicted - predicted.mT + regression @ shared.moment @ regression.mT
+        prediction = regression(cross, shared.moment)
+        predicted = prediction @ cross.mT
+        moment = weighted = weighted - predicted - predicted.mT + prediction @ shared.moment @ prediction.mT
     whole = BlockMoments(
         moment=moment,
         metric=gradient,
@@ -151,7 +151,7 @@ def low_rank_layer(
         energies.append(factors.energy)
         start += block.rank
     # Shared latents predict part of each own one, and the ups stand for what is left of it.
-    up = torch.cat([regression - projection @ regression, up], dim=1)
+    up = torch.cat([prediction - projection @ prediction, up], dim=1)
     key_up, value_up = up.split([anatomy.kv_heads * anatomy.head_dim, anatomy.kv_heads * anatomy.value_dim])
     layer = LowRankLayer(
         source=anatomy,
@@ -188,7 +188,7 @@ def _check_statistics(method: str, anatomy: AttentionAnatomy, statistics: LayerS
         raise SurgeryError(f"method {method} of --to lowrank: the statistics lack {' and '.join(missing)}")
 
 
-def _key_scale(anatomy: AttentionAnatomy) -> Tensor:
+def key_scale(anatomy: AttentionAnatomy) -> Tensor:
     """Return the divisors [n] of ``z`` that give keys before their norm; infinite where the norm's weight is zero."""
     scale = torch.ones(anatomy.kv_width, dtype=anatomy.k.dtype)
     if anatomy.k_norm is not None:
@@ -229,7 +229,7 @@ def _gradient(statistics: LayerStatistics, scale: Tensor) -> Tensor | None:
     return damp(gradient, METRIC_DAMPING)
 
 
-def _regression(cross: Tensor, moment: Tensor) -> Tensor:
+def regression(cross: Tensor, moment: Tensor) -> Tensor:
     """``E[z cᵀ] E[c cᵀ]^{-1}`` [n, s]; the latents have very different sizes, so they are scaled to one first."""
     size = moment.diagonal().clamp_min(torch.finfo(moment.dtype).tiny).rsqrt()
     (inverse,) = psd_powers(moment * size * size[:, None], (-1.0,))

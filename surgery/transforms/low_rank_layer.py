@@ -2,13 +2,14 @@
 
 An attention layer in low-rank form caches latents instead of keys and values, and rebuilds these before the rotation:
 
-    c   = down x                                  [r], cached; the blocks' latents one after another
+    c   = down x - shared_down c_shared           [r], cached; the blocks' latents one after another
     k_g = key_up[g] [c_shared ; c] + key_bias[g]  then the key norm, if there is one, and RoPE
     v_g = value_up[g] [c_shared ; c] + value_bias[g]
 
 ``c_shared`` are latents that earlier layers of a group have cached of the same token: a cross-layer basis costs nothing
-to read from again. Each block of latents serves some of the key heads and some of the value heads: one block for all is
-a joint latent, two are CSKV's (arXiv:2409.10593), two for every few heads Palu's (arXiv:2407.21118).
+to read from again. Quantized latents of a layer leave out what those predict (``shared_down``). Each block of latents
+serves some of the key heads and some of the value heads: one block for all is a joint latent, two are CSKV's
+(arXiv:2409.10593), two for every few heads Palu's (arXiv:2407.21118).
 
 A recent window and the attention sinks may stay exact next to the latents, as in CSKV's bi-branch cache: a query at m
 reads its own keys of positions n < sinks and n > m - window, and rebuilt ones of the others.
@@ -27,6 +28,7 @@ from surgery.families.rope import phases, rotate
 from surgery.model.low_rank_entry import Block
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.transforms.quantized_reading import as_quantized, attend_quantized
+from surgery.transforms.row_quantizer import Read
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class LowRankLayer:
     down: Tensor  # [r, D]
     key_up: Tensor  # [G, d, s + r], zero outside the blocks; rebuilds keys before their norm
     value_up: Tensor  # [G, e, s + r]
+    shared_down: Tensor | None = None  # [r, s]; None where own latents have all of the input in them
 
     @property
     def rank(self) -> int:
@@ -69,9 +72,10 @@ class LowRankLayer:
             start += block.rank
         return mask
 
-    def latents(self, x: Tensor) -> Tensor:
-        """Return the cached latents [B, T, r] of inputs ``x`` [B, T, D]."""
-        return x @ self.down.mT
+    def latents(self, x: Tensor, shared: Tensor | None = None) -> Tensor:
+        """Return the cached latents [..., r] of inputs ``x`` [..., D], and of latents [..., s] of earlier layers."""
+        own = x @ self.down.mT
+        return own if self.shared_down is None else own - shared @ self.shared_down.mT
 
     def rebuilt(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, normalised and not yet rotated, and values [B, T, G, ·] of latents [B, T, s + r]."""
@@ -94,6 +98,7 @@ class SimulatedLowRank(nn.Module):
             all have to see the same prompts in the same order.
         sinks, window: tokens whose keys and values are exact, see the top of this file.
         cache: an empty layer that quantises the latents; not next to full-precision tokens or earlier layers.
+        read: what a cache of packed rows gives back of the latents.
         remembers: whether latents are kept, which later layers of a group read.
     """
 
@@ -105,20 +110,23 @@ class SimulatedLowRank(nn.Module):
         sinks: int = 0,
         window: int = 0,
         cache: QuantizedKVLayer | None = None,
+        read: Read | None = None,
         remembers: bool = True,
     ):
         super().__init__()
-        self.layer, self.sinks, self.window, self.cache = layer, sinks, window, cache
+        self.layer, self.sinks, self.window, self.cache, self.read = layer, sinks, window, cache, read
         self.remembers = remembers
         self._earlier = earlier  # a tuple, so that they do not become submodules
         self.latents: list[Tensor] = []
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         layer, source, call = self.layer, self.layer.source, len(self.latents)
-        own = layer.latents(hidden_states)
+        shared = [other.latents[call] for other in self._earlier]
+        own = layer.latents(hidden_states, torch.cat(shared, dim=-1) if shared else None)
+        own = own if self.read is None else self.read(own)
         if self.remembers:
             self.latents.append(own)
-        latents = torch.cat([*(other.latents[call] for other in self._earlier), own], dim=-1)
+        latents = torch.cat([*shared, own], dim=-1)
         keys, values = layer.rebuilt(latents)
         phase = phases(source.inv_freq, torch.arange(keys.shape[1], device=keys.device), keys.dtype)
         queries = rotate(source.project_queries(hidden_states), phase)

@@ -15,17 +15,14 @@ from torch import Tensor, nn
 
 from surgery.calibration.statistics import LayerStatistics
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.model.token_format import Runs, TokenFormat
+from surgery.model.token_format import Runs
 from surgery.model.token_quantizer import TokenQuantizer
 from surgery.transforms import mla
 from surgery.transforms.key_basis import KeyBasis
-from surgery.transforms.latent_layer import LatentLayer, Read
+from surgery.transforms.latent_layer import LatentLayer
 from surgery.transforms.row_allocation import Section, unit_order
+from surgery.transforms.row_quantizer import fit_places, fitted_quantizer, take_or_zero
 
-STEP_FACTORS = (0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 1.0, 1.15, 1.35, 1.6, 2.0)
-"""Steps that are tried, in units of 9 standard deviations over the levels of a channel."""
-FIT_TOKENS = 8192
-"""Calibration tokens, evenly spread, that steps are fitted to."""
 METHOD = replace(mla.METHODS["fisher"], lags=False)
 """Every component keeps RoPE, so that none has to be chosen by lags of attention."""
 
@@ -71,13 +68,6 @@ class QuantizedLatents:
     clipped: float
 
 
-def centred(statistics: LayerStatistics) -> LayerStatistics:
-    """Statistics whose moment is that of deviations from the mean: a quantizer's means cost no bits."""
-    mean = statistics.weighted_mean
-    moment = statistics.weighted_moment - torch.outer(mean, mean)
-    return replace(statistics, weighted_moment=moment, weighted_mean=torch.zeros_like(mean))
-
-
 def spectra(anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis) -> LayerSpectra:
     """Energies of a layer; the statistics are centred ones."""
     everything = torch.arange(basis.components)
@@ -109,47 +99,12 @@ def convert_layer(
     rank = min(len(latent_order), anatomy.kv_heads * anatomy.value_dim)
     converted = mla.convert_layer(METHOD, anatomy, statistics, basis, order, rank)
     layer = _in_order(converted.truncated, latent_order, rope_order)
-    quantizer = TokenQuantizer(TokenFormat((*runs[0], *runs[1])))
     body = inputs[:, first:].flatten(0, 1)
-    chosen = torch.linspace(0, len(body) - 1, min(FIT_TOKENS, len(body))).long()
+    chosen = fit_places(len(body))
     down = layer.to(body.device, torch.float32)
-    values = nn.functional.linear(body[chosen].float(), down.down, down.down_bias)[:, layer.neighbouring()].cpu()
-    fit_steps(quantizer, values, statistics.token_weight[chosen], layer.rank)
-    return QuantizedLatents(layer, quantizer, float(quantizer.clipped(values).double().mean()))
-
-
-def fit_steps(quantizer: TokenQuantizer, values: Tensor, weight: Tensor, rank: int) -> None:
-    """Sets means and steps to what leaves the least weighted squared error of values [T, n].
-
-    Real and imaginary parts of a component, neighbours from channel ``rank`` on, share a step.
-    """
-    share = (weight.double() / weight.double().sum()).float()[:, None]
-    mean = (values * share).sum(0)
-    deviation = ((values - mean).square() * share).sum(0)
-    deviation[rank:] = deviation[rank:].view(-1, 2).mean(-1).repeat_interleave(2)
-    deviation = deviation.sqrt()
-    quantizer.mean = mean
-    best, steps = torch.full_like(mean, torch.inf), torch.ones_like(mean)
-    for factor in STEP_FACTORS:
-        step = (9 * factor * deviation / (quantizer.highest + 1)).clamp_min(1e-30)
-        quantizer.step = torch.where(deviation > 0, step, 1.0)
-        error = ((quantizer.read(values) - values).square() * share).sum(0)
-        error[rank:] = error[rank:].view(-1, 2).sum(-1).repeat_interleave(2)
-        steps = torch.where(error < best, quantizer.step, steps)
-        best = torch.minimum(error, best)
-    quantizer.step = steps
-
-
-def reader(layer: LatentLayer, quantizer: TokenQuantizer, first: int) -> Read:
-    """Return what a cache gives back of a layer's unrotated values [B, T, r + ρ]."""
-    order = layer.neighbouring()
-    back = order.argsort()
-
-    def read(values: Tensor) -> Tensor:
-        decoded = quantizer.to(values.device).read(values[..., order])[..., back]
-        return torch.cat([values[:, :first], decoded[:, first:]], dim=1)
-
-    return read
+    values = nn.functional.linear(body[chosen].float(), down.down, down.down_bias)[:, layer.neighbouring()]
+    fitted = fitted_quantizer((*runs[0], *runs[1]), values, statistics.token_weight[chosen], layer.rank)
+    return QuantizedLatents(layer, *fitted)
 
 
 def row_frequencies(inv_freq: Tensor, frequency: Tensor, runs: Runs) -> Tensor:
@@ -160,7 +115,7 @@ def row_frequencies(inv_freq: Tensor, frequency: Tensor, runs: Runs) -> Tensor:
         frequency: index of each component, by descending energy.
         runs: of the shared key.
     """
-    return _take_or_zero(inv_freq[frequency], torch.tensor(unit_order(runs, 2), dtype=torch.long))
+    return take_or_zero(inv_freq[frequency], torch.tensor(unit_order(runs, 2), dtype=torch.long))
 
 
 def _in_order(layer: LatentLayer, latent_order: list[int], rope_order: list[int]) -> LatentLayer:
@@ -172,17 +127,9 @@ def _in_order(layer: LatentLayer, latent_order: list[int], rope_order: list[int]
     order = torch.cat([torch.where(places < count, start + places, len(layer.down)) for places, count, start in parts])
     return replace(
         layer,
-        down=_take_or_zero(layer.down, order, 0),
-        down_bias=None if layer.down_bias is None else _take_or_zero(layer.down_bias, order),
-        query_up=_take_or_zero(layer.query_up, order),
-        value_up=_take_or_zero(layer.value_up, latent),
-        inv_freq=_take_or_zero(layer.inv_freq, component),
+        down=take_or_zero(layer.down, order, 0),
+        down_bias=None if layer.down_bias is None else take_or_zero(layer.down_bias, order),
+        query_up=take_or_zero(layer.query_up, order),
+        value_up=take_or_zero(layer.value_up, latent),
+        inv_freq=take_or_zero(layer.inv_freq, component),
     )
-
-
-def _take_or_zero(tensor: Tensor, places: Tensor, dim: int = -1) -> Tensor:
-    """Return what stands at some places of a dimension, zeros for places after its end."""
-    shape = list(tensor.shape)
-    shape[dim] = 1
-    padded = torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    return padded.index_select(dim, places.clamp(max=tensor.shape[dim]))

@@ -120,16 +120,14 @@ class _Search:
         return tuple((name, count * self._granule) for name, count in zip(PATTERNS, self.counts, strict=True) if count)
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """Runs of every section, and the energy that each still loses: Σ λ D."""
-
-    runs: list[Runs]
-    costs: list[float]
+def row_cost(section: Section, runs: Runs) -> float:
+    """Energy that a section still loses in these runs: Σ λ D."""
+    search, counts = _Search(section, 2), dict(runs)  # every run has an even number of bytes
+    return search.cost([counts.get(name, 0) // 2 for name in PATTERNS])
 
 
-def allocate_rows(sections: Sequence[Section], budget: int, *, granule: int = GRANULE) -> Allocation:
-    """Spend a budget over the sections of all layers' rows.
+def allocate_rows(sections: Sequence[Section], budget: int, *, granule: int = GRANULE) -> list[Runs]:
+    """Spend a budget over the sections of all layers' rows; return the runs of each.
 
     Args:
         budget: bytes per token in all sections together.
@@ -149,7 +147,7 @@ def allocate_rows(sections: Sequence[Section], budget: int, *, granule: int = GR
         low, high = (middle, high) if spent > budget else (low, middle)
     _save(searches, sum(search.settle(math.exp(high)) for search in searches) - budget, granule)
     _spend(searches, budget - sum(search.bytes for search in searches), granule)
-    return Allocation([search.runs() for search in searches], [search.cost(search.counts) for search in searches])
+    return [search.runs() for search in searches]
 
 
 def _save(searches: list[_Search], excess: int, granule: int) -> None:

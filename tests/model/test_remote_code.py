@@ -38,6 +38,7 @@ ENTRY_OF = {
     "mixed": "modeling_surgery_mixed",
     "rows_latent": "modeling_surgery_quantized_latent",
     "rows_latent_key_norm": "modeling_surgery_quantized_latent",
+    "rows_shared": "modeling_surgery_quantized_low_rank",
     IMAGES: "modeling_surgery_pictures",
 }
 QUICK = (
@@ -48,6 +49,7 @@ QUICK = (
     "cross_layer_static",
     "quantized_plain",
     "rows_latent",
+    "rows_shared",
     "mixed",
     IMAGES,
 )

@@ -43,7 +43,7 @@ CASES = {
     "gqa": {"kv_heads": 1},
     "gqa, 4 bits": {"kv_heads": 1, "bits": 4, "sinks": 3, "group": 16},
     "lowrank": {"kv_ratio": 0.5},
-    "lowrank, chosen bits": {"kv_ratio": 0.4, "bits": "auto", "sinks": 3, "group": 16},
+    "lowrank, 4 bits": {"kv_ratio": 0.4, "bits": 4, "sinks": 3, "group": 16},
     "quantized": {"bits": 2, "sinks": 3, "group": 16},
     "quantized, with a window": {"bits": 4, "window": 20, "group": 16},
     "crosslayer": {"kv_ratio": 0.5, "group_size": 2, "block": 16, "sinks": 3, "window": 5},
@@ -73,7 +73,7 @@ def at_work(checkpoints):
         yield get
 
 
-ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, chosen bits", "quantized, with a window", "crosslayer")
+ALWAYS = ("mla, 8 bits", "gqa, 4 bits", "lowrank, 4 bits", "quantized, with a window", "crosslayer")
 ALWAYS += ("hybrid, 4 bits",)
 """Of the cases: the others are these without codes, or with another window."""
 OF_ANY = [case for case in CASES if "whole layers" not in case]
@@ -106,6 +106,22 @@ def test_candidates_lose_what_the_written_model_loses_as_it_decodes(checkpoints,
     losses, cache = decoded(model, tokens)
     assert scored.losses == pytest.approx(losses.tolist(), abs=2e-5)
     assert sized.kv_bytes == cache_bytes(cache)
+
+
+def test_chosen_bits_are_weighed_before_layers_are_measured(checkpoints, at_work, tmp_path):
+    """A plan spends bits by predicted losses; the conversion measures layers first, and leaves out the first tokens."""
+    settings, opened, texts, work = at_work("llama_bias")
+    target, asked = find_target("lowrank"), {"kv_ratio": 0.1, "bits": "auto"}
+    sized = Candidates(opened, work, settings).sized(target, asked, None)
+    (scored,) = measure([sized], work, texts.held_out).scored
+    written = convert_checkpoint(
+        checkpoints("llama_bias"), tmp_path / "out", target.settings({**settings.common(), **asked})
+    )
+    losses, cache = decoded(
+        AutoModelForCausalLM.from_pretrained(written.path).eval(), texts.held_out.tokens[: texts.held_out.texts]
+    )
+    assert scored.losses == pytest.approx(losses.tolist(), abs=0.02)
+    assert sized.kv_bytes == pytest.approx(cache_bytes(cache), rel=0.02)
 
 
 def test_losses_are_of_text_alone_whatever_is_planted_in_calibration_text(checkpoints):

@@ -7,9 +7,9 @@ from random_layers import random_attention
 from surgery.calibration.statistics import LayerStatistics
 from surgery.families.attention import CapturedAttention
 from surgery.model.token_format import TokenFormat
-from surgery.model.token_quantizer import TokenQuantizer
 from surgery.transforms import mla, quantized_mla
 from surgery.transforms.latent_layer import SimulatedAttention
+from surgery.transforms.row_quantizer import centred, reader
 
 RUNS = (("8", 6), ("4+4", 2)), (("4+4", 2), ("8", 8))
 """Of 12 values and 12 numbers of the shared key; the last two of each are in the fields of least bits."""
@@ -41,16 +41,16 @@ def layer(request):
 
 def converted(layer, runs):
     anatomy, inputs, statistics = layer
-    centred = quantized_mla.centred(statistics)
-    basis = mla.key_basis(quantized_mla.METHOD, anatomy, centred, None)
-    order = quantized_mla.spectra(anatomy, centred, basis).order
-    return quantized_mla.convert_layer(anatomy, centred, basis, order, runs, inputs, first=2)
+    statistics = centred(statistics)
+    basis = mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)
+    order = quantized_mla.spectra(anatomy, statistics, basis).order
+    return quantized_mla.convert_layer(anatomy, statistics, basis, order, runs, inputs, first=2)
 
 
 def output_error(layer, result) -> float:
     anatomy, inputs, _ = layer
     source = CapturedAttention(anatomy.to(torch.float32))(inputs.float())[0]
-    read = quantized_mla.reader(result.layer, result.quantizer, 2)
+    read = reader(result.quantizer, 2, result.layer.neighbouring())
     found = SimulatedAttention(result.layer.to(torch.float32), read=read)(inputs.float())[0]
     return float((found - source).norm() / source.norm())
 
@@ -76,38 +76,11 @@ def test_wide_fields_hold_the_channels_of_most_energy(layer):
     anatomy, _, statistics = layer
     result = converted(layer, RUNS)
     bits = torch.tensor(TokenFormat((*RUNS[0], *RUNS[1])).bits())
-    centred = quantized_mla.centred(statistics)
-    basis = mla.key_basis(quantized_mla.METHOD, anatomy, centred, None)
-    components = quantized_mla.spectra(anatomy, centred, basis).components
+    statistics = centred(statistics)
+    basis = mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)
+    components = quantized_mla.spectra(anatomy, statistics, basis).components
     wide = sorted(components.tolist(), reverse=True)[:4]
     frequencies = anatomy.inv_freq[basis.frequency]
     chosen = sorted(float(frequencies[int((components == energy).nonzero()[0, 0])]) for energy in wide)
     pairs = bits[10:].view(-1, 2)[:, 0]  # of the shared key, behind 6 + 4 values
     assert sorted(result.layer.inv_freq[pairs == 8].tolist()) == pytest.approx(chosen)
-
-
-def test_a_centred_moment_has_no_mean(layer):
-    _, _, statistics = layer
-    moment = quantized_mla.centred(statistics).weighted_moment
-    assert torch.linalg.eigvalsh(moment).min() > -1e-9
-    assert float(moment.trace()) < float(statistics.weighted_moment.trace())
-
-
-def test_steps_leave_the_least_error_and_pairs_share_them():
-    generator = torch.Generator().manual_seed(3)
-    values = torch.randn(500, 8, generator=generator) * torch.tensor([1, 2, 3, 4, 1, 1, 5, 5.0]) + 3
-    weight = torch.rand(500, generator=generator)
-    quantizer = TokenQuantizer(TokenFormat((("4+4", 4),)))
-    quantized_mla.fit_steps(quantizer, values, weight, rank=4)
-    steps = quantizer.step.clone()
-    assert torch.equal(steps[4::2], steps[5::2])
-
-    def error() -> torch.Tensor:
-        each = ((quantizer.read(values) - values).square() * weight[:, None]).sum(0)
-        return torch.cat([each[:4], each[4:].view(-1, 2).sum(-1)])
-
-    best = error()
-    for factor in (0.6, 0.8, 1.25, 1.6):
-        quantizer.step = steps * factor
-        assert bool((error() >= 0.97 * best).all())
-    torch.testing.assert_close(quantizer.mean, (values * weight[:, None]).sum(0) / weight.sum(), atol=1e-5, rtol=1e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from surgery.model.token_format import PATTERNS, TokenFormat
-from surgery.transforms.row_allocation import WIDTHS, Section, allocate_rows, granule_of, noise, unit_order
+from surgery.transforms.row_allocation import WIDTHS, Section, allocate_rows, granule_of, noise, row_cost, unit_order
 
 
 def sections() -> list[Section]:
@@ -28,16 +28,16 @@ def cost(section: Section, runs) -> float:
 @pytest.mark.parametrize("granule", [4, 16])
 def test_the_budget_is_kept_and_spent(budget, granule):
     found = allocate_rows(sections(), budget, granule=granule)
-    spent = sum(TokenFormat(runs).row_bytes for runs in found.runs)
+    spent = sum(TokenFormat(runs).row_bytes for runs in found)
     assert budget - granule < spent <= budget
-    assert all(count % granule == 0 for runs in found.runs for _, count in runs)
-    assert found.costs == pytest.approx(list(map(cost, sections(), found.runs)), rel=1e-9)
+    assert all(count % granule == 0 for runs in found for _, count in runs)
+    assert list(map(row_cost, sections(), found)) == pytest.approx(list(map(cost, sections(), found)), rel=1e-9)
 
 
 @pytest.mark.parametrize("budget", [64, 160])
 def test_it_is_near_the_best_without_rows(budget):
     """Reverse water-filling of every channel by itself, in the same widths."""
-    found = sum(allocate_rows(sections(), budget, granule=4).costs)
+    found = sum(map(row_cost, sections(), allocate_rows(sections(), budget, granule=4)))
     errors = torch.tensor([1.0, *map(noise, WIDTHS)], dtype=torch.float64)
     prices = torch.tensor([0, *WIDTHS], dtype=torch.float64)
     low, high = -60.0, 20.0
@@ -58,7 +58,7 @@ def test_wide_fields_hold_the_units_of_most_energy():
 
 def test_every_section_has_its_least():
     empty = [Section(torch.zeros(8), least=1), Section(torch.ones(64))]
-    assert TokenFormat(allocate_rows(empty, 24, granule=4).runs[0]).row_bytes == 4
+    assert TokenFormat(allocate_rows(empty, 24, granule=4)[0]).row_bytes == 4
     with pytest.raises(ValueError, match="fewer than the least"):
         allocate_rows(empty, 3, granule=4)
 

@@ -12,6 +12,7 @@ from surgery.common.progress import Progress
 from surgery.running.source import Source
 from surgery.structures.context import ConversionContext
 from surgery.structures.cross_layer.settings import CrossLayerSettings
+from surgery.structures.low_rank.quantized import QuantizedRows
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.low_rank.structure import LowRank
 
@@ -25,12 +26,7 @@ class Cascade(LowRank):
     def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         self.asked = _of_one_layer(settings)
-        self.earlier = _earlier_layers(opened.windows, settings.group_size, self.kept)
-        if opened.stateful and not any(self.earlier):
-            raise SurgeryError(
-                "method cascade: between layers with keys and values stand others that keep a state, so that none can "
-                "read its neighbour's latents: convert --to lowrank instead"
-            )
+        self.earlier = _earlier_layers(opened, settings, self.kept)
 
     def gather(self, work: ConversionContext) -> None:
         """Moments and the loss gradient's, of text."""
@@ -41,6 +37,17 @@ class Cascade(LowRank):
         super().gather(work)
 
 
+class QuantizedCascade(QuantizedRows):
+    """Rows of what the decoded latents of earlier layers do not tell."""
+
+    name = "crosslayer"
+    supports_multimodal = False
+
+    def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
+        self.earlier = _earlier_layers(opened, settings, self.kept)
+
+
 def _of_one_layer(settings: CrossLayerSettings) -> LowRankSettings:
     """What a cascade asks of every layer."""
     names = {field.name for field in fields(LowRankSettings)}
@@ -48,11 +55,20 @@ def _of_one_layer(settings: CrossLayerSettings) -> LowRankSettings:
     return LowRankSettings(**{**given, "method": "fisher"})
 
 
-def _earlier_layers(windows: tuple[int | None, ...], group_size: int, kept: frozenset[int]) -> tuple[int, ...]:
-    """How many layers of its group stand before each layer; groups span no layers kept or of different windows."""
-    earlier = []
+def _earlier_layers(opened: Source, settings: CrossLayerSettings, kept: frozenset[int]) -> tuple[int, ...]:
+    """Count the layers of its group before each layer; groups span no layers kept or of different windows.
+
+    Raises:
+        SurgeryError: layers that keep a state stand between all others.
+    """
+    earlier, windows = [], opened.windows
     for layer, window in enumerate(windows):
         same = layer > 0 and window == windows[layer - 1] and not kept & {layer - 1, layer}
-        place = earlier[-1] + 1 if same and earlier[-1] + 1 < group_size else 0
+        place = earlier[-1] + 1 if same and earlier[-1] + 1 < settings.group_size else 0
         earlier.append(place)
+    if opened.stateful and not any(earlier):
+        raise SurgeryError(
+            "method cascade: between layers with keys and values stand others that keep a state, so that none can "
+            "read its neighbour's latents: convert --to lowrank instead"
+        )
     return tuple(earlier)

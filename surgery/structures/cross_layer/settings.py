@@ -9,7 +9,6 @@ from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.structures.kept_layers import AUTO
 from surgery.structures.low_rank.settings import LowRankSettings
-from surgery.structures.settings import Bits
 
 Method = Literal["xkv", "cascade", "minicache"]
 
@@ -29,14 +28,21 @@ class CrossLayerSettings(LowRankSettings):
     allocate: Literal["uniform"] = setting("uniform", section="Method")
     group_size: int = setting(3, "Adjacent layers in a group.", section="Budget")
     block: int = setting(64, "Tokens that stay exact until they are as many, in all methods but cascade.", least=1)
-    bits: Bits | None = setting(None, more="For method cascade only.", section="Bits")
+    bits: Literal[8, 4, 3, 2, "fp8", "auto"] | None = setting(
+        None,
+        more="For method cascade only. auto gives each latent the bits that it is worth, in a row of fixed bytes a "
+        "token, and predicts a layer's from those of the group's earlier layers; the ratio then counts bytes.",
+        section="Bits",
+    )
+
+    AUTO_METHOD = "cascade"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.quantizes and self.method != "cascade":
+        if self.bits is not None and self.method != "cascade":
             raise SurgeryError(
                 f"bits: the store that layers share in method {self.method} is not quantised; use cascade"
             )
+        super().__post_init__()
         if self.keep_layers != AUTO and self.method != "cascade":
             raise SurgeryError(f"keep_layers: method {self.method} converts all layers; use cascade")
         if self.group_size < 2:

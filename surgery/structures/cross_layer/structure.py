@@ -28,7 +28,7 @@ from surgery.running.source import Source
 from surgery.structures.base import LONG, Candidate, Forecast, Outcome, Structure, unchanged_tensors
 from surgery.structures.context import ConversionContext
 from surgery.structures.cross_layer.budget import shared_rank
-from surgery.structures.cross_layer.cascade import Cascade
+from surgery.structures.cross_layer.cascade import Cascade, QuantizedCascade
 from surgery.structures.cross_layer.latents import SharedLatents
 from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target
 from surgery.structures.cross_layer.settings import CrossLayerSettings
@@ -64,7 +64,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
     def for_source(cls, config: Mapping[str, Any], settings: CrossLayerSettings) -> type[Structure]:
         """MLA models share latents; a cascade is low rank with latents that are read across layers."""
         if settings.method == "cascade":
-            return Cascade
+            return QuantizedCascade if settings.bits == "auto" else Cascade
         return SharedLatents if config.get("model_type") == MODEL_TYPE else cls
 
     @classmethod

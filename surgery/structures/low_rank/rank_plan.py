@@ -11,12 +11,10 @@ from torch import Tensor
 from surgery.calibration.library import StatisticsLibrary
 from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.model.quantized_cache import Spans
 from surgery.running.source import Source
 from surgery.structures.kept_layers import converted_layers
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.transforms.allocation import water_fill
-from surgery.transforms.bit_allocation import allocate_bits
 from surgery.transforms.low_rank import low_rank_layer
 from surgery.transforms.low_rank_layer import Block
 from surgery.transforms.low_rank_methods import METHODS, blocks_for, fisher_information, palu_ranks
@@ -72,30 +70,6 @@ def plan_ranks(
         )
     spectra = _spectra(opened, library, uniform, settings)
     return _with_ranks(uniform, water_fill(spectra, total, minimum=multiple, multiple=multiple))
-
-
-def plan_bits(
-    opened: Source, library: StatisticsLibrary, settings: LowRankSettings, kept: frozenset[int]
-) -> tuple[tuple[Blocks, ...], tuple[Spans, ...]]:
-    """The blocks of every layer and the formats of their latents, where bits are chosen with the ranks.
-
-    None for layers kept.
-
-    Raises:
-        SurgeryError: the budget is impossible.
-    """
-    first = opened.first
-    layers, blocks = converted_layers(kept, opened.layers), blocks_for(settings.method, first, first.kv_width)
-    whole = _of_all_layers([blocks] * len(layers), layers, opened.layers)
-    scale_bits = 8 * first.q.dtype.itemsize
-    ratio = 0.25 if settings.kv_ratio is None else settings.kv_ratio
-    budget = ratio * first.kv_width * scale_bits * len(layers)
-    try:
-        codes = allocate_bits(_spectra(opened, library, whole, settings), budget, settings.group, scale_bits)
-    except ValueError as error:
-        raise SurgeryError(f"--kv-ratio {ratio}: {error}; raise it") from None
-    ranks = [sum(count for _, count in spans) for spans in codes]
-    return _with_ranks(whole, ranks), _of_all_layers(codes, layers, opened.layers)
 
 
 def _of_all_layers(found: Sequence[tuple], layers: list[int], count: int) -> tuple:

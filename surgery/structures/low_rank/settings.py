@@ -9,7 +9,7 @@ from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.structures.kept_layers import keep_layers
-from surgery.structures.settings import StructureSettings, refuse_changed
+from surgery.structures.settings import StructureSettings, auto_sinks, refuse_changed
 
 Method = Literal["fisher", "separate", "svd-llm", "asvd", "cskv", "palu", "think"]
 
@@ -47,35 +47,36 @@ class LowRankSettings(StructureSettings):
         least=0,
         section="Budget",
     )
-    sinks: int | None = setting(0, "First tokens that stay exact, with a window or bits.", least=0)
+    sinks: int | None = auto_sinks(" or beside a window")
     keep_layers: str = keep_layers()
     bits: Literal[8, 4, 3, 2, "fp8", "auto"] | None = setting(
         None,
-        more="auto chooses between 8, 4, 3, 2 and none by what each latent is worth, and the ratio counts bytes; "
-        "method fisher with text only.",
+        more="auto gives each latent the bits that it is worth, in a row of fixed bytes a token; the ratio then counts "
+        "bytes.",
         section="Bits",
     )
 
     SINKS_OF_CODES: ClassVar[bool] = False
+    AUTO_METHOD: ClassVar[str] = "fisher"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rank is not None and self.kv_ratio is not None:
             raise SurgeryError("give rank or kv_ratio, not both")
-        if self.sinks and not self.window and not self.quantizes:
+        if self.sinks is None and self.bits != "auto":
+            object.__setattr__(self, "sinks", 0)
+        if self.sinks and not self.window and self.bits is None:
             raise SurgeryError(f"{self.sinks} sinks and a window of {self.window}: sinks need a window of at least 1")
         if self.bits == "auto":
+            usual = type(self).__dataclass_fields__["allocate"].default
             chosen = {"rank": self.rank is not None, "rank_multiple": self.rank_multiple != 1}
-            chosen |= {"allocate": self.allocate not in ("auto", "spectrum"), "method": self.method != "fisher"}
-            chosen |= {"keys": self.keys != "channel", "hadamard": self.hadamard}
-            chosen |= {"calibration": self.calibration == NO_CALIBRATION}
+            chosen |= {"allocate": self.allocate not in (usual, "spectrum"), "method": self.method != self.AUTO_METHOD}
+            chosen |= {"window": self.window != 0, "calibration": self.calibration == NO_CALIBRATION}
             refuse_changed(
-                chosen, "bits auto chooses ranks and bits by the loss, of method fisher on text, with scales by channel"
+                chosen, f"bits auto chooses ranks and bits by the loss, of method {self.AUTO_METHOD} on text"
             )
 
     def kv_cache(self) -> dict[str, int | str]:
         """What config.json of the own class says."""
         said = super().kv_cache()
-        if self.bits == "auto":
-            said["clip"] = True
         return {**said, "sinks": self.sinks} if self.sinks and not self.window else said

@@ -23,7 +23,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import short
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.model.quantized_cache import QuantizedKVLayer, Spans
+from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
@@ -40,7 +40,9 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.low_rank.bench import one_latent
-from surgery.structures.low_rank.rank_plan import Blocks, plan_bits, plan_ranks, wanted_rank
+from surgery.structures.low_rank.groups import group_of
+from surgery.structures.low_rank.quantized import QuantizedRows
+from surgery.structures.low_rank.rank_plan import Blocks, plan_ranks, wanted_rank
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.stages import StageTracker
@@ -48,9 +50,7 @@ from surgery.transforms.low_rank import SharedMoments, low_rank_layer
 from surgery.transforms.low_rank_layer import LowRankLayer, SimulatedLowRank
 from surgery.transforms.low_rank_methods import blocks_for
 
-BITS_CHOSEN = {"bits": "auto", "sinks": 4}
-SHORT = 1024
-"""Tokens up to which groups of 32 may be better than of 64: exact latest tokens then cost more than scales."""
+BITS_CHOSEN = {"bits": "auto"}
 LOW_RANK, EXACT_WINDOW = "low rank", "exact window"
 """Stages of the report after the source: all tokens as latents, and beside an exact window."""
 
@@ -111,8 +111,8 @@ class LowRank(Structure[Source, LowRankSettings]):
     supports_multimodal = True
     options = (
         TargetOption(place=3),
-        TargetOption(" --bits auto --sinks 4", BITS_CHOSEN, place=0),
-        TargetOption(" --kv-ratio 0.0625 --bits auto --sinks 4", {"kv_ratio": 0.0625, **BITS_CHOSEN}, listed=False),
+        TargetOption(" --bits auto", BITS_CHOSEN, place=0),
+        TargetOption(" --kv-ratio 0.0625 --bits auto", {"kv_ratio": 0.0625, **BITS_CHOSEN}, listed=False),
     )
 
     def __init__(self, opened: Source, settings: LowRankSettings, progress: Progress):
@@ -129,15 +129,20 @@ class LowRank(Structure[Source, LowRankSettings]):
         self._writes: OwnLowRank | None = None
 
     @classmethod
+    def for_source(cls, config: Mapping[str, Any], settings: LowRankSettings) -> type[Structure]:
+        """Where bits are chosen, the cache has rows of them."""
+        return QuantizedRows if settings.bits == "auto" else cls
+
+    @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Alone, and with bits chosen for every latent beside exact first tokens, which want more bits than others.
+        """Alone, and with bits chosen for every latent.
 
         One number of bits for all latents is not among them: on two small models it never moved predictions less in the
         same bytes.
         """
         if cls is not LowRank:
             return []
-        return [Candidate({}), Candidate(BITS_CHOSEN), Candidate({**BITS_CHOSEN, "group": 32}, context=SHORT)]
+        return [Candidate({}), Candidate(BITS_CHOSEN)]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
@@ -145,20 +150,19 @@ class LowRank(Structure[Source, LowRankSettings]):
         return {"": one_latent} if cls is LowRank else {}
 
     def forecast(self) -> Forecast:
-        """As if all layers had one rank; where bits are chosen too, at all ranks and in the bytes asked for."""
+        """Forecast the conversion as if all layers had one rank."""
         opened, asked, first = self.opened, self.asked, self.opened.first
         rank = wanted_rank(asked, first)
         writes = self._writes
         if writes is None:
             blocks = blocks_for(asked.method, first, rank, multiple=asked.rank_multiple)
-            writes = self._writer(tuple(() if layer in self.kept else blocks for layer in range(opened.layers)), None)
+            writes = self._writer(tuple(() if layer in self.kept else blocks for layer in range(opened.layers)))
         config, exact = writes.config(opened.reader.config), writes.sinks + writes.window
         held = kv_bytes_of(config, first.q.dtype)
         return Forecast(
             config=config,
             tensors=replanned_tensors(opened, writes.copied, writes.plan, self.kept),
             kv_bytes_per_token=held(exact + 1) - held(exact),
-            sized=self._writes is not None or asked.bits != "auto",
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(
@@ -175,19 +179,16 @@ class LowRank(Structure[Source, LowRankSettings]):
         work.gather()
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Ranks, or ranks and bits, of every layer."""
-        opened, asked, codes = self.opened, self.asked, None
-        if asked.bits == "auto":
-            self._blocks, codes = plan_bits(opened, work.library, asked, self.kept)
-        else:
-            self._blocks = plan_ranks(opened, work.library, asked, self.kept)
-        self._writes = self._writer(self._blocks, codes)
+        """Choose the ranks of every layer."""
+        opened = self.opened
+        self._blocks = plan_ranks(opened, work.library, self.asked, self.kept)
+        self._writes = self._writer(self._blocks)
         return replanned_tensors(opened, self._writes.copied, self._writes.plan, self.kept)
 
-    def _writer(self, blocks: tuple[Blocks, ...], codes: tuple[Spans, ...] | None) -> OwnLowRank:
+    def _writer(self, blocks: tuple[Blocks, ...]) -> OwnLowRank:
         # Without a window sinks are of the quantised cache.
         sinks, opened = self.asked.sinks if self.asked.window else 0, self.opened
-        return OwnLowRank(opened.first, blocks, self.earlier, sinks, self.asked.window, codes)
+        return OwnLowRank(opened.first, blocks, self.earlier, sinks, self.asked.window)
 
     def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
         """Latents in the metric of the loss; without an exact window, and of a layer's own."""
@@ -207,7 +208,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             lambda index: self._convert(index, work, runs),
             runs,
             LowRankLayerReport,
-            settled=lambda index: _group_of(index, self.earlier)[1] == index + 1,
+            settled=lambda index: group_of(index, self.earlier)[1] == index + 1,
         )
         work.converted.write(opened.layers, writer)
         return Outcome(
@@ -221,7 +222,6 @@ class LowRank(Structure[Source, LowRankSettings]):
                 "shared_layers": list(self.earlier),
                 "sinks": writes.sinks,
                 "window": self.asked.window,
-                **({"codes": writes.codes} if writes.codes else {}),
             },
             layers=reports,
             scores=runs.scores(),
@@ -235,7 +235,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             pass_kept(self.opened, index, runs, work.converted)
             return LowRankLayerReport(index)
         stream, blocks = self.opened.stream, self._blocks[index]
-        start, stop = _group_of(index, self.earlier)
+        start, stop = group_of(index, self.earlier)
         if index == start:
             self._group = _Group()
         anatomy, statistics = self.opened.anatomy(index).to(torch.float64), work.library.load(index)[0]
@@ -281,11 +281,3 @@ class LowRank(Structure[Source, LowRankSettings]):
             earlier.append(module)
             makers[name] = lambda module=module: module
         return runs.advance(layer, anatomy, makers, makers)
-
-
-def _group_of(layer: int, earlier: tuple[int, ...]) -> tuple[int, int]:
-    """First layer of a layer's group, and the one after its last."""
-    start = stop = layer - earlier[layer]
-    while stop < len(earlier) and stop - earlier[stop] == start:
-        stop += 1
-    return start, stop

@@ -13,6 +13,7 @@ from surgery.structures.kept_layers import keep_layers
 from surgery.structures.settings import (
     RopeBits,
     StructureSettings,
+    auto_sinks,
     check_more_bits,
     check_spectrum,
     refuse_changed,
@@ -20,9 +21,6 @@ from surgery.structures.settings import (
     rope_bits,
     with_formats,
 )
-
-FIRST_TOKENS = 4
-"""Full-precision tokens at the start of a text where bits are chosen: attention sinks want more bits than others."""
 
 Method = Literal["fisher", "transmla", "mha2mla"]
 
@@ -76,13 +74,7 @@ class ConvertSettings(StructureSettings):
         "token; the ratio then counts bytes.",
         section="Bits",
     )
-    sinks: int | None = setting(
-        None,
-        "First tokens that stay in full precision in a quantised cache.",
-        least=0,
-        section="Bits",
-        unset="4 where bits are auto, else 0",
-    )
+    sinks: int | None = auto_sinks()
     rope_bits: RopeBits | None = rope_bits()
     carrier: Literal["auto", "stock", "own"] = setting(
         "auto",
@@ -140,20 +132,6 @@ class ConvertSettings(StructureSettings):
         return self.allocate == "spectrum"
 
     @property
-    def quantizes(self) -> bool:
-        """Return whether the result keeps a cache quantized in groups of tokens."""
-        return super().quantizes and self.bits != "auto"
-
-    @property
-    def first_tokens(self) -> int:
-        """First tokens that a cache of packed rows keeps in full precision."""
-        return FIRST_TOKENS if self.sinks is None else self.sinks
-
-    def ending(self, target: str) -> str:
-        """Return the ending of the output's default name, with the bits."""
-        return f"{target}-bits" if self.bits == "auto" else super().ending(target)
-
-    @property
     def is_open(self) -> bool:
         """Whether nothing says of what form the result is: then bits are chosen, where the source allows it."""
         named = self.bits is not None or self.engine is not None or self.carrier != "auto" or self.latent_norm != "auto"
@@ -162,7 +140,7 @@ class ConvertSettings(StructureSettings):
     def _decided_by_bits(self) -> dict[str, bool]:
         """Return which of the settings that automatic bits decide are not at their default."""
         defaults = {field.name: field.default for field in fields(self)}
-        names = "method", "kv_lora_rank", "rope_dim", "rope_frequencies", "freqfold", "keys", "hadamard", "rope_bits"
+        names = "method", "kv_lora_rank", "rope_dim", "rope_frequencies", "freqfold", "rope_bits"
         changed = {name: getattr(self, name) != defaults[name] for name in names}
         return changed | {
             "allocate": self.allocate == "uniform",

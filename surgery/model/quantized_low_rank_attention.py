@@ -1,0 +1,67 @@
+"""Low-rank attention that reads a cache of packed rows: quantized latents, from which keys and values are rebuilt.
+
+Shapes: B batch, T new tokens, S tokens in the cache, r own latents, s latents of earlier layers.
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+
+from .left_padding import LeftPadding, layer_of
+from .low_rank_attention import LowRankAttention
+from .quantized_low_rank_entry import QuantizedLowRankEntry
+from .token_cache import TokenCacheLayer
+from .token_quantizer import TokenQuantizer, with_gradient
+
+
+class QuantizedLowRankAttention(LowRankAttention):
+    r"""Low-rank attention whose cache holds one row a token.
+
+    With Q the quantizer of a channel and shared_n what the earlier layers of a group read of token n:
+
+        c_n = kv_down(x_n) - shared_down(shared_n)
+        read: Q(c_n)                                    c_n itself for the first tokens of a text
+
+    A layer so quantizes only what the earlier ones do not tell of it. `key_bias` and `value_bias` hold the mean of what
+    no latent tells. Training reads quantized values too, with gradients straight through.
+    """
+
+    latent_slices = ()  # every channel has a step and bits of its own, so training neither mixes nor drops any
+
+    def latent_readers(self) -> list[list[torch.Tensor]]:
+        """Return no views: no latents are cut or rescaled."""
+        return []
+
+    @classmethod
+    def cache_layer_of(cls, entry: QuantizedLowRankEntry, whole: Any, codes: Any) -> TokenCacheLayer:
+        """Make an empty layer of packed rows."""
+        return TokenCacheLayer(entry.format.row_bytes, entry.format.channels, entry.first_tokens)
+
+    def __init__(self, stock: nn.Module, entry: QuantizedLowRankEntry):
+        super().__init__(stock, entry)
+        self.entry = entry
+        self.quantizer = TokenQuantizer(entry.format)
+        if self.shared_layers:
+            self.shared_down = nn.Linear(entry.shared_rank, sum(self.ranks), bias=False)
+
+    def initialize_weights(self) -> None:
+        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        super().initialize_weights()
+        self.quantizer.initialize_weights()
+
+    def _cached(self, latent: torch.Tensor, cache: Cache | None, left_padding: LeftPadding | None) -> torch.Tensor:
+        self.quantizer.check()
+        new = self.cache_layer_of(self.entry, None, None)
+        layer = layer_of(cache, self.layer_idx, new, len(latent), left_padding)
+        if self.shared_layers:
+            shared = self._shared(latent.device)[:, layer.get_seq_length() :]
+            latent = latent - self.shared_down(shared).unsqueeze(1)
+        rows, _ = layer.update(self.quantizer.encode(latent.detach()), latent)
+        read = self.quantizer.decode(rows, latent.dtype)
+        if latent.requires_grad:
+            read = with_gradient(read, self.quantizer.unclipped(latent))
+        return layer.with_first(read)

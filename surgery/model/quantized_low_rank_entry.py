@@ -1,0 +1,42 @@
+"""The entry of a low-rank layer whose cache is a packed row of quantized latents a token, kind "quantized_low_rank".
+
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .layer_entry import LayerEntry
+from .low_rank_entry import LowRankEntry
+from .token_format import Runs, TokenFormat, runs_problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedLowRankEntry(LowRankEntry):
+    """Low-rank attention with one block of quantized latents.
+
+    Attributes:
+        latent_runs: bytes of the latents in a token's row, see `TokenFormat`.
+        first_tokens: tokens at the start of a text whose latents stay in full precision.
+    """
+
+    kind = "quantized_low_rank"
+    attention = "quantized_low_rank_attention", "QuantizedLowRankAttention"
+    has_window = has_bias = quantizes = True
+
+    latent_runs: Runs
+    first_tokens: int
+
+    @property
+    def format(self) -> TokenFormat:
+        """Format of a row."""
+        return TokenFormat(self.latent_runs)
+
+    def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
+        """Return what is wrong with the block, what is shared, the runs or the first tokens."""
+        if len(self.blocks) != 1 or self.codes or self.streaming or self.window:
+            return "packed rows are of one block of latents, without codes, streaming or a window"
+        if self.first_tokens < 0:
+            return f"first_tokens is {self.first_tokens}, and must be at least 0"
+        return super().problem(config, index, entries) or runs_problem(self.latent_runs, self.blocks[0].rank)

@@ -1,0 +1,123 @@
+"""``--to lowrank --bits auto``, and ``--to crosslayer --method cascade --bits auto``: rows of quantized latents.
+
+One budget of bytes is spent over the latents of all layers; see :mod:`surgery.transforms.quantized_low_rank`. In a
+cascade a layer's latents hold what the decoded ones of its group's earlier layers do not tell, so what there is to
+spend bytes on follows from how those were spent: it is weighed with the same bytes in every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.architectures.low_rank import OwnQuantizedLowRank
+from surgery.common.progress import Progress
+from surgery.model.low_rank_entry import Block
+from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.model.token_format import TokenFormat
+from surgery.running.layer_stream import StreamedLayer
+from surgery.running.source import Source
+from surgery.structures.context import ConversionContext
+from surgery.structures.low_rank.groups import group_of
+from surgery.structures.low_rank.settings import LowRankSettings
+from surgery.structures.packed_rows import PackedRows, Plans, RowLayerReport, Rows
+from surgery.structures.passing import source_attention
+from surgery.transforms import quantized_low_rank
+from surgery.transforms.low_rank_layer import SimulatedLowRank
+from surgery.transforms.quantized_low_rank import QuantizedLowRank, RowSpectrum
+from surgery.transforms.row_quantizer import reader
+
+
+@dataclass
+class _Group:
+    """What the earlier layers of a group hand on to the next, in one pass over the layers.
+
+    Attributes:
+        latents: decoded, of calibration text [N, T, r] each.
+        attentions: their stand-ins.
+    """
+
+    latents: list[Tensor] = field(default_factory=list)
+    attentions: list[SimulatedLowRank] = field(default_factory=list)
+
+
+class QuantizedRows(PackedRows[LowRankSettings]):
+    """Keys and values are rebuilt from a quantized row a token, a layer's own.
+
+    Attributes:
+        name: of the target, in the report.
+    """
+
+    name = "lowrank"
+
+    def __init__(self, opened: Source, settings: LowRankSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
+        self.earlier = (0,) * opened.layers
+        self._group = _Group()
+
+    def likely(self, granules: int) -> Rows:
+        """Return a row of 4 bits a value."""
+        return ((("4+4", granules * self.granule),),)
+
+    def writer(self, plans: Plans) -> OwnQuantizedLowRank:
+        """Return what writes layers of these rows."""
+        first, layers = self.opened.first, range(self.opened.layers)
+        runs = tuple(plans[layer][0] if layer in plans else () for layer in layers)
+        heads = tuple(range(first.kv_heads))
+        blocks = tuple((Block(TokenFormat(each).channels, heads, heads),) if each else () for each in runs)
+        return OwnQuantizedLowRank(first, blocks, self.earlier, runs=runs, first_tokens=self.settings.first_tokens)
+
+    def spectra(self, work: ConversionContext, layer: int, rows: Rows) -> RowSpectrum:
+        """Energies of a layer's latents; in a group, beside earlier layers of such rows."""
+        with self.opened.stream.layer(layer) as streamed:
+            return self.converted(work, layer, streamed, rows).spectrum
+
+    def converted(self, work: ConversionContext, index: int, layer: StreamedLayer, rows: Rows) -> QuantizedLowRank:
+        """Convert a layer; the layers of a group in their order."""
+        start, stop = group_of(index, self.earlier)
+        if index == start:
+            self._group = _Group()
+        inputs, first = work.attention_inputs(index, layer), self.settings.first_tokens
+        shared = torch.cat(self._group.latents, dim=-1) if index > start else None
+        anatomy, statistics = self.opened.anatomy(index).to(torch.float64), work.library.load(index)[0]
+        left = quantized_low_rank.unpredicted(anatomy, statistics, inputs, shared, first)
+        result = quantized_low_rank.convert_layer(anatomy, statistics, left, rows[0], inputs, shared, first)
+        if index + 1 < stop:
+            stream = self.opened.stream
+            form = result.layer.to(stream.device, stream.dtype)
+            self._group.latents.append(reader(result.quantizer, first)(form.latents(inputs, shared)))
+        return result
+
+    def simulated(self, result: QuantizedLowRank) -> SimulatedLowRank:
+        """Return a stand-in for a converted layer's attention, which reads those of its group before it."""
+        stream, read = self.opened.stream, reader(result.quantizer, self.settings.first_tokens)
+        layer, attentions = result.layer.to(stream.device, stream.dtype), self._group.attentions
+        attentions.append(SimulatedLowRank(layer, tuple(attentions), read=read, remembers=any(self.earlier)))
+        return attentions[-1]
+
+    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+        """Return a stand-in for a layer's attention, as it becomes."""
+        if layer in self.kept:
+            return source_attention(self.opened, layer, cache)
+        with self.opened.stream.layer(layer) as streamed:
+            return self.simulated(self.converted(work, layer, streamed, self.plans[layer]))
+
+    def is_settled(self, layer: int) -> bool:
+        """Whether no later layer reads this one's latents."""
+        return group_of(layer, self.earlier)[1] == layer + 1
+
+    def tensors(self, writer: OwnQuantizedLowRank, index: int, result: QuantizedLowRank) -> dict[str, Tensor]:
+        """Return a converted layer's new tensors."""
+        return writer.quantized_tensors(index, result.layer, result.quantizer)
+
+    def widths(self, result: QuantizedLowRank) -> dict[str, int]:
+        """Return the widths of a converted layer."""
+        return {"rank": result.layer.rank, "shared_rank": result.layer.shared}
+
+    def target(self, layers: list[RowLayerReport]) -> dict[str, Any]:
+        """Return what the report says of low rank."""
+        ranks, shared = [layer.rank for layer in layers], list(self.earlier)
+        return {"to": self.name, "method": self.settings.method, "ranks": ranks, "shared_layers": shared}

@@ -1,0 +1,169 @@
+"""Low-rank layers whose latents are packed rows, each latent in the bits that it is worth.
+
+With z the bias-free keys and values of a token, x̄ and c̄ weighted means over calibration text without its first tokens,
+and ĉ what a layer reads of the latents of earlier layers of its group, decoded:
+
+    prediction   R = E[(z - z̄) (ĉ - c̄)ᵀ] E[(ĉ - c̄) (ĉ - c̄)ᵀ]⁻¹
+    own latents  c = down (z - R ĉ), of which the cache gives back Q(c)
+    read         ẑ = R ĉ + up Q(c) + (1 - up down) (z̄ - R c̄)
+
+with ``up down`` the best map of its rank in the metric of the loss. This is predictive coding in a closed loop (DPCM:
+Jayant and Noll, Digital Coding of Waveforms, 6): noise of the earlier layers is part of what is predicted from, so it
+does not add up. Means cost no latents, since they become biases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from surgery.calibration.statistics import LayerStatistics
+from surgery.families.anatomy import AttentionAnatomy
+from surgery.model.token_format import Runs
+from surgery.model.token_quantizer import TokenQuantizer
+from surgery.transforms.low_rank import SharedMoments, key_scale, kv_rows, loss_metric, regression
+from surgery.transforms.low_rank_layer import Block, LowRankLayer
+from surgery.transforms.low_rank_methods import BlockMoments, Factors, loss_weighted
+from surgery.transforms.row_allocation import Section, unit_order
+from surgery.transforms.row_quantizer import centred, fit_places, fitted_quantizer, take_or_zero
+
+FIRST_WEIGHT = 1.0
+"""Weight of a first token in the choice of the latents, relative to other tokens."""
+
+
+@dataclass(frozen=True)
+class Unpredicted:
+    """What earlier layers do not tell of a layer's bias-free keys and values z, before their norm; float64.
+
+    Attributes:
+        factors: of z - z̄ - R (ĉ - c̄), at full rank: ``down`` and ``up`` [n, n].
+        rows: z = rows x, [n, D].
+        regression: R [n, s].
+        mean: z̄ - R c̄ [n].
+    """
+
+    factors: Factors
+    rows: Tensor
+    regression: Tensor
+    mean: Tensor
+
+    def in_row(self, anatomy: AttentionAnatomy, runs: Runs) -> LowRankLayer:
+        """The layer with its latents in the order of a row; channels without a latent are zero."""
+        width, order = len(self.mean), torch.tensor(unit_order(runs))
+        down, up = take_or_zero(self.factors.down, order, 0), take_or_zero(self.factors.up, order)
+        left = self.mean - up @ (down @ self.mean)
+        keys = anatomy.kv_heads * anatomy.head_dim
+        key_bias, value_bias = left[:keys].view(anatomy.kv_heads, -1), left[keys:].view(anatomy.kv_heads, -1)
+        key_up, value_up = torch.cat([self.regression, up], dim=1).split([keys, width - keys])
+        heads = tuple(range(anatomy.kv_heads))
+        return LowRankLayer(
+            source=replace(
+                anatomy,
+                k_bias=key_bias if anatomy.k_bias is None else anatomy.k_bias + key_bias,
+                v_bias=value_bias if anatomy.v_bias is None else anatomy.v_bias + value_bias,
+            ),
+            blocks=(Block(len(order), heads, heads),),
+            down=down @ self.rows,
+            key_up=key_up.unflatten(0, (anatomy.kv_heads, -1)),
+            value_up=value_up.unflatten(0, (anatomy.kv_heads, -1)),
+            shared_down=down @ self.regression if self.regression.shape[1] else None,
+        )
+
+
+def unpredicted(
+    anatomy: AttentionAnatomy, statistics: LayerStatistics, inputs: Tensor, shared: Tensor | None, first: int
+) -> Unpredicted:
+    """Measure what a layer's own latents have to tell.
+
+    Args:
+        anatomy: the layer in float64.
+        statistics: of all tokens or of all but the first ones.
+        inputs: of its attention, calibration tokens [N, T, D].
+        shared: decoded latents of earlier layers of the same tokens [N, T, s].
+        first: tokens that the cache keeps in full precision.
+    """
+    weight = body_weight(statistics, inputs, first)
+    scale = key_scale(anatomy)
+    rows = kv_rows(anatomy) / scale[:, None]
+    moment = centred(statistics).weighted_moment / scale / scale[:, None]
+    share = weight.double() / weight.double().sum()
+    mean_input = _mean(inputs[:, first:], share)
+    mean = rows @ mean_input
+    prediction = rows.new_zeros(len(rows), 0)
+    if shared is not None:
+        mean_shared = _mean(shared[:, first:], share)
+        met = SharedMoments.of(anatomy.to(inputs.device, inputs.dtype), inputs[:, first:], shared[:, first:], weight)
+        cross = met.cross / scale[:, None] - torch.outer(mean, mean_shared)
+        moment_shared = met.moment - torch.outer(mean_shared, mean_shared)
+        prediction = regression(cross, moment_shared)
+        predicted = prediction @ cross.mT
+        moment = moment - predicted - predicted.mT + prediction @ moment_shared @ prediction.mT
+        mean = mean - prediction @ mean_shared
+    # First tokens are read as often as the others and more: their latents are exact, if there is one for what they are.
+    early = inputs[:, :first].flatten(0, 1).cpu().double() @ rows.mT
+    if shared is not None:
+        early = early - shared[:, :first].flatten(0, 1).cpu().double() @ prediction.mT
+    early = early - mean
+    moment = moment + FIRST_WEIGHT * (early.mT @ early) / max(len(weight), 1)
+    moments = BlockMoments(moment, loss_metric(anatomy, statistics), None, None)
+    return Unpredicted(loss_weighted(moments, len(moment)), rows, prediction, mean)
+
+
+@dataclass(frozen=True)
+class RowSpectrum:
+    """What a row's bytes may be spent on: energies of latents, descending."""
+
+    energies: Tensor
+
+    def sections(self, factor: float = 1.0) -> list[Section]:
+        """Return the one section of a row, with energies times a factor."""
+        return [Section(factor * self.energies, least=1)]
+
+
+@dataclass(frozen=True)
+class QuantizedLowRank:
+    """A converted layer.
+
+    Attributes:
+        spectrum: of what its bytes could be spent on.
+        layer: its low-rank form, latents in the order of the row.
+        quantizer: means and steps of the latents.
+        clipped: share of the calibration values that lie outside the range of their channel.
+    """
+
+    spectrum: RowSpectrum
+    layer: LowRankLayer
+    quantizer: TokenQuantizer
+    clipped: float
+
+
+def convert_layer(
+    anatomy: AttentionAnatomy,
+    statistics: LayerStatistics,
+    left: Unpredicted,
+    runs: Runs,
+    inputs: Tensor,
+    shared: Tensor | None,
+    first: int,
+) -> QuantizedLowRank:
+    """Convert one layer, with arguments as of :func:`unpredicted`."""
+    layer = left.in_row(anatomy, runs)
+    chosen = fit_places(inputs[:, first:].shape[:2].numel())
+    body = inputs[:, first:].flatten(0, 1)[chosen]
+    others = None if shared is None else shared[:, first:].flatten(0, 1)[chosen]
+    values = layer.to(body.device, torch.float32).latents(body.float(), None if others is None else others.float())
+    weight = body_weight(statistics, inputs, first)[chosen]
+    return QuantizedLowRank(RowSpectrum(left.factors.energy), layer, *fitted_quantizer(runs, values, weight))
+
+
+def body_weight(statistics: LayerStatistics, inputs: Tensor, first: int) -> Tensor:
+    """Weights [N (T - first)] of the tokens after the first ones, of statistics that may have those too."""
+    return statistics.token_weight.view(len(inputs), -1)[:, first - inputs.shape[1] :].flatten()
+
+
+def _mean(values: Tensor, share: Tensor) -> Tensor:
+    """``Σ w x`` in float64 of [N, T, n] with weights [N T] of sum one."""
+    parts = zip(values, share.view(values.shape[:2]), strict=True)
+    return sum(weight @ each.cpu().double() for each, weight in parts)

@@ -1,0 +1,141 @@
+"""Low-rank layers of packed rows: exact but for what bits lose, alone and on decoded latents of an earlier layer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from random_layers import random, random_attention
+
+from surgery.calibration.statistics import LayerStatistics
+from surgery.families.anatomy import HeadNorm
+from surgery.families.attention import CapturedAttention
+from surgery.model.token_format import TokenFormat
+from surgery.model.token_quantizer import TokenQuantizer
+from surgery.transforms.low_rank_layer import SimulatedLowRank
+from surgery.transforms.quantized_low_rank import convert_layer, unpredicted
+from surgery.transforms.row_quantizer import centred, fit_steps, reader
+
+FIRST = 2
+EIGHT, FOUR = (("8", 24),), (("4+4", 12),)
+"""All 24 latents in 8 bits, and in 4."""
+
+
+@pytest.fixture(scope="module", params=["plain", "biased", "normed"])
+def layer(request):
+    """Anatomy, inputs with a mean [3, 40, 24], and statistics of all tokens but the first."""
+    biased = request.param == "biased"
+    norm = HeadNorm(random(6, seed=9).abs() + 0.5, 1e-6) if request.param == "normed" else None
+    anatomy = random_attention(4, 2, 24, 6, biased=biased, bias_size=3, k_norm=norm)
+    inputs = random(3, 40, 24, seed=20) + 2 * random(24, seed=21)
+    inputs[:, 0] *= 5  # a first token unlike any other
+    projection = anatomy.project(inputs)
+    flat = torch.cat([part.flatten(2) for part in (projection.k, projection.v)], -1)[:, FIRST:].flatten(0, 1)
+    weights = torch.rand(len(flat), generator=torch.Generator().manual_seed(1)).add(0.5)
+    weights /= weights.mean()
+    moment, root = (flat * weights[:, None]).T @ flat / len(flat), random(24, 24, seed=2)
+    metric = root @ root.T + torch.eye(24, dtype=torch.float64)
+    statistics = LayerStatistics(
+        moment=moment,
+        gradient=None,
+        query_norm=torch.zeros(0),
+        key_norm=torch.zeros(0),
+        tokens=len(flat),
+        weighted_moment=moment,
+        weighted_mean=(flat * weights[:, None]).mean(0),
+        token_weight=weights.float(),
+        weighted_gradient=metric,
+        weighted_raw_gradient=metric if norm else None,
+    )
+    return anatomy, inputs, statistics
+
+
+def converted(layer, runs, shared=None):
+    anatomy, inputs, statistics = layer
+    left = unpredicted(anatomy, statistics, inputs, shared, FIRST)
+    return convert_layer(anatomy, statistics, left, runs, inputs, shared, FIRST)
+
+
+def output_error(layer, result, earlier=(), read=None) -> float:
+    anatomy, inputs, _ = layer
+    source = CapturedAttention(anatomy)(inputs)[0]
+    read = read or reader(result.quantizer, FIRST)
+    found = SimulatedLowRank(result.layer, earlier, read=read)(inputs)[0]
+    return float((found - source).norm() / source.norm())
+
+
+def exact(values):
+    return values
+
+
+def test_all_latents_in_full_precision_are_the_source(layer):
+    assert output_error(layer, converted(layer, EIGHT), read=exact) < 1e-9
+
+
+def test_more_bits_lose_less(layer):
+    eight, four = (output_error(layer, converted(layer, runs)) for runs in (EIGHT, FOUR))
+    assert eight < 0.03 and eight < four < 0.3
+
+
+def test_what_no_latent_tells_has_its_mean(layer):
+    """Six latents of 24 are exact; what they leave out of keys and values has no mean over calibration text."""
+    anatomy, inputs, statistics = layer
+    few = converted(layer, (("8", 6),)).layer
+    bare = replace(few.source, k_norm=None)
+    rebuilt = replace(few, source=bare).rebuilt(few.latents(inputs))
+    keys = inputs @ anatomy.k.flatten(0, 1).T, inputs @ anatomy.v.flatten(0, 1).T
+    biases = anatomy.k_bias, anatomy.v_bias
+    for found, product, bias in zip(rebuilt, keys, biases, strict=True):
+        left = product + (0 if bias is None else bias.flatten()) - found.flatten(2)
+        mean = statistics.token_weight.double() @ left[:, FIRST:].flatten(0, 1) / len(statistics.token_weight)
+        assert float(mean.abs().max()) < 1e-5 * float(product.abs().max()) and float(left.abs().max()) > 0.1
+
+
+def test_channels_without_a_latent_are_zero(layer):
+    result = converted(layer, (("8", 30),))
+    assert result.layer.rank == 30
+    assert not result.layer.down[24:].any() and not result.layer.key_up[..., 24:].any()
+
+
+def test_latents_that_earlier_ones_tell_hold_what_is_left(layer):
+    """The earlier layer's latents are this layer's own keys and values, coarsely quantized: a residual is left."""
+    _, inputs, _ = layer
+    before = converted(layer, FOUR)
+    decoded = reader(before.quantizer, FIRST)(before.layer.latents(inputs))
+    after = converted(layer, FOUR, decoded)
+    assert float(after.spectrum.energies.sum()) < 0.1 * float(before.spectrum.energies.sum())
+    earlier = SimulatedLowRank(before.layer, read=reader(before.quantizer, FIRST))
+    earlier(inputs)
+    assert output_error(layer, after, (earlier,)) < 0.2 * output_error(layer, before)
+    exact_first = SimulatedLowRank(before.layer, read=exact)
+    exact_first(inputs)
+    assert output_error(layer, after, (exact_first,), exact) < 1e-9
+    assert after.layer.shared == 24 and after.layer.shared_down.shape == (24, 24)
+    first = after.layer.latents(inputs, decoded)[:, :FIRST]
+    torch.testing.assert_close(reader(after.quantizer, FIRST)(after.layer.latents(inputs, decoded))[:, :FIRST], first)
+
+
+def test_a_centred_moment_has_no_mean(layer):
+    _, _, statistics = layer
+    moment = centred(statistics).weighted_moment
+    assert torch.linalg.eigvalsh(moment).min() > -1e-9 * float(moment.trace())
+    assert float(moment.trace()) < float(statistics.weighted_moment.trace())
+
+
+def test_steps_leave_the_least_error_and_pairs_share_them():
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(500, 8, generator=generator) * torch.tensor([1, 2, 3, 4, 1, 1, 5, 5.0]) + 3
+    weight = torch.rand(500, generator=generator)
+    quantizer = TokenQuantizer(TokenFormat((("4+4", 4),)))
+    fit_steps(quantizer, values, weight, rank=4)
+    steps = quantizer.step.clone()
+    assert torch.equal(steps[4::2], steps[5::2])
+
+    def error() -> torch.Tensor:
+        each = ((quantizer.read(values) - values).square() * weight[:, None]).sum(0)
+        return torch.cat([each[:4], each[4:].view(-1, 2).sum(-1)])
+
+    best = error()
+    for factor in (0.6, 0.8, 1.25, 1.6):
+        quantizer.step = steps * factor
+        assert bool((error() >= 0.97 * best).all())
+    torch.testing.assert_close(quantizer.mean, (values * weight[:, None]).sum(0) / weight.sum(), atol=1e-5, rtol=1e-5)
