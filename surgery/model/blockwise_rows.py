@@ -24,7 +24,7 @@ from .left_padding import LeftPadding
 from .token_format import PATTERNS, Runs, TokenFormat
 from .token_quantizer import TokenQuantizer
 
-BLOCK = 640
+BLOCK = 1280
 """Most tokens of a block: enough for products to run at full speed, and a buffer that stays in the L2 cache."""
 MOST_QUERIES = 16
 """Query tokens; more of them are worth unpacking the cache at once."""

@@ -51,6 +51,21 @@ class TokenFormat:
             start += count
         return fields
 
+    def layout(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the channel of every field of every byte [fields][bytes], and the factor of its code in the byte.
+
+        A byte with fewer fields than another has factors of 0.
+        """
+        most = max((len(PATTERNS[pattern]) for pattern, _ in self.runs), default=1)
+        channels, factors = ([[0] * self.row_bytes for _ in range(most)] for _ in range(2))
+        channel, seen = 0, [0] * self.row_bytes
+        for start, count, position, _ in self.fields():
+            for byte in range(start, start + count):
+                channels[seen[byte]][byte], factors[seen[byte]][byte] = channel, 1 << position
+                seen[byte] += 1
+                channel += 1
+        return channels, factors
+
     def bits(self) -> list[int]:
         """Return the bits of every channel."""
         return [bits for _, count, _, bits in self.fields() for _ in range(count)]

@@ -31,6 +31,8 @@ class TokenQuantizer(nn.Module):
         self.register_buffer("mean", torch.zeros(channels, dtype=torch.float32))
         self.register_buffer("highest", self._highest(), persistent=False)
         self._is_checked = False
+        # Per device, as `TokenFormat.layout` has them.
+        self._layouts: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def _highest(self, device: torch.device | None = None) -> Tensor:
         """Return the highest code of every channel."""
@@ -96,11 +98,11 @@ class TokenQuantizer(nn.Module):
 
     def pack(self, codes: Tensor) -> Tensor:
         """Pack codes [..., channels] uint8 → rows [..., row_bytes]."""
-        rows, channel = codes.new_zeros((*codes.shape[:-1], self.format.row_bytes)), 0
-        for start, count, position, _ in self.format.fields():
-            rows[..., start : start + count] |= codes[..., channel : channel + count] << position
-            channel += count
-        return rows
+        if codes.device not in self._layouts:
+            channels, factors = (torch.tensor(each, device=codes.device) for each in self.format.layout())
+            self._layouts[codes.device] = channels, factors.to(torch.uint8)
+        channels, factors = self._layouts[codes.device]
+        return (codes[..., channels] * factors).sum(-2, dtype=torch.uint8)
 
     def unpack(self, rows: Tensor) -> Tensor:
         """Unpack rows [..., row_bytes] → codes [..., channels] uint8."""
