@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.model.parts import entries_of
-from surgery.structures.mla.settings import FIRST_TOKENS, ConvertSettings
+from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.settings import FIRST_TOKENS
 
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 512, "calibration_length": 64, "held_out": 1, "recall": 0.0}
 AUTO = {**TEXT, "bits": "auto", "kv_ratio": 0.15, "batch_size": 4}
