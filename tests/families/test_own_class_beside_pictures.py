@@ -1,4 +1,4 @@
-"""The own class inside of multimodal models: all else stays, and pictures are read as before."""
+"""The custom model class inside of multimodal models: all else stays, and pictures are read as before."""
 
 import json
 import shutil
