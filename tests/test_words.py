@@ -1,4 +1,4 @@
-"""Words of the repository: openings of docstrings, words that a plainer one replaced, lengths of sentences in the docs."""
+"""Words of the repository: openings of docstrings, replaced words, lengths of sentences in the docs."""
 
 import re
 from pathlib import Path

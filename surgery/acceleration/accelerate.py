@@ -34,7 +34,7 @@ STATE = "_surgery_acceleration"
 
 @dataclass(frozen=True)
 class Acceleration:
-    """What `accelerate` did.
+    """Result of `accelerate`.
 
     Attributes:
         layers: the operations that read each layer's cache, or why its own code still does.
@@ -50,14 +50,14 @@ class Acceleration:
 
 @dataclass
 class _Before:
-    """What `decelerate` puts back."""
+    """Original attention that `decelerate` restores."""
 
     implementation: str | None
     hooks: list = field(default_factory=list)
 
 
 def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
-    """Has a model decode on the project's kernels, and read prompts on them where they take those.
+    """Let a model decode on the project's kernels, and read prompts on them where they take those.
 
     Takes models of stock `deepseek_v3` (whose latents are then read as they are cached), of the project's own class,
     and of any family whose attention goes through transformers' attention functions. Nothing is stored with the model.

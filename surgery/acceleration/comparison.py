@@ -1,4 +1,4 @@
-"""How far a model's logits are from what they were before its attention was exchanged."""
+"""Comparison of a model's logits with those before its attention was exchanged."""
 
 from __future__ import annotations
 

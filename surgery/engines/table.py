@@ -24,7 +24,7 @@ ASKED = {
 
 
 def verdicts(config: dict[str, Any], path: str = ANY) -> list[Verdict]:
-    """What every engine does with a checkpoint of this config.json; commands name ``path``."""
+    """Return every engine's verdict on a checkpoint of this config.json; commands name ``path``."""
     facts = Facts.of(config)
     said = [
         in_transformers.verdict(facts, path),

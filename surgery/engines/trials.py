@@ -1,4 +1,4 @@
-"""What was tried: the kinds of checkpoints that tests ran in each engine.
+"""Trials: the kinds of checkpoints that tests ran in each engine.
 
 transformers, without this package, in tests/test_convert*.py and tests/families; llama.cpp, mlx-lm and vLLM's CPU build
 (its own classes, and our plugin) in tests/engines, greedy tokens and log-probabilities compared with transformers'.

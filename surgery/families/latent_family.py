@@ -33,7 +33,7 @@ class LatentFamily(Family):
 
     Attributes:
         neighbours: whether rotary pairs are neighbours, (2 i, 2 i + 1), in the checkpoint, by its config.
-        inside: the model type of pictures and text in which alone transformers' auto classes load it, if there is one.
+        inside: the vision-language model type in which alone transformers' auto classes load it, if there is one.
     """
 
     neighbours: Callable[[object], bool] = lambda config: bool(config.rope_interleave)

@@ -125,7 +125,7 @@ class QuantizedKVLayer(CompactLayer):
         return batch * heads * (codes + (tokens - quantized) * (key_dim + value_dim) * dtype.itemsize)
 
     def _quantized(self, tokens: int) -> int:
-        """How many of so many tokens are quantised."""
+        """Return how many of so many tokens are quantised."""
         return max(0, tokens - min(self.sinks, tokens) - self.window) // self.group * self.group
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

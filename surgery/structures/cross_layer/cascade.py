@@ -42,14 +42,15 @@ class Cascade(LowRank):
 
 
 def _of_one_layer(settings: CrossLayerSettings) -> LowRankSettings:
-    """What a cascade asks of every layer."""
+    """Return the settings of every single layer of a cascade."""
     names = {field.name for field in fields(LowRankSettings)}
     given = {name: value for name, value in settings.to_dict().items() if name in names}
     return LowRankSettings(**{**given, "method": "fisher"})
 
 
 def _earlier_layers(windows: tuple[int | None, ...], group_size: int, kept: frozenset[int]) -> tuple[int, ...]:
-    """How many layers of its group stand before each layer; groups span no layers kept or of different windows."""
+    """Return how many layers of its group stand before each layer; groups span no unchanged layers or different
+    windows."""
     earlier = []
     for layer, window in enumerate(windows):
         same = layer > 0 and window == windows[layer - 1] and not kept & {layer - 1, layer}

@@ -1,4 +1,4 @@
-"""What a user can ask of a conversion to low rank. Needs no torch."""
+"""Settings of a conversion to low rank. Needs no torch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LowRankSettings(StructureSettings):
             )
 
     def kv_cache(self) -> dict[str, int | str]:
-        """What config.json of the own class says."""
+        """Return the ``kv_cache`` entry of the custom model class's config.json."""
         said = super().kv_cache()
         if self.bits == "auto":
             said["clip"] = True
