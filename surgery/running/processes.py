@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from surgery.common.errors import ProcessLost, SurgeryError
-from surgery.common.machine_faults import told
+from surgery.common.machine_faults import fault_message
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -159,7 +159,7 @@ class Processes:
         if self._state is None:
             raise error
         if not isinstance(error, SurgeryError):
-            if (line := told(error)) is None:
+            if (line := fault_message(error)) is None:
                 raise error
             error = SurgeryError(line)
         error.shared = True

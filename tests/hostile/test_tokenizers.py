@@ -15,7 +15,7 @@ from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.carry_over import copy_sidecars
 from surgery.checkpoint.tensors import TensorSpec
 from surgery.common.errors import SurgeryError
-from surgery.common.machine_faults import is_panic, told
+from surgery.common.machine_faults import fault_message, is_panic
 from surgery.evaluation.models import Checkpoint
 from surgery.running.loading import load_tokenizer, loading
 
@@ -99,6 +99,6 @@ def test_patterns_that_backtrack(folder):
     tokenizer = load_tokenizer(folder)
     with pytest.raises(BaseException) as panic:
         tokenizer("x" * 40)
-    assert is_panic(panic.value) and "tokenizer" in told(panic.value)
+    assert is_panic(panic.value) and "tokenizer" in fault_message(panic.value)
     with pytest.raises(SurgeryError, match="transformers cannot load it"), loading("x"):
         tokenizer("x" * 40)
