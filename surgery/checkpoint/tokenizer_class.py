@@ -94,7 +94,7 @@ def _measured(folder: Path) -> Cutting | None:
         tokenizer = _loaded(folder)
         return Cutting(type(tokenizer).__name__, [tokenizer(text).input_ids for text in SAMPLES])
     except Exception:
-        # Whatever a damaged or foreign tokenizer raises: it is copied as it is, and calibration says what is wrong.
+        # Whatever a damaged or foreign tokenizer raises: it is copied unchanged, and calibration says what is wrong.
         return None
 
 

@@ -41,7 +41,7 @@ class Progress:
         self._worked = self._spent = 0.0  # in phases whose work was expected
 
     def fresh(self) -> Progress:
-        """Another one that shows as much, for the next of several steps: the time left is told of this step alone."""
+        """Another one that shows as much, for the next of several steps: the time left is that of this step alone."""
         return Progress(silent=self._silent, places=self._places, is_step=True)
 
     @contextlib.contextmanager

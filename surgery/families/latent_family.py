@@ -102,7 +102,7 @@ class LatentFamily(Family):
     def rotation(self, config, layer: int) -> Rotation:
         """Return the rotation of the rotated part alone, as :meth:`Family.rotation` does.
 
-        The conversion leaves it as it is, so that frequencies may change with lengths beyond the calibration's.
+        The conversion leaves it unchanged, so that frequencies may change with lengths beyond the calibration's.
         """
         rope = config.qk_rope_head_dim
         partial = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0  # of whole heads

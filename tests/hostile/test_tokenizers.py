@@ -57,7 +57,7 @@ def test_bytes(folder, data):
 @example(TOKENIZER, CONFIG | {"model_max_length": []})
 @cases(2, most=1000)
 def test_copies_stay_in_the_output(folder, tmp_path_factory, tokenizer, config):
-    """Whatever a tokenizer says, it is copied as it is, and nothing is written elsewhere."""
+    """Whatever a tokenizer says, it is copied unchanged, and nothing is written elsewhere."""
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     reader, out = CheckpointReader.open(folder), folder.parent / "out"
