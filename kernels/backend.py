@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What kernels compute; float64 and the rest are for references."""
+"""Dtypes of kernels; float64 and the rest are for references."""
 
 logger = logging.getLogger("surgery.kernels")
 

@@ -41,7 +41,7 @@ FLAGS = {
     "trust-remote-code variants wandb wandb-mode windows",
     "inspect": "allow-pickle json",
 }
-"""What commands took before their options were made of the settings."""
+"""Options of commands before they were made from the settings."""
 
 MORE_FLAGS = {
     "convert": "text data window heal no-hadamard",

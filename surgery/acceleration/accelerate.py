@@ -119,14 +119,14 @@ KERNELS: tuple[tuple[type[nn.Module], Callable, str], ...] = (
     (LowRankAttention, low_rank_kernel, "lowrank_decode"),
     (HybridAttention, hybrid_kernel, "hybrid_decode"),
 )
-"""What reads the caches of the project's own attentions, and the operation by which it does."""
+"""Attention classes of the project with their kernels: the reader of a cache, and its operation."""
 
 WHY_NOT = {
     LatentAttention: why_not_latent,
     LowRankAttention: why_not_low_rank,
     CrossLayerAttention: why_not_cross_layer,
 }
-"""What may stand in the way of one layer's kernel."""
+"""Checks that find what stands in the way of one layer's kernel."""
 
 WITHOUT = (
     PromptBasisAttention,

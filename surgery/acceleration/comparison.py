@@ -10,7 +10,7 @@ from surgery.model.cache_argument import CACHE, returned_cache
 
 PROMPT, STEPS = 37, 3
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Of `step_error`, by the model's dtype: some roundings of each layer's products in another order."""
+"""Tolerance of `step_error`, by the model's dtype: some roundings of each layer's products in another order."""
 
 
 @torch.no_grad()

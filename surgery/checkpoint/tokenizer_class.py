@@ -72,7 +72,8 @@ def _cuts_alike(folder: Path, expected: Cutting) -> bool:
 
 
 _KNOWN: dict[str, Cutting | None] = {}
-"""By `_key`: loading a tokenizer takes a second, and conversions of one source in one process ask for the same."""
+"""Cuttings by `_key`: loading a tokenizer takes a second, and conversions of one source in one process ask for the
+same."""
 
 
 def _cutting(folder: Path) -> Cutting | None:

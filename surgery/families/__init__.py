@@ -46,12 +46,12 @@ BUILT_IN = (
 )
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN}, Family)
-"""By ``model_type``, those of installed packages among them."""
+"""Families by ``model_type``, those of installed packages among them."""
 
 LATENT_FAMILIES: dict[str, LatentFamily] = {
     family.model_type: family for family in (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, MISTRAL4, YOUTU)
 }
-"""Those whose attention is MLA already, by ``model_type``."""
+"""Families whose attention is MLA already, by ``model_type``."""
 
 LATENTS = "it caches latents already"
 
@@ -65,7 +65,7 @@ WHY_NOT = {
     **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, in a layer of two attentions or next to a state"),
     "kimi_k2": "transformers has no class of that name; its weights are DeepSeek-V3's, so say deepseek_v3 there",
 }
-"""What people ask for and is not there, by ``model_type``."""
+"""Reasons for which families that people ask for are missing, by ``model_type``."""
 
 __all__ = [
     "FAMILIES",

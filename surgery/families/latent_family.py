@@ -16,7 +16,7 @@ from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import STATIC_ROPE_TYPES, half_split_order, rope_frequencies
 
 LATENT_EPS = 1e-6
-"""Of the norms on latents in transformers' MLA classes, whatever ``rms_norm_eps`` says."""
+"""Eps of the norms on latents in transformers' MLA classes, whatever ``rms_norm_eps`` says."""
 
 DOWN, NORM, UP = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
 """Modules that a smaller latent changes."""

@@ -150,7 +150,7 @@ class GPT2Decoder(RenamedDecoder):
 
 
 DECODERS: dict[str, type[RenamedDecoder]] = {"gpt_neox": NeoXDecoder, "gpt2": GPT2Decoder}
-"""By the `model_type` of a family that has other names."""
+"""Decoders by the `model_type` of a family that has other names."""
 
 
 class PlacedLayer(nn.Module):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 Windows = list[tuple[int, int | None, bool]]
-"""Of some query heads how many, the tokens that they see at most (None: all), and whether they are compensated."""
+"""Groups of query heads: how many, the tokens that they see at most (None: all), and whether they are compensated."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,8 @@ Result = TypeVar("Result")
 JOINING = 600.0
 """Seconds in which the process that the others meet at must answer."""
 PATIENCE = timedelta(weeks=4)
-"""How long a process waits for the others. The default of minutes would end a run while one of them measures alone; a
-process that died ends the others through their launcher."""
+"""Time for which a process waits for the others. The default of minutes would end a run while one of them measures
+alone; a process that died ends the others through their launcher."""
 
 
 class Processes:

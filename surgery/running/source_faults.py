@@ -216,4 +216,4 @@ def _more(count: int) -> str:
 CAUSES: tuple[Callable[[CheckpointReader, Any, Comparison], str | None], ...] = (
     *(_prefix, _sharded, _layers, _vocabulary, _shape, _head, _missing, _unexpected),
 )
-"""From the cause that explains most."""
+"""Causes, from the one that explains most."""

@@ -26,7 +26,7 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.transforms.quantized_reading import as_quantized, attend_quantized
 
 Read = Callable[[Tensor], Tensor]
-"""What a cache gives back of values [B, T, r + ρ]."""
+"""Reading of values [B, T, r + ρ] from a cache."""
 
 
 def interleaving(rope_dim: int) -> Tensor:

@@ -48,7 +48,7 @@ def slice_(step: Step, where: str) -> Action:
 
 
 Choice = Callable[[Finished], tuple["ConversionSettings", "Mapping[str, Any] | None"]]
-"""Of a conversion, once the steps before it are done: its settings, and what a plan expects of it."""
+"""Settings of a conversion once the steps before it are done, and what a plan expects of it."""
 
 
 def _choice_of(target: Target, values: dict[str, Any], where: str) -> Choice:

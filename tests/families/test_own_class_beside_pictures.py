@@ -30,7 +30,7 @@ STRUCTURES = {
     "quantized": {"calibration": "none", "bits": 8, "group": 8},
 }
 WINDOWED = ("gemma3", "qwen3_5", "qwen3_5_moe")
-"""Of which some layers keep a window or a state."""
+"""Models of which some layers keep a window or a state."""
 SOURCES = ("llava", "llava_next", "mistral3", "mistral3 of ministral3", "gemma3", *GRIDS)
 FIRST = {("qwen3_vl", to) for to in STRUCTURES}
 FIRST |= {("gemma3", "mla"), ("llava", "mla")}
