@@ -29,7 +29,7 @@ NAMES = (
     "module", "node", "option", "packet", "queue", "record", "socket", "table", "user", "value", "worker", "zone",
 )
 # fmt: on
-"""What a fact can be about. The order is part of the task: a seed picks names by their place in it."""
+"""Subjects of facts. The order is part of the task: a seed picks names by their place in it."""
 
 # Every line starts and ends with a newline, so that it is tokenised alike wherever it is put.
 FACT = "\n# The secret key of {name} is {value}.\n"

@@ -1,4 +1,4 @@
-"""Whether Triton kernels can run on some tensors, and what is said, once, where a plain reference runs instead."""
+"""Choice of Triton kernels or the plain reference for some tensors, with one note where the reference runs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What kernels compute; float64 and the rest are for references."""
+"""Dtypes of kernels; float64 and the rest are for references."""
 
 logger = logging.getLogger("surgery.kernels")
 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed, which it is not everywhere that PyTorch is."""
+    """Return whether Triton is installed, which it is not everywhere that PyTorch is."""
     return find_spec("triton") is not None
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU; decided by TRITON_INTERPRET when they are imported."""
+    """Return whether kernels run in Triton's interpreter, on the CPU; decided by TRITON_INTERPRET at their import."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Why no kernel can run on these tensors; None if one can. None among them is skipped."""
+    """Return why no kernel can run on these tensors; None if one can. None among them is skipped."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not has_triton():
         return "triton is not installed"

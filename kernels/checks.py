@@ -1,4 +1,4 @@
-"""What operations ask of their arguments alike; each says in one line what does not fit."""
+"""Checks that operations share for their arguments; each says in one line what does not fit."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def check_positive(name: str, **numbers: int | None) -> None:
 
 
 def too_wide(query: Tensor, value: Tensor, most: int = 256) -> str | None:
-    """Why a kernel that holds whole heads in a tile does not take these of its arguments; None if it does."""
+    """Return why a kernel that holds whole heads in a tile does not take these of its arguments; None if it does."""
     widest = max(query.shape[-1], value.shape[-1])
     return f"heads of {widest} numbers, at most {most}" if widest > most else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel cuts its work; a kernel has no use for some of these.
+    """Configuration of a kernel's tiling; a kernel has no use for some fields.
 
     Attributes:
         block_rows: query rows (heads × new tokens) of one program.

@@ -48,7 +48,7 @@ _caches: list[Cache] = []
 
 
 def forget_plans() -> None:
-    """Has every call planned again: measured configurations changed."""
+    """Plan every call again: measured configurations changed."""
     for cache in _caches:
         cache.clear()
 

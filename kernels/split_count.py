@@ -1,4 +1,4 @@
-"""How many programs share the tokens of a row, from shapes alone; without torch, for those who only predict."""
+"""Number of programs that share the tokens of a row, from shapes alone; without torch, for predictions."""
 
 from __future__ import annotations
 

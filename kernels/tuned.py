@@ -48,7 +48,7 @@ _chosen: dict[tuple[str, str], Candidate] = {}
 
 @contextmanager
 def trying(candidate: Candidate) -> Iterator[dict[str, str]]:
-    """Has operators run with a candidate, the defaults where it is empty; gives the shape's key by operation."""
+    """Run operators with a candidate, the defaults where it is empty; yield the shape's key by operation."""
     global trial
     trial = candidate
     _keys.clear()
@@ -61,7 +61,7 @@ def trying(candidate: Candidate) -> Iterator[dict[str, str]]:
 
 
 def use(operation: str, key: str, candidate: Candidate) -> None:
-    """Has operators of this process run with a configuration from now on."""
+    """Let operators of this process run with a configuration from now on."""
     _chosen[operation, key] = candidate
     forget_plans()
 

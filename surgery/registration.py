@@ -17,7 +17,7 @@ from typing import Any
 
 AUTO_CLASSES = "transformers.models.auto.configuration_auto"
 PACKAGES = ("transformers", "surgery")
-"""Whose imports are waited for: the class needs both, and may be asked for half-way through either."""
+"""Packages whose imports are waited for: the class needs both, and may be asked for half-way through either."""
 
 _decode_on_kernels = True
 

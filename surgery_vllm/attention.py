@@ -108,7 +108,7 @@ class LatentAttention(nn.Module):
         return torch.rsqrt(key.square().mean(dim=-1) + self.latent.key_norm_eps).to(hidden_states.dtype)
 
     def _own_gains(self, heads_of_gain: int) -> slice:
-        """Which gains the heads of this process are scaled by."""
+        """Return the gains by which the heads of this process are scaled."""
         if self.heads % heads_of_gain:
             raise ValueError(f"{self.heads} query heads of a process are no whole groups of {heads_of_gain}")
         count = self.heads // heads_of_gain

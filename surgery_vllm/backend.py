@@ -75,7 +75,7 @@ def host_lengths(common: CommonAttentionMetadata, speculative: bool) -> tuple[li
 
 
 class PagedLatentBackend(AttentionBackend):
-    """For any device that PyTorch runs on; no CUDA graphs."""
+    """Backend of latents for any device that PyTorch runs on; no CUDA graphs."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -1,4 +1,4 @@
-"""How many requests a fixed KV budget serves: models side by side in vLLM on the same load.
+"""Concurrency: the requests that a fixed KV budget serves, with models side by side in vLLM on the same load.
 
     python -m surgery_vllm.concurrency SOURCE CONVERTED --kv-bytes 8388608
 
@@ -20,7 +20,7 @@ from multiprocessing import get_context
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of every model.
+    """Load of every model.
 
     Attributes:
         kv_bytes: budget of the cache.
@@ -46,7 +46,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Served:
-    """What one model made of a load."""
+    """Measurement of one model under a load."""
 
     model: str
     tokens_held: int

@@ -54,7 +54,7 @@ class HeadGroup(Attention):
         self.heads_of_all = {each: sum(counts) for each, counts in heads.items()}
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
-        """Of the heads of all layers."""
+        """Return the cache spec of the heads of all layers."""
         full, streaming = block_sizes(*self.heads_of_all.values(), vllm_config.cache_config.block_size)
         said = {"head_size": self.head_size, "dtype": self.kv_cache_torch_dtype}
         said["num_kv_heads"] = self.heads_of_all[self.kind]

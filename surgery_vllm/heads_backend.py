@@ -12,7 +12,7 @@ from surgery_vllm.paged import paged_head_attention, write_slots
 
 
 class PagedHeadsBackend(AttentionBackend):
-    """For any device that PyTorch runs on, heads of any size and pages of any; no CUDA graphs."""
+    """Backend for any device that PyTorch runs on, heads of any size and pages of any; no CUDA graphs."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
 

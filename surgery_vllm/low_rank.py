@@ -25,7 +25,7 @@ from surgery_vllm.structure import attention_of_layers
 
 
 class LowRankBackend(PagedHeadsBackend):
-    """For any device that PyTorch runs on; no CUDA graphs."""
+    """Backend of low rank for any device that PyTorch runs on; no CUDA graphs."""
 
     @staticmethod
     def get_impl_cls() -> type["LowRankImpl"]:

@@ -22,7 +22,7 @@ _FUSED_MLP = {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 
 def _attention(
     *, config: Any, prefix: str, num_kv_heads: int, bias: bool, bias_o_proj: bool, cache_config: Any, **more: Any
 ) -> nn.Module:
-    """What :class:`LlamaDecoderLayer` builds in the place of a `LlamaAttention`."""
+    """Build the attention of a :class:`LlamaDecoderLayer` in place of `LlamaAttention`."""
     layer = attention_of_layers(config)[extract_layer_index(prefix)]
     said = {"cache_config": cache_config, "bias": bias, "bias_o_proj": bias_o_proj, "prefix": prefix}
     if isinstance(layer, LatentEntry):
@@ -35,7 +35,7 @@ def _attention(
 
 
 class SurgeryDecoderLayer(LlamaDecoderLayer):
-    """With the attention that the config has for this layer."""
+    """Decoder layer with the attention that the config has for it."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None):
         super().__init__(vllm_config, prefix, config, attn_layer_type=_attention)

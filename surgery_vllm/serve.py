@@ -32,7 +32,7 @@ class Refused(Exception):
 
 
 def check(model: str, host: str, port: int) -> None:
-    """What can be known without vLLM's start.
+    """Check what can be known without vLLM's start.
 
     Raises:
         Refused: in one line.
@@ -49,7 +49,7 @@ def check(model: str, host: str, port: int) -> None:
 
 
 def _check_config(model: str) -> None:
-    """Of the own class: that vLLM will find the plugin, of its version, with code for every layer."""
+    """Check that vLLM will find the plugin, of the checkpoint's version, with code for every layer."""
     from transformers import PreTrainedConfig
 
     from surgery_vllm.config import SurgeryConfig

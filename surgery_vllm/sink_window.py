@@ -23,7 +23,7 @@ class SinkWindowSpec(SlidingWindowSpec):
 
 
 class SinkWindowManager(SlidingWindowManager):
-    """Which blocks of the requests are kept, freed, and found again for a request with the same prefix."""
+    """Manager of the blocks that requests keep, free, and find again for the same prefix."""
 
     def __init__(self, kv_cache_spec: SinkWindowSpec, **more):
         super().__init__(kv_cache_spec, **more)

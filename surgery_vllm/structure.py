@@ -92,7 +92,7 @@ def _whole(kv_heads: int) -> HybridEntry:
 
 
 def windowed(config: Any) -> bool:
-    """Whether some layers of a family's model see a window only, shorter than the model's context."""
+    """Return whether some layers of a family's model see a window only, shorter than the model's context."""
     window = getattr(config, "sliding_window", None)
     if window is None or getattr(config, "use_sliding_window", None) is False:
         return False

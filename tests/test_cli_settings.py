@@ -41,7 +41,7 @@ FLAGS = {
     "trust-remote-code variants wandb wandb-mode windows",
     "inspect": "allow-pickle json",
 }
-"""What commands took before their options were made of the settings."""
+"""Options of commands before they were made from the settings."""
 
 MORE_FLAGS = {
     "convert": "text data window heal no-hadamard",
@@ -194,7 +194,7 @@ def test_other_spellings_of_heads_eval_and_heal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("surgery.healing.heal.heal_checkpoint", stop)
     arguments = ["--wandb", "mine", "--text", "a", "--dtype", "bfloat16", "--max-seconds", "5", "--teacher", "builtin"]
     err = run_main(monkeypatch, capsys, "heal", "builtin", *arguments)[2]
-    settings = HealSettings(**seen[0].given)
+    settings = HealSettings(**seen[0].overrides)
     assert (settings.tracker, settings.project, settings.data) == ("wandb", "mine", ("a",))
     assert (settings.dtype, settings.max_seconds) == ("bf16", 5.0)
     assert "--text is --data now" in err and "--max-seconds is --max-time now" in err

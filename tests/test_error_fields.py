@@ -27,7 +27,7 @@ def test_every_setting_names_itself(settings_class):
             if known in (None, ()) or (limit != "choices" and setting.choices):
                 continue
             with pytest.raises(SurgeryError) as caught:
-                setting.taken(value, "settings.yaml")
+                setting.parse(value, "settings.yaml")
             assert caught.value.setting == name, (name, limit)
             tried += 1
     assert tried

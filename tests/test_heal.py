@@ -68,7 +68,7 @@ def made(checkpoints, conversions):
 
 
 def request(source, student, out, **given):
-    return HealRequest(str(student), out, given={**FEW, "teacher": str(source), **given}, measure=None)
+    return HealRequest(str(student), out, overrides={**FEW, "teacher": str(source), **given}, measure=None)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("tiny", marks=pytest.mark.slow), "constant"])

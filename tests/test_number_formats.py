@@ -101,7 +101,7 @@ QUANTIZERS = {
     "nf4": (nf4, 0.6),
     "fp8": (fp8, 0.25),
 }
-"""What a quantizer leaves of a weight, and the relative difference of logits that its own rounding stays below."""
+"""Rounding of a weight by a quantizer, and the relative difference of logits that its own rounding stays below."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

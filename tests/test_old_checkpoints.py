@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import surgery  # noqa: F401  makes AutoModel know the own class
+import surgery  # noqa: F401  registers the custom model class with AutoModel
 
 OLD = Path(__file__).with_name("old_checkpoints")
 TOKENS = json.loads((OLD / "tokens.json").read_text())

@@ -70,7 +70,7 @@ def told(installed, tmp_path_factory):
         "dry run": [*first, "--keep-heads", "1", "--dry-run"],
         "refused": [*first, "--keep-heads", "3"],
         "another's setting": [*first, "--rank", "3"],
-        "family, own class": ["convert", "--to", "lowrank", str(source), "--calibration", "none", *small, "--json"],
+        "family, custom class": ["convert", "--to", "lowrank", str(source), "--calibration", "none", *small, "--json"],
         "scorer": ["heads", str(source), "--method", "key-size", "--sinks", "4", "--window", "16", *scored],
         "task": ["eval", str(work / "first"), "--baseline", str(source), "--tasks", "loss,entropy", *windows, *report],
     }
@@ -125,7 +125,7 @@ def test_its_refusals_are_one_line(told):
 
 
 def test_a_family_takes_the_own_class_too(told):
-    code, printed, err = told["family, own class"]
+    code, printed, err = told["family, custom class"]
     assert code == 0, err
     assert json.loads(printed)["target"]["model_type"] == "surgery"
 

@@ -1,4 +1,4 @@
-"""Words of the repository: openings of docstrings, words that have a plainer one, lengths of sentences in the docs."""
+"""Words of the repository: openings of docstrings, replaced words, lengths of sentences in the docs."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ REPLACED = {
     r"StageRuns|go_past": "StageTracker, skip",
     r"met_moment|is_further|TOWERS": "gradient_weighted_moment, is_mtp_layer, MULTIMODAL",
 }
-"""What stands nowhere in the code and the docs, and the field's word for it."""
+"""Words that stand nowhere in the code and the docs, and the field's word for each."""
 
 READ = ("convert", "healing", "heads", "mla", "scale", "index", "glossary", "python", "troubleshooting", "tutorials/*")
 """Pages of docs whose sentences are short."""

@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMS = "mla,mla-own,lowrank,gqa,mla-own-int4,lowrank-int4,gqa-int4,mla-int4"
-"""What models are decoded as, next to what they are."""
+"""Forms in which models are decoded, next to their own."""
 H100 = (90, 132)
 """Compute capability and multiprocessors that kernels are compiled for where no device has said its own."""
 CASES = str(ROOT / "tools" / "gpu_cases.py")

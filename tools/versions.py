@@ -32,7 +32,7 @@ EXTRAS = {FLOOR: "train,eval,gguf", NEWEST: "train,eval,gguf,kernels"}
 """Not the kernels at the floor: wheels of torch bring the Triton that they need, and the oldest torch an older one."""
 TESTS_NEED = ("pytest", "pytest-xdist", "hypothesis")
 ALSO = {FLOOR: (), NEWEST: ("compressed-tensors; python_version >= '3.11'",)}
-"""For tests that are skipped without: it wants a newer torch than the oldest."""
+"""Packages for tests that are skipped without them: they need a newer torch than the oldest."""
 
 TESTS = (
     *("tests/test_cli.py", "tests/test_convert.py", "tests/test_convert_low_rank.py", "tests/test_convert_heads.py"),

@@ -31,7 +31,7 @@ from surgery.training.settings import HealSettings
 
 WINDOWS, DECODED, PROMPTS = 24, 128, 48
 SEED, RECALL_SEED = 0, 1
-"""As `surgery eval` has them. Not the training's seed: runs with other seeds are measured on the same data."""
+"""Seeds of `surgery eval`. Not the training's seed: runs with other seeds are measured on the same data."""
 
 
 class Evaluations:

@@ -32,7 +32,7 @@ from surgery.checkpoint.staging import Staging
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import stop_with_starter
-from surgery.common.machine_faults import told
+from surgery.common.machine_faults import fault_message
 from surgery.common.ownership import first_foreign, inventory, matching, remove_owned
 from surgery.common.progress import Progress
 from surgery.model import register
@@ -301,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of tokenizers is no Exception
-        if (line := told(error)) is None:
+        if (line := fault_message(error)) is None:
             raise
         print(f"surgery: {line}", file=sys.stderr)
         code = 1

@@ -88,7 +88,7 @@ def write_healed(
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         adapted = add_adapters(model.float(), settings.lora_rank, settings.lora_alpha, settings.lora_modules)
         _fill(model, trained)
-        if not reader.stored_names:  # of pictures and text the whole model has other names than what trained
+        if not reader.stored_names:  # a whole vision-language model has other names than what trained
             with disk_errors(folder):
                 adapted.save_pretrained(folder / ADAPTER)
         model = adapted.merge_and_unload()

@@ -21,7 +21,7 @@ from surgery.common.errors import SurgeryError
 from surgery.training.recording import attention_of, decoder_of
 
 ALIKE = 0.5
-"""How often a step cuts all blocks to one share, as slices are; otherwise each block draws its own."""
+"""Share of the steps that cut all blocks to one share, as slices are; otherwise each block draws its own."""
 
 MASK = "latent_mask"
 """Buffer of a down projection, in no checkpoint: 1 for an output that counts, 0 for one that does not."""

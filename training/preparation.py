@@ -18,7 +18,7 @@ from surgery.training.trainable import parameter_groups
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 COMPUTED = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What models compute in, by accelerate's name of it."""
+"""Dtypes of the computation, by accelerate's names."""
 
 
 def open_accelerator(settings: HealSettings) -> Accelerator:

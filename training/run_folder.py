@@ -8,10 +8,10 @@ from surgery.checkpoint.work_folder import MARKER
 LOG = "heal.jsonl"
 STATE_FILES = ("*.json", "*.bin", "*.pkl", "*.pt", "*.safetensors", "latest", "zero_to_fp32.py")
 STATE_FILES += ("pytorch_model*/*", "pytorch_model*/.metadata", "optimizer*/*", "optimizer*/.metadata")
-"""Of a checkpoint: the loop's, accelerate's, and the shards of FSDP and DeepSpeed."""
+"""Files of a checkpoint: the loop's, accelerate's, and the shards of FSDP and DeepSpeed."""
 
 TOKEN_FILES = ("about.json", "tokens.i4", "labelled.u1", "lengths.i8")
-"""Of a tokenised source."""
+"""Files of a tokenised source."""
 
 CHECKPOINT_FILES = tuple(f"{name}/{file}" for name in ("step-*", "best", "best.partial") for file in STATE_FILES)
 PROOF = ("checkpoints", "data")

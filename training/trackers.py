@@ -15,7 +15,7 @@ from surgery.training.settings import NO_TRACKER, HealSettings
 
 WANDB_HOST = "https://api.wandb.ai"
 SECONDS = 10
-"""How long wandb may take to answer before a run starts. Its own default is minutes."""
+"""Time for which a run waits for wandb before it starts. Its own default is minutes."""
 
 
 def check_tracker(settings: HealSettings) -> None:

@@ -11,7 +11,7 @@ from surgery.common.errors import SurgeryError
 from surgery.training.settings import HealSettings, named
 
 ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention"})
-"""What transformers calls the attention module of a decoder layer."""
+"""Names of the attention module of a decoder layer in transformers."""
 
 
 def choose_parameters(student: nn.Module, settings: HealSettings, teacher: nn.Module | None) -> None:

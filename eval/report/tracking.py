@@ -16,7 +16,7 @@ from surgery.eval.report.tables import Report, ReportRow, columns, dig, scalars
 
 PARETO = ("pareto-loss", "pareto-recall")
 NAME_LENGTH = 128
-"""Of a run or a group, as far as the service takes it."""
+"""Longest name of a run or a group that the service takes."""
 
 
 def require_wandb() -> None:

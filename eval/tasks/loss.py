@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
 
 MEMORISED = 0.1
-"""Nats: a token that the baseline predicts at less is taken for known by heart, which hides damage to attention."""
+"""Nats: a token that the baseline predicts at less is taken for memorised, which hides damage to attention."""
 FIRST_BUCKET = 32
 """Tokens in the first position bucket; every later one is as long as all before it."""
 
@@ -178,7 +178,7 @@ def _totals(losses: np.ndarray, size: np.ndarray) -> dict[str, Any]:
 
 
 def _memorised(losses: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
-    """Losses [N, T - 1] of tokens that the baseline (the model itself, where there is none) knows by heart, and of the
+    """Losses [N, T - 1] of tokens that the baseline (the model itself, where there is none) has memorised, and of the
     others. "per_sequence" are the others' shares of their mean: their mean is "loss_of_others"."""
     known = baseline < MEMORISED
     others = int((~known).sum())

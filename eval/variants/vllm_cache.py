@@ -19,7 +19,7 @@ from surgery.model.quantization import FLOAT8, FLOAT8_MAX
 
 LEAST_SCALE = 1e-6
 SIGNS_SEED = 0x9E3779B9
-"""Of the signs that vLLM multiplies by before the Hadamard matrix."""
+"""Seed of the signs by which vLLM multiplies before the Hadamard matrix."""
 
 
 def as_fp8(values: Tensor) -> Tensor:

@@ -65,12 +65,12 @@ class Case(ABC):
     @classmethod
     @abstractmethod
     def at(cls, place: Place) -> Iterator[Case]:
-        """All that there is to measure of the operation at a place."""
+        """Yield all cases of the operation for a model's shape and context."""
 
     @property
     @abstractmethod
     def variant(self) -> str:
-        """What else tells it from other cases of the operation, such as 512+64."""
+        """Difference from other cases of the operation, such as 512+64."""
 
     @property
     @abstractmethod
@@ -80,7 +80,7 @@ class Case(ABC):
     @property
     @abstractmethod
     def flops(self) -> int:
-        """Of the products of the operation itself."""
+        """Operations of the operation's own products."""
 
     @property
     def bytes(self) -> int:
@@ -94,7 +94,7 @@ class Case(ABC):
 
     @property
     def scale(self) -> float:
-        """That of the logits."""
+        """Scale of the logits."""
         return self.shape.head_dim**-0.5
 
     @abstractmethod
@@ -142,7 +142,7 @@ class DecodeCase(Case):
 
     @property
     def query_bytes(self) -> int:
-        """Of queries and outputs of whole heads."""
+        """Bytes of queries and outputs of whole heads."""
         return 2 * self.batch * self.shape.heads * self.shape.head_dim * self.dtype.itemsize
 
     def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:

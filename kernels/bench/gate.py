@@ -33,7 +33,7 @@ LEAST = 2e-6
 
 @dataclass
 class Gate:
-    """What a case's check found.
+    """Result of a case's check.
 
     Attributes:
         error: relative RMS against float64, the largest of the parts that were looked at.

@@ -74,7 +74,7 @@ class NoDriver:
 
 
 def without_gpu() -> None:
-    """Has operators of this process launch kernels, which do nothing, on tensors of the CPU."""
+    """Let operators of this process launch kernels, which do nothing, on tensors of the CPU."""
     if backend.interpreted():
         raise RuntimeError("kernels are interpreted in this process: start it without TRITON_INTERPRET")
     driver.set_active(NoDriver())

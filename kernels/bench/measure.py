@@ -33,7 +33,7 @@ class Timing:
 
 
 def device_facts(device: torch.device) -> dict:
-    """What a report says of the machine."""
+    """Return the facts of the machine for a report."""
     if device.type != "cuda":
         return {"name": "CPU", "processors": 0, "memory_bytes": 0, "l2_bytes": 0, "capability": None}
     found = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""Which cases there are: operations × models × variants × contexts × batches × dtypes, the telling ones first."""
+"""Registry of cases: operations × models × variants × contexts × batches × dtypes, the telling ones first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surgery.kernels.bench.case import MODELS, Case
 
 
 def _operations() -> dict[str, type[Case]]:
-    """Of every file in `operations/` the cases that name an operation."""
+    """Return the cases of every file in `operations/` by their operation."""
     found = {}
     for file in pkgutil.iter_modules(files.__path__):
         for each in vars(import_module(f"{files.__name__}.{file.name}")).values():

@@ -151,7 +151,7 @@ class Bench:
 
 
 def versions() -> dict:
-    """Of what decides results."""
+    """Return the versions that determine results."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     try:
         import triton
@@ -161,7 +161,7 @@ def versions() -> dict:
 
 
 def no_speed(device: torch.device) -> str:
-    """Why nothing is timed here."""
+    """Return why nothing is timed here."""
     how = "in Triton's interpreter" if interpreted() else "as plain references"
     return f"no speed on the {device.type} device: operators ran {how}, and only their results were looked at"
 
@@ -203,7 +203,7 @@ def _shares(row: dict, limits: dict) -> dict:
 
 
 def _against_source(rows: list[dict]) -> None:
-    """How many times faster each decoding is than our own kernel of the source's attention at the same place."""
+    """Add to each decoding its speed relative to our kernel of the source's attention at the same shape."""
     at = {
         (row["model"], row["batch"], row["context"], row["dtype"]): row["seconds"]
         for row in rows

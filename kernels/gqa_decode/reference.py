@@ -100,5 +100,5 @@ def paged_tokens(pool: Tensor, pages: Tensor) -> Tensor:
 
 
 def all_rows(tokens: int, rows: int, device: torch.device) -> Tensor:
-    """The same length for every row, int32 [B]."""
+    """Return the same length for every row, int32 [B]."""
     return torch.full((rows,), tokens, dtype=torch.int32, device=device)

@@ -50,7 +50,7 @@ def default_config(query: Tensor, value_scale: Tensor, group: int, keys: str) ->
 
 
 def config_of(query: Tensor, value_scale: Tensor, format: str, group: int, keys: str) -> Config:
-    """What was measured to be fast for a shape, or the default."""
+    """Return the fastest measured configuration for a shape, or the default."""
     shape = key_of(
         tokens=query.shape[1],
         heads=query.shape[2],

@@ -33,7 +33,7 @@ ALL = tl.constexpr(1 << 30)
 
 
 def default_config(rows: int, head_size: int, dtype: torch.dtype) -> Config:
-    """For `rows` query rows of a KV head (heads × new tokens), by what was compiled without spills."""
+    """Return the configuration for `rows` query rows of a KV head (heads × new tokens), compiled without spills."""
     block_rows = max(16, min(64, triton.next_power_of_2(rows)))
     if dtype.itemsize > 2:
         return Config(min(block_rows, 32), block_tokens=32, warps=8, stages=2)

@@ -57,7 +57,8 @@ def hybrid_attention(
 
 
 def seen(own: Tensor, places: Tensor, starts: Tensor, sinks: int | Tensor, recent: int | Tensor | None) -> Tensor:
-    """Which keys a query sees: those from its row's start to itself, if they are sinks or recent, and always itself.
+    """Return the mask of the keys that a query sees: those from its row's start to itself that are sinks or recent, and
+    itself.
 
     A query that is padding sees itself alone.
 

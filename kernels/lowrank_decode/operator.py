@@ -171,7 +171,7 @@ def _outputs(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
 
 
 def _unsupported(call: SimpleNamespace) -> str | None:
-    """Why no kernel takes tensors of these shapes and dtypes."""
+    """Return why no kernel takes tensors of these shapes and dtypes."""
     query, latent, key_up, exact_value = call.query, call.latent, call.key_up, call.exact_value
     same = [query, key_up, call.exact_key, exact_value, latent if call.code_scale is None else None]
     if len({tensor.dtype for tensor in same if tensor is not None}) > 1:

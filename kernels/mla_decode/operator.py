@@ -76,7 +76,7 @@ def check_gain(name: str, query: Tensor, key_gain: Tensor | None, tokens: tuple[
 
 
 def unsupported(call: SimpleNamespace) -> str | None:
-    """Why the kernel does not take these tensors, which are in order otherwise."""
+    """Return why the kernel does not take these tensors, which are in order otherwise."""
     for tensor in vars(call).values():
         if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             return "the last dimension of a tensor is not contiguous"

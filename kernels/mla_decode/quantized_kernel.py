@@ -282,7 +282,7 @@ def default_config(rows: int, rank: int, shared: int = HOPPER_SHARED) -> Config:
 
 
 def unsupported(rank: int, group: int, by_channel: bool, dtype: torch.dtype) -> str | None:
-    """Why no GPU is given this: the compiled program spills, or was not looked at; None if neither."""
+    """Return why no GPU runs this: the compiled program spills, or was not checked; None if neither."""
     if rank > 512:
         return f"the kernel for quantised tokens of a rank of {rank} was not looked at above 512"
     if group % 32 or (not by_channel and group_size(rank, -(-rank // group)) % 32):

@@ -94,7 +94,7 @@ def _padding(mask: Tensor) -> dict[str, Tensor]:
 
 
 def _mask(query: Tensor, key: Tensor, documents: Tensor | None, masks: dict[str, Any]) -> Tensor | None:
-    """What PyTorch's attention is given for a mask that was not spelled out: None where `is_causal` says it."""
+    """Return the mask for PyTorch's attention where none was spelled out: None where `is_causal` says it."""
     tokens, positions = query.shape[2], key.shape[2]
     window = masks["window"]
     hidden = documents is not None or "starts" in masks or (window is not None and window < positions)

@@ -29,7 +29,7 @@ from surgery.kernels.tuned import tuned
 
 @dataclass(frozen=True)
 class BackwardConfigs:
-    """Of the two kernels that matter."""
+    """Configurations of the two kernels that matter."""
 
     keys: Config
     queries: Config

@@ -38,7 +38,7 @@ def default_config(itemsize: int, capability: int) -> Config:
 
 
 def shape_of(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """What measured configurations go by."""
+    """Return the key of measured configurations."""
     widths = {"key": query.shape[-1], "value": value.shape[-1]}
     return key_of(heads=query.shape[1], kv_heads=key.shape[1], **widths, dtype=query.dtype)
 

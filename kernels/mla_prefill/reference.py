@@ -16,7 +16,8 @@ from surgery.kernels.backend import DTYPES
 
 
 def document_bounds(documents: Tensor) -> Tensor:
-    """For every position the first of its document and the one behind its last: documents [B, S] → int32 [2, B, S].
+    """Return the first position of each position's document and the one after its last: documents [B, S] → int32 [2, B,
+    S].
 
     Tokens of one document stand together: a number that comes again further on is another document.
     """
@@ -40,7 +41,8 @@ def visible_positions(
     *,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Which positions each query sees: bool [B or 1, T, S]; arguments as those of `mla_prefill.operator.mla_prefill`.
+    """Return the mask of visible positions by query: bool [B or 1, T, S]; arguments as those of
+    `mla_prefill.operator.mla_prefill`.
 
     `bounds` are the `document_bounds` of documents.
     """

@@ -1,4 +1,4 @@
-"""What the kernels of this operation share: rows of any width in two power-of-two parts, and who sees what."""
+"""Helpers of the kernels of this operation: rows of any width in two power-of-two parts, and visibility."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def interval(position, first, behind, window, bounds, bounds_size, CAUSAL: tl.co
 
 @triton.jit
 def key_blocks(low, high, there, positions, BLOCK: tl.constexpr):
-    """Where the loop of a block of queries over keys begins, where keys begin and end that all see, and where it ends.
+    """Return the bounds of the loop of a block of queries over keys: its begin, the begin and end of keys that all see,
+    its end.
 
     All but the end are multiples of BLOCK, and they ascend; keys between the second and the third need no mask.
     Queries that are none count for nothing.

@@ -26,7 +26,7 @@ from surgery.kernels.tuned import key_of, tuned
 
 
 def default_config(head_size: int, dtype: torch.dtype) -> Config:
-    """By what was compiled without spills for heads of `head_size` numbers."""
+    """Return the configuration that was compiled without spills for heads of `head_size` elements."""
     if dtype.itemsize > 2:
         return Config(block_rows=32, block_tokens=16, warps=8, stages=2)
     if head_size > 128:

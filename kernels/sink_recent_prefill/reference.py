@@ -41,7 +41,8 @@ def sink_recent_attention(
 
 
 def visible(own: Tensor, positions: int, sinks: Tensor, recent: Tensor, starts: Tensor) -> Tensor:
-    """Which of the first `positions` keys the queries at `own` [T] see: [B, G, T, S]; arguments as the operator's."""
+    """Return which of the first `positions` keys the queries at `own` [T] see: [B, G, T, S]; arguments as the
+    operator's."""
     own, place = own[:, None], torch.arange(positions, device=own.device)
     start, sinks, recent = starts[:, None, None, None], sinks[:, None, None], recent[:, None, None]
     near = (recent < 0) | (own - place < recent) | (place - start < sinks)

@@ -35,7 +35,7 @@ STATE = "_surgery_acceleration"
 
 @dataclass(frozen=True)
 class Acceleration:
-    """What `accelerate` did.
+    """Result of `accelerate`.
 
     Attributes:
         layers: the operations that read each layer's cache, or why its own code still does.
@@ -51,14 +51,14 @@ class Acceleration:
 
 @dataclass
 class _Before:
-    """What `decelerate` puts back."""
+    """Original attention that `decelerate` restores."""
 
     implementation: str | None
     hooks: list = field(default_factory=list)
 
 
 def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
-    """Has a model decode on the project's kernels, and read prompts on them where they take those.
+    """Let a model decode on the project's kernels, and read prompts on them where they take those.
 
     Takes models of stock `deepseek_v3` (whose latents are then read as they are cached), of the project's own class,
     and of any family whose attention goes through transformers' attention functions. Nothing is stored with the model.
@@ -120,14 +120,14 @@ KERNELS: tuple[tuple[type[nn.Module], Callable, str], ...] = (
     (LowRankAttention, low_rank_kernel, "lowrank_decode"),
     (HybridAttention, hybrid_kernel, "hybrid_decode"),
 )
-"""What reads the caches of the project's own attentions, and the operation by which it does."""
+"""Attention classes of the project with their kernels: the reader of a cache, and its operation."""
 
 WHY_NOT = {
     LatentAttention: why_not_latent,
     LowRankAttention: why_not_low_rank,
     CrossLayerAttention: why_not_cross_layer,
 }
-"""What may stand in the way of one layer's kernel."""
+"""Checks that find what stands in the way of one layer's kernel."""
 
 WITHOUT = (
     PromptBasisAttention,

@@ -1,4 +1,4 @@
-"""How far a model's logits are from what they were before its attention was exchanged."""
+"""Comparison of a model's logits with those before its attention was exchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from surgery.model.cache_argument import CACHE, returned_cache
 
 PROMPT, STEPS = 37, 3
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Of `step_error`, by the model's dtype: some roundings of each layer's products in another order."""
+"""Tolerance of `step_error`, by the model's dtype: some roundings of each layer's products in another order."""
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from surgery.model.step_memo import once
 
 
 def why_not_cross_layer(module: CrossLayerAttention) -> str | None:
-    """Why no kernel reads a layer's latents; None if one does."""
+    """Return why no kernel reads a layer's latents; None if one does."""
     kind = getattr(module.rotary[0], "rope_type", "default") if module.rotary else "no"
     if kind not in FIXED_ROPE:
         return f"{kind} RoPE has no fixed table"

@@ -15,14 +15,14 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 
 
 def why_not_latent(module: nn.Module) -> str | None:
-    """Why no kernel reads a layer's latents; None if one does."""
+    """Return why no kernel reads a layer's latents; None if one does."""
     return "one key norm over all heads" if module.key_gains not in (0, module.num_kv_heads) else None
 
 
 def latent_kernel(
     module: nn.Module, query: Tensor, latent: Tensor, positional: Tensor, mask: Tensor | None, cache: Cache | None
 ) -> Tensor | None:
-    """What heads mix of the latents, [B, T, H, r]; None, and nothing cached, where this is no step.
+    """Return the mixed latents of the heads, [B, T, H, r]; None, and nothing cached, where this is no step.
 
     Args:
         query: [B, H, T, r + ρ].

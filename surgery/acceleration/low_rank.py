@@ -23,7 +23,7 @@ FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def why_not_low_rank(module: LowRankAttention) -> str | None:
-    """Why no kernel reads a layer's latents; None if one does."""
+    """Return why no kernel reads a layer's latents; None if one does."""
     (rotary,) = module.rotary
     kind = getattr(rotary, "rope_type", "default")
     if kind not in FIXED_ROPE:
@@ -40,7 +40,7 @@ def why_not_low_rank(module: LowRankAttention) -> str | None:
 
 
 def norms_each_head(module: nn.Module) -> bool:
-    """Whether a layer's key norm, if it has one, is that of each head alone, its weight as it is stored."""
+    """Return whether a layer's key norm, if it has one, is that of each head alone, its weight as it is stored."""
     norm = module.k_norm
     return norm is None or (norm_width(norm) == module.head_dim and hasattr(norm, "variance_epsilon"))
 
@@ -132,7 +132,7 @@ def stacked_ups(
 ) -> tuple[Tensor, Tensor, list[tuple[int, int, int, int]] | None]:
     """Up-projections of keys and of values by head [G, d, r], and where each head's latents are.
 
-    Views of a joint latent. Those of blocks are copied one behind the other, with zeros up to the widest, once for as
+    Views of a joint latent. Those of blocks are copied one after the other, with zeros up to the widest, once for as
     long as the weights do not change.
     """
     weights = [*module.key_up.matrices().values(), *module.value_up.matrices().values()]

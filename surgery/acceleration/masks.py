@@ -1,4 +1,4 @@
-"""What a decoder's attention mask says of each row, in the form that kernels take: where it begins and where it ends.
+"""Attention masks of a decoder in the form that kernels take: where each row begins and where it ends.
 
 Read on the device alone, so that a step recorded in a CUDA graph follows the mask that it is given; and once for all
 layers that get the same mask.

@@ -85,7 +85,7 @@ def _absorbed(
 
 
 def _forgets(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether queries of one step may see other tokens than causally: those of a window, or of a chunk."""
+    """Return whether queries of one step may see other tokens than causally: those of a window, or of a chunk."""
     window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
     chunked = getattr(module.config, "attention_chunk_size", None) and getattr(module, "use_rope", False)
     return bool(window or chunked)

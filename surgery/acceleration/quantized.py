@@ -16,7 +16,7 @@ from surgery.model.cache_argument import CACHE
 from surgery.model.quantized_cache import QuantizedKVLayer
 
 QuantizedKeys = QuantizedKVLayer
-"""What a quantised layer hands on in the place of keys and of values: itself."""
+"""Result of a quantised layer's update in the place of keys and of values: the layer itself."""
 
 
 def ask_for_quantized(module: nn.Module, args: tuple, call: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which calls of an attention are steps that decoding kernels take."""
+"""Steps: the calls of an attention that decoding kernels take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ are bound by operations, and absorbed or rebuilt heads do more of them than expa
 
 
 def is_step(module: nn.Module, query: Tensor, queries: int) -> bool:
-    """Whether kernels for decoding may take a call with so many new tokens: no gradients, no dropout, a GPU."""
+    """Return whether kernels for decoding may take a call with so many new tokens: no gradients, no dropout, a GPU."""
     if queries > MOST_QUERIES or (torch.is_grad_enabled() and query.requires_grad):
         return False
     if module.training and getattr(module, "attention_dropout", 0.0):

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgery.api.given_models import Model, on_disk, placed
+from surgery.api.model_arguments import Model, on_disk, placed
 from surgery.api.results import Evaluated, ScoredHeads
 from surgery.common.file_settings import read_mapping
 from surgery.common.progress import Progress
@@ -31,7 +31,7 @@ def inspect(model: Model, *, allow_pickle: bool = False) -> Inspection:
     """Inspect a model's attention, its cache and its possible conversions, as ``surgery inspect`` does.
 
     Args:
-        model: see :mod:`surgery.api.given_models`.
+        model: see :mod:`surgery.api.model_arguments`.
         allow_pickle: read pickled weights if there are no others.
 
     Raises:
@@ -58,7 +58,7 @@ def plan(
     """Chooses a conversion for a budget, by trying what there is on held-out text: ``surgery plan``.
 
     Args:
-        model: see :mod:`surgery.api.given_models`.
+        model: see :mod:`surgery.api.model_arguments`.
         tokenizer: of a model in memory.
         allow_pickle: read pickled weights if there are no others.
         progress: show bars on standard error.
@@ -88,7 +88,7 @@ def verify(model: Model, *, device: str = "auto", seed: int = 0, progress: bool 
     """Checks a checkpoint as its conversion did, at any time and place: ``surgery verify``.
 
     Args:
-        model: see :mod:`surgery.api.given_models`.
+        model: see :mod:`surgery.api.model_arguments`.
         device: where layers run.
         seed: of the random tokens that are run.
         progress: show bars on standard error.
@@ -126,7 +126,7 @@ def evaluate(
     """Measures models next to their source and next to cheap baselines: ``surgery eval``.
 
     Args:
-        models: one or more, by name if they are a mapping; see :mod:`surgery.api.given_models`.
+        models: one or more, by name if they are a mapping; see :mod:`surgery.api.model_arguments`.
         baseline: their source, which differences are to.
         out: folder of results and report, from which an interrupted evaluation goes on; without it nothing is kept.
         tokenizer: of models in memory.
@@ -190,7 +190,7 @@ def score_heads(
     """Scores every KV head, the higher the more it needs its whole context: ``surgery heads``.
 
     Args:
-        model: see :mod:`surgery.api.given_models`.
+        model: see :mod:`surgery.api.model_arguments`.
         method: duo, prulong, needle, induction or kvzip.
         out: file to write, NAME.safetensors, with a picture next to it; without it the result is temporary.
         tokenizer: of a model in memory.

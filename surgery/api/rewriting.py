@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgery.api.given_models import Model, on_disk, placed
+from surgery.api.model_arguments import Model, on_disk, placed
 from surgery.api.results import Checkpoint, Converted, Healed, ScoredHeads
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.checkpoint.location import find_local
@@ -45,7 +45,7 @@ def convert(
     """Converts a model's attention so that its KV cache is smaller: ``surgery convert``.
 
     Args:
-        model: see :mod:`surgery.api.given_models`.
+        model: see :mod:`surgery.api.model_arguments`.
         to: mla, gqa, mqa, lowrank, crosslayer, hybrid or quantized.
         out: folder to write; without it the result is temporary (:meth:`surgery.api.results.Checkpoint.save` keeps it).
         tokenizer: of a model in memory.
@@ -95,7 +95,7 @@ def slice(
     """Makes a smaller model from a converted one, without calibration: ``surgery slice``.
 
     Args:
-        model: what ``to`` lowrank, crosslayer (cascade) or mla made; see :mod:`surgery.api.given_models`.
+        model: what ``to`` lowrank, crosslayer (cascade) or mla made; see :mod:`surgery.api.model_arguments`.
         kv_ratio: share of the KV bytes of the model that it was converted from.
         out, tokenizer, overwrite, allow_pickle, keep_code, progress: as for :func:`convert`.
         **settings: of :class:`surgery.structures.slices.settings.SliceSettings`.
@@ -133,7 +133,7 @@ def heal(
     The training runs in processes of its own. With an ``out`` an interrupted one goes on when it is asked for again.
 
     Args:
-        model: what was converted; see :mod:`surgery.api.given_models`.
+        model: what was converted; see :mod:`surgery.api.model_arguments`.
         teacher: its source; without it what the model was made from, as its report names it.
         out: folder to write; without it the result is temporary.
         tokenizer: of models in memory.

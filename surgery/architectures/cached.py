@@ -1,4 +1,4 @@
-"""The project's own class around attention as it is, with a quantised cache; and what a rotation can be folded into."""
+"""The custom model class around unchanged attention, with a quantised cache; and what a rotation can be folded into."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _rotated_values(tensors: dict[str, Tensor], heads: int, kv_heads: int) -> di
 
 
 def _rotated_behind_norm(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Latents of a family's MLA: a rotation leaves their norm as it is once its weight is one for all.
+    """Latents of a family's MLA: a rotation leaves their norm unchanged once its weight is one for all.
 
     It stays if it is, as in what conversions write; else it goes to what reads them.
     """

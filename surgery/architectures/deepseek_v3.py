@@ -37,7 +37,7 @@ ROPE_SCALE = 2.0**-4
 """Scale of rotary keys next to a tiny latent. One tensor holds what makes both, and one scale of fp8 must reach
 both."""
 LARGEST_QUERY = 2.0**15
-"""Of query weights, half of what float16 holds; rotary keys are larger where queries would exceed it."""
+"""Largest query weights, half of what float16 holds; rotary keys are larger where queries would exceed it."""
 
 
 def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, beside: str | None = None) -> list[str]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 CONSTANT = 2.0**15
-"""For inputs as they are: the norm is off by |x|²/2^31 of its value."""
+"""Constant channel for unscaled inputs: the norm is off by |x|²/2^31 of its value."""
 LARGEST_WEIGHT = 2.0**14
-"""Of the norm at the constant channel; its inverse is the least."""
+"""Largest weight of the norm at the constant channel; its inverse is the least."""
 
 
 def query_latent(query: Tensor, bias: Tensor, input_scale: float) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from surgery.model.layer_entry import LayerEntry
 from surgery.model.low_rank_entry import LowRankEntry
 
 Ranks = tuple[tuple[int, ...], ...]
-"""How many latents each block of each layer has; all but block-wise low rank have one block a layer."""
+"""Number of latents in each block of each layer; all but block-wise low rank have one block a layer."""
 
 
 @dataclass(frozen=True)

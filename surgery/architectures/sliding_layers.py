@@ -8,7 +8,7 @@ from typing import Any
 from surgery.common.errors import SurgeryError
 
 CARRIERS = {"llama": "ministral", "mistral": "ministral", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""By the source's ``model_type``; Ministral's layers are Llama's and Mistral's, without biases."""
+"""Carriers by the source's ``model_type``; Ministral's layers are Llama's and Mistral's, without biases."""
 CLASSES = {"ministral": "MinistralForCausalLM"}
 OF_LLAMA = ("pretraining_tp", "attention_bias", "mlp_bias")
 REASON = "stock {} has layers with a sliding window and layers with none"

@@ -38,7 +38,7 @@ STEPS = 8
 REPEATS = 3
 MOST_ROWS = 512
 USABLE = 0.9
-"""Of the free memory, what the caches of the largest batch may take."""
+"""Share of the free memory that the caches of the largest batch may take."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ TINY = {
         "dtype": "float32",
     }
 }
-"""For machines without a GPU: to see that everything runs."""
+"""Shapes for machines without a GPU, to see that everything runs."""
 
 DECODE_SHAPES = {**_DENSE, **TINY}
 

@@ -99,7 +99,7 @@ def sample_conversations(
     """
     ends = _ends(model, tokenizer)
     template = ChatTemplate(tokenizer)
-    encoded = [_asked(tokenizer, template, prompt) for prompt in prompts]
+    encoded = [_prompt_ids(tokenizer, template, prompt) for prompt in prompts]
     rng = random.Random(seed)
     left = tokens
 
@@ -120,7 +120,7 @@ def sample_conversations(
     return replies
 
 
-def _asked(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, prompt: str) -> list[int]:
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, prompt: str) -> list[int]:
     turns = [{"role": "user", "content": prompt}]
     return tokenize(tokenizer, template.render(turns, add_generation_prompt=True))
 

@@ -26,7 +26,7 @@ MOST_OF_ONE = 8_192
 OWN = "model-surgery"
 OWN_MODULE = "surgery"
 CODE_PACKAGES = ("torch", "transformers")
-"""Whose source is held-out code: everyone who runs this has them."""
+"""Packages whose source is held-out code: everyone who runs this has them."""
 SKIPPED_CODE = re.compile(r"(^|/)(tests?|testing|_vendor|include)(/|_)|_pb2\.py$")
 
 

@@ -19,7 +19,7 @@ from surgery.checkpoint.disk import disk_errors
 from surgery.version import __version__
 
 WITH_LAGS = "fisher"
-"""Whose statistics have attention over lags next to what all have."""
+"""Method whose statistics have attention over lags next to what all have."""
 
 
 class KeptStatistics:

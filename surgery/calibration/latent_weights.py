@@ -29,7 +29,7 @@ def latent_weight_statistics(anatomy: LatentAnatomy, input_scale: Tensor) -> Lay
     order = torch.cat([torch.arange(rank, len(rows)), torch.arange(rank)])  # the rotary key first
     moment, mean = (moment * torch.outer(factor, factor))[order][:, order], (mean * factor)[order]
 
-    query_moment = anatomy.q @ _asked(anatomy, scale) @ anatomy.q.mT  # [H, n + ρ, n + ρ]
+    query_moment = anatomy.q @ _query_input_moment(anatomy, scale) @ anatomy.q.mT  # [H, n + ρ, n + ρ]
     content, rotated = query_moment[:, :unrotated, :unrotated], query_moment[:, unrotated:, unrotated:]
     key_up, value_up = anatomy.up[:, :unrotated], anatomy.up[:, unrotated:]
     out = anatomy.o.permute(1, 0, 2)  # [H, D, e]
@@ -49,7 +49,7 @@ def latent_weight_statistics(anatomy: LatentAnatomy, input_scale: Tensor) -> Lay
     )
 
 
-def _asked(anatomy: LatentAnatomy, scale: Tensor) -> Tensor:
+def _query_input_moment(anatomy: LatentAnatomy, scale: Tensor) -> Tensor:
     """The second moment of what queries are made of: inputs [D, D], or the query latent after its norm [q, q]."""
     if anatomy.q_down is None:
         return torch.diag(scale.square())

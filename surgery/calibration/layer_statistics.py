@@ -79,16 +79,16 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
     if state := processes.from_main(lambda: snapshots.last("statistics")):
         store.filled = state["boundaries"]
         if not store.filled:
-            store.fill_when_asked(forward)
+            store.fill_on_load(forward)
         return
 
     if settings.keep_statistics:
         cache = KeptStatistics(settings.keep_statistics, _facts(opened, tokens, settings, gradients, basis_of, first))
         if processes.from_main(lambda: cache.read_into(library)):
             progress.note(f"statistics: those kept in {settings.keep_statistics}")
-            store.fill_when_asked(forward)
+            store.fill_on_load(forward)
             return
-    final = None if snapshots.taken("backward") else forward(snapshots, processes)
+    final = None if snapshots.has_state("backward") else forward(snapshots, processes)
     with progress.phase("calibrate: backward", stream.num_layers) as advance:
         parts = Parts(len(tokens), settings.batch_size, processes)
         seed = settings.seed

@@ -130,7 +130,7 @@ def build_mixture(
             part = replace(request, tokens=max(count, 1) * request.length, held_out=others)
             built = build_calibration(tokenizer, name, part)
         drawn[name], other[name] = iter(built.tokens), iter(built.held_out)
-        parts[name] = {"share": share, "sequences": count, "held_out_sequences": others, **_told(built.description)}
+        parts[name] = {"share": share, "sequences": count, "held_out_sequences": others, **_facts_of(built.description)}
     calibration = torch.stack([next(drawn[name]) for name in order])
     unseen = [next(other[name]) for name in other_order]
     held_out_tokens = torch.stack(unseen) if unseen else calibration[:0]
@@ -151,7 +151,7 @@ def build_mixture(
     return CalibrationSet(calibration, held_out_tokens, description)
 
 
-def _told(description: dict[str, Any]) -> dict[str, Any]:
+def _facts_of(description: dict[str, Any]) -> dict[str, Any]:
     return {name: description[name] for name in ("documents", "held_out_documents", "held_out_source")}
 
 

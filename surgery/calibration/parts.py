@@ -17,7 +17,8 @@ from surgery.running.activations import ActivationMemory, give_back
 from surgery.running.processes import ALONE, Processes
 
 PARTS = 8
-"""At most; more processes have nothing to do. Each is a matrix that is sent to all of them, of every moment."""
+"""Largest number of parts; more processes have nothing to do. Each is a matrix that is sent to all of them, of every
+moment."""
 
 
 class Parts:

@@ -11,7 +11,7 @@ from surgery.eval.logits import evaluation_mode
 from surgery.model.cache_argument import cache_for, returned_cache
 
 FREE = -1
-"""In the place of a token that is to be drawn."""
+"""Placeholder of a token that is to be drawn."""
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from surgery.running.moment_precision import MomentPrecision
 from surgery.running.processes import ALONE, Processes
 
 CAUSAL_BLOCKS = 4
-"""Of queries, which meet the keys up to the last of them; more save little and cost calls."""
+"""Blocks of queries, which meet the keys up to the last of them; more save little and cost calls."""
 LAG_BYTES = 2**30
 """Memory that an accelerator gives to several heads at once, for lag statistics; a CPU takes one after the other."""
 

@@ -49,7 +49,7 @@ class BoundaryStore(LayerFiles):
         self._sweep: Callable[[], object] | None = None
         self.filled = False
 
-    def fill_when_asked(self, sweep: Callable[[], object]) -> None:
+    def fill_on_load(self, sweep: Callable[[], object]) -> None:
         """Run ``sweep``, which saves all boundaries here, once the first is loaded."""
         self._sweep = sweep
 
@@ -179,7 +179,7 @@ def backward_sweep(
     else:
         upstream, end = _upstream(stream, final, parts, seed) if gradients else None, stream.num_layers
 
-    def taken(index: int) -> None:
+    def save_state(index: int) -> None:
         state = {"layer": index}
         parts.take(
             snapshots, "backward", lambda: state | {"upstream": None if upstream is None else parts.whole(upstream)}
@@ -190,10 +190,10 @@ def backward_sweep(
         if index in stateful:  # which gradients only pass
             if gradients:
                 _pass_gradients(stream, index, store.load(index), upstream, parts)
-            taken(index)
+            save_state(index)
             continue
         yield _swept(stream, index, opened.anatomy(index), store, upstream, parts, first)
-        taken(index)
+        save_state(index)
 
 
 def _swept(

@@ -54,7 +54,7 @@ def smollm2() -> Path:
 
 
 def model_named(name: str) -> str:
-    """A checkpoint as it is given, a path or hub id; of ``builtin`` and ``smollm2`` where they are.
+    """A checkpoint by the user's path or hub id; of ``builtin`` and ``smollm2`` where they are.
 
     Raises:
         SurgeryError: ``smollm2`` is not to be had.

@@ -24,7 +24,7 @@ class Place(NamedTuple):
 class ReadAhead:
     """Asks for bytes by a thread of its own; what is asked for while it is busy is left out.
 
-    Nothing depends on it: what cannot be read is told by who needs it, and systems without such requests get none.
+    Nothing depends on it: what cannot be read is reported by who needs it, and systems without such requests get none.
     """
 
     def __init__(self) -> None:

@@ -92,7 +92,7 @@ class Snapshots:
                 archive.writestr(_list_in(archive), json.dumps(self._checksums()))
         self._written = time.monotonic()
 
-    def taken(self, loop: str = "*") -> bool:
+    def has_state(self, loop: str = "*") -> bool:
         """Return whether there is a state of this loop; without a name, of any."""
         return self.folder is not None and any(self.folder.glob(f"{loop}.state"))
 

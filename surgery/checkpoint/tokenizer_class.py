@@ -72,7 +72,8 @@ def _cuts_alike(folder: Path, expected: Cutting) -> bool:
 
 
 _KNOWN: dict[str, Cutting | None] = {}
-"""By `_key`: loading a tokenizer takes a second, and conversions of one source in one process ask for the same."""
+"""Cuttings by `_key`: loading a tokenizer takes a second, and conversions of one source in one process ask for the
+same."""
 
 
 def _cutting(folder: Path) -> Cutting | None:
@@ -94,7 +95,7 @@ def _measured(folder: Path) -> Cutting | None:
         tokenizer = _loaded(folder)
         return Cutting(type(tokenizer).__name__, [tokenizer(text).input_ids for text in SAMPLES])
     except Exception:
-        # Whatever a damaged or foreign tokenizer raises: it is copied as it is, and calibration says what is wrong.
+        # Whatever a damaged or foreign tokenizer raises: it is copied unchanged, and calibration says what is wrong.
         return None
 
 

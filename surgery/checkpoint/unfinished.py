@@ -81,7 +81,7 @@ class Unfinished:
         self.snapshots = Snapshots(self.folder)
         if damaged := self.snapshots.discard_damaged():
             self._progress.note(f"{self.folder}: damaged, and begun from scratch: {', '.join(damaged)}")
-        self.resumed = self.snapshots.taken()
+        self.resumed = self.snapshots.has_state()
         if self.resumed:
             self._progress.note(f"goes on with what {self.staging.partial} holds; --restart discards it")
         return self
@@ -90,7 +90,7 @@ class Unfinished:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         stays = kind is not None and (self.resumed or issubclass(kind, (KeyboardInterrupt, ProcessLost)))
-        stays = stays and self.snapshots.taken()
+        stays = stays and self.snapshots.has_state()
         self.staging.discard(keep_unfinished=stays)
         if stays:
             self._progress.note(f"{self.staging.partial} keeps what was finished; --restart discards it")
@@ -107,7 +107,7 @@ class Unfinished:
             with self._progress.phase("hash the source", size, "B") as advance:
                 self._source.identity(advance)
         others = ["no readable list of settings"] if begun is None else self._others(begun, facts)
-        if others and not self._restart and Snapshots(self.folder).taken():
+        if others and not self._restart and Snapshots(self.folder).has_state():
             raise SurgeryError.at(
                 self.staging.partial,
                 f"holds unfinished work of {', '.join(others)}; ask for the same to resume it,"

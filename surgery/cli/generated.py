@@ -92,11 +92,11 @@ class SettingOption:
         values = self._by_target(lambda each: ", ".join(map(str, each.choices)))
         if len(values) > 1 or (values and self.metavar != "|".join(map(str, self.first.choices))):
             one_of = "" if len(values) > 1 else "Of " if self.first.many else "One of "
-            parts.append(f"{one_of}{_told(values)}.")
+            parts.append(f"{one_of}{_with_targets(values)}.")
         if self.first.info.also:
             parts.append(f"Also {', '.join(self.first.info.also)}.")
         defaults = self._by_target(_default)
-        return " ".join(parts) + (f" [{_told(defaults)}]" if defaults else "")
+        return " ".join(parts) + (f" [{_with_targets(defaults)}]" if defaults else "")
 
     def _by_target(self, text_of: Callable[[Setting], str]) -> list[tuple[str, list[str]]]:
         targets: dict[str, list[str]] = {}
@@ -139,7 +139,7 @@ def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Cal
 
     @wraps(verb)
     def called(**values: Any) -> None:
-        pairs = [(option, value) for option in options if (value := _taken(option, values)) is not None]
+        pairs = [(option, value) for option in options if (value := _pop_value(option, values)) is not None]
         try:
             verb(**values, options=OptionValues(classes, tuple(pairs)))
         except SurgeryError as error:
@@ -185,7 +185,7 @@ def _rank(panel: str) -> int:
     return 0 if panel == "Budget" else 2 if panel.startswith("--to") else 3 if panel in last else 1
 
 
-def _taken(option: SettingOption, values: dict[str, Any]) -> Any:
+def _pop_value(option: SettingOption, values: dict[str, Any]) -> Any:
     """Takes an option's value out of those of all parameters.
 
     Raises:
@@ -209,7 +209,7 @@ def _default(setting: Setting) -> str:
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
-def _told(parts: list[tuple[str, list[str]]]) -> str:
+def _with_targets(parts: list[tuple[str, list[str]]]) -> str:
     """A text, or the text of every target."""
     return parts[0][0] if len(parts) == 1 else "; ".join(f"{', '.join(targets)}: {text}" for text, targets in parts)
 

@@ -27,7 +27,7 @@ from surgery.cli.verbs import Verbs, equip
 from surgery.cli.verify import verify
 from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.interruption import interruptible, remains
-from surgery.common.machine_faults import check_working_folder, told
+from surgery.common.machine_faults import check_working_folder, fault_message
 from surgery.common.standard_output import open_closed_streams, printing
 from surgery.evaluation.settings import EvalSettings
 from surgery.heads.settings import HeadSettings
@@ -173,7 +173,7 @@ def main() -> None:
             print(f"surgery: interrupted; {remains()}", file=sys.stderr)
             sys.exit(interruption.exit_code)
         except BaseException as error:  # a panic of tokenizers is no Exception
-            if (line := told(error)) is None:
+            if (line := fault_message(error)) is None:
                 raise
             print(f"surgery: error: {line}", file=sys.stderr)
             sys.exit(1)

@@ -20,7 +20,7 @@ class FileSettings:
 
     def __post_init__(self) -> None:
         for name, each in settings_of(type(self)).items():
-            object.__setattr__(self, name, each.taken(getattr(self, name)))
+            object.__setattr__(self, name, each.parse(getattr(self, name)))
 
     @classmethod
     def from_file(cls, path: str | Path, **overrides: Any) -> Self:

@@ -17,7 +17,7 @@ ASKED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr
 """Signals by which others ask a process to end; Windows lacks the second."""
 
 STARTED_BY = "SURGERY_STARTED_BY"
-"""In the environment of a process: the one without which it is to stop."""
+"""Environment variable with the process id without which a process is to stop."""
 
 
 _unfinished: list[Path] = []

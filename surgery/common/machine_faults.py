@@ -18,7 +18,7 @@ _FREE = "free some, or choose another --out (temporary files of an output lie ne
 _UNWRITTEN = ("PytorchStreamWriter", "unexpected pos", "No space left on device")
 
 
-def told(error: BaseException) -> str | None:
+def fault_message(error: BaseException) -> str | None:
     """Return the message for an error of the machine; None for one of the program's own.
 
     Errors of files that a command was asked to read or write are told where they happen, with what to do; this is for

@@ -30,7 +30,7 @@ RECORDS = ("surgery_report.json", "surgery_healing.json", "heal.json")
 """Files whose ``files`` list what a result folder holds, with hashes; ``other_files`` those that may be edited."""
 
 HIDDEN = ".surgery-"
-"""What hidden files and folders of this program begin with."""
+"""Beginning of the names of this program's hidden files and folders."""
 
 _SIGNATURES = (MARK.encode(), b'"surgery_heads"', b"# surgery convert ", b'"command": "surgery bench')
 _EDGE = 2**16

@@ -9,7 +9,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.ownership import MARK, check_file
 
 PAGE_HEIGHT = 600
-"""Of a page in a notebook, in pixels; it scrolls."""
+"""Height of a page in a notebook, in pixels; it scrolls."""
 
 
 _MARKED = {"png": "Software", "svg": "Creator", "pdf": "Creator"}

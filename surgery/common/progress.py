@@ -41,7 +41,7 @@ class Progress:
         self._worked = self._spent = 0.0  # in phases whose work was expected
 
     def fresh(self) -> Progress:
-        """Another one that shows as much, for the next of several steps: the time left is told of this step alone."""
+        """Another one that shows as much, for the next of several steps: the time left is that of this step alone."""
         return Progress(silent=self._silent, places=self._places, is_step=True)
 
     @contextlib.contextmanager
@@ -73,7 +73,9 @@ class Progress:
         def tell(event: str, phase: Phase, text: str, shown: str | None) -> None:
             """Logs a text and shows another, or none."""
             prefix, left = f"{place}: " if place else "", self._left(phase, already)
-            rest = f", {estimate}" if event == "going" and (estimate := self._told(left, phase.left(already))) else ""
+            rest = (
+                f", {estimate}" if event == "going" and (estimate := self._time_left(left, phase.left(already))) else ""
+            )
             name = "step_seconds_left" if self._is_step else "seconds_left"
             facts = {} if left is None else {name: round(left, 1)}
             self._log(event, prefix + text + rest, at=place or None, **phase.facts(), **facts)
@@ -97,7 +99,7 @@ class Progress:
                 already = count  # what an earlier run had done comes at once
             phase.done += count
             if not bar.disable and (left := self._left(phase, already)):
-                bar.set_postfix_str(self._told(left, None), refresh=False)
+                bar.set_postfix_str(self._time_left(left, None), refresh=False)
             bar.update(count)
 
         try:
@@ -137,7 +139,7 @@ class Progress:
         rest = after + self._work(phase, phase.total - phase.done)
         return rest * (self._spent + phase.seconds) / worked
 
-    def _told(self, of_work: float | None, of_phase: float | None) -> str:
+    def _time_left(self, of_work: float | None, of_phase: float | None) -> str:
         """The time left, of all phases where that is known; empty where nothing is."""
         if of_work:
             return f"about {duration(of_work)} left {'of this step' if self._is_step else 'in all'}"

@@ -99,8 +99,8 @@ class Setting:
         """The command line's name for it, as a file would spell it."""
         return self.info.flag or self.name
 
-    def taken(self, value: Any, where: str = "") -> Any:
-        """A value as the field wants it.
+    def parse(self, value: Any, where: str = "") -> Any:
+        """Convert a value to the field's type and check its limits.
 
         Raises:
             SurgeryError: it cannot be.

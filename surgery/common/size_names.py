@@ -10,7 +10,7 @@ SIZE_NAMES = {
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }
-"""By GPT-2's."""
+"""Names of sizes by GPT-2's names."""
 
 
 def with_size_names(config: dict[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def _remove_abandoned() -> None:
     """Removes folders of this program and user whose process is no more."""
     for path in _place().glob(f"{PREFIX}*{LOCK}"):
         folder = path.with_name(path.name.removesuffix(LOCK))
-        if (handle := _taken(path)) is not None:
+        if (handle := _try_lock(path)) is not None:
             marker = _read(handle)
             if is_own(marker):
                 if os.path.lexists(folder) and marker.get("folder") == _inode(folder):
@@ -120,7 +120,7 @@ def _read(handle: int) -> Any:
         return None
 
 
-def _taken(lock: Path) -> int | None:
+def _try_lock(lock: Path) -> int | None:
     """A lock of this user that nobody held; None of others."""
     try:
         if lock.lstat().st_uid != os.getuid():

@@ -35,10 +35,10 @@ def show_kernels(record: dict, path: Path, *, as_json: bool = False) -> None:
 def _kernel_row(row: dict) -> tuple:
     gate = row.get("gate") or {}
     place = (row["operation"], f"{row['model']} {row['variant']}", row["batch"], row["context"])
-    return (*place, gate.get("error"), gate.get("times_best_library"), *map(row.get, KERNEL_KEYS), _said(row, gate))
+    return (*place, gate.get("error"), gate.get("times_best_library"), *map(row.get, KERNEL_KEYS), _remark(row, gate))
 
 
-def _said(row: dict, gate: dict) -> str | None:
+def _remark(row: dict, gate: dict) -> str | None:
     """The fastest of the others, or why there is no time."""
     if "skipped" in row:
         return row["skipped"]

@@ -18,7 +18,7 @@ from surgery.console.verdicts import of_conversion, of_healing, show_next, show_
 from surgery.engines.facts import OWN_CLASSES
 from surgery.engines.table import ANY, spoken
 from surgery.engines.verdict import Verdict
-from surgery.reporting.quality import before_and_after, stages_table, useless_told
+from surgery.reporting.quality import before_and_after, stages_table, useless_message
 
 
 def show_conversion(conversion, *, as_json: bool = False) -> None:
@@ -56,7 +56,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         page.print(plain(of_healing(healing) or NOT_MEASURED), soft_wrap=True)
     show_ruin(page, target.get("ruined_by", ()))
     if useless := target.get("useless_layers"):
-        page.print(f"[bold yellow]{plain(useless_told(useless))}[/bold yellow]", soft_wrap=True)
+        page.print(f"[bold yellow]{plain(useless_message(useless))}[/bold yellow]", soft_wrap=True)
     after = [f"surgery heal {result} --teacher {source_name}"] if first["loss"] is not None and not healing else []
     show_next(page, [f"surgery eval {result} --baseline {source_name}", *after, f"surgery doctor {result}"])
 
@@ -151,7 +151,7 @@ def show_doctor(diagnosis, *, as_json: bool = False) -> None:
     rows = []
     for verdict in diagnosis.verdicts:
         why = f"{verdict.reason}; {verdict.remedy}" if verdict.remedy else verdict.reason
-        rows.append((verdict.engine, verdict.version, verdict.status, _held(verdict), why))
+        rows.append((verdict.engine, verdict.version, verdict.status, _allocation(verdict), why))
     kv_column = Column("KV cache per token", align="right")
     page.print(make_table(["engine", Column("version", align="left"), "", kv_column, "because"], rows))
     _show_commands(page, {verdict.engine: verdict.to_dict() for verdict in diagnosis.verdicts})
@@ -287,7 +287,7 @@ def _parts(parts: dict[str, int]) -> str:
     return ", ".join(f"{name} {size(amount)}" for name, amount in largest)
 
 
-def _held(verdict: Verdict) -> str | None:
+def _allocation(verdict: Verdict) -> str | None:
     """Return the bytes that an engine allocates for a token, and for a request in addition to its tokens."""
     if verdict.cache_bytes_per_token is None:
         return None

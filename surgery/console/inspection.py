@@ -83,14 +83,14 @@ def _show_advice(page: Console, chosen: dict) -> None:
     of = "quality in the order of SmolLM2-135M's losses; surgery plan measures this model"
     page.print(f"what to take (no text was read: {of})", soft_wrap=True)
 
-    def said(row: dict) -> str:
+    def command_of(row: dict) -> str:
         return f"{row['command'].removeprefix(COMMAND)} ({share(row['kv_ratio'])})"
 
-    page.print(f"  best in quality: {plain(said(chosen['quality']))}", soft_wrap=True)
-    page.print(f"  smallest: {plain(said(chosen['smallest']))}", soft_wrap=True)
+    page.print(f"  best in quality: {plain(command_of(chosen['quality']))}", soft_wrap=True)
+    page.print(f"  smallest: {plain(command_of(chosen['smallest']))}", soft_wrap=True)
     takers: dict[str, list[str]] = {}
     for name, row in chosen["engines"].items():
-        takers.setdefault(said(row), []).append(
+        takers.setdefault(command_of(row), []).append(
             name if ran(row["engines"][name]) else f"{name} (its own check, not run)"
         )
     for row, names in takers.items():

@@ -16,7 +16,7 @@ AMOUNTS = {
     "disk": ("disk", size),
     "temporary": ("temporary files", size),
 }
-"""What is told of a step: how it is called, and how it is written."""
+"""Columns of a step's amounts: title and format."""
 
 
 def show_plan(plan: dict[str, Any], *, as_json: bool = False) -> None:

@@ -16,7 +16,7 @@ from surgery.engines.verdict import Verdict
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What engines do with one checkpoint.
+    """Verdicts of the engines on one checkpoint.
 
     Attributes:
         ruined_by: formats of weights or cache in which it computes nonsense, as far as its tensors show.

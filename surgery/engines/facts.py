@@ -1,4 +1,4 @@
-"""What of a checkpoint decides whether an engine loads it, read from its config.json."""
+"""Facts of a checkpoint that decide whether an engine loads it, read from its config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from surgery_vllm.structure import SERVED, NotServed, attention_of_layers, windo
 
 MLA, HEADS, OWN = "deepseek_v3", "heads", "surgery"
 PICTURES = "surgery_pictures"
-"""The own class inside of a model of pictures and text."""
+"""The custom model class inside of a vision-language model."""
 OWN_CLASSES = OWN, PICTURES
 
 PLAIN = ("llama", "mistral")
@@ -43,7 +43,7 @@ class Facts:
         rope_beside: how it rotates is said beside ``rope_parameters`` too, in the keys of transformers 4.
         windowed: some layers have an attention window.
         quantised: the weights are stored quantised, which took no part in any trial.
-        pictures: a model of pictures and text, whose language model has the cache.
+        pictures: a vision-language model, whose language model has the cache.
         served: of the own class, the name under which trials of our plugin for vLLM are kept.
         not_served: of the own class, what that plugin has no code for; None if it has.
     """
@@ -90,7 +90,7 @@ class Facts:
         }
         layers = config["num_hidden_layers"]
         if family == PICTURES:
-            return cls(**_own(config) | {"not_served": "models of pictures and text"}, **common)
+            return cls(**_own(config) | {"not_served": "vision-language models"}, **common)
         if structure == OWN:
             return cls(**_own(config), **common)
         if structure == MLA:
@@ -131,13 +131,13 @@ class Facts:
         return f"convert --to mla {flags}" if stock or (self.structure == OWN and self.base in PLAIN) else None
 
     def again_for(self, engine: str, with_biases: str | None = None) -> str | None:
-        """The same by ``--engine``, or of one with biases, which are mostly the source's and refused again, by another
-        flag, where there is one that helps."""
+        """Return how to convert again by ``--engine``, or, for one with biases, which are mostly the source's, by
+        another flag where there is one that helps."""
         flags = with_biases if self.biases else f"--engine {engine}"
         return flags and self.again(flags)
 
     def cache(self, number_bytes: int) -> dict[str, int | None]:
-        """What a verdict says of the cache of all layers at so many bytes a number."""
+        """Return the facts of a verdict on the cache of all layers at so many bytes an element."""
         if self.cached_numbers is None:
             return {}
         per_token, streamed = (count * number_bytes for count in (self.cached_numbers, self.streamed_numbers))
@@ -155,7 +155,7 @@ def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own(config: dict[str, Any]) -> dict[str, Any]:
-    """What the plugin for vLLM makes of a checkpoint of the own class."""
+    """Return the plugin's verdict for vLLM on a checkpoint of the custom model class."""
     heads = config["num_attention_heads"]
     defaults = {"base_model_type": "llama", "kv_cache": None, "num_key_value_heads": heads}
     defaults |= {"max_position_embeddings": 0, "attention_layers": [None] * config["num_hidden_layers"]}

@@ -10,7 +10,7 @@ NAME = "transformers"
 EAGER = ("gemma2",)
 """Families that some version computes otherwise by its own choice of attention: 5.19 takes SDPA, which has no cap."""
 PICTURES = "AutoModelForImageTextToText"
-"""What loads a model of pictures and text."""
+"""Class that loads a vision-language model."""
 EAGERLY = ', attn_implementation="eager"'
 
 

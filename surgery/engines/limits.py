@@ -1,4 +1,4 @@
-"""What ``convert --engine`` keeps to: the sizes that an engine's kernels for MLA are built for.
+"""Limits of ``convert --engine``: the sizes that an engine's kernels for MLA are built for.
 
 vLLM on CUDA before Blackwell runs the prompt by FlashAttention, for some sizes of heads only
 (``FlashAttnPrefillBackend.supports_mla_dimensions``). FlashMLA, the fastest for decoding there and in SGLang, reads 576
@@ -21,7 +21,7 @@ FAST_WIDTH, FAST_ROPE = 576, 64
 
 @dataclass(frozen=True)
 class MLALimits:
-    """Of one engine, for heads of one size.
+    """Limits of one engine, for heads of one size.
 
     Attributes:
         head_sizes: (nope, rope, value) numbers of a head that the weights are padded to, and so the rotary dimensions
@@ -37,7 +37,7 @@ class MLALimits:
 
 
 def mla_limits(engine: str, head_dim: int, value_dim: int) -> MLALimits:
-    """What an engine carries of MLA with heads of ``head_dim`` unrotated and ``value_dim`` value numbers.
+    """Return an engine's limits of MLA with heads of ``head_dim`` unrotated and ``value_dim`` value dims.
 
     Raises:
         SurgeryError: the heads are wider than any that it takes.

@@ -14,7 +14,7 @@ LLAMAS = ("llama", "mistral")
 
 
 def obstacle(facts: Facts) -> str | None:
-    """Why a checkpoint cannot become a GGUF that computes the same; None if it can."""
+    """Return why a checkpoint cannot become a GGUF that computes the same; None if it can."""
     if facts.structure == OWN:
         return "the model class of this package"
     if facts.structure == MLA:

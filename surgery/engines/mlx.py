@@ -10,7 +10,7 @@ NAME = "mlx-lm"
 
 
 def obstacle(facts: Facts) -> str | None:
-    """Why it would not load a checkpoint, or compute something else; None if nothing is known to stand in the way."""
+    """Return why it would not load a checkpoint, or compute something else; None if no obstacle is known."""
     if facts.structure == OWN:
         return "the model class of this package"
     if facts.structure == MLA and facts.frequency_list:

@@ -43,7 +43,7 @@ FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_K": _by_blocks(256, 15 * 63 / 2),
     "fp8 weights with one scale": _fp8,
 }
-"""What is left of a weight [n, m], float64, in each format."""
+"""Rounding of a weight [n, m], float64, to each format."""
 FP8_CACHE = "an fp8 KV cache"
 
 

@@ -11,7 +11,7 @@ from surgery.engines.facts import Facts
 from surgery.engines.verdict import NOT_TRIED, REFUSED, Verdict
 
 ANY = "CKPT"
-"""What commands of reports call the checkpoint, which may be moved."""
+"""Name of the checkpoint in commands of reports, as it may be moved."""
 
 ASKED = {
     "vllm": (vllm.CUDA,),
@@ -20,11 +20,11 @@ ASKED = {
     "mlx": (mlx.NAME,),
     "all": (vllm.CUDA, sglang.NAME, llama_cpp.NAME, mlx.NAME),
 }
-"""What ``--engine`` asks of the table."""
+"""Rows of the table that ``--engine`` needs."""
 
 
 def verdicts(config: dict[str, Any], path: str = ANY) -> list[Verdict]:
-    """What every engine does with a checkpoint of this config.json; commands name ``path``."""
+    """Return every engine's verdict on a checkpoint of this config.json; commands name ``path``."""
     facts = Facts.of(config)
     said = [
         in_transformers.verdict(facts, path),

@@ -1,4 +1,4 @@
-"""What was tried: the kinds of checkpoints that tests ran in each engine.
+"""Trials: the kinds of checkpoints that tests ran in each engine.
 
 transformers, without this package, in tests/test_convert*.py and tests/families; llama.cpp, mlx-lm and vLLM's CPU build
 (its own classes, and our plugin) in tests/engines, greedy tokens and log-probabilities compared with transformers'.
@@ -57,7 +57,7 @@ MLX_DIFFERS = {
         "it attends to all tokens where this model has windows",
     ),
 }
-"""What runs there and computes something else, and why; tests saw other tokens than transformers'."""
+"""Families that run there and compute something else, and why; tests saw other tokens than transformers'."""
 VLLM_CPU = Trial("0.32.0", "CPU", frozenset({"mla", "llama", "mistral", "qwen2"}))
 FAMILIES = ("llama", "mistral", "qwen2")
 LATENTS = ("mla", "low rank", "mla + low rank", "hybrid heads")

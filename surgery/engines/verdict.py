@@ -1,4 +1,4 @@
-"""What an engine does with a checkpoint."""
+"""Verdict of an engine on a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """In one line."""
+        """Text of one line."""
         remedy = f"; {self.remedy}" if self.remedy else ""
         return f"{self.status}: {self.reason}{remedy}"
 
@@ -66,12 +66,12 @@ def merged(tables: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[
 
 
 def loads(said: Mapping[str, Any]) -> bool:
-    """Whether a verdict, as plain values, is a yes."""
+    """Return whether a verdict, as plain values, is a yes."""
     return said["status"] in (LOADS, LOADS_WITH)
 
 
 def ran(said: Mapping[str, Any]) -> bool:
-    """Whether it is that of a test, not of the engine's own check."""
+    """Return whether a verdict is that of a test, not of the engine's own check."""
     return loads(said) and said["reason"].startswith("ran in")
 
 

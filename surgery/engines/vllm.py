@@ -108,6 +108,6 @@ def _obstacle(facts: Facts) -> str | None:
 
 
 def _dropped(facts: Facts) -> str:
-    """What its own MLA class would compute otherwise, in silence."""
+    """Return what vLLM's own MLA class would compute otherwise, in silence."""
     found = ["drops the biases"] * facts.biases + ["turns the frequency list into YaRN"] * facts.frequency_list
     return " and ".join(found)

@@ -31,14 +31,14 @@ class Checkpoint:
 
     Attributes:
         name: its row's name.
-        given: as the user named it.
+        source: path or hub id, as the user named it.
         reader: its files; of a vision-language model, its language model.
         sha256: of all its weights.
         trust_remote_code: whether code next to the weights may run.
     """
 
     name: str
-    given: str
+    source: str
     reader: CheckpointReader
     sha256: str
     trust_remote_code: bool = False
@@ -64,8 +64,8 @@ class Checkpoint:
     @property
     def place(self) -> str:
         """Hub id, or the folder's or file's name: where it lay on one machine tells nobody anything."""
-        if not Path(self.given).exists():
-            return self.given
+        if not Path(self.source).exists():
+            return self.source
         return origin(self.reader.name, self.reader.dequantised_from)
 
     @property
@@ -92,7 +92,7 @@ class Checkpoint:
         try:
             return model.to(device).eval()
         except torch.OutOfMemoryError:
-            raise SurgeryError(f"{self.given}: does not fit on the device; try --device cpu") from None
+            raise SurgeryError(f"{self.source}: does not fit on the device; try --device cpu") from None
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Its tokenizer.
@@ -100,7 +100,7 @@ class Checkpoint:
         Raises:
             SurgeryError: there is none that transformers can read.
         """
-        return tokenizer_of(self.reader, called=self.given, trust_remote_code=self.trust_remote_code)
+        return tokenizer_of(self.reader, called=self.source, trust_remote_code=self.trust_remote_code)
 
     def conversion(self) -> dict[str, Any] | None:
         """Return the facts of this package's conversion report that evaluation reports show."""

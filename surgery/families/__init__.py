@@ -46,12 +46,12 @@ BUILT_IN = (
 )
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN}, Family)
-"""By ``model_type``, those of installed packages among them."""
+"""Families by ``model_type``, those of installed packages among them."""
 
 LATENT_FAMILIES: dict[str, LatentFamily] = {
     family.model_type: family for family in (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, MISTRAL4, YOUTU)
 }
-"""Those whose attention is MLA already, by ``model_type``."""
+"""Families whose attention is MLA already, by ``model_type``."""
 
 LATENTS = "it caches latents already"
 
@@ -65,7 +65,7 @@ WHY_NOT = {
     **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, in a layer of two attentions or next to a state"),
     "kimi_k2": "transformers has no class of that name; its weights are DeepSeek-V3's, so say deepseek_v3 there",
 }
-"""What people ask for and is not there, by ``model_type``."""
+"""Reasons for which families that people ask for are missing, by ``model_type``."""
 
 __all__ = [
     "FAMILIES",
@@ -92,7 +92,7 @@ def family_of(config: dict) -> Family:
             f"config.json: model_type {model_type!r} caches latents already, which --to mla makes smaller; "
             "other structures start from keys and values of heads"
         )
-    return _found(config, FAMILIES)
+    return _lookup(config, FAMILIES)
 
 
 def latent_family_of(config: dict) -> LatentFamily:
@@ -101,7 +101,7 @@ def latent_family_of(config: dict) -> LatentFamily:
     Raises:
         SurgeryError: an unknown model type, or weights that are quantised.
     """
-    return _found(config, LATENT_FAMILIES)
+    return _lookup(config, LATENT_FAMILIES)
 
 
 def any_family_of(config: dict) -> Family:
@@ -110,7 +110,7 @@ def any_family_of(config: dict) -> Family:
     Raises:
         SurgeryError: an unknown model type, or weights that are quantised.
     """
-    return _found(config, {**FAMILIES, **LATENT_FAMILIES})
+    return _lookup(config, {**FAMILIES, **LATENT_FAMILIES})
 
 
 def family_around(model_type: str) -> Family | None:
@@ -118,7 +118,7 @@ def family_around(model_type: str) -> Family | None:
     return FAMILIES.get(model_type) or LATENT_FAMILIES.get(model_type)
 
 
-def _found(config: dict, families: Mapping[str, Family]) -> Family:
+def _lookup(config: dict, families: Mapping[str, Family]) -> Family:
     model_type = config.get("model_type")
     if model_type not in families and model_type in WHY_NOT:
         raise SurgeryError(

@@ -37,7 +37,7 @@ def uniform_window(config, layer: int) -> int | None:
 
 
 MTP_LAYERS = "num_nextn_predict_layers"
-"""What configs call the number of MTP layers, stored after the others."""
+"""Config key of the number of MTP layers, stored after the others."""
 
 
 def is_mtp_layer(name: str, layers: int) -> bool:

@@ -116,4 +116,4 @@ FUSED: dict[str, FusedFamily] = {
     "phi3": FusedFamily(_phi3_config, _phi3_parts),
     "internlm3": FusedFamily(_internlm3_config, lambda config: {}),
 }
-"""By ``model_type``: Phi-3 and Phi-4, and InternLM3, which only calls its settings otherwise."""
+"""Fused families by ``model_type``: Phi-3 and Phi-4, and InternLM3, which only names its settings otherwise."""

@@ -16,7 +16,7 @@ from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import STATIC_ROPE_TYPES, half_split_order, rope_frequencies
 
 LATENT_EPS = 1e-6
-"""Of the norms on latents in transformers' MLA classes, whatever ``rms_norm_eps`` says."""
+"""Eps of the norms on latents in transformers' MLA classes, whatever ``rms_norm_eps`` says."""
 
 DOWN, NORM, UP = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
 """Modules that a smaller latent changes."""
@@ -33,7 +33,7 @@ class LatentFamily(Family):
 
     Attributes:
         neighbours: whether rotary pairs are neighbours, (2 i, 2 i + 1), in the checkpoint, by its config.
-        inside: the model type of pictures and text in which alone transformers' auto classes load it, if there is one.
+        inside: the vision-language model type in which alone transformers' auto classes load it, if there is one.
     """
 
     neighbours: Callable[[object], bool] = lambda config: bool(config.rope_interleave)
@@ -102,7 +102,7 @@ class LatentFamily(Family):
     def rotation(self, config, layer: int) -> Rotation:
         """Return the rotation of the rotated part alone, as :meth:`Family.rotation` does.
 
-        The conversion leaves it as it is, so that frequencies may change with lengths beyond the calibration's.
+        The conversion leaves it unchanged, so that frequencies may change with lengths beyond the calibration's.
         """
         rope = config.qk_rope_head_dim
         partial = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0  # of whole heads

@@ -1,6 +1,6 @@
 """Llama 4, text: three layers in four rotate and attend in chunks, with an RMS norm without weight after the rotation.
 
-A rotation leaves norms as they are, so that this is a q/k-norm before it. Those layers stay, as their caches stop
+A rotation leaves norms unchanged, so that this is a q/k-norm before it. Those layers stay, as their caches stop
 growing by themselves. The others attend to all tokens, unrotated and without that norm, and scale queries by position.
 """
 

@@ -11,16 +11,16 @@ from typing import Any
 from surgery.common.errors import SurgeryError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-"""Of the language model's tensors, as transformers and as published checkpoints have them."""
+"""Prefixes of the language model's tensors, as transformers and as published checkpoints have them."""
 
 INSIDE = "model."
-"""Of all tensors but the output head, as transformers has them."""
+"""Prefix of all tensors but the output head, as transformers has them."""
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 HOLD_CUSTOM = ("gemma3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
 HOLD_CUSTOM += ("qwen3_vl_moe", "surgery_pictures")
-"""Those in which the language model may become one of the custom model class, by ``model_type``."""
+"""Models whose language model may become one of the custom model class, by ``model_type``."""
 
 MULTIMODAL = (*HOLD_CUSTOM, "llama4")
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SCORERS: Registry[str | Scorer] = Registry(
     "scorers", {name: f"surgery.heads.{name.replace('-', '_')}:score" for name in METHODS}
 )
-"""What scores heads, or where it is (module:name); those of installed packages among them."""
+"""Scorers of heads, or their places (module:name); those of installed packages among them."""
 
 
 def scorer(name: str) -> Scorer:

@@ -43,7 +43,7 @@ def score(session: ScoringSession) -> HeadScores:
     with session.progress.phase("copies of needles", len(rows), "sequence") as advance:
         samples = session.processes.map(lambda row: _copies(session, reader, needles, row), rows, advance)
     copy, mass = (torch.cat(part) for part in zip(*samples, strict=True))
-    questions = needles.asked.unique().numel() - 1
+    questions = needles.fact_numbers.unique().numel() - 1
     facts = {"needles": questions * len(rows), "needles_answered": len(copy)}
     if not len(copy):
         raise SurgeryError(
@@ -60,7 +60,7 @@ def _copies(session: ScoringSession, reader: LogitReader, needles: NeedleSet, ro
     """Copy scores and attention mass [F, L, H] float64 of the facts of one sequence that are answered."""
     tokens = needles.tokens[row]
     places = needles.answers[row].nonzero()[:, 0]
-    numbers, answers = needles.asked[row, places], tokens[places]
+    numbers, answers = needles.fact_numbers[row, places], tokens[places]
     start, stop = needles.spans[row][numbers].unsqueeze(-1).unbind(1)
     keys = torch.arange(len(tokens))
     source = (keys >= start) & (keys < stop) & (tokens == answers[:, None])  # [n, T]: the answer's token in its fact

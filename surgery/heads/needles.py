@@ -29,13 +29,13 @@ class NeedleSet:
         tokens: [N, T] int64.
         answers: [N, T] bool, true at the tokens of the answers' digits (tokens to be predicted, not positions that
             predict).
-        asked: [N, T] int64, at those tokens the number of the fact that is asked for, elsewhere -1.
+        fact_numbers: [N, T] int64, at those tokens the number of the fact that is asked for, elsewhere -1.
         spans: [N, F, 2] int64, the place of the first token of each fact's line and the one after its last.
     """
 
     tokens: LongTensor
     answers: BoolTensor
-    asked: LongTensor
+    fact_numbers: LongTensor
     spans: LongTensor
 
 

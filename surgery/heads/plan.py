@@ -15,7 +15,7 @@ from torch import BoolTensor, Tensor
 from surgery.common.errors import SurgeryError
 
 Units = Sequence[Sequence[tuple[int, ...]]]
-"""For every layer its units, each the KV heads that are in it."""
+"""Units of every layer, each the KV heads that are in it."""
 
 
 @dataclass(frozen=True)

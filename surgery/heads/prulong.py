@@ -26,7 +26,7 @@ START = 2.0
 """log α at first: a gate is open in 97% of the draws."""
 
 LEARNING_RATE, MULTIPLIER_RATE = 0.15, 0.1
-"""Of log α and of λ1 and λ2."""
+"""Learning rates of log α, and of λ1 and λ2."""
 
 DAMPING = 10.0
 """λ2 at first. The authors' code starts it at 0; in as few steps as here, s then swings about t."""

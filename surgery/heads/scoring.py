@@ -187,7 +187,7 @@ def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
     """
     from surgery.model.cache_layer import check_full_attention
 
-    config, name = checkpoint.reader.config, checkpoint.given
+    config, name = checkpoint.reader.config, checkpoint.source
     entries = layer_entries(config) if config.get("attention_layers") else []
     if config.get("model_type") == "deepseek_v3" or any(isinstance(entry, LatentEntry) for entry in entries):
         raise SurgeryError(f"{name}: all heads of MLA share one latent, none has a cache of its own; score its source")

@@ -11,7 +11,7 @@ from surgery.common.setting import DTYPE_NAMES, setting
 Method = Literal["duo", "prulong", "needle", "induction", "kvzip"]
 METHODS = get_args(Method)
 SUFFIX = ".safetensors"
-"""Of pattern files."""
+"""Suffix of pattern files."""
 
 STEPS, DUO_STEPS = 150, 80
 """Of a training. Gates of `duo` rank the demo model's heads after 80 steps as after 150 at half the learning rate (rank

@@ -138,7 +138,7 @@ def _healing(
     return HealRequest(
         "",
         Staging(out, overwrite=request.overwrite).out,
-        given=values,
+        overrides=values,
         measure=measure,
         overwrite=request.overwrite,
         command=request.command,

@@ -71,7 +71,7 @@ class HealRequest:
         student: the converted checkpoint.
         out: folder to write; the student's name with "-healed" after it by default.
         config: YAML file of :class:`surgery.training.settings.HealSettings`; None for the defaults.
-        given: settings by name that win over the file's.
+        overrides: settings by name that win over the file's.
         processes: to start; None for the ``launcher``'s number, or for one without it.
         launcher: accelerate configuration file (`surgery.healing.launchers.find_launcher`).
         measure: evaluation settings by name for the source, the student and the healed checkpoint; None measures none.
@@ -82,7 +82,7 @@ class HealRequest:
     student: str
     out: Path | None = None
     config: Path | None = None
-    given: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     processes: int | None = None
     launcher: Path | None = None
     measure: Mapping[str, Any] | None = field(default_factory=dict)
@@ -214,12 +214,12 @@ def with_teacher(request: HealRequest, student: CheckpointReader, progress: Prog
     Raises:
         SurgeryError: the source is not to be found.
     """
-    values = {**(read_mapping(request.config) if request.config else {}), **request.given}
+    values = {**(read_mapping(request.config) if request.config else {}), **request.overrides}
     if any(values.get(name) for name in LEARNED_FROM):
         return request
     teacher = find_source(student)
     progress.note(f"teacher: {teacher}, which the student's report names as its source")
-    return replace(request, given={**request.given, "teacher": str(teacher)})
+    return replace(request, overrides={**request.overrides, "teacher": str(teacher)})
 
 
 KEPT = ("steps", "sequences_per_step", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "ended", "loss")
@@ -241,7 +241,7 @@ def training_settings(
         SurgeryError: a setting is unknown or impossible, or the student's cache has a basis of each prompt's own.
     """
     read = read_mapping(request.config) if request.config else {}
-    settings = HealSettings.from_mapping({**read, **request.given}, str(request.config or "heal"))
+    settings = HealSettings.from_mapping({**read, **request.overrides}, str(request.config or "heal"))
     check_writable(student)
     if any(entry.kind == "cross_layer_prompt" for entry in layer_entries(student.config)):
         raise SurgeryError.at(student.path, "its basis is each prompt's own, made of no weights: nothing to heal")

@@ -17,7 +17,7 @@ from surgery.verification.written import QUANTIZED_TOLERANCE
 
 LENGTH, PIECES, PADDING = 48, (20, 20, 8), 5
 TOLERANCE = 1e-3
-"""Of the logits' spread, in float32."""
+"""Tolerance of logits, as a share of their spread, in float32."""
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """The project's own model classes: any supported decoder with a converted attention in place of its own.
 
-By itself, or inside of a model of pictures and text. Used where no stock class can carry a conversion. Their files
+By itself, or inside of a vision-language model. Used where no stock class can carry a conversion. Their files
 travel beside the weights, so that the checkpoint loads without this package; they import torch, transformers and each
 other, nothing else.
 

@@ -1,4 +1,4 @@
-"""What the attention modules of the model class have in common.
+"""Parts that the attention modules of the model class share.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
@@ -27,7 +27,7 @@ SCALED_QUERIES = ("ministral3", "llama4_text")
 
 
 def own_softmax(config: PreTrainedConfig) -> bool:
-    """Whether a model's attention caps its logits or has learned sinks, which PyTorch's fused kernels leave out."""
+    """Return whether a model's attention caps its logits or has learned sinks, unknown to PyTorch's fused kernels."""
     family = getattr(config, "base_model_type", config.model_type)
     return family in LEARNED_SINKS or getattr(config, "attn_logit_softcapping", None) is not None
 
@@ -101,7 +101,7 @@ def attend(
 
 
 def is_flash(implementation: str | None) -> bool:
-    """Whether a name asks for FlashAttention, installed or from the hub, whose kernels have "/" in their names."""
+    """Return whether a name is of FlashAttention, installed or from the hub, whose kernels have "/" in theirs."""
     return implementation is not None and (implementation.startswith("flash_attention_") or "/" in implementation)
 
 
@@ -203,13 +203,13 @@ def scaled_by_position(
 
 
 def places_in_cache(module: nn.Module, hidden_states: torch.Tensor, cache: Cache | None) -> torch.Tensor:
-    """Where the cache has the tokens of [B, T, D], [1, T], padding counted: positions in families that hand on none."""
+    """Return the cache positions of the tokens [B, T, D], [1, T], padding counted, for families that pass on none."""
     seen = 0 if cache is None else cache.get_seq_length(module.layer_idx)
     return torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + seen
 
 
 def gated(mixed: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-    """What the output projection reads, [B, T, H, d], of mixed values behind their gate, if there is one."""
+    """Return the output projection's input, [B, T, H, d]: attention values times their gate, if any."""
     return mixed if gate is None else mixed * gate.sigmoid()
 
 

@@ -27,7 +27,8 @@ class AxisDecoder(FamilyDecoder):
     """
 
     def axes_of(self, frequencies: tuple[float, ...]) -> list[int] | None:
-        """By whose positions pairs turn that have some of the family's inverse frequencies; None if others are there.
+        """Return the axis by whose positions each pair turns, for some of the family's frequencies; None if others are
+        there.
 
         Pairs of frequency 0 stand still.
         """
@@ -48,7 +49,7 @@ class AxisDecoder(FamilyDecoder):
         cache: Cache | None = None,
         **kwargs,
     ):
-        """As the family's."""
+        """Run the family's decoder."""
         if cache is None and keeps_cache(self, kwargs):
             cache = DynamicCache(config=self.config)
         new = input_ids if input_ids is not None else kwargs["inputs_embeds"]
@@ -65,7 +66,7 @@ class AxisDecoder(FamilyDecoder):
 def _positions(
     given: torch.Tensor | None, cache: Cache | None, batch: int, tokens: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Of all tokens, [3, B, S]; None where no call has given any of several axes.
+    """Return the positions of all tokens, [3, B, S]; None where no call has given any of several axes.
 
     Tokens that came without positions are at their places in the cache.
     """

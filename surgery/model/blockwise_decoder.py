@@ -48,7 +48,7 @@ class BlockwiseDecoder(nn.Module):
     ) -> BaseModelOutputWithPast:
         """Final hidden states [B, T, D] of input_ids [B, T], or of inputs_embeds [B, T, D].
 
-        Positions are those of the cache: `position_ids`, which may start anew in each row after its padding, say
+        Positions are those of the cache: `position_ids`, which may restart in each row after its padding, say
         nothing more but where positions are learned, and rows that hold several texts are not supported.
 
         Raises:

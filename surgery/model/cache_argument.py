@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 CACHE_NAMES = ("cache", "past_key_values")
 
 CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
-"""What this transformers calls it, in calls and in outputs."""
+"""Name of the cache in calls and outputs of this transformers."""
 
 
 def rename_cache(call: dict[str, Any], name: str = CACHE) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What cache layers that keep keys and values in another form than plain tensors of all tokens have in common.
+"""Base of cache layers that keep keys and values in another form than plain tensors of all tokens.
 
 And how a decoder comes to use them: hooks see every call of it, of the causal model, of `generate` and of the decoder
 alone. Without a cache to keep (`use_cache=False`) the decoder gets one for that call only, because attention must read
@@ -44,7 +44,7 @@ class CompactLayer(CacheLayerMixin):
     reserved = 0
 
     def settings(self) -> tuple:
-        """What two layers of one class must share to be interchangeable."""
+        """Return the settings that two layers of one class must share to be interchangeable."""
         raise NotImplementedError
 
     def predicted_bytes(
@@ -61,7 +61,7 @@ class CompactLayer(CacheLayerMixin):
         raise ValueError(f"the peak of {self.form} cannot be predicted: measure it")
 
     def reserve(self, tokens: int) -> None:
-        """Has memory for that many tokens in all allocated when the first come, so that no step has to move any."""
+        """Allocate memory for that many tokens in all when the first come, so that no step has to move any."""
         self.reserved = tokens
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -116,7 +116,7 @@ def check_full_attention(config: PreTrainedConfig, form: str) -> None:
 
 
 def is_empty(cache: Any) -> bool:
-    """Whether no layer of a cache has seen a token."""
+    """Return whether no layer of a cache has seen a token."""
     return all(not layer.is_initialized or layer.get_seq_length() == 0 for layer in cache.layers)
 
 
@@ -146,7 +146,7 @@ def adopt(cache: Cache | None, layers: list[CompactLayer]) -> Cache:
 
 
 def keeps_cache(decoder: nn.Module, call: Call) -> bool:
-    """Whether the caller of a decoder has given a cache or wants one back."""
+    """Return whether the caller of a decoder has given a cache or wants one back."""
     use_cache = call.get("use_cache")
     use_cache = getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
     return bool(use_cache) or call.get(CACHE) is not None
@@ -165,7 +165,7 @@ def own_cache(decoder: nn.Module, call: Call, layers: list[CompactLayer]) -> Cac
 
 
 def hook_calls(decoder: nn.Module, prepare: Callable[[nn.Module, Call], None]) -> None:
-    """Has `prepare(decoder, call)` change the arguments of every call of a decoder.
+    """Let `prepare(decoder, call)` change the arguments of every call of a decoder.
 
     A temporary cache of `own_cache` is taken out of what the decoder returns. The decoder can be copied and pickled if
     `prepare` can.

@@ -1,4 +1,4 @@
-"""What a cache will hold, what passing tokens through it takes beside that, and how much attention looks at.
+"""Prediction of a cache's bytes, of the memory to pass tokens through it, and of the attention that is computed.
 
 Closed forms, so that a budget can be judged before a model runs; measurements must agree with them.
 

@@ -41,7 +41,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
     on_device: ClassVar[Callable[[PreTrainedModel], Any] | None] = None
     """Called with a model once, before its first decoding on CUDA; the package `surgery`, where it is imported, puts
     its kernels under the model here."""
-    # Layers that predict further tokens, which Qwen's checkpoints hold beside the model.
+    # MTP layers, which Qwen's checkpoints hold next to the model.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^mtp\."]
 
     def __new__(cls, config: SurgeryConfig | None = None, *args, **kwargs):
@@ -75,7 +75,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
 
     @property
     def quantization_aware(self) -> bool:
-        """Whether training reads what a cache of `kv_cache` gives back, with gradients as if it were the exact numbers.
+        """Whether training reads what a cache of `kv_cache` gives back, with gradients as if it were the exact values.
 
         Off unless it is set. Evaluation always reads it; without `kv_cache` nothing is quantised and this stays off.
         """
@@ -112,7 +112,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         return sum(self.kv_layer_bytes(batch, tokens))
 
     def kv_layer_bytes(self, batch: int, tokens: int) -> list[int]:
-        """The same of every layer by itself; layers that share a cache have none of their own."""
+        """Return the bytes of every layer by itself; layers that share a cache have none of their own."""
         held = iter([layer.held(tokens) for layer in self._cached_layers(batch)])
         return [0 if getattr(layer, "self_attn", None) is None else next(held) for layer in self.model.layers]
 

@@ -93,7 +93,7 @@ class SurgeryConfig(PreTrainedConfig):
         check_config(self)
 
     def kv_cache_of(self, layer: int) -> dict[str, Any] | None:
-        """What `kv_cache` says of a layer; None where its cache is exact."""
+        """Return the `kv_cache` entry of a layer; None where its cache is exact."""
         return self.kv_cache[layer] if isinstance(self.kv_cache, list) else self.kv_cache
 
     def streaming_codes(self, layer: int = 0) -> Any:
@@ -123,7 +123,7 @@ class SurgeryConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """As transformers', without the attention that a config.json names; see `without_attention`."""
+        """Read a config like transformers, without the attention that a config.json names; see `without_attention`."""
         return super().from_dict(without_attention(config_dict), **kwargs)
 
     @classmethod

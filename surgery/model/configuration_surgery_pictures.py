@@ -1,4 +1,4 @@
-"""Configuration of a model of pictures and text whose language model has converted attention.
+"""Configuration of a vision-language model whose language model has converted attention.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
@@ -58,7 +58,7 @@ class SurgeryPicturesConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """As transformers', without the attention that a config.json names; see `without_attention`."""
+        """Read a config like transformers, without the attention that a config.json names; see `without_attention`."""
         return super().from_dict(without_attention(config_dict), **kwargs)
 
     def base_config(self) -> PreTrainedConfig:

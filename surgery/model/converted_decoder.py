@@ -1,4 +1,4 @@
-"""How a family's decoder gets converted attention and the cache that this reads, whatever model it is in.
+"""Converted attention and its cache in a family's decoder, whatever model it is in.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """

@@ -28,7 +28,7 @@ from .step_memo import once
 
 
 class GroupMember(Accelerated, nn.Module):
-    """What every attention module of a group can do, whatever it caches of a token."""
+    """Base of every attention module of a group, whatever it caches of a token."""
 
     block: int | None
 
@@ -45,7 +45,7 @@ class GroupMember(Accelerated, nn.Module):
         return SharedCodes(self.group_size, self.entry.rank)
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the layer writes to the store of a block of its tokens [B, 1, C, n]."""
+        """Encode a block of the layer's tokens [B, 1, C, n] for the store."""
         return tokens
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,8 @@ class GroupMember(Accelerated, nn.Module):
     def _reading(
         self, hidden_states: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor], cache: Cache | None
     ) -> Reading:
-        """What the new tokens [B, T, D] read; of layers alike the same object, kept with what rotates all tokens."""
+        """Return the reading of the new tokens [B, T, D]; layers alike share one object, kept with what rotates all
+        tokens."""
         layer, queries, device = self._group_layer(cache), hidden_states.shape[1], hidden_states.device
         key = Reading, layer.block, layer.sinks, layer.window, device
         return once(embeddings[0], key, lambda: layer.reading(queries, device), step=layer.seen)

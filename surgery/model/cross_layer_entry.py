@@ -56,13 +56,13 @@ class GroupEntry(LayerEntry):
         return None
 
     def _group(self, index: int, entries: Sequence[LayerEntry]) -> list[LayerEntry]:
-        """What the entries of its group have in common, and their places."""
+        """Return the entries of its group after checking what they share, and their positions."""
         start = index - self.place
         group = entries[start : start + self.group_size] if start >= 0 <= self.place else ()
         return [entry._shared() if isinstance(entry, GroupEntry) else entry for entry in group]
 
     def _shared(self) -> "GroupEntry":
-        """What the layers of a group must agree on, and the place."""
+        """Return the settings on which the layers of a group must agree, and the position."""
         return self
 
 
@@ -82,7 +82,7 @@ class CrossLayerEntry(GroupEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMLAEntry(CrossLayerEntry):
-    """The same of the latents of a base model that is MLA."""
+    """Entry of a group of layers that share the latents of a base model that is MLA."""
 
     kind = "cross_layer_mla"
     attention = "cross_layer_latent_attention", "CrossLayerFamilyLatents"
@@ -94,7 +94,7 @@ class SharedMLAEntry(CrossLayerEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedLatentEntry(GroupEntry, LatentEntry):
-    """The same of the latents of `LatentEntry`, whose ranks and frequencies may differ from layer to layer."""
+    """Entry of a group that shares the latents of `LatentEntry`, whose ranks and frequencies may differ by layer."""
 
     kind = "cross_layer_latent"
     attention = "cross_layer_latent_attention", "CrossLayerLatentAttention"
@@ -109,7 +109,7 @@ class SharedLatentEntry(GroupEntry, LatentEntry):
     window: int
 
     def cached_shape(self, config: Any) -> tuple[int, int, int]:
-        """That of its latent."""
+        """Return the cached shape of its latent."""
         return LatentEntry.cached_shape(self, config)
 
     def _shared(self) -> "GroupEntry":

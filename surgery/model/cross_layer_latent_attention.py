@@ -110,7 +110,7 @@ class CrossLayerFamilyLatents(LatentMember):
 
 
 class _GroupReads:
-    """What a family's attention takes for its cache."""
+    """Cache of a group, in the form that a family's attention takes."""
 
     def __init__(self, member: LatentMember, reading: Reading, cache: Cache, real: torch.Tensor | None):
         self._member, self._reading, self._cache, self._real = member, reading, cache, real

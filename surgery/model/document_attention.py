@@ -34,7 +34,7 @@ class DocumentAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, *args: Any, documents: Spans | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """As the attention's own; with `documents`, of each of them alone.
+        """Run the attention; with `documents`, on each of them alone.
 
         A call that is quantisation-aware and comes without a cache, as gradient checkpointing makes it, gets one.
         """

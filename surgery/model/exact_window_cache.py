@@ -57,7 +57,7 @@ class ExactWindowLayer(CompactLayer):
 
     @property
     def padding(self) -> LeftPadding | None:
-        """How many tokens each row starts with that are padding."""
+        """Number of padding tokens at the start of each row."""
         return self.exact.padding
 
     @padding.setter
@@ -71,7 +71,8 @@ class ExactWindowLayer(CompactLayer):
         self.is_initialized = True
 
     def visible(self, queries: int, device: torch.device) -> Tensor:
-        """Which of the exact tokens that `update` will return the next `queries` tokens see: see `SinkWindowLayer`."""
+        """Return which of the exact tokens that `update` will return the next `queries` tokens see: see
+        `SinkWindowLayer`."""
         return self.exact.visible(queries, device)
 
     def slots(self, queries: int, device: torch.device) -> Tensor:
@@ -95,7 +96,7 @@ class ExactWindowLayer(CompactLayer):
         return self.exact.seen + query_length, 0
 
     def reserve(self, tokens: int) -> None:
-        """Has memory for the latents of that many tokens allocated at once."""
+        """Allocate memory for the latents of that many tokens at once."""
         self.latents.reserve(tokens)
 
     def reset(self) -> None:

@@ -56,7 +56,7 @@ class SeparateAttention(nn.Module):
 
 
 def _called(name: str) -> property:
-    """What the family's code calls otherwise."""
+    """Property of another name in the family's code."""
     return property(lambda module: getattr(module, name))
 
 
@@ -71,7 +71,7 @@ class NeoXLayer(nn.Module):
 
 
 class GPT2Layer(nn.Module):
-    """The same for GPT-2's layer."""
+    """GPT-2's layer."""
 
     names: ClassVar[dict[str, str]] = {
         "attn": "self_attn",
@@ -150,14 +150,14 @@ class GPT2Decoder(RenamedDecoder):
 
 
 DECODERS: dict[str, type[RenamedDecoder]] = {"gpt_neox": NeoXDecoder, "gpt2": GPT2Decoder}
-"""By the `model_type` of a family that has other names."""
+"""Decoders by the `model_type` of a family that has other names."""
 
 
 class PlacedLayer(nn.Module):
     """Put before a layer's class by `family_attention_class`: its attention learns the positions of tokens."""
 
     def forward(self, hidden_states: torch.Tensor, token_positions: torch.Tensor | None = None, **kwargs):
-        """As the family's; layers that keep a state are not told."""
+        """Run the family's layer; layers that keep a state get no positions."""
         if getattr(self, "self_attn", None) is not None:
             kwargs["position_ids"] = token_positions
         return super().forward(hidden_states, **kwargs)
@@ -180,7 +180,7 @@ class PlacedDecoder(FamilyDecoder):
         cache: Cache | None = None,
         **kwargs,
     ):
-        """As the family's."""
+        """Run the family's decoder."""
         if position_ids is None:
             given = input_ids if input_ids is not None else kwargs["inputs_embeds"]
             seen = 0 if cache is None else cache.get_seq_length()

@@ -27,7 +27,7 @@ from .step_memo import once
 
 @dataclass(frozen=True)
 class Reading:
-    """Which tokens the queries of one piece read, and in which form: rebuilt ones first, exact ones behind them.
+    """Tokens that the queries of one piece read, and their form: rebuilt ones first, exact ones after them.
 
     Attributes:
         first: position of the first query.
@@ -109,7 +109,7 @@ class GroupLayer(CompactLayer):
         self.is_initialized = True
 
     def reading(self, queries: int, device: torch.device) -> Reading:
-        """What the next `queries` tokens read, of those that `update` will return and of the store."""
+        """Return the reading of the next `queries` tokens, from those that `update` will return and the store."""
         stop = self.seen + queries
         start = self._block_start(self.seen)
         if self.block is not None and stop > start + self.block:
@@ -187,7 +187,7 @@ class GroupLayer(CompactLayer):
         return batch * (numbers * dtype.itemsize + indices)
 
     def reserve(self, tokens: int) -> None:
-        """Has memory for that many tokens allocated at once, in the group's store too."""
+        """Allocate memory for that many tokens at once, in the group's store too."""
         self.reserved = self.store.reserved = tokens
 
     def get_seq_length(self) -> int:

@@ -1,4 +1,4 @@
-"""How a group of adjacent layers keeps tokens that are no longer exact: in a shared basis, or merged in pairs.
+"""Stores of a group of adjacent layers for tokens that are no longer exact: in a shared basis, or merged in pairs.
 
 Shapes: B batch, S tokens stored, W layers of the group, n elements of a token in one layer (its keys, then its values).
 
@@ -32,7 +32,7 @@ class GroupStore:
         self.reset()
 
     def settings(self) -> tuple:
-        """What two stores must share to be interchangeable."""
+        """Return the settings that two stores must share to be interchangeable."""
         return (type(self).__name__, self.layers)
 
     def write(self, place: int, tokens: Tensor) -> None:

@@ -84,13 +84,13 @@ def _filled(room: _Room, dim: int, size: int) -> Tensor:
 
 
 def _needs_copy(*tensors: Tensor) -> bool:
-    """Whether memory must not be shared: gradients go through it, or a compiler cannot see who else holds it."""
+    """Return whether memory must not be shared: gradients go through it, or a compiler cannot see who else holds it."""
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return needs_gradient or torch.compiler.is_compiling()
 
 
 def _writable(room: _Room, new: Tensor, dim: int) -> bool:
-    """Whether entries of `new` can be written to the buffer: dtype, device and the other dimensions are those of it."""
+    """Return whether entries of `new` fit the buffer: dtype, device and the other dimensions are those of it."""
     buffer = room.buffer
     entry, shape = list(buffer.shape), list(new.shape)
     entry[dim] = shape[dim] = 0

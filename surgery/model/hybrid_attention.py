@@ -89,7 +89,7 @@ class HybridAttention(Accelerated, GroupedAttention):
         return self.o_proj(torch.cat(out, dim=2).reshape(batch, num_tokens, -1)), weights
 
     def _queries(self, query: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-        """Of queries [B, H, T, d] those that follow the KV heads from `first` to `stop`."""
+        """Return the queries [B, H, T, d] of the KV heads from `first` to `stop`."""
         return query[:, first * self.num_key_value_groups : stop * self.num_key_value_groups]
 
     def _streamed(

@@ -31,7 +31,7 @@ PIECE = 256
 
 
 class Dropped(NamedTuple):
-    """What the queries of one piece no longer see.
+    """Pairs that the queries of one piece no longer see.
 
     Attributes:
         keys, values: means [B, Hc, n, d] of each query's dropped tokens, in fp32 at least; 0 where there are none.
@@ -116,7 +116,7 @@ class StreamingLayer(SinkWindowLayer):
 
     @property
     def wide_tensors(self) -> list[Tensor]:
-        """What is held in fp32 at least, whatever the model's dtype."""
+        """Tensors that are held in fp32 at least, whatever the model's dtype."""
         return [] if self.key_sums is None else [self.key_sums, self.value_sums]
 
     def kept(self, tokens: int) -> int:
@@ -159,12 +159,12 @@ class StreamingLayer(SinkWindowLayer):
         return keys, self.codes.decode(codes[..., first:], numbers[..., second:], value_states.shape[-1])
 
     def take_dropped(self) -> Dropped:
-        """What the queries of the last `update` no longer see; may be taken once."""
+        """Return the pairs that the queries of the last `update` no longer see; may be taken once."""
         dropped, self._dropped = self._dropped, None
         return dropped
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Of the mask over all tokens, which is for other layers: this one has its own, see `visible`."""
+        """Return the sizes of the mask over all tokens, for other layers: this one has its own, see `visible`."""
         return self.seen + query_length, 0
 
     def reset(self) -> None:
@@ -182,7 +182,7 @@ class StreamingLayer(SinkWindowLayer):
         rows = self.padding.on(keys.device)
 
         def counts() -> tuple[Tensor, Tensor, Tensor]:
-            """Which leaving tokens count, how many of them each query no longer sees, and how many of all."""
+            """Return which leaving tokens count, how many of them each query no longer sees, and how many of all."""
             places = start + torch.arange(leaving, device=keys.device)
             own = torch.arange(first, self.seen, device=keys.device)
             count = (own + 1 - self.recent - self.sinks - rows[:, None]).clamp(min=0)
@@ -221,7 +221,7 @@ class HybridLayer(CompactLayer):
     def __init__(
         self, full: CompactLayer | None, streaming: StreamingLayer | None, *, heads: int = 0, width: int = 0
     ) -> None:
-        """Of each token's KV heads the first `heads` are full; or of its only head's keys the first `width` numbers.
+        """Make the first `heads` of each token's KV heads full; or the first `width` elements of its only head's keys.
 
         Raises:
             ValueError: neither part.
@@ -234,7 +234,7 @@ class HybridLayer(CompactLayer):
 
     @property
     def parts(self) -> list[CompactLayer]:
-        """Those that there are."""
+        """Existing parts."""
         return [part for part in (self.full, self.streaming) if part is not None]
 
     @property
@@ -249,7 +249,7 @@ class HybridLayer(CompactLayer):
 
     @property
     def padding(self) -> LeftPadding | None:
-        """How many tokens each row starts with that are padding; only a streaming part asks."""
+        """Number of padding tokens at the start of each row; only a streaming part asks."""
         return self.streaming and self.streaming.padding
 
     @padding.setter
@@ -258,7 +258,7 @@ class HybridLayer(CompactLayer):
             self.streaming.padding = padding
 
     def settings(self) -> tuple:
-        """Those of the parts, and what belongs to which."""
+        """Return the settings of the parts, and what belongs to which."""
         settings = (part and (type(part), *part.settings()) for part in (self.full, self.streaming))
         return *settings, self.full_heads, self.full_width
 
@@ -306,7 +306,7 @@ class HybridLayer(CompactLayer):
         return self.get_seq_length() + query_length, 0
 
     def reserve(self, tokens: int) -> None:
-        """Has the parts keep memory for that many tokens."""
+        """Let the parts allocate memory for that many tokens."""
         for part in self.parts:
             part.reserve(tokens)
 

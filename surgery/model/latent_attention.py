@@ -127,11 +127,11 @@ class LatentAttention(Accelerated, nn.Module):
 
     @property
     def latent_slices(self) -> list[slice]:
-        """Which outputs of `kv_down` are latents that may be cut behind any of them, see `LowRankAttention`."""
+        """Slices of `kv_down`'s outputs that are latents and may be cut after any of them, see `LowRankAttention`."""
         return [slice(0, rank) for rank in self.ranks]
 
     def latent_readers(self) -> list[list[torch.Tensor]]:
-        """For each of `latent_slices`, views [·, r] of all weights that read its latents."""
+        """Return, for each of `latent_slices`, views [·, r] of all weights that read its latents."""
         weights = [self.query_up[..., : self.kv_lora_rank].flatten(0, 1), self.value_up.flatten(0, 1)]
         return [weights] if self.latent_slices else []
 

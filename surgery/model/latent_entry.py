@@ -51,5 +51,5 @@ class LatentEntry(LayerEntry):
         return 1, self.kv_lora_rank, self.rope_dim + self.key_gains(config)
 
     def key_width(self, config: Any) -> int:
-        """Of the latent and the rotated key."""
+        """Return the width of the latent and the rotated key."""
         return self.kv_lora_rank + self.rope_dim

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 Windows = list[tuple[int, int | None, bool]]
-"""Of some query heads how many, the tokens that they see at most (None: all), and whether they are compensated."""
+"""Groups of query heads: how many, the tokens that they see at most (None: all), and whether they are compensated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class LayerEntry:
         """Tokens that query heads see; None where all see what the family's own do."""
 
     def gives_weights(self, config: Any) -> bool:
-        """Whether there are attention weights over all tokens."""
+        """Return whether there are attention weights over all tokens."""
         return all(not heads or most is None for heads, most, _ in self.windows(config) or ())
 
 
@@ -109,7 +109,7 @@ def codes_problem(entry: LayerEntry) -> str | None:
 
 
 def caches_latents(config: Any) -> bool:
-    """Whether a family's own attention is MLA."""
+    """Return whether a family's own attention is MLA."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the output projection's results, in the words of each family's config.
+"""Factor of the output projection's results, in the words of each family's config.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
@@ -10,7 +10,7 @@ CAPPED = ("gemma2", "gemma3_text")
 
 
 def logit_factor(config: Any) -> float:
-    """What they are multiplied by: 1.0 for most; Granite divides by `logits_scaling`, Cohere has a `logit_scale`.
+    """Return the factor of the logits: 1.0 for most; Granite divides by `logits_scaling`, Cohere has a `logit_scale`.
 
     MiniCPM3 multiplies by `dim_model_base` over its hidden size.
     """

@@ -155,7 +155,7 @@ class LowRankAttention(Accelerated, nn.Module):
 
     @property
     def latent_slices(self) -> list[slice]:
-        """Which outputs of `kv_down` are the latents of each block, in the order in which they may be cut behind.
+        """Slices of `kv_down`'s outputs that are the latents of each block, in the order in which they may be cut.
 
         A block with its last latents at zero computes what it does without them: the first so many are a smaller layer
         (`surgery slice`).
@@ -164,7 +164,8 @@ class LowRankAttention(Accelerated, nn.Module):
         return [slice(end - rank, end) for end, rank in zip(ends, self.ranks, strict=True)]
 
     def latent_readers(self) -> list[list[torch.Tensor]]:
-        """For each block, views [·, r] of all weights that read its latents; none where later layers read them too."""
+        """Return, for each block, views [·, r] of all weights that read its latents; none where later layers read them
+        too."""
         if self.hands_on:
             return []
         ups = self.key_up.matrices(), self.value_up.matrices()
@@ -272,7 +273,7 @@ class LowRankAttention(Accelerated, nn.Module):
         return take(torch.cat((full, out), dim=2), sorted(range(len(order)), key=order.__getitem__), 2)
 
     def _part(self, entry: LowRankEntry, numbers: list[int]) -> _Part:
-        """Of the entry's blocks, those of `numbers`."""
+        """Return the part of the entry's blocks with these numbers."""
         keys = [head for number in numbers for head in entry.blocks[number].keys]
         values = [head for number in numbers for head in entry.blocks[number].values]
         heads, size = sorted(keys), self.num_key_value_groups
@@ -328,7 +329,7 @@ class LowRankAttention(Accelerated, nn.Module):
         return self.rotate(heads, *rotary(heads, slots))
 
     def _causal(self, mask: torch.Tensor | None, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Which keys may be seen at all, bool [B or 1, 1, T, S]."""
+        """Return which keys may be seen at all, bool [B or 1, 1, T, S]."""
         if mask is None:
             return (slots[:, None] >= places)[None, None]
         mask = mask[..., : len(places)]
@@ -342,7 +343,8 @@ class LowRankAttention(Accelerated, nn.Module):
         places: torch.Tensor,
         layer: ExactWindowLayer,
     ) -> torch.Tensor:
-        """Which keys are read, rebuilt ones and then exact ones, bool [B, 1, T, S + E]; once for all layers alike."""
+        """Return which keys are read, rebuilt ones and then exact ones, bool [B, 1, T, S + E]; once for all layers
+        alike."""
 
         def make() -> torch.Tensor:
             start = layer.padding.on(slots.device)[:, None, None]
@@ -356,5 +358,5 @@ class LowRankAttention(Accelerated, nn.Module):
 
 
 def _places(heads: list[int]) -> list[int] | None:
-    """Where each head's rows are among those of the blocks; None if they are in order."""
+    """Return the positions of each head's rows among those of the blocks; None if they are in order."""
     return None if heads == sorted(heads) else sorted(range(len(heads)), key=heads.__getitem__)

@@ -1,4 +1,4 @@
-"""A model of pictures and text with converted attention in its language model; all else is the source class's own code.
+"""Vision-language model with converted attention in its language model; all else is the source class's own code.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
@@ -32,7 +32,7 @@ class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin
         if text.attention_layers is None:
             raise ValueError("text_config has no attention_layers: it describes no converted model")
         if any(entry.shares_cache for entry in entries_of(text)):
-            raise ValueError("text_config: layers that share a cache are not for models of pictures and text")
+            raise ValueError("text_config: layers that share a cache are not for vision-language models")
         self._take_attention(text, MODEL_MAPPING[type(text.base_config())])
         base = config.base_config()
         super().__init__(base)

@@ -83,7 +83,7 @@ def entries_of(config: Any) -> list[LayerEntry]:
 
 
 def has_compact_layers(config: Any) -> bool:
-    """Whether some layer keeps heads or latents of some tokens only, or full-precision tokens next to latents."""
+    """Return whether a layer keeps heads or latents of some tokens only, or full-precision tokens next to latents."""
     return any(entry.streams or entry.has_window for entry in entries_of(config))
 
 

@@ -103,7 +103,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """What `pack` was given: [..., n, d] uint8 of bytes [..., n·bits/8, d]."""
+    """Return the values that `pack` packed: [..., n, d] uint8 of bytes [..., n·bits/8, d]."""
     if bits == 8:
         return packed
     size = math.lcm(8, bits)
@@ -139,5 +139,5 @@ def _divisor(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _shifts(bits: int, size: int, like: Tensor) -> Tensor:
-    """Where numbers of so many bits begin in `size` bits, [size/bits, 1] in the dtype of another tensor."""
+    """Return the shifts of values of so many bits in `size` bits, [size/bits, 1] in the dtype of another tensor."""
     return torch.arange(0, size, bits, dtype=like.dtype, device=like.device).unsqueeze(-1)

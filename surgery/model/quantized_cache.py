@@ -26,13 +26,13 @@ from .growing import append, refill
 from .quantization import BITS, PACKED, dequantize, grouped_channels, pack, quantize, token_groups, unpack
 
 EXACT = "exact"
-"""In the place of a format: as many bits as the model has."""
+"""Format for as many bits as the model has."""
 
 Spans = Sequence[tuple[str, int]]
 """Formats of adjacent channels, and how many have each."""
 
 KEYS = ("channel", "token")
-"""What may share a scale of keys: the tokens of a channel, or the channels of a token."""
+"""Sharing of a scale of keys: by the tokens of a channel, or by the channels of a token."""
 
 
 class QuantizedKVLayer(CompactLayer):
@@ -125,7 +125,7 @@ class QuantizedKVLayer(CompactLayer):
         return batch * heads * (codes + (tokens - quantized) * (key_dim + value_dim) * dtype.itemsize)
 
     def _quantized(self, tokens: int) -> int:
-        """How many of so many tokens are quantised."""
+        """Return how many of so many tokens are quantised."""
         return max(0, tokens - min(self.sinks, tokens) - self.window) // self.group * self.group
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -14,7 +14,7 @@ from .attention_functions import normalise_heads
 
 
 class NoRotation(nn.Module):
-    """In the place of a rotary embedding, where nothing rotates."""
+    """Rotary embedding for models in which nothing rotates."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """position_ids [B, T] → two times nothing, [B, T, 0]."""
@@ -36,7 +36,7 @@ def connect_rotary(attention: nn.Module, decoder: nn.Module) -> None:
 
 
 def rotation_of(stock: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """How a family's attention rotates heads: x [B, h, T, d], its cos and sin [B or 1, T, ρ] → [B, h, T, d].
+    """Return the rotation of a family's attention: x [B, h, T, d], its cos and sin [B or 1, T, ρ] → [B, h, T, d].
 
     Pairs are where the family has them; numbers behind the first ρ, and layers without rotation, stay.
     """
@@ -77,7 +77,7 @@ def project_heads(
 
 
 def rotates_plainly(module: nn.Module) -> bool:
-    """Whether all pairs (i, i + d/2) of a head turn, which is all that kernels know."""
+    """Return whether all pairs (i, i + d/2) of a head turn, which is all that kernels know."""
     rotation, rotary = module.rotate, module.rotary[0]
     if not isinstance(rotation, partial) or not hasattr(rotary, "inv_freq"):
         return False

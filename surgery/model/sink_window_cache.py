@@ -80,7 +80,7 @@ class SinkWindowLayer(CompactLayer):
         self.is_initialized = True
 
     def visible(self, queries: int, device: torch.device) -> BoolTensor:
-        """Which of the keys that `update` will return the next `queries` tokens of each row see.
+        """Return which of the keys that `update` will return the next `queries` tokens of each row see.
 
         A padding token sees itself: attention to nothing at all is undefined. Layers with one padding share the tensor.
 
@@ -97,7 +97,7 @@ class SinkWindowLayer(CompactLayer):
         return self.once(("slots", queries), device, lambda: self._slots(queries, device))
 
     def once(self, key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """What `make()` gives, made once a step for all layers with the same settings that hold the same places."""
+        """Return `make()`, made once a step for all layers with the same settings that hold the same positions."""
         held = type(self), self.sinks, self.recent, self.sink_slots, self.window_start
         return once(self.padding.on(device), (key, held), make, step=self.seen)
 

@@ -33,12 +33,12 @@ class StraightThroughLayer(PlainLayer):
     reads_ahead = True
 
     def __init__(self, quantized: QuantizedKVLayer) -> None:
-        """Of an empty layer, which says how to quantise."""
+        """Take the format of an empty layer."""
         super().__init__()
         self.quantized = quantized
 
     def settings(self) -> tuple:
-        """Those of the quantised layer."""
+        """Return the settings of the quantised layer."""
         return self.quantized.settings()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ class StraightThroughLayer(PlainLayer):
         keys, values = super().update(key_states, value_states)
         with torch.no_grad():
             read_keys, read_values = self.quantized.update(keys, values)
-        # Groups count from the first token, so codes made anew with the next tokens are the same.
+        # Groups count from the first token, so codes computed again with the next tokens are the same.
         self.quantized.reset()
         return straight_through(keys, read_keys), straight_through(values, read_values)
 
@@ -55,7 +55,7 @@ class StraightThroughCodes(TokenCodes):
     """Codes of streaming tokens that are the numbers themselves, as the codes would have them."""
 
     def __init__(self, codes: TokenCodes) -> None:
-        """What `codes` say."""
+        """Take the format of `codes`."""
         super().__init__(*codes.settings())
 
     def settings(self) -> tuple:
@@ -73,5 +73,5 @@ class StraightThroughCodes(TokenCodes):
         return straight_through(tokens, read), tokens[..., :0]
 
     def decode(self, codes: Tensor, numbers: Tensor, width: int) -> Tensor:
-        """What `encode` made."""
+        """Return what `encode` was given."""
         return codes

@@ -34,7 +34,7 @@ class TokenCodes:
 
     @classmethod
     def of(cls, kv_cache: dict[str, Any]) -> TokenCodes:
-        """Those of streaming heads, as `kv_cache` of a config.json says it."""
+        """Read the format of streaming heads from the `kv_cache` of a config.json."""
         return cls(kv_cache.get("streaming_format", kv_cache["format"]), kv_cache["group"])
 
     def settings(self) -> tuple:

@@ -52,7 +52,7 @@ class Sized:
         return _named(self.target, self.asked)
 
     def caches(self) -> list[QuantizedKVLayer | None]:
-        """An empty layer of every layer's cache of codes; None where it is exact."""
+        """An empty layer of every layer's quantised cache; None where it is exact."""
         layers = len(layer_entries(self.config))
         if not self.config.get("kv_cache"):
             return [None] * layers

@@ -12,7 +12,7 @@ from surgery.engines.verdict import told_ruin
 from surgery.reporting.adapters import adapters_section
 from surgery.reporting.front_matter import front_matter, reads_pictures
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
-from surgery.reporting.quality import before_and_after, healed_table, stages_table, useless_told
+from surgery.reporting.quality import before_and_after, healed_table, stages_table, useless_message
 
 LOADING = {
     "stock": """\
@@ -67,7 +67,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
 
 Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"]))}),
 {_shape(source, target)}{_codes(target)}, method
-`{in_code(target["method"])}`. The KV bytes were measured on live caches.{_kept(report)}
+`{in_code(target["method"])}`. The KV bytes were measured on live caches.{_kept_matrices(report)}
 
 ```python
 {loading}
@@ -94,7 +94,7 @@ versions and per-layer errors are in `surgery_report.json`. The licence of the s
 def _ruined(target: dict) -> str:
     """Formats that the checkpoint does not survive, and layers that conversion ruined; a paragraph each."""
     formats, layers = target.get("ruined_by"), target.get("useless_layers")
-    paragraphs = [*([told_ruin(formats)] if formats else []), *([useless_told(layers)] if layers else [])]
+    paragraphs = [*([told_ruin(formats)] if formats else []), *([useless_message(layers)] if layers else [])]
     return "".join(f"\n{in_markdown(text)}\n" for text in paragraphs)
 
 
@@ -182,7 +182,7 @@ def _codes(target: dict) -> str:
     return f" as {cache['format']} in groups of {cache['group']}{window}{rotation}"
 
 
-def _kept(report) -> str:
+def _kept_matrices(report) -> str:
     """Describe the parts that stayed as they were stored; a training writes all of them unquantised."""
     if not report.settings.get("keep_quantised") or report.healing:
         return ""

@@ -20,7 +20,7 @@ LONGEST = 500
 LONGEST_HEAD = 2**16
 """Characters of a head that is read: of others nothing is inherited."""
 HERITABLE = ("license", "license_name", "license_link", "language")
-"""What a source's card says that holds for what is made of it."""
+"""Metadata of a source's card that holds for its conversions."""
 
 
 def front_matter(report, name: str, *, base_model: str | None = None, inherited: dict[str, Any] | None = None) -> str:

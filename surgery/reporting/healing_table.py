@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 SAME = 1e-6
-"""How far losses of one source may be apart, relatively, in measurements that compare."""
+"""Largest relative difference of one source's losses in measurements that compare."""
 
 
 def stages(healing: dict[str, Any]) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ def useless_layers(layers: Iterable[Any]) -> dict[str, float]:
     return {layer: error for layer, error in last.items() if not error <= 1}
 
 
-def useless_told(layers: dict[str, float]) -> str:
+def useless_message(layers: dict[str, float]) -> str:
     """A sentence on such layers."""
     errors = ", ".join(f"{layer} ({error:.0%})" for layer, error in layers.items())
     return (

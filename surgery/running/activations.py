@@ -23,7 +23,7 @@ from torch import Tensor
 from surgery.checkpoint.disk import disk_errors
 
 _MAPS: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-"""Of every tensor that lies in a file, by the address of its storage."""
+"""Memory maps of the tensors that lie in a file, by the address of their storage."""
 
 
 class ActivationMemory:

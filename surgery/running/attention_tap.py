@@ -93,7 +93,7 @@ class AttentionCall:
 
 
 AttentionFunction = Callable[[AttentionCall], Tensor]
-"""Gives the output [B, T, H, v] of a call; `AttentionCall.output` is attention as it is."""
+"""Gives the output [B, T, H, v] of a call; `AttentionCall.output` is unchanged attention."""
 
 
 @contextmanager

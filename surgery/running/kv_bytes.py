@@ -46,10 +46,10 @@ def kv_bytes_of(config: dict[str, Any], dtype: torch.dtype) -> KVBytes:
     except LOADING as error:
         raise SurgeryError(f"config.json of {config['model_type']} gives no KV bytes: {error!r}") from None
 
-    def held(tokens: int, batch: int = 1, prompt: int | None = None) -> int:
+    def bytes_at(tokens: int, batch: int = 1, prompt: int | None = None) -> int:
         return sum(CachedLayer(layer, batch, 1, width, 0, dtype).held(tokens) for layer, width in layers)
 
-    return held
+    return bytes_at
 
 
 @lru_cache(maxsize=32)  # plans and forecasts ask again and again of one config

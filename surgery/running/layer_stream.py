@@ -348,7 +348,8 @@ class StreamedBlock(StreamedLayer):
     """Adjacent decoder layers, loaded together."""
 
     def __call__(self, hidden: Tensor, attention: Sequence[nn.Module] | None = None) -> Tensor:
-        """The last layer's output for a causal prompt [B, T, D]; ``attention`` has a stand-in for every layer."""
+        """The last layer's output for a causal prompt [B, T, D]; ``attention`` has a surrogate module for every
+        layer."""
         return self._run(hidden, attention)
 
 

@@ -41,7 +41,7 @@ def is_of_loading(error: Exception) -> bool:
 
 
 def causal_class(config: Any) -> type[PreTrainedModel]:
-    """The class of a config's language model; Mistral Small 4's is named among those of pictures and text alone.
+    """The class of a config's language model; Mistral Small 4's is named among vision-language models alone.
 
     Raises:
         KeyError: there is none.

@@ -73,7 +73,7 @@ def causal_model_unchecked(
 
 
 def whole_model(folder: Path, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a folder on the CPU, in evaluation mode; of pictures and text with all that it sees by.
+    """The model of a folder on the CPU, in evaluation mode; a vision-language one with all that it sees by.
 
     Raises:
         SurgeryError: transformers cannot load it.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from surgery.common.errors import ProcessLost, SurgeryError
-from surgery.common.machine_faults import told
+from surgery.common.machine_faults import fault_message
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -30,8 +30,8 @@ Result = TypeVar("Result")
 JOINING = 600.0
 """Seconds in which the process that the others meet at must answer."""
 PATIENCE = timedelta(weeks=4)
-"""How long a process waits for the others. The default of minutes would end a run while one of them measures alone; a
-process that died ends the others through their launcher."""
+"""Time for which a process waits for the others. The default of minutes would end a run while one of them measures
+alone; a process that died ends the others through their launcher."""
 
 
 class Processes:
@@ -159,7 +159,7 @@ class Processes:
         if self._state is None:
             raise error
         if not isinstance(error, SurgeryError):
-            if (line := told(error)) is None:
+            if (line := fault_message(error)) is None:
                 raise error
             error = SurgeryError(line)
         error.shared = True

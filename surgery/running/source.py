@@ -24,7 +24,7 @@ from surgery.running.unfused import open_model
 
 OUTPUT = re.compile(r"model\.layers\.\d+\.self_attn\.o_proj\.weight")
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-"""What a config has to say itself: transformers would take its family's own for what is missing."""
+"""Sizes that a config has to state: transformers would take its family's own for a missing one."""
 
 
 class RunSettings(Protocol):

@@ -25,7 +25,7 @@ from surgery.running.loading import causal_class, load_config, loading
 from surgery.running.source_faults import Comparison, check_class, check_comparison, check_stored
 
 ROWS = 16_384
-"""Of embedding and head that are compared at once."""
+"""Rows of embedding and head that are compared at once."""
 
 
 def open_source(source: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> CheckpointReader:

@@ -1,4 +1,4 @@
-"""Contradictions between a checkpoint's config.json and its tensors: each is told with its cause and its remedy."""
+"""Contradictions between a checkpoint's config.json and its tensors: each is reported with its cause and its remedy."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def check_comparison(reader: CheckpointReader, text: Any, comparison: Comparison
     """Check that the stored tensors are those of the class.
 
     Raises:
-        SurgeryError: they are not; the first cause that applies is told.
+        SurgeryError: they are not; the first cause that applies is reported.
     """
     for cause in CAUSES:
         if message := cause(reader, text, comparison):
@@ -216,4 +216,4 @@ def _more(count: int) -> str:
 CAUSES: tuple[Callable[[CheckpointReader, Any, Comparison], str | None], ...] = (
     *(_prefix, _sharded, _layers, _vocabulary, _shape, _head, _missing, _unexpected),
 )
-"""From the cause that explains most."""
+"""Causes, from the one that explains most."""

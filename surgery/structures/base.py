@@ -210,7 +210,7 @@ class Structure(ABC, Generic[Opened, Settings]):
         return None
 
     def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
-        """A stand-in for a layer's attention, as it becomes, for prompts only; after :meth:`plan`.
+        """Surrogate module of a layer's attention, as it becomes, for prompts only; after :meth:`plan`.
 
         Args:
             cache: an empty layer that quantises what is cached; None where it is exact.

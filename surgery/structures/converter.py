@@ -45,7 +45,7 @@ from surgery.verification.written import Verification
 from surgery.version import __version__
 
 STEPS = 6
-"""Of every conversion: texts, statistics, the budget, the layers, what is written and verified, the report."""
+"""Steps of every conversion: texts, statistics, the budget, the layers, writing and verification, the report."""
 
 
 @dataclass(frozen=True)

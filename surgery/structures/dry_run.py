@@ -87,7 +87,7 @@ def plan_conversion(
     """Plans a conversion of the same arguments, without any forward pass and without writing.
 
     Calibration text is read and tokenised, so that its faults show too; ``self`` samples, which take the whole model,
-    are not drawn. Of a device that is not here, such as "cuda" on a laptop, the memory is told and no time.
+    are not drawn. Of a device that is not here, such as "cuda" on a laptop, the memory is reported and no time.
 
     Args:
         outline: folder for a checkpoint of the result's shapes (:mod:`surgery.checkpoint.outline`), from which dry runs

@@ -16,12 +16,12 @@ EXCLUDED = {
     "compressed-tensors": "ignore",
     "fp8": "modules_to_not_convert",
 }
-"""By ``quant_method``: where ``quantization_config`` names modules whose weights are numbers."""
+"""Key of ``quantization_config`` that names unquantised modules, by ``quant_method``."""
 
 INSTEAD = "leave out --keep-quantised, which dequantises all weights"
 
 Parts = dict[str, dict[str, TensorInfo]]
-"""By the names of matrices: the stored tensors that each of them is."""
+"""Stored tensors of each matrix, by its name."""
 
 
 def asked_to_keep(settings: ConversionSettings) -> bool:

@@ -14,9 +14,9 @@ from surgery.transforms.quantized_reading import QuantizedAttention
 
 
 def source_attention(opened: Source, layer: int, cache: QuantizedKVLayer | None = None) -> nn.Module | None:
-    """A stand-in for a layer's attention that computes what the source does; quantised with a ``cache``.
+    """Surrogate module of a layer's attention that computes what the source does; quantised with a ``cache``.
 
-    None of a layer that keeps a state, which runs as it is.
+    None of a layer that keeps a state, which runs unchanged.
     """
     if layer in opened.stateful:
         return None
@@ -25,7 +25,7 @@ def source_attention(opened: Source, layer: int, cache: QuantizedKVLayer | None 
 
 
 def pass_kept(opened: Source, index: int, runs: StageTracker, converted: ConvertedLayers) -> None:
-    """Carries all stages through a layer as it is, of which nothing is new."""
+    """Run all stages through an unchanged layer."""
     attention = source_attention(opened, index)
     with opened.stream.layer(index) as layer:
         runs.skip(layer, attention)

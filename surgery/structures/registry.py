@@ -138,10 +138,10 @@ TARGETS: Registry[Target] = Registry(
     },
     Target,
 )
-"""What ``--to`` can name, those of installed packages among them."""
+"""Targets of ``--to``, those of installed packages among them."""
 
 DEFAULT = "mla"
-"""What attention becomes where nothing is said."""
+"""Default target."""
 
 SLICE = Target("slice", SliceSettings, "surgery.structures.slices.structure:Slice", "fewer latents", ending="sliced")
 """The command of its own that makes a smaller checkpoint from a converted one."""

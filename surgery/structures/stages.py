@@ -28,7 +28,8 @@ ERROR_SEQUENCES = 2
 STEP_SEQUENCES = 2
 
 Form = Callable[[], nn.Module]
-"""Makes a stand-in for a layer's attention; called when it is needed, as exact forms are as wide as the whole cache."""
+"""Make a surrogate module of a layer's attention; called when it is needed, as exact forms are as wide as the whole
+cache."""
 
 
 class StageTracker:
@@ -88,7 +89,7 @@ class StageTracker:
         return errors
 
     def skip(self, layer: StreamedLayer, attention: nn.Module | None) -> None:
-        """Runs one layer that all stages leave as it is, with ``attention`` in the place of its own if given."""
+        """Runs one layer that all stages leave unchanged, with ``attention`` in the place of its own if given."""
         for name, hidden in self.hidden.items():
             if name != "source":
                 self._stream.run_layer(layer, hidden, self._batch_size, attention)

@@ -24,7 +24,7 @@ from surgery.transforms.algebra import damp, reduced_rank_projection
 METRIC_DAMPING = 1e-6
 
 Rebuild = Callable[[list[Tensor]], list[Tensor]]
-"""What the layers of a group read of a block, from what they wrote: [B, C, n] of each."""
+"""Rebuilt values [B, C, n] of the layers of a group, from those that they wrote."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import MARK, check_file
 from surgery.common.progress import Progress
-from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, taken
+from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, pop_required
 
 if TYPE_CHECKING:
     from surgery.calibration.settings import ConversionSettings
@@ -26,7 +26,7 @@ def convert(step: Step, where: str) -> Action:
     from surgery.structures.registry import DEFAULT, find_target
 
     values = dict(step.settings)
-    source = taken(values, "source", where)
+    source = pop_required(values, "source", where)
     if "plan" in values:
         chosen = str(values.pop("plan"))
         if "to" in values:
@@ -36,7 +36,7 @@ def convert(step: Step, where: str) -> Action:
         target = find_target(str(values.pop("to", DEFAULT)))
     except SurgeryError as error:
         raise SurgeryError(f"{where}: {error}") from None
-    return _make(step, source, _asked(target, values, where), where)
+    return _make(step, source, _choice_of(target, values, where), where)
 
 
 def slice_(step: Step, where: str) -> Action:
@@ -44,14 +44,14 @@ def slice_(step: Step, where: str) -> Action:
     from surgery.structures.registry import SLICE
 
     values = dict(step.settings)
-    return _make(step, taken(values, "source", where), _asked(SLICE, values, where), where)
+    return _make(step, pop_required(values, "source", where), _choice_of(SLICE, values, where), where)
 
 
 Choice = Callable[[Finished], tuple["ConversionSettings", "Mapping[str, Any] | None"]]
-"""Of a conversion, once the steps before it are done: its settings, and what a plan expects of it."""
+"""Settings of a conversion once the steps before it are done, and what a plan expects of it."""
 
 
-def _asked(target: Target, values: dict[str, Any], where: str) -> Choice:
+def _choice_of(target: Target, values: dict[str, Any], where: str) -> Choice:
     try:
         settings = target.settings(values)
     except SurgeryError as error:
@@ -72,7 +72,7 @@ def _planned(plan: str, values: dict[str, Any], finished: Finished, where: str) 
 def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
     """Makes a checkpoint from another."""
 
-    def asked(finished: Finished) -> tuple[ConversionSettings, Mapping[str, Any] | None]:
+    def request_for(finished: Finished) -> tuple[ConversionSettings, Mapping[str, Any] | None]:
         settings, predicted = choice(finished)
         if (pattern := finished.patterns.get(getattr(settings, "heads", None))) is not None:
             settings = replace(settings, heads=str(pattern))
@@ -85,7 +85,7 @@ def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
         def make() -> None:
             from surgery.structures.request import ConversionRequest
 
-            settings, predicted = asked(finished)
+            settings, predicted = request_for(finished)
             facts = {"command": f"surgery run {where}", "predicted": predicted, "restart": finished.restart}
             _convert_unless_there(ConversionRequest(checkpoint, out, settings, **facts), progress)
 
@@ -95,7 +95,7 @@ def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
     def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
         from surgery.structures.dry_run import plan_conversion
 
-        dry_run = plan_conversion(checkpoint_of(source, finished), out, asked(finished)[0], outline=outline)
+        dry_run = plan_conversion(checkpoint_of(source, finished), out, request_for(finished)[0], outline=outline)
         if outline.exists():
             finished.checkpoints[step.name] = outline
         memory, disk = dry_run.memory, dry_run.disk
@@ -116,7 +116,7 @@ def plan(step: Step, where: str) -> Action:
     from surgery.planning.settings import PlanSettings
 
     values = dict(step.settings)
-    source = taken(values, "source", where)
+    source = pop_required(values, "source", where)
     settings = PlanSettings.from_mapping(values, where)
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:

@@ -21,7 +21,7 @@ from surgery.workflow.steps import Action, Expected, Finished
 
 ENDINGS = {**dict.fromkeys(MAKE_PATTERNS, ".safetensors"), **dict.fromkeys(MAKE_PLANS, ".yaml")}
 MOST = ("host", "device", "temporary")
-"""Of what the total is the most of any step; of all else it is the sum."""
+"""Amounts whose total is the largest of any step; of all others it is the sum."""
 
 
 def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress: Progress) -> dict[str, Any]:

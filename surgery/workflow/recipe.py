@@ -31,7 +31,7 @@ from surgery.common.progress import Progress
 from surgery.common.removed import removal
 from surgery.workflow.conversions import convert, plan, slice_
 from surgery.workflow.names import check_names
-from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, taken
+from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, pop_required
 
 if TYPE_CHECKING:
     from surgery.evaluation.preparation import EvaluationRequest
@@ -126,13 +126,13 @@ def _evaluate(step: Step, where: str) -> Action:
     from surgery.evaluation.settings import EvalSettings
 
     values = dict(step.settings)
-    checkpoints, baseline = taken(values, "checkpoints", where), values.pop("baseline", None)
+    checkpoints, baseline = pop_required(values, "checkpoints", where), values.pop("baseline", None)
     publish, title = values.pop("publish", None), values.pop("title", None)
     if not isinstance(checkpoints, list):
         raise SurgeryError(f"{where}: checkpoints must be a list")
     settings = EvalSettings.from_mapping(values, where)
 
-    def asked(out: Path, finished: Finished) -> EvaluationRequest:
+    def request_for(out: Path, finished: Finished) -> EvaluationRequest:
         from surgery.evaluation.preparation import EvaluationRequest
 
         named = tuple(_row(name, finished) for name in checkpoints)
@@ -143,7 +143,7 @@ def _evaluate(step: Step, where: str) -> Action:
     def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
         from surgery.evaluation.dry_run import plan_evaluation
 
-        dry_run = plan_evaluation(asked(out, finished), Progress(silent=True))
+        dry_run = plan_evaluation(request_for(out, finished), Progress(silent=True))
         most = max(row["weights"] + (row["cache"] or 0) for row in dry_run.rows)
         return Expected(
             told=", ".join(dry_run.tasks), **{"host" if dry_run.settings["device"] == "cpu" else "device": most}
@@ -153,7 +153,7 @@ def _evaluate(step: Step, where: str) -> Action:
         from surgery.evaluation.output import track, write_report
         from surgery.evaluation.run import evaluate
 
-        evaluation = evaluate(asked(out, finished), progress)
+        evaluation = evaluate(request_for(out, finished), progress)
         if not evaluation.is_main:
             return
         finished.report = evaluation.report
@@ -170,7 +170,7 @@ def _score_heads(step: Step, where: str) -> Action:
     from surgery.heads.settings import HeadSettings
 
     values = dict(step.settings)
-    source = taken(values, "source", where)
+    source = pop_required(values, "source", where)
     settings = HeadSettings.from_mapping(values, where)
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
@@ -192,7 +192,7 @@ def _heal(step: Step, where: str) -> Action:
     from surgery.training.trackers import check_tracker
 
     values = dict(step.settings)
-    student, teacher = taken(values, "student", where), taken(values, "teacher", where)
+    student, teacher = pop_required(values, "student", where), pop_required(values, "teacher", where)
     processes, launcher = values.pop("processes", None), values.pop("launcher", None)
     measure = _measure(values.pop("measure", True), where)
     settings = HealSettings.from_mapping({**values, "teacher": teacher}, where)
@@ -203,13 +203,13 @@ def _heal(step: Step, where: str) -> Action:
     except SurgeryError as error:
         raise SurgeryError(f"{where}: {error}") from None
 
-    def asked(out: Path, finished: Finished) -> HealRequest:
+    def request_for(out: Path, finished: Finished) -> HealRequest:
         from surgery.healing.heal import HealRequest
 
         return HealRequest(
             checkpoint_of(student, finished),
             out,
-            given={**values, "teacher": checkpoint_of(teacher, finished)},
+            overrides={**values, "teacher": checkpoint_of(teacher, finished)},
             processes=processes,
             launcher=launcher,
             measure=measure,
@@ -220,7 +220,7 @@ def _heal(step: Step, where: str) -> Action:
     def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
         from surgery.healing.dry_run import plan_healing
 
-        request = asked(out, finished)
+        request = request_for(out, finished)
         dry_run = plan_healing(request)
         finished.checkpoints[step.name] = Path(request.student)  # of the same shapes
         tokens = dry_run.estimate["tokens"]
@@ -233,7 +233,7 @@ def _heal(step: Step, where: str) -> Action:
     def do(out: Path, finished: Finished, progress: Progress, waiting: Processes) -> None:
         from surgery.healing.heal import heal_checkpoint, healed_already
 
-        request = asked(out, finished)
+        request = request_for(out, finished)
         finished.checkpoints[step.name] = out
 
         def heal() -> None:
@@ -291,7 +291,7 @@ def _step(path: Path, number: int, entry: Any) -> Step:
     if not isinstance(settings, dict):
         raise SurgeryError(f"{where}: {verb} has no settings")
     settings = dict(settings)
-    name = str(taken(settings, "name", where))
+    name = str(pop_required(settings, "name", where))
     _check_plain(name, where)
     return Step(verb, name, settings)
 

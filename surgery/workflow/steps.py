@@ -70,7 +70,7 @@ class Action:
     forecast: Callable[[Path, Finished, Path], Expected] | None = None
 
 
-def taken(settings: dict[str, Any], name: str, where: str) -> Any:
+def pop_required(settings: dict[str, Any], name: str, where: str) -> Any:
     """Takes a setting out of others.
 
     Raises:

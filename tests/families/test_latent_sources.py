@@ -37,10 +37,10 @@ from surgery.transforms.quantized_reading import QuantizedAttention
 from surgery.transforms.smaller_latent import norm_error, smaller_latent
 
 FIRST = "deepseek_v2", "deepseek_v3", "glm4_moe_lite"
-"""Those that are converted and run by default."""
+"""Families that are converted and run by default."""
 
 DEFAULT = {("deepseek_v3", "fewer")}
-"""Of conversions to codes, those that run by default."""
+"""Conversions to quantized values that run by default."""
 
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 

@@ -35,7 +35,7 @@ STRUCTURES: dict[str, Callable] = {
     "quantized": lambda: QuantizedSettings(calibration="none", bits=8, group=8),
 }
 WINDOWED = "mla", "gqa", "lowrank"
-"""What takes sliding windows, and layers that keep a state."""
+"""Targets that take sliding windows, and layers that keep a state."""
 
 FIRST = {
     "falcon3": ("mla",),
@@ -111,15 +111,15 @@ REFUSED = {
 }
 
 STOCK = "falcon3", "seed_oss", "phi3", "internlm3"
-"""What stock ``deepseek_v3`` carries."""
+"""Families that stock ``deepseek_v3`` carries."""
 READ_AS_OTHERS = "phi3", "phi3_window", "phi4_mini", "internlm3"
 """Families whose checkpoints are another family's but for names."""
 
 NEW = [name for name in ALL if name not in FAMILIES]
 MIXED = [name for name in NEW if name.endswith(("_window", "_state"))]
-"""Of which some layers do not keep all tokens."""
+"""Models of which some layers do not keep all tokens."""
 FORGETFUL = "ministral_window", "llama4_window", "qwen3_5_state", "granite4_state"
-"""Of these, one of each kind: windows, chunks, linear attention, Mamba."""
+"""One model of each kind: windows, chunks, linear attention, Mamba."""
 CASES = [
     pytest.param(name, to, marks=[] if to in FIRST.get(name, ()) else pytest.mark.slow)
     for name in NEW

@@ -1,4 +1,4 @@
-"""The own class inside of multimodal models: all else stays, and pictures are read as before."""
+"""The custom model class inside of multimodal models: all else stays, and pictures are read as before."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ STRUCTURES = {
     "quantized": {"calibration": "none", "bits": 8, "group": 8},
 }
 WINDOWED = ("gemma3", "qwen3_5", "qwen3_5_moe")
-"""Of which some layers keep a window or a state."""
+"""Models of which some layers keep a window or a state."""
 SOURCES = ("llava", "llava_next", "mistral3", "mistral3 of ministral3", "gemma3", *GRIDS)
 FIRST = {("qwen3_vl", to) for to in STRUCTURES}
 FIRST |= {("gemma3", "mla"), ("llava", "mla")}
@@ -211,7 +211,7 @@ def test_healing_writes_it_in_its_place(picture_models, tmp_path, name):
     convert(picture_models(name), tmp_path / "converted", "lowrank")
     given = {"teacher": str(picture_models(name)), "data": [str(HELD_OUT)], "max_steps": 2, "length": 64}
     given |= {"warmup": 0, "held_out": 1}
-    asked = HealRequest(str(tmp_path / "converted"), tmp_path / "healed", given=given, measure=None)
+    asked = HealRequest(str(tmp_path / "converted"), tmp_path / "healed", overrides=given, measure=None)
     healed = heal_checkpoint(asked).path
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "converted", healed))
     assert {key: tensor.shape for key, tensor in after.items()} == {key: each.shape for key, each in before.items()}

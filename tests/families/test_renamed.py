@@ -27,7 +27,7 @@ PUBLISHED = {
     "gpt_neox": (("lm_head.", "embed_out."), "gpt_neox.layers.{}.attention.", ("bias", "masked_bias")),
     "gpt2": (("transformer.", ""), "h.{}.attn.", ("bias", "masked_bias")),
 }
-"""What published checkpoints call otherwise than transformers writes it, and buffers of their attention."""
+"""Names of published checkpoints that differ from transformers', and buffers of their attention."""
 CROSS = {"kind": "cross_layer", "group_size": 2, "rank": 48, "block": 8, "sinks": 0, "window": 0}
 ENTRIES = {
     "stock": [None, None],

@@ -156,7 +156,7 @@ def test_healing_writes_the_language_model_in_its_place(picture_models, tmp_path
     convert_checkpoint(picture_models(name), tmp_path / "converted", HALF)
     given = {"teacher": str(picture_models(name)), "data": [str(HELD_OUT)], "max_steps": 2, "length": 64}
     given |= {"train": "lora", "warmup": 0, "held_out": 1, "lora_modules": ["q_proj", "v_proj"]}
-    asked = HealRequest(str(tmp_path / "converted"), tmp_path / "healed", given=given, measure=None)
+    asked = HealRequest(str(tmp_path / "converted"), tmp_path / "healed", overrides=given, measure=None)
     assert plan_healing(asked).estimate
     healed = heal_checkpoint(asked).path
     before, after = weights(tmp_path / "converted"), weights(healed)

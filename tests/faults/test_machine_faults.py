@@ -9,7 +9,7 @@ import torch
 from command_line import run_main
 from hostile import bounded_memory
 
-from surgery.common.machine_faults import told
+from surgery.common.machine_faults import fault_message
 from surgery.console import inspection
 
 LINES = {
@@ -27,13 +27,13 @@ LINES = {
 
 @pytest.mark.parametrize(("words", "error"), [(words, error) for words, errors in LINES.items() for error in errors])
 def test_lines(words, error):
-    line = told(error)
+    line = fault_message(error)
     assert words in line and "\n" not in line
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a mistake"), ImportError("no module x"), ValueError(), KeyError("x")])
 def test_mistakes_of_the_program_are_not_hidden(error):
-    assert told(error) is None
+    assert fault_message(error) is None
 
 
 def no_thread(monkeypatch):

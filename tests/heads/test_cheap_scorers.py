@@ -170,7 +170,7 @@ def test_copy_score_of_a_head_that_copies(monkeypatch, checkpoints, session):
     assert needles.spans[0, 0, 0] > 4
     needles.tokens[0, 1:5] = answers[:4]  # before all facts
     scored = replace(scored, needles=lambda count: needles)
-    tokens, asked = needles.tokens[0].tolist(), needles.asked[0].tolist()
+    tokens, asked = needles.tokens[0].tolist(), needles.fact_numbers[0].tolist()
 
     def source(row):
         """Place of the next token in the fact that is asked for."""

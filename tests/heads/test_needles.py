@@ -18,10 +18,10 @@ def filler(tokenizer):
 
 def test_facts_and_answers_are_where_they_should_be(tokenizer, filler):
     needles = needle_sequences(tokenizer, filler, 4, LENGTH, FACTS, seed=3)
-    assert needles.tokens.shape == needles.answers.shape == needles.asked.shape == (4, LENGTH)
+    assert needles.tokens.shape == needles.answers.shape == needles.fact_numbers.shape == (4, LENGTH)
     assert needles.spans.shape == (4, FACTS, 2)
     for tokens, answers, asked, spans in zip(
-        needles.tokens, needles.answers, needles.asked, needles.spans, strict=True
+        needles.tokens, needles.answers, needles.fact_numbers, needles.spans, strict=True
     ):
         assert tokens[0] == tokenizer.bos_token_id
         assert torch.equal(answers, asked >= 0)

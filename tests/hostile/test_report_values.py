@@ -59,7 +59,7 @@ def uses(folder):
 
     def healing():
         try:
-            heal_checkpoint(HealRequest(str(folder), given={"data": ["x.txt"]}, measure=None))
+            heal_checkpoint(HealRequest(str(folder), overrides={"data": ["x.txt"]}, measure=None))
         except Trained:  # then the rest must go well, too
             heal._earlier(folder)
             again = read_report(folder)
@@ -120,7 +120,7 @@ def test_records_of_healings(converted, untrained, value):
     (folder / "surgery_report.json").unlink()
     (folder / "surgery_healing.json").write_text(json.dumps(value))
     with pytest.raises(SurgeryError, match="surgery_healing"):
-        heal_checkpoint(HealRequest(str(folder), given={"data": ["x.txt"], "teacher": str(folder)}, measure=None))
+        heal_checkpoint(HealRequest(str(folder), overrides={"data": ["x.txt"], "teacher": str(folder)}, measure=None))
 
 
 @pytest.mark.parametrize("value", [None, "x", {"source_bytes_per_token": "y"}, {"measured_at_tokens": 0}])

@@ -15,7 +15,7 @@ from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.carry_over import copy_sidecars
 from surgery.checkpoint.tensors import TensorSpec
 from surgery.common.errors import SurgeryError
-from surgery.common.machine_faults import is_panic, told
+from surgery.common.machine_faults import fault_message, is_panic
 from surgery.evaluation.models import Checkpoint
 from surgery.running.loading import load_tokenizer, loading
 
@@ -57,7 +57,7 @@ def test_bytes(folder, data):
 @example(TOKENIZER, CONFIG | {"model_max_length": []})
 @cases(2, most=1000)
 def test_copies_stay_in_the_output(folder, tmp_path_factory, tokenizer, config):
-    """Whatever a tokenizer says, it is copied as it is, and nothing is written elsewhere."""
+    """Whatever a tokenizer says, it is copied unchanged, and nothing is written elsewhere."""
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     reader, out = CheckpointReader.open(folder), folder.parent / "out"
@@ -99,6 +99,6 @@ def test_patterns_that_backtrack(folder):
     tokenizer = load_tokenizer(folder)
     with pytest.raises(BaseException) as panic:
         tokenizer("x" * 40)
-    assert is_panic(panic.value) and "tokenizer" in told(panic.value)
+    assert is_panic(panic.value) and "tokenizer" in fault_message(panic.value)
     with pytest.raises(SurgeryError, match="transformers cannot load it"), loading("x"):
         tokenizer("x" * 40)

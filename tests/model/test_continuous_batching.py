@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-import surgery  # noqa: F401  makes AutoModel know the own class
+import surgery  # noqa: F401  registers the custom model class with AutoModel
 
 OLD = Path(__file__).resolve().parents[1] / "old_checkpoints"
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12]]

@@ -144,7 +144,7 @@ KNOWN: dict[str, tuple[dict, Callable[[Tensor], tuple[dict[str, Tensor], Tensor]
     "nf4 nested": (BITSANDBYTES, lambda weight: nf4(weight, nested=True)),
     "int8": (BITSANDBYTES, int8_by_row),
 }
-"""By name: the config's ``quantization_config``, and the parts of a matrix with the numbers that they stand for."""
+"""Formats by name: the config's ``quantization_config``, and the parts of a matrix with their values."""
 
 FORMATS: dict[str, tuple[dict, Callable[[Tensor], dict[str, Tensor]]]] = {
     "int4": (
@@ -173,7 +173,7 @@ FORMATS: dict[str, tuple[dict, Callable[[Tensor], dict[str, Tensor]]]] = {
         fp8_by_block,
     ),
 }
-"""By name: the config's ``quantization_config``, and the parts of a matrix by their endings."""
+"""Formats by name: the config's ``quantization_config``, and the parts of a matrix by their endings."""
 
 
 def make_quantised(folder: Path, family: str, kind: str) -> Path:

@@ -124,7 +124,7 @@ WRITTEN: dict[str, Callable[[], PreTrainedModel]] = {
 """Makes a model by name: those of `own_models.KINDS` and the other kinds, quantised caches, stock classes."""
 
 QUICK = ("latent", "low_rank", "window", "hybrid", "cross_layer_static", "quantized_plain", "quantized_latent", "mixed")
-"""Those on which slow tests run by default."""
+"""Kinds on which slow tests run by default."""
 
 
 def inputs(name: str) -> dict[str, torch.Tensor]:

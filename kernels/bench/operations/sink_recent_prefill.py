@@ -45,7 +45,7 @@ class SinkRecentPrefill(Case):
 
     @property
     def flops(self) -> int:
-        """Of the pairs that are seen."""
+        """Operations of the visible pairs."""
         most = min(self.context, self.sinks + self.recent)
         dense = self.context * (self.context + 1) // 2
         seen = most * (most + 1) // 2 + (self.context - most) * most

@@ -20,7 +20,8 @@ READERS: dict[str, Callable[[dict[str, Any], Store, torch.dtype], Quantisation |
     "fp8": fp8,
     "gptq": gptq,
 }
-"""By ``quant_method``: of ``quantization_config``, the stored tensors and the dtype that numbers are rounded to."""
+"""Readers by ``quant_method``. Arguments: ``quantization_config``, the stored tensors, the dtype to which values are
+rounded."""
 
 
 PACKED = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32)

@@ -29,7 +29,7 @@ from surgery.common.errors import SurgeryError
 WORDS, ZEROS, SCALES, GROUPS, BIAS = "qweight", "qzeros", "scales", "g_idx", "bias"
 BITS = (2, 3, 4, 8)
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which of the eight codes of a word an output is."""
+"""Output of each of the eight codes in a word."""
 
 
 def gptq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:

@@ -22,11 +22,11 @@ from surgery.common.errors import SurgeryError
 
 PACKED, SCALE, SHAPE, INVERSE = "weight_packed", "weight_scale", "weight_shape", "weight_scale_inv"
 UNKNOWN = ("weight_zero_point", "weight_g_idx", "weight_global_scale", "input_scale", "input_zero_point")
-"""What asymmetric, reordered and two-level formats store besides, and those of activations in fixed steps."""
+"""Tensors of asymmetric, reordered and two-level formats, and those of activations in fixed steps."""
 
 PACKED_BITS = ("4", "8")
 FORMATS = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
-"""Of compressed-tensors, by its name; mixed: each group says its own."""
+"""Formats of compressed-tensors, by its names; in a mixed one each group has its own."""
 
 
 def fp8(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation | None:

@@ -1,4 +1,4 @@
-"""From what the layers of a group cache to what they share."""
+"""Sizes of the shared store of a group of layers, from the budget."""
 
 from __future__ import annotations
 

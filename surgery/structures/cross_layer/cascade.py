@@ -49,14 +49,15 @@ class QuantizedCascade(QuantizedRows):
 
 
 def _of_one_layer(settings: CrossLayerSettings) -> LowRankSettings:
-    """What a cascade asks of every layer."""
+    """Return the settings of every single layer of a cascade."""
     names = {field.name for field in fields(LowRankSettings)}
     given = {name: value for name, value in settings.to_dict().items() if name in names}
     return LowRankSettings(**{**given, "method": "fisher"})
 
 
 def _earlier_layers(opened: Source, settings: CrossLayerSettings, kept: frozenset[int]) -> tuple[int, ...]:
-    """Count the layers of its group before each layer; groups span no layers kept or of different windows.
+    """Return how many layers of its group stand before each layer; groups span no unchanged layers or different
+    windows.
 
     Raises:
         SurgeryError: layers that keep a state stand between all others.

@@ -265,7 +265,7 @@ class SimulatedLatents(SimulatedMember):
 
     @property
     def parts(self) -> list[int]:
-        """Of the latent."""
+        """Number of dims of the latent."""
         return [self._own.attention.kv_lora_rank]
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:

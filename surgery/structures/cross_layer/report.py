@@ -1,4 +1,4 @@
-"""What conversions to a cache that layers share have in common: the report of a group, and its bytes."""
+"""Report of a group and its bytes, for conversions to a cache that layers share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from surgery.structures.cross_layer.settings import CrossLayerSettings
 
 
 def cross_layer_target(settings: CrossLayerSettings, groups: Sequence[tuple[int, int]], ranks: Any) -> dict[str, Any]:
-    """What a report says of its result."""
+    """Return the target of a report."""
     return {
         "to": "crosslayer",
         "method": settings.method,
@@ -59,5 +59,5 @@ class GroupReport:
         return "latents", "read too", "keys, not rebuilt", "values, not rebuilt"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         return " + ".join(map(str, self.ranks)), self.shared_rank, short(self.key_error), short(self.value_error)

@@ -1,4 +1,4 @@
-"""What a user can ask of a conversion to caches that layers share. Needs no torch."""
+"""Settings of a conversion to caches that layers share. Needs no torch."""
 
 from __future__ import annotations
 

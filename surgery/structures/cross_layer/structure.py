@@ -80,7 +80,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return [Candidate({})]
 
     def group(self, layer: int) -> range:
-        """Those that share a basis."""
+        """Return the layers that share a basis."""
         return next((range(*span) for span in self._groups if layer in range(*span)), range(layer, layer + 1))
 
     def pass_group(self, work: ConversionContext, group: range, hidden: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         )
 
     def gather(self, work: ConversionContext) -> None:
-        """For the static basis of xkv."""
+        """Gather statistics for the static basis of xkv."""
         if self.settings.method != "xkv":
             return
         if work.texts.calibration is None:
@@ -168,7 +168,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return basis, GroupReport(f"{start}-{stop - 1}", (self._numbers(entry),), 0, *lost, error, measured)
 
     def _basis(self, work: ConversionContext, start: int, stop: int, rank: int) -> SharedBasis:
-        """Of method xkv, from calibration text."""
+        """Return the basis of method xkv, from calibration text."""
         moment = joint_moment(self.opened, work.store, start, stop, self.settings.batch_size)
         beside = self.opened.first.head_dim if self._latent else 0
         metrics = [loss_metric(work.library.load(index)[0], beside) for index in range(start, stop)]

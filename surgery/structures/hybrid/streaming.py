@@ -33,7 +33,7 @@ STREAMING = "streaming"
 """The stage of the report after the source."""
 
 SINKS, RECENT = 64, 256
-"""Of a plan without a pattern: what DuoAttention deploys."""
+"""Sizes of a plan without a pattern: those that DuoAttention deploys."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ MERGED = "merged"
 
 DEFAULT_RATIO = 0.5
 RATIO_TOLERANCE = 0.02
-"""How far a ratio may be from a number of heads, relatively: 0.33 means two of six."""
+"""Largest relative distance of a ratio from a number of heads: 0.33 means two of six."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a low-rank conversion spends its budget: the blocks of latents of every layer, before any is converted."""
+"""Budget of a low-rank conversion: the blocks of latents of every layer, before any is converted."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def plan_ranks(
 
 
 def _of_all_layers(found: Sequence[tuple], layers: list[int], count: int) -> tuple:
-    """What was found of some layers, at their places among all; nothing for the others."""
+    """Place the results of some layers at their positions among all; empty for the others."""
     every: list[tuple] = [()] * count
     for layer, each in zip(layers, found, strict=True):
         every[layer] = each

@@ -1,4 +1,4 @@
-"""What a user can ask of a conversion to low rank. Needs no torch."""
+"""Settings of a conversion to low rank. Needs no torch."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ class LowRankSettings(StructureSettings):
             )
 
     def kv_cache(self) -> dict[str, int | str]:
-        """What config.json of the own class says."""
+        """Return the ``kv_cache`` entry of the custom model class's config.json."""
         said = super().kv_cache()
         return {**said, "sinks": self.sinks} if self.sinks and not self.window else said

@@ -83,7 +83,7 @@ class LowRankLayerReport:
         return "latents", "read too", "keys, predicted", "values, predicted"
 
     def cells(self) -> tuple:
-        """For people."""
+        """Return the values of the row, for people."""
         return (
             " + ".join(map(str, self.ranks)) or "kept",
             self.shared_rank,
@@ -94,7 +94,7 @@ class LowRankLayerReport:
 
 @dataclass
 class _Group:
-    """What the earlier layers of a group hand on to the next."""
+    """Latents that the earlier layers of a group pass on to the next."""
 
     stages: dict[str, list[SimulatedLowRank]] = field(default_factory=dict)
     latents: list[Tensor] = field(default_factory=list)  # [N, T, r] each, of the source's inputs

@@ -31,7 +31,7 @@ demo model 0.63, 1 and 1.6 at a half, a quarter and an eighth; 0.25 and 2.5 were
 """
 UNTRIED_WEIGHT = 0.63
 ROTATED_CHOICES = 16
-"""How many numbers of rotated components are weighed in a layer."""
+"""Numbers of rotated components that are weighed in a layer."""
 
 
 @dataclass(frozen=True)

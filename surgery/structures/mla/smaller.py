@@ -50,7 +50,7 @@ TAKEN = {
     "latent_norm": (("auto",), "its latents keep their own norm"),
     "freqfold": ((None,), "its rotary dimensions stay"),
 }
-"""What settings may say for a source that is MLA already, and why."""
+"""Values that settings may have for a source that is MLA already, and why."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from surgery.reporting.report import read_report
 from surgery.transforms.allocation import proportional, water_fill
 
 STRUCTURES = ("lowrank", "crosslayer", "mla")
-"""What ``--to`` said where latents were made."""
+"""Targets of ``--to`` whose results have latents."""
 
 LOSS_WEIGHTED = ("fisher", "separate", "cascade")
 """Methods whose energies are shares of one loss, so that those of different layers compare."""
