@@ -90,12 +90,13 @@ def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys):
     lost = report["ladder"][-1]["loss"] - report["ladder"][0]["loss"]
     lines = shown.splitlines()
     verdict = next(line for line in lines if line.startswith(f"{tmp_path / 'a'}: "))
-    assert f"25.0% of the KV bytes for {lost:+.4f} nats per token (perplexity {math.expm1(lost):+.1%})" in verdict
+    kept = f"{report['kv']['ratio']:.1%} of the KV bytes"
+    assert f"{kept} for {lost:+.4f} nats per token (perplexity {math.expm1(lost):+.1%})" in verdict
     assert "loads in transformers" in verdict
     assert lines[-3] == f"Next: surgery eval {tmp_path / 'a'} --baseline {source}"
     show_made(Finished(checkpoints={"a": tmp_path / "a"}))
     shown = capsys.readouterr().out
-    assert f"a: 25.0% of the KV bytes for {lost:+.4f}" in shown and f"\nNext: surgery eval {tmp_path / 'a'}\n" in shown
+    assert f"a: {kept} for {lost:+.4f}" in shown and f"\nNext: surgery eval {tmp_path / 'a'}\n" in shown
 
 
 def test_a_dry_run_ends_in_what_would_be_kept(monkeypatch, capsys):

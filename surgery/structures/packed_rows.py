@@ -132,10 +132,10 @@ class PackedRows(Structure[Source, RowSettings]):
         super().__init__(opened, settings, progress)
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
         self.layers = converted_layers(self.kept, opened.layers)
-        if opened.stateful or any(opened.windows[layer] is not None for layer in self.layers):
+        if opened.stateful or any(window is not None for window in opened.windows):
             raise SurgeryError(
-                "packed rows are of layers that see all tokens, in models without layers that keep a state: leave out "
-                "--bits auto, or name layers with a window in --keep-layers",
+                "packed rows need a model without sliding windows and without layers that keep a state: leave out "
+                "--bits auto",
                 setting="bits",
             )
         first = opened.first

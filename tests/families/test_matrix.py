@@ -27,7 +27,7 @@ from surgery.structures.quantized.settings import QuantizedSettings
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 BATCH = {"batch_size": 2}
 STRUCTURES: dict[str, Callable] = {
-    "mla": lambda: ConvertSettings(**TEXT, **BATCH, kv_ratio=0.5),
+    "mla": lambda: ConvertSettings(**TEXT, **BATCH, kv_ratio=0.5, latent_norm="tiny"),
     "gqa": lambda: KVHeadsSettings(**TEXT, **BATCH),
     "lowrank": lambda: LowRankSettings(**TEXT, **BATCH, kv_ratio=0.5),
     "crosslayer": lambda: CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=16, batch_size=2),

@@ -382,7 +382,7 @@ def test_stock_mla_is_weighed_where_that_class_can_hold_it(checkpoints, plan):
     asked = {"allow": ("mla",), **TEXT, **CONTEXT}
     own = make_plan(checkpoints("qwen3"), PlanSettings(kv_ratio=0.4, **asked))
     stock = [row for row in plan.rows if row.to == "mla" and 0.3 < row.kv_ratio < 0.4]
-    assert {row.asked.get("carrier") for row in stock} == {"stock", "own"}
+    assert {row.asked.get("carrier") for row in stock} == {"stock", "own", None}
     assert own.rows and all(row.asked.get("carrier") != "stock" for row in own.rows)
 
 
@@ -394,6 +394,7 @@ def test_windows_count_in_bytes_and_what_takes_none_is_refused(checkpoints):
     (merged,) = [row for row in found.rows if row.to == "gqa"]
     assert merged.kv_ratio == 0.5
     assert not any("bits" in row.asked for row in found.rows)
+    assert "sliding windows" in found.refused.pop("--to mla --carrier stock")
     assert all("full attention" in why or "which heads stream" in why for why in found.refused.values())
 
 
