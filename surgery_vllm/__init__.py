@@ -1,7 +1,8 @@
 """vLLM serves checkpoints of the project's own class: a plugin that it finds by itself once this is installed.
 
-A package of its own beside :mod:`surgery`, of which it imports the entries of layers alone, no model: vLLM loads it in
-each of its processes, most of which run none. vLLM's entry point group ``vllm.general_plugins`` calls :func:`register`.
+A package of its own beside :mod:`surgery`, of which it imports the entries of layers and their quantizer, no model:
+vLLM loads it in each of its processes, most of which run none. vLLM's entry point group ``vllm.general_plugins`` calls
+:func:`register`.
 """
 
 # vLLM promises plugins no stable interface: these are the minor versions that tests ran.

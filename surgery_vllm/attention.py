@@ -5,21 +5,23 @@ heads of this process, d head_dim, r rank of the latent, ρ width of the rotated
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from vllm.config import CacheConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from vllm.model_executor.models.utils import AutoWeightsLoader
-from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
+from vllm.model_executor.models.utils import AutoWeightsLoader, extract_layer_index
 
 from surgery.model.latent_entry import LatentEntry
-from surgery_vllm.backend import PagedLatentBackend
+from surgery.model.quantized_latent_entry import QuantizedLatentEntry
+from surgery.model.token_quantizer import TokenQuantizer
+from surgery_vllm.paged import latent_attention
+from surgery_vllm.rows import RowCache
+from surgery_vllm.vector_cache import VectorCache
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -30,11 +32,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LatentAttention(nn.Module):
-    """One layer. Its cache holds r + ρ numbers a token, and with q/k-norm G more.
-
-    Heads are scored in two parts: d numbers against up-projected latents, ρ rotated ones against the shared key. Both
-    come of the same d numbers of the query, the second by `query_rope`.
-    """
+    """One layer. Its cache holds r + ρ elements a token, and with q/k-norm G more."""
 
     def __init__(
         self,
@@ -49,17 +47,16 @@ class LatentAttention(nn.Module):
         ranks, heads = get_tensor_model_parallel_world_size(), config.num_attention_heads
         if heads % ranks:
             raise ValueError(f"{heads} query heads do not divide over {ranks} processes")
-        hidden, rank, rope = config.hidden_size, latent.kv_lora_rank, latent.rope_dim
+        hidden, width = config.hidden_size, latent.kv_lora_rank + latent.rope_dim
         gains = self.key_gains = latent.key_gains(config)
         self.heads = heads // ranks
         self.head_dim = getattr(config, "head_dim", None) or hidden // heads
         self.latent = latent
 
         self.q_proj = ColumnParallelLinear(hidden, heads * self.head_dim, bias=bias, prefix=f"{prefix}.q_proj")
-        self.kv_down = ReplicatedLinear(hidden, rank + rope, bias=bias, prefix=f"{prefix}.kv_down")
-        self.query_rope = nn.Parameter(torch.empty(self.heads, self.head_dim, rope), requires_grad=False)
-        # For each head the rows that make d numbers of a key of a latent, and those that make a value.
-        self.kv_b_proj = ColumnParallelLinear(rank, heads * 2 * self.head_dim, bias=False, prefix=f"{prefix}.kv_b_proj")
+        self.kv_down = ReplicatedLinear(hidden, width, bias=bias, prefix=f"{prefix}.kv_down")
+        self.query_up = nn.Parameter(torch.empty(self.heads, self.head_dim, width), requires_grad=False)
+        self.value_up = nn.Parameter(torch.empty(self.heads, self.head_dim, latent.kv_lora_rank), requires_grad=False)
         self.o_proj = RowParallelLinear(heads * self.head_dim, hidden, bias=bias_o_proj, prefix=f"{prefix}.o_proj")
         self.gains = None
         if gains:
@@ -68,22 +65,19 @@ class LatentAttention(nn.Module):
             self.gains = self._own_gains(heads // gains)
         inv_freq = torch.tensor(latent.rope_inv_freq, dtype=torch.float32)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.mla_attn = MLAAttention(
+        scale = self.head_dim**-0.5
+        self.attn = self._cache(
+            config,
+            attend=partial(latent_attention, rank=latent.kv_lora_rank, scale=scale, gains=self.gains),
             num_heads=self.heads,
-            scale=self.head_dim**-0.5,
-            qk_nope_head_dim=self.head_dim,
-            qk_rope_head_dim=rope + gains,  # as the cache has it
-            v_head_dim=self.head_dim,
-            q_lora_rank=None,
-            kv_lora_rank=rank,
-            kv_b_proj=self.kv_b_proj,
+            head_size=width,
+            scale=scale,
             cache_config=cache_config,
             prefix=f"{prefix}.attn",
-            attn_backend=PagedLatentBackend,
-            rope_dim=rope,
-            gains=self.gains,
-            prefill_backend_cls=CPUSDPAMLAPrefillBackend,  # never called: prompts too go through `forward_mqa`
         )
+
+    def _cache(self, config: Any, **settings: Any) -> VectorCache:
+        return VectorCache(self.latent.kv_lora_rank + self.latent.rope_dim + self.key_gains, **settings)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """positions [T], hidden_states [T, D] → [T, D]."""
@@ -92,15 +86,19 @@ class LatentAttention(nn.Module):
         query = self.q_proj(hidden_states)[0].unflatten(-1, (self.heads, self.head_dim))
         if self.gains is not None:
             query = self.q_norm(query)
-        turned = torch.einsum("thd,hdk->thk", query, self.query_rope)
-        query = torch.cat((query, rotate_pairs(turned, cos[:, None], sin[:, None])), dim=-1)
-        latent, key = self.kv_down(hidden_states)[0].split((self.latent.kv_lora_rank, self.latent.rope_dim), dim=-1)
-        key = rotate_pairs(key, cos, sin)
+        query = torch.einsum("thd,hdk->thk", query, self.query_up)
+        query, rope = query.split((self.latent.kv_lora_rank, self.latent.rope_dim), dim=-1)
+        query = torch.cat((query, rotate_pairs(rope, cos[:, None], sin[:, None])), dim=-1)
+        vectors = self._key(self.kv_down(hidden_states)[0], cos, sin)
         if self.gains is not None:
-            query = pad(query, (0, self.key_gains))  # `MLAAttention` wants queries as wide as what is cached
-            key = torch.cat((key, self._key_irms(hidden_states)), dim=-1)
-        shape = (len(hidden_states), self.heads * self.head_dim)
-        return self.o_proj(self.mla_attn(query, latent, key.unsqueeze(1), output_shape=shape))[0]
+            vectors = torch.cat((vectors, self._key_irms(hidden_states)), dim=-1)
+        out = self.attn(query, vectors, self.latent.kv_lora_rank)
+        return self.o_proj(torch.einsum("thr,hvr->thv", out, self.value_up).flatten(1))[0]
+
+    def _key(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Latents and shared keys [T, r + ρ] as they are cached, given [T, ρ/2]."""
+        latent, key = vectors.split((self.latent.kv_lora_rank, self.latent.rope_dim), dim=-1)
+        return torch.cat((latent, rotate_pairs(key, cos, sin)), dim=-1)
 
     def _key_irms(self, hidden_states: Tensor) -> Tensor:
         """Inverse root mean square of the source's keys before their norm: [T, D] → [T, G]."""
@@ -116,24 +114,44 @@ class LatentAttention(nn.Module):
         return slice(first, first + count)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Takes the checkpoint's tensors of this layer; `query_up` and `value_up` fill `query_rope` and `kv_b_proj`."""
+        """Take the checkpoint's tensors of this layer; of up-projections those of this process's heads."""
         first = self.heads * get_tensor_model_parallel_rank()
         mine = slice(first, first + self.heads)
-        up = self.kv_b_proj.weight.data.unflatten(0, (self.heads, 2 * self.head_dim))
-        loaded, rest = set(), []
-        for name, tensor in weights:
-            if name == "query_up":  # [heads, d, r + ρ]
-                keys, turned = tensor[mine].split((self.latent.kv_lora_rank, self.latent.rope_dim), dim=-1)
-                up[:, : self.head_dim].copy_(keys)
-                self.query_rope.data.copy_(turned)
-                loaded.add("query_rope")
-            elif name == "value_up":  # [heads, d, r]
-                up[:, self.head_dim :].copy_(tensor[mine])
-                loaded.add("kv_b_proj.weight")
-            else:
-                rest.append((name, tensor))
+        weights = [(name, tensor[mine] if name in ("query_up", "value_up") else tensor) for name, tensor in weights]
         # The loader would drop a bias that no layer has without a word.
-        unknown = {name for name, _ in rest} - dict(self.named_parameters()).keys()
+        unknown = {name for name, _ in weights} - dict(self.named_parameters()).keys()
         if unknown:
             raise ValueError(f"the checkpoint has {', '.join(sorted(unknown))} in an attention layer that has none")
-        return loaded | AutoWeightsLoader(self).load_weights(rest)
+        return AutoWeightsLoader(self).load_weights(weights)
+
+
+class QuantizedLatentAttention(LatentAttention):
+    """One layer whose cache holds a packed row of bytes a token, and first tokens in full precision.
+
+    Keys are cached as they are before their rotation.
+    """
+
+    latent: QuantizedLatentEntry
+
+    def _cache(self, config: Any, prefix: str, **settings: Any) -> RowCache:
+        self.quantizer = TokenQuantizer(self.latent.format)
+        number = extract_layer_index(prefix)
+        return RowCache(config, number, self.quantizer, self.inv_freq, prefix=prefix, **settings)
+
+    def _key(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return vectors
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take steps and means too.
+
+        Raises:
+            ValueError: those of a damaged checkpoint.
+        """
+        tables, rest = dict(self.quantizer.named_buffers(prefix="quantizer")), []
+        for name, tensor in weights:
+            if name in tables:
+                tables[name].copy_(tensor)
+            else:
+                rest.append((name, tensor))
+        self.quantizer.check()
+        return tables.keys() | super().load_weights(rest)

@@ -4,111 +4,20 @@ Formulas and names of weights: ``surgery/model/low_rank_attention.py``. Shapes h
 request, H query heads, G KV heads, d head_dim, D hidden size, r numbers of all latents of a token.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import CacheConfig, VllmConfig, get_current_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.config import CacheConfig, get_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.utils.torch_utils import _encode_layer_name, is_quantized_kv_cache
-from vllm.v1.attention.backend import AttentionImpl
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from surgery_vllm.backend import PagedMetadata
-from surgery_vllm.heads_backend import PagedHeadsBackend
-from surgery_vllm.paged import paged_rebuilt_attention, write_slots
+from surgery_vllm.paged import rebuilt_attention
 from surgery_vllm.structure import attention_of_layers
-
-
-class LowRankBackend(PagedHeadsBackend):
-    """Backend of low rank for any device that PyTorch runs on; no CUDA graphs."""
-
-    @staticmethod
-    def get_impl_cls() -> type["LowRankImpl"]:
-        return LowRankImpl
-
-
-class LowRankImpl(AttentionImpl[PagedMetadata]):
-    """The attention of one layer.
-
-    Attributes:
-        rebuild: see :func:`paged_rebuilt_attention`; set by the layer.
-    """
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: None,
-        sliding_window: None,
-        kv_cache_dtype: str,
-        *unused: Any,
-    ):
-        if is_quantized_kv_cache(kv_cache_dtype):
-            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype}: latents are cached as they are, leave it out")
-        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
-        self.scale = scale
-        self.kv_cache_dtype = kv_cache_dtype
-        self.rebuild = None
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: PagedMetadata | None,
-        output: Tensor,
-        output_scale: None = None,
-        output_block_scale: None = None,
-    ) -> Tensor:
-        """Writes the latents `key` [T, 1, r] to their slots, and to output [T, H, d] what queries [T, H, d] see."""
-        if attn_metadata is None:  # vLLM measures the memory of a pass
-            return output.zero_()
-        cache = kv_cache[:, 0]
-        write_slots(cache, key.squeeze(1), attn_metadata.slot_mapping)
-        for span in attn_metadata.spans:
-            output[span.tokens] = paged_rebuilt_attention(
-                query[span.tokens],
-                cache,
-                span,
-                self.scale,
-                self.rebuild,
-            )
-        return output
-
-
-class LatentCache(Attention):
-    """Takes latents in the place of keys and values; its cache holds r numbers a token."""
-
-    def __init__(self, rank: int, **said: Any):
-        super().__init__(num_kv_heads=1, attn_backend=LowRankBackend, **said)
-        self.rank = rank
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
-        """One head of r numbers, and none of a value."""
-        return FullAttentionSpec(
-            block_size=vllm_config.cache_config.block_size,
-            num_kv_heads=1,
-            head_size=self.rank,
-            head_size_v=0,
-            dtype=self.kv_cache_torch_dtype,
-        )
-
-    def forward(self, query: Tensor, latent: Tensor) -> Tensor:
-        """query [T, H, d], latent [T, r] → [T, H·d]."""
-        output, latent = torch.empty_like(query), latent.unsqueeze(1)
-        name = _encode_layer_name(self.layer_name)
-        # vLLM's own way around a compiler; `Attention.forward` wants keys as wide as queries.
-        torch.ops.vllm.unified_attention_with_output(query, latent, latent, output, name)
-        return output.flatten(1)
+from surgery_vllm.vector_cache import VectorCache
 
 
 class LowRankAttention(nn.Module):
@@ -149,15 +58,16 @@ class LowRankAttention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.rotary_emb = get_rope(self.head_dim, max_position_embeddings, rope_parameters=config.rope_parameters)
-        self.attn = LatentCache(
+        scale = self.head_dim**-0.5
+        self.attn = VectorCache(
             sum(self.ranks),
+            partial(rebuilt_attention, scale=scale, rebuild=self._rebuilt),
             num_heads=self.heads,
             head_size=self.head_dim,
-            scale=self.head_dim**-0.5,
+            scale=scale,
             cache_config=cache_config,
             prefix=f"{prefix}.attn",
         )
-        self.attn.impl.rebuild = self._rebuilt
 
     def _ups(self, shapes: list[tuple[int, int]]) -> nn.ParameterDict:
         """Up-projections [heads·d, rank] of the blocks that have any heads."""
@@ -175,7 +85,7 @@ class LowRankAttention(nn.Module):
         if self.q_norm is not None:
             query = self.q_norm(query.unflatten(-1, (self.heads, self.head_dim))).flatten(-2)
         query = self.rotary_emb.forward_native(positions, query)[0].unflatten(-1, (self.heads, self.head_dim))
-        return self.o_proj(self.attn(query, self.kv_down(hidden_states)[0]))[0]
+        return self.o_proj(self.attn(query, self.kv_down(hidden_states)[0], self.head_dim).flatten(1))[0]
 
     def _rebuilt(self, latents: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [B, S, r] of the first S tokens, at positions [B·S] → rotated keys and values [B, G, S, d]."""

@@ -11,7 +11,8 @@ from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
 from surgery.model.hybrid_entry import HybridEntry
 from surgery.model.latent_entry import LatentEntry
 from surgery.model.low_rank_entry import LowRankEntry
-from surgery_vllm.attention import LatentAttention
+from surgery.model.quantized_latent_entry import QuantizedLatentEntry
+from surgery_vllm.attention import LatentAttention, QuantizedLatentAttention
 from surgery_vllm.heads import SplitAttention
 from surgery_vllm.low_rank import LowRankAttention
 from surgery_vllm.structure import attention_of_layers
@@ -26,7 +27,8 @@ def _attention(
     layer = attention_of_layers(config)[extract_layer_index(prefix)]
     said = {"cache_config": cache_config, "bias": bias, "bias_o_proj": bias_o_proj, "prefix": prefix}
     if isinstance(layer, LatentEntry):
-        return LatentAttention(config, layer, **said)
+        kind = QuantizedLatentAttention if isinstance(layer, QuantizedLatentEntry) else LatentAttention
+        return kind(config, layer, **said)
     if isinstance(layer, HybridEntry):
         return SplitAttention(config, more["max_position_embeddings"], **said)
     if isinstance(layer, LowRankEntry):

@@ -35,15 +35,16 @@ def write_slots(cache: Tensor, vectors: Tensor, slots: Tensor) -> None:
     cache[slots // cache.shape[1], slots % cache.shape[1]] = torch.where(padding, cache[0, 0], vectors)
 
 
-def paged_latent_attention(
-    query: Tensor, cache: Tensor, span: Span, rank: int, scale: float, gains: slice | None = None
+def latent_attention(
+    query: Tensor, vectors: Tensor, span: Span, rank: int, scale: float, gains: slice | None = None
 ) -> Tensor:
     """Causal attention of the newest tokens of some requests over the latents of all their tokens.
 
     Args:
         query: [B·T, H, r + ρ], the T newest tokens of each of B requests, one request after another, in the space of
             the cached vectors.
-        cache: [pages, tokens of a page, r + ρ (+ G)], latents, rotated keys and gains; the new tokens' are in it.
+        vectors: [B, S, r + ρ (+ G)], latents, rotated keys and gains of their first S tokens, the new ones included;
+            what is after a request's own tokens may be any.
         span: the requests.
         rank: r.
         scale: of the scores.
@@ -53,21 +54,21 @@ def paged_latent_attention(
     Returns:
         [B·T, H, r], the mean of the latents by the softmax of the scores.
     """
-    vectors = gathered(cache, span.pages).to(query.dtype).unsqueeze(1)  # [B, 1, S, r + ρ (+ G)]
+    vectors = vectors.unsqueeze(1)  # [B, 1, S, r + ρ (+ G)]
     keys = vectors[..., : query.shape[-1]]
     if gains is not None:
         keys = keys * vectors[..., query.shape[-1] :][..., gains].transpose(1, 3)  # [B, G, S, r + ρ]
     return causal(query, keys, vectors[..., :rank], span, scale)
 
 
-def paged_rebuilt_attention(
-    query: Tensor, cache: Tensor, span: Span, scale: float, rebuild: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+def rebuilt_attention(
+    query: Tensor, latents: Tensor, span: Span, scale: float, rebuild: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 ) -> Tensor:
     """Causal attention of the newest tokens of some requests over keys and values that latents of theirs make.
 
     Args:
         query: [B·T, H, d], the T newest tokens of each of B requests, one request after another.
-        cache: [pages, tokens of a page, r], latents; the new tokens' are in it.
+        latents: [B, S, r] of their first S tokens, the new ones included.
         span: the requests.
         scale: of the scores.
         rebuild: from latents [B, S, r] of the first S tokens and their positions [B·S] to keys and values [B, G, S, d].
@@ -75,8 +76,7 @@ def paged_rebuilt_attention(
     Returns:
         [B·T, H, d].
     """
-    latents = gathered(cache, span.pages)[:, : span.longest].to(query.dtype)
-    return causal(query, *rebuild(latents, span.positions()), span, scale)
+    return causal(query, *rebuild(latents[:, : span.longest], span.positions()), span, scale)
 
 
 def gathered(cache: Tensor, pages: Tensor) -> Tensor:

@@ -8,10 +8,12 @@ from surgery.model.latent_entry import LatentEntry
 from surgery.model.layer_entry import LayerEntry, kv_heads_of
 from surgery.model.low_rank_entry import LowRankEntry
 from surgery.model.parts import entry_of
+from surgery.model.quantized_latent_entry import QuantizedLatentEntry
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SERVED = {
     LatentEntry.kind: "MLA",
+    QuantizedLatentEntry.kind: "MLA in bits",
     LowRankEntry.kind: "low rank",
     GroupedEntry.kind: "KV heads by layer",
     HybridEntry.kind: "hybrid heads",
@@ -68,6 +70,8 @@ def attention_of_layers(config: Any) -> list[LayerEntry]:
         for name, feature in NOT_SERVED.items():
             if getattr(entry, name, None):
                 raise NotServed(f"{SERVED[entry.kind]} with {feature} (layer {layer})")
+    if len({entry.kind == QuantizedLatentEntry.kind for entry in layers}) > 1:
+        raise NotServed("MLA in bits beside other layers")  # all layers share the pages of one group
     if any(entry.kind == "hybrid" for entry in layers):
         return _with_streaming_heads(layers)
     for layer, entry in enumerate(layers):

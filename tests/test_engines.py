@@ -132,6 +132,15 @@ def test_hybrid_heads_have_bytes_per_token_and_per_request():
     assert on_cpu["cache_bytes_per_request"] == (4 + 8) * keys_and_values
 
 
+def test_mla_in_bits_has_bytes_per_token_in_any_dtype_and_first_tokens_per_request():
+    rows = {"kind": "quantized_latent", "kv_lora_rank": 12, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": None}
+    rows |= {"latent_runs": [["5+3", 2], ["2+2+2+2", 2]], "rope_runs": [["4+4", 2]], "first_tokens": 4}
+    on_cpu, on_cuda = (said({**OWN, "attention_layers": [rows] * 2}, f"vLLM on {device}") for device in ("CPU", "CUDA"))
+    assert (on_cpu["status"], on_cuda["status"]) == (LOADS_WITH, NOT_TRIED)
+    assert on_cpu["cache_bytes_per_token"] == on_cuda["cache_bytes_per_token"] == 2 * 6
+    assert on_cpu["cache_bytes_per_request"] == 2 * 4 * 16 * 2
+
+
 def test_what_the_plugin_does_not_serve_is_refused_by_name():
     entries = [{"kind": "cross_layer"}, None]
     for change, told in (

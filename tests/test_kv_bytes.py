@@ -7,7 +7,7 @@ import picture_models
 import pytest
 import torch
 from conversions import convert_checkpoint
-from own_checkpoints import HYBRIDS, SOURCES
+from own_checkpoints import HYBRIDS, IN_BITS, SOURCES
 from tiny_models import CONFIGS, HELD_OUT
 from written_models import IMAGES, WRITTEN
 
@@ -111,13 +111,13 @@ def test_kv_heads_by_layer_are_counted_alike_in_both_classes():
     assert decilm(9) == kv_bytes_of(own_config(source, entries), torch.float32)(9) == 9 * 3 * 2 * 8 * 4
 
 
-@pytest.mark.parametrize("name", SOURCES | HYBRIDS)
+@pytest.mark.parametrize("name", SOURCES | HYBRIDS | IN_BITS)
 def test_the_plugin_allocates_what_the_model_class_holds(name):
-    base, entries = (SOURCES | HYBRIDS)[name]
+    base, entries = (SOURCES | HYBRIDS | IN_BITS)[name]
     config = dumped(SurgeryConfig.from_base(base(), entries))
     found, held = Facts.of(config), kv_bytes_of(config, torch.float32)
     assert found.not_served is None
-    assert held(1001) - held(1000) == 4 * found.cached_numbers
+    assert held(1001) - held(1000) == found.cache(4)["cache_bytes_per_token"]
 
 
 @pytest.mark.parametrize("name", [name for name in WRITTEN if name not in NO_ENTRIES])
@@ -127,8 +127,8 @@ def test_one_more_element_of_a_kind_changes_every_answer(name, monkeypatch):
     config = dumped(model.config)
 
     def answers():
-        engine = Facts.of(config)
-        return kv_bytes_of(config, torch.float32)(41), model.kv_cache_bytes(1, 41), engine.cached_numbers
+        engine = Facts.of(config).cache(4).get("cache_bytes_per_token")
+        return kv_bytes_of(config, torch.float32)(41), model.kv_cache_bytes(1, 41), engine
 
     right = answers()
     for kind in {type(entry) for entry in entries_of(model.config)}:

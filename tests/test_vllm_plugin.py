@@ -13,7 +13,7 @@ from surgery.model.low_rank_entry import Block
 from surgery_vllm import config as plugin_config
 from surgery_vllm import paged, spans
 from surgery_vllm.block_sizes import WASTED, block_sizes
-from surgery_vllm.paged import paged_head_attention, paged_latent_attention, paged_rebuilt_attention, write_slots
+from surgery_vllm.paged import gathered, latent_attention, paged_head_attention, rebuilt_attention, write_slots
 from surgery_vllm.spans import Span, alike, spans_of
 from surgery_vllm.structure import attention_of_layers
 
@@ -56,7 +56,7 @@ def test_pages_change_nothing(lengths, new, scores, gains, exact, monkeypatch):
     query = torch.randn(len(lengths) * new, HEADS, RANK + ROPE, dtype=torch.float64)
     span = span_of(table, lengths, new, exact)
     with NoHostSync():
-        got = paged_latent_attention(query, cache, span, RANK, 0.7, gains)
+        got = latent_attention(query, gathered(cache, span.pages), span, RANK, 0.7, gains)
     expected = []
     for q, vectors in zip(query.split(new), rows, strict=True):
         scaled = torch.ones(len(vectors), 1) if gains is None else vectors[:, RANK + ROPE :][:, gains]
@@ -109,7 +109,7 @@ def test_rebuilt_keys_are_read_like_cached_ones(new, exact):
         return turned.unsqueeze(1).chunk(2, dim=-1)
 
     with NoHostSync():
-        got = paged_rebuilt_attention(query, cache, span, 0.7, rebuild)
+        got = rebuilt_attention(query, gathered(cache, span.pages), span, 0.7, rebuild)
     turned = torch.zeros_like(cache)  # what the table says is where
     turned[span.pages] = cache[span.pages] * torch.arange(3 * PAGE).view(3, PAGE, 1)[: span.pages.shape[1]].cos()
     torch.testing.assert_close(got, paged_head_attention(query, turned.unsqueeze(1), span, 0.7, 0, None))
@@ -196,6 +196,7 @@ def config(**changes):
 HYBRID = {"kind": "hybrid", "kv_heads": 2, "full_heads": 1, "compensated_heads": 0, "sinks": 4, "recent": 8}
 HYBRID["head_order"] = [0, 1]
 
+ROWS = {**LATENT, "kind": "quantized_latent", "latent_runs": [["4+4", 2]], "rope_runs": [["8", 4]], "first_tokens": 4}
 LOW_RANK = {"kind": "low_rank", "blocks": [{"rank": 5, "keys": [1, 0], "values": []}], "shared_layers": 0, "window": 0}
 LOW_RANK |= {"shared_rank": 0, "sinks": 0}
 
@@ -236,6 +237,8 @@ def test_structures_that_it_serves():
         ({"attention_layers": [LOW_RANK, HYBRID]}, "hybrid heads beside latents"),
         ({"base_model_type": "qwen3"}, "grouped heads with q/k-norm"),
         ({"attention_layers": [LATENT, HYBRID]}, "hybrid heads beside latents"),
+        ({"entry": ROWS}, "MLA in bits beside other layers"),
+        ({"attention_layers": [ROWS, None]}, "MLA in bits beside other layers"),
         ({"attention_layers": [HYBRID | {"compensated_heads": 1}]}, "hybrid heads with compensation .layer 0."),
         ({"attention_layers": [HYBRID, HYBRID | {"sinks": 5}]}, "hybrid heads of several windows"),
         ({"entry": {"streaming": {"sinks": 4, "recent": 8}}}, "MLA with streaming"),

@@ -10,6 +10,8 @@ from surgery.checkpoint.config_file import with_rope_beside
 from surgery.checkpoint.kv_widths import DECILM, kv_widths
 from surgery.common.size_names import with_size_names
 from surgery.model.layer_entry import head_dim_of
+from surgery.model.quantized_latent_entry import QuantizedLatentEntry
+from surgery_vllm.row_layout import row_bytes
 from surgery_vllm.structure import SERVED, NotServed, attention_of_layers, windowed
 
 MLA, HEADS, OWN = "deepseek_v3", "heads", "surgery"
@@ -31,7 +33,9 @@ class Facts:
         family: model_type of the config; ``base``: of the own class, its source's.
         cached_numbers: per token, all layers, at an infinite window; None for structures of the own class that no
             engine but transformers runs.
-        streamed_numbers: per request beside them, once it is longer than what streaming heads see.
+        packed_bytes: per token beside them, all layers, in any dtype: rows of MLA in bits.
+        streamed_numbers: per request beside them: what streaming heads see of one that is longer, and first tokens in
+            full precision.
         number_bytes: of a weight.
         head_sizes: of MLA, (nope, rope, value) numbers of a head.
         width: of MLA, numbers that a layer caches per token, rank and rope.
@@ -54,6 +58,7 @@ class Facts:
     number_bytes: int
     activation: str
     base: str | None = None
+    packed_bytes: int = 0
     streamed_numbers: int = 0
     head_sizes: tuple[int, int, int] | None = None
     width: int | None = None
@@ -140,8 +145,11 @@ class Facts:
         """Return the facts of a verdict on the cache of all layers at so many bytes an element."""
         if self.cached_numbers is None:
             return {}
-        per_token, streamed = (count * number_bytes for count in (self.cached_numbers, self.streamed_numbers))
-        return {"cache_bytes_per_token": per_token, "cache_bytes_per_request": streamed or None}
+        per_token = self.cached_numbers * number_bytes + self.packed_bytes
+        return {
+            "cache_bytes_per_token": per_token,
+            "cache_bytes_per_request": self.streamed_numbers * number_bytes or None,
+        }
 
 
 def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
@@ -164,11 +172,15 @@ def _own(config: dict[str, Any]) -> dict[str, Any]:
         layers = attention_of_layers(plain)
     except NotServed as error:
         return {"cached_numbers": None, "not_served": error.what}
-    cached = streamed = 0
+    cached = packed = streamed = 0
     for entry in layers:
+        if entry.kind == QuantizedLatentEntry.kind:
+            packed += row_bytes(entry, plain)
+            streamed += entry.first_tokens * entry.format.channels
+            continue
         streaming = getattr(entry, "streaming_heads", 0) * 2 * head_dim_of(plain)
         cached += entry.width(plain) - streaming
         streamed += streaming * (entry.sinks + entry.recent) if streaming else 0
     name = " + ".join(name for kind, name in SERVED.items() if kind in {entry.kind for entry in layers})
     served = f"{name.replace('MLA', 'mla')} of {plain.base_model_type}"
-    return {"cached_numbers": cached, "streamed_numbers": streamed, "served": served}
+    return {"cached_numbers": cached, "packed_bytes": packed, "streamed_numbers": streamed, "served": served}

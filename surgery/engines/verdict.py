@@ -22,8 +22,9 @@ class Verdict:
         command: what serves the checkpoint there; None where nothing does.
         reason: who says so: the trial behind a yes, what stands in the way of it.
         cache_bytes_per_token: that the engine allocates for all layers, unless told to store other numbers.
-        cache_bytes_per_request: beside them, whatever its length: the first and last tokens of streaming heads; None if
-            there are none. Engines round up to whole blocks, and add the tokens under way.
+        cache_bytes_per_request: beside them, whatever its length: the first and last tokens of streaming heads, and
+            first tokens in full precision; None if there are none. Engines round up to whole blocks, and add the tokens
+            of streaming heads that are under way.
         remedy: flag of a conversion that changes a refusal.
     """
 

@@ -14,6 +14,8 @@ from tiny_models import DEMO, SHAPE
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
+from surgery.model.token_format import PATTERNS
+from surgery.model.token_quantizer import TokenQuantizer
 
 
 def latent(rank: int, frequencies: list[float], **changes) -> dict:
@@ -34,9 +36,20 @@ def low_rank(*blocks: tuple[int, list[int], list[int]]) -> dict:
     return {"kind": "low_rank", "blocks": named, "shared_layers": 0, "shared_rank": 0, "sinks": 0, "window": 0}
 
 
+def rows(latent: list, rope: list, frequencies: list[float], **changes) -> dict:
+    """An entry of `attention_layers`: runs of the latent and of the shared key, and the frequencies of this."""
+    entry = {"kind": "quantized_latent", "latent_runs": latent, "rope_runs": rope, "rope_inv_freq": frequencies}
+    rank = sum(count * len(PATTERNS[pattern]) for pattern, count in latent)
+    return entry | {"kv_lora_rank": rank, "key_norm_eps": None, "first_tokens": 4} | changes
+
+
 JOINT, APART = low_rank((11, [0, 1], [0, 1])), low_rank((5, [1], []), (6, [0], [1]), (4, [], [0]))
 SAME = [latent(20, [1.0, 0.37, 0.021]), latent(20, [0.8, 0.4, 0.3])]
 NORMED = [latent(20, [1.0, 0.1], key_norm_eps=1e-6), latent(24, [0.5], key_norm_eps=1e-6)]
+ROWS = [
+    rows([["8", 4], ["4+4", 8]], [["8", 2], ["4+4", 2]], [1.0, 0.37, 0.021]),
+    rows([["4+4", 4], ["3+3+2", 2], ["2+2+2+2", 2]], [["5+3", 2]], [0.8, 0.3]),
+]
 HEADS = [None, {"kind": "grouped", "kv_heads": 1}]
 LAYERS = {"mla": SAME[:1], "low_rank": [JOINT], "heads": HEADS}
 # With heads of 32 numbers, the least that vLLM's attention on the CPU takes.
@@ -75,6 +88,15 @@ HYBRIDS = {
 }
 
 
+# With rows of different bytes by layer, without first tokens, and with gains of a key norm.
+IN_BITS = {
+    "llama_rows": (lambda: LlamaConfig(**SHAPE), ROWS),
+    "mistral_rows": (lambda: MistralConfig(**SHAPE, sliding_window=None), [{**ROWS[1], "first_tokens": 0}] * 2),
+    "qwen2_rows": (lambda: Qwen2Config(**SHAPE), ROWS[::-1]),
+    "qwen3_rows": (lambda: Qwen3Config(**SHAPE, head_dim=16), [{**entry, "key_norm_eps": 1e-6} for entry in ROWS]),
+}
+
+
 def cached_numbers(name: str) -> int:
     """Per token, of all layers."""
     base, entries = SOURCES[name][0](), SOURCES[name][1]
@@ -101,7 +123,7 @@ def changed(path: Path, folder: Path, **fields) -> Path:
 def make(name: str, folder: Path) -> Path:
     """Saves one, with a tokenizer and with biases and norms that are not trivial."""
     torch.manual_seed(0)
-    base, entries = (SOURCES | HYBRIDS)[name]
+    base, entries = (SOURCES | HYBRIDS | IN_BITS)[name]
     model = SurgeryForCausalLM(SurgeryConfig.from_base(base(), entries)).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -109,6 +131,10 @@ def make(name: str, folder: Path) -> Path:
                 parameter.normal_(0, 0.5)
             elif "norm" in key:
                 parameter.uniform_(0.5, 1.5)
+        for module in model.modules():
+            if isinstance(module, TokenQuantizer):
+                module.step.uniform_(4, 6).div_(module.highest + 1)
+                module.mean.normal_(0, 0.1)
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, folder / file)

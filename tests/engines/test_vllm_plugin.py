@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conversions import convert_checkpoint
 from engine_cases import NEW_TOKENS, PROMPTS, assert_as_transformers, demo, environment, greedy, plugged, run
-from own_checkpoints import HYBRIDS, SOURCES, cached_numbers, changed, make
+from own_checkpoints import HYBRIDS, IN_BITS, SOURCES, cached_numbers, changed, make
 from transformers import AutoTokenizer
 
 from surgery.engines.facts import Facts
@@ -97,8 +97,7 @@ def test_no_layer_waits_for_the_device(answers):
     calls = Counter()
     for answer in answers.values():
         calls.update(answer.get("watched", {}))
-    watched = {"LatentAttention.forward", "PagedLatentImpl.forward_mqa", "PagedLatentImpl.do_kv_cache_update"}
-    watched |= {"LowRankAttention.forward", "LowRankImpl.forward"}
+    watched = {"LatentAttention.forward", "LowRankAttention.forward", "VectorImpl.forward"}
     assert calls.keys() == watched and min(calls.values()) > NEW_TOKENS
 
 
@@ -140,7 +139,8 @@ def test_what_it_cannot_serve_is_refused_by_name(name, told, answers):
 
 def test_every_kind_that_is_said_to_load_has_a_case(folders):
     configs = [json.loads((folders[name] / "config.json").read_text()) for name in SERVED]
-    configs += [SurgeryConfig.from_base(base(), entries).to_dict() for base, entries in HYBRIDS.values()]
+    others = (HYBRIDS | IN_BITS).values()
+    configs += [SurgeryConfig.from_base(base(), entries).to_dict() for base, entries in others]
     assert {Facts.of(config).served for config in configs} == VLLM_PLUGIN.kinds
 
 

@@ -14,10 +14,10 @@ def watch() -> Counter[str]:
     from no_host_sync import NoHostSync
 
     from surgery_vllm.attention import LatentAttention
-    from surgery_vllm.backend import PagedLatentImpl
     from surgery_vllm.heads import SplitAttention
     from surgery_vllm.heads_backend import PagedHeadsImpl
-    from surgery_vllm.low_rank import LowRankAttention, LowRankImpl
+    from surgery_vllm.low_rank import LowRankAttention
+    from surgery_vllm.vector_cache import VectorImpl
 
     calls: Counter[str] = Counter()
 
@@ -30,8 +30,6 @@ def watch() -> Counter[str]:
 
         return call
 
-    for owner in (LatentAttention, SplitAttention, LowRankAttention, PagedHeadsImpl, LowRankImpl):
+    for owner in (LatentAttention, SplitAttention, LowRankAttention, PagedHeadsImpl, VectorImpl):
         owner.forward = watched(owner.forward)
-    PagedLatentImpl.forward_mqa = watched(PagedLatentImpl.forward_mqa)
-    PagedLatentImpl.do_kv_cache_update = watched(PagedLatentImpl.do_kv_cache_update)
     return calls

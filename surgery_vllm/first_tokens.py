@@ -1,0 +1,86 @@
+"""The group of vLLM's cache that holds first tokens in full precision: one block a request, whatever its length.
+
+Its blocks are vLLM's own: a request that is preempted gives them back, and a prefix is found in the cache where both
+the rows and the first block are there. After the first block a request has null blocks, which take no memory, so that
+slots of later tokens lie in vLLM's null block, which no request reads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstTokensSpec(AttentionSpec):
+    """The first block of every request."""
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """Bytes of a request."""
+        return self.page_size_bytes
+
+
+class FirstTokensManager(SingleTypeKVCacheManager):
+    """One block of every request, and null blocks after it."""
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock], *rest, **named
+    ) -> int:
+        """Count the blocks that a request takes out of the free ones."""
+        if self.req_to_blocks.get(request_id):
+            return 0
+        return self._get_num_evictable_blocks(new_computed_blocks) if new_computed_blocks else 1
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        """Give a request as many entries as its tokens ask for, of which the first is a block."""
+        blocks = self.req_to_blocks[request_id]
+        count = cdiv(num_tokens, self.block_size) - len(blocks)
+        if count <= 0:
+            return []
+        first = [] if blocks else self.block_pool.get_new_blocks(1)
+        new_blocks = first + [self._null_block] * (count - len(first))
+        blocks.extend(new_blocks)
+        return new_blocks
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: KVCacheSpec,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """All of a prefix whose first block is in the cache."""
+        assert not drop_eagle_block and dcp_world_size == pcp_world_size == 1
+        size = kv_cache_spec.block_size
+        hashes = resolve_block_hashes(
+            block_hashes,
+            block_pool.hash_block_size,
+            size,
+            supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
+            alignment_tokens=alignment_tokens,
+        )
+        length = max_length - max_length % alignment_tokens
+        first = length and block_pool.get_cached_block(hashes[0], kv_cache_group_ids)
+        if not first:
+            return tuple([] for _ in kv_cache_group_ids), 0
+        later = [block_pool.null_block] * (length // size - 1)
+        return tuple([block, *later] for block in first), length
+
+
+def register() -> None:
+    """Make this process's vLLM know the manager; safe to call more than once."""
+    # vLLM registers its own only as long as there are none.
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(FirstTokensSpec, FirstTokensManager)

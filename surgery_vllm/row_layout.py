@@ -1,0 +1,58 @@
+"""Bytes of MLA in bits in vLLM's pages: packed rows of all tokens, and first tokens in full precision.
+
+vLLM hands out blocks of one size in bytes, from one pool, to groups of layers. So all layers share a block, whatever
+their rows weigh: it holds so many tokens, layer by layer, with nothing padded. The first tokens of a request lie in a
+block of their own, of the same size: one more block a request. No torch here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surgery.model.layer_entry import LayerEntry
+
+GAIN_BYTES = 2
+"""Bytes of the inverse rms of a KV head's key, fp16, which follows the packed values in a row."""
+
+
+def row_bytes(entry: LayerEntry, config: Any) -> int:
+    """Count the bytes of a token's row; elements of a token beyond the packed channels are gains of a key norm."""
+    return entry.format.row_bytes + GAIN_BYTES * (entry.width(config) - entry.format.channels)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Blocks of all layers of a model.
+
+    Attributes:
+        rows: bytes of a token's row in every layer.
+        first: bytes of all first tokens in every layer, in the model's dtype.
+        page: tokens of a block.
+    """
+
+    rows: tuple[int, ...]
+    first: tuple[int, ...]
+    page: int
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerEntry], config: Any, number_bytes: int, block_size: int) -> "RowLayout":
+        """Take as many tokens of a block as vLLM proposes, or the fewest whole times of it that hold first tokens."""
+        rows = tuple(row_bytes(entry, config) for entry in layers)
+        first = tuple(entry.first_tokens * entry.format.channels * number_bytes for entry in layers)
+        page = max(-(-sum(first) // sum(rows)), *(entry.first_tokens for entry in layers), 1)
+        return cls(rows, first, block_size * -(-page // block_size))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token, of all layers."""
+        return sum(self.rows)
+
+    def rows_of(self, layer: int) -> slice:
+        """Locate a layer's rows among the bytes of a block."""
+        start = self.page * sum(self.rows[:layer])
+        return slice(start, start + self.page * self.rows[layer])
+
+    def first_of(self, layer: int) -> slice:
+        """Locate a layer's first tokens among the bytes of a block."""
+        start = sum(self.first[:layer])
+        return slice(start, start + self.first[layer])

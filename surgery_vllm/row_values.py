@@ -1,0 +1,59 @@
+"""Packed rows of tokens and what attention reads of them, in plain PyTorch.
+
+Formulas: ``surgery/model/quantized_latent_attention.py``. Shapes here: T new tokens, B requests, S tokens of the
+longest, r rank of the latent, ρ width of the shared key, G gains of a token (with q/k-norm).
+
+What is read is fp32 whatever the model's dtype is: values are dequantized in it, and processors without bfloat16
+multiply fastest in it.
+"""
+
+import torch
+from torch import Tensor
+
+from surgery.model.token_quantizer import TokenQuantizer
+
+
+def rows_of(vectors: Tensor, quantizer: TokenQuantizer) -> Tensor:
+    """Pack values and gains [T, r + ρ + G] into rows [T, bytes] uint8; gains are fp16."""
+    values, gains = vectors.tensor_split([quantizer.format.channels], dim=-1)
+    rows = quantizer.encode(values)
+    if not gains.shape[-1]:
+        return rows
+    return torch.cat((rows, gains.to(torch.float16).contiguous().view(torch.uint8)), dim=-1)
+
+
+def vectors_of(rows: Tensor, quantizer: TokenQuantizer, inv_freq: Tensor, first: Tensor | None, lens: Tensor) -> Tensor:
+    """Read rows [B, S, bytes] of the first S tokens of some requests → [B, S, r + ρ + G] fp32, keys rotated.
+
+    Args:
+        rows: what is after a request's own tokens may be any.
+        quantizer: of this layer.
+        inv_freq: [ρ/2] inverse frequencies of the shared key, fp32.
+        first: [B, first, r + ρ] first tokens in full precision, instead of their rows; those that have not come may be
+            anything.
+        lens: [B] tokens of every request.
+    """
+    packed = quantizer.format.row_bytes
+    values = quantizer.decode(rows[..., :packed], torch.float32)
+    if first is not None:
+        head = values[:, : first.shape[1]]
+        has_come = torch.arange(head.shape[1], device=rows.device) < lens[:, None]
+        head.copy_(torch.where(has_come[..., None], first[:, : head.shape[1]].float(), head))
+    rotate(values[..., values.shape[-1] - 2 * len(inv_freq) :], inv_freq)
+    if rows.shape[-1] == packed:
+        return values
+    gains = rows[..., packed:].contiguous().view(torch.float16)
+    return torch.cat((values, gains.float()), dim=-1)
+
+
+def rotate(keys: Tensor, inv_freq: Tensor) -> None:
+    """Rotate shared keys [B, S, ρ], fp32, in place, by their position among the S; neighbours are a pair."""
+    angles = torch.arange(keys.shape[1], device=keys.device)[:, None] * inv_freq
+    pairs = torch.view_as_complex(keys.unflatten(-1, (len(inv_freq), 2)))
+    pairs.mul_(torch.polar(torch.ones_like(angles), angles))
+
+
+def first_slots(slots: Tensor, page: int, count: int) -> Tensor:
+    """Slots [T] in pages of `count` first tokens, given those in pages of `page`; -1 of all later tokens."""
+    place = slots % page
+    return torch.where(place < count, slots.div(page, rounding_mode="floor") * count + place, -1)

@@ -1,0 +1,121 @@
+"""MLA in bits: a cache of packed rows, and of first tokens in full precision.
+
+Bytes of a block: :mod:`surgery_vllm.row_layout`; values of a row: :mod:`surgery_vllm.row_values`. Shapes here: T tokens
+of a batch, B requests of a span, S tokens of the longest, r rank of the latent, ρ width of the shared key, G gains of a
+token (with q/k-norm).
+
+The first tokens cannot lie in the rows' own blocks: their place in a row would be lost for every other token, and what
+lies outside of vLLM's blocks would be neither shared with a prefix nor given back.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+from surgery.model.token_quantizer import TokenQuantizer
+from surgery_vllm import first_tokens
+from surgery_vllm.backend import PagedMetadata
+from surgery_vllm.paged import gathered, write_slots
+from surgery_vllm.row_layout import RowLayout
+from surgery_vllm.row_values import first_slots, rows_of, vectors_of
+from surgery_vllm.spans import Span
+from surgery_vllm.structure import attention_of_layers
+from surgery_vllm.vector_cache import Attend, VectorCache
+
+
+class PageCache(VectorCache):
+    """Pages of bytes that all layers share."""
+
+    def __init__(self, layout: RowLayout, attend: Attend | None, **settings: Any):
+        super().__init__(layout.token_bytes, attend, **settings)
+        self.layout = layout
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
+        """The rows of a token, of all layers, are one head."""
+        spec = super().get_kv_cache_spec(vllm_config)
+        return replace(spec, block_size=self.layout.page, dtype=torch.uint8)
+
+
+class FirstTokens(PageCache):
+    """Holds the first tokens of all layers; their `RowCache` writes and reads them."""
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
+        """Blocks as large as those of rows, one a request."""
+        first_tokens.register()
+        rows = super().get_kv_cache_spec(vllm_config)
+        sizes = {"num_kv_heads": 1, "head_size": rows.head_size, "head_size_v": 0}
+        return first_tokens.FirstTokensSpec(block_size=rows.block_size, dtype=torch.uint8, **sizes)
+
+
+class RowCache(PageCache):
+    """The rows of one layer.
+
+    The first layer owns the pages of rows, and those of first tokens.
+
+    Args:
+        number: of the layer.
+        inv_freq: [ρ/2] inverse frequencies of the shared key, fp32.
+    """
+
+    def __init__(
+        self, config: Any, number: int, quantizer: TokenQuantizer, inv_freq: Tensor, attend: Attend, **settings: Any
+    ):
+        vllm_config = get_current_vllm_config()
+        check(vllm_config)
+        layers, dtype = attention_of_layers(config), torch.get_default_dtype()
+        layout = RowLayout.of(layers, config, dtype.itemsize, vllm_config.cache_config.block_size)
+        name = settings.pop("prefix")
+        owner, first = (each.replace(f".{number}.", ".0.", 1) for each in (name, f"{name}_first"))
+        shared = {"kv_sharing_target_layer_name": None if number == 0 else owner}
+        super().__init__(layout, attend, prefix=name, **shared, **settings)
+        self.number, self.entry = number, layers[number]
+        self.quantizer, self.inv_freq, self.first_dtype = quantizer, inv_freq, dtype
+        self.first_name = first if sum(layout.first) else None
+        if self.first_name and number == 0:
+            self.first = FirstTokens(layout, None, prefix=first, **settings)
+
+    def write(self, kv_cache: Tensor, vectors: Tensor, metadata: PagedMetadata) -> None:
+        """Write the rows of new tokens, of their values and gains [T, r + ρ + G], and those that are first tokens."""
+        write_slots(self._rows(kv_cache), rows_of(vectors, self.quantizer), metadata.slot_mapping)
+        if self.entry.first_tokens:
+            first, pages = self._first()
+            slots = first_slots(first.slot_mapping, self.layout.page, self.entry.first_tokens)
+            write_slots(pages, vectors[:, : self.entry.format.channels], slots)
+
+    def read(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
+        """Yield the spans of a batch and their vectors [B, S, r + ρ + G], keys rotated, fp32."""
+        first, pages = self._first() if self.entry.first_tokens else (metadata, None)
+        # Both groups cut a batch into the same spans: their pages hold as many tokens.
+        for span, of_first in zip(metadata.spans, first.spans, strict=True):
+            rows = gathered(self._rows(kv_cache), span.pages)[:, : span.longest]
+            exact = None if pages is None else gathered(pages, of_first.pages[:, :1])
+            yield span, vectors_of(rows, self.quantizer, self.inv_freq, exact, span.seq_lens)
+
+    def _rows(self, kv_cache: Tensor) -> Tensor:
+        """Pages of the rows of this layer [pages, tokens of a page, bytes], a view."""
+        layer = kv_cache.view(len(kv_cache), -1)[:, self.layout.rows_of(self.number)]
+        return layer.unflatten(1, (self.layout.page, -1))
+
+    def _first(self) -> tuple[PagedMetadata, Tensor]:
+        """Metadata of first tokens, and their pages of this layer [pages, first tokens, r + ρ], a view."""
+        metadata, _, kv_cache, _ = get_attention_context(self.first_name)
+        layer = kv_cache.view(len(kv_cache), -1)[:, self.layout.first_of(self.number)]
+        return metadata, layer.view(self.first_dtype).unflatten(1, (self.entry.first_tokens, -1))
+
+
+def check(vllm_config: VllmConfig) -> None:
+    """Refuse settings of vLLM under which the pages of all layers are not in one process, or no two groups of them.
+
+    Raises:
+        ValueError: says which setting to change.
+    """
+    if vllm_config.parallel_config.world_size > 1:
+        raise ValueError("model-surgery's plugin serves MLA in bits in one process: leave parallel sizes at 1")
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise ValueError("MLA in bits needs its hybrid KV cache manager: leave out --disable-hybrid-kv-cache-manager")

@@ -1,0 +1,113 @@
+"""A cache of one vector a token in the place of keys and values, and vLLM's interfaces around what reads it.
+
+Shapes here: T tokens of a batch, B requests of a span, S tokens of the longest, H query heads, w elements of a query,
+c elements of a cached vector.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import _encode_layer_name, is_quantized_kv_cache
+from vllm.v1.attention.backend import AttentionImpl
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+from surgery_vllm.backend import PagedMetadata
+from surgery_vllm.heads_backend import PagedHeadsBackend
+from surgery_vllm.paged import gathered, write_slots
+from surgery_vllm.spans import Span
+
+Attend = Callable[[Tensor, Tensor, Span], Tensor]
+"""From queries [B·T, H, w] and vectors [B, S, c] of a span to outputs [B·T, H, ·]."""
+
+
+class VectorBackend(PagedHeadsBackend):
+    """For any device that PyTorch runs on, vectors of any width; no CUDA graphs."""
+
+    @staticmethod
+    def get_impl_cls() -> type["VectorImpl"]:
+        return VectorImpl
+
+
+class VectorImpl(AttentionImpl[PagedMetadata]):
+    """The attention of one layer, whose `VectorCache` writes and reads."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: None,
+        sliding_window: None,
+        kv_cache_dtype: str,
+        *unused: Any,
+    ):
+        if is_quantized_kv_cache(kv_cache_dtype):
+            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype}: latents are cached as they are, leave it out")
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale = scale
+        self.kv_cache_dtype = kv_cache_dtype
+
+    def forward(
+        self,
+        layer: "VectorCache",
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PagedMetadata | None,
+        output: Tensor,
+        output_scale: None = None,
+        output_block_scale: None = None,
+    ) -> Tensor:
+        """Write the vectors `key` [T, 1, c] to their slots, and what queries [T, H, w] see to output [T, H, ·]."""
+        if attn_metadata is None:  # vLLM measures the memory of a pass
+            return output.zero_()
+        layer.write(kv_cache, key.squeeze(1), attn_metadata)
+        for span, vectors in layer.read(kv_cache, attn_metadata):
+            output[span.tokens] = layer.attend(query[span.tokens].to(vectors.dtype), vectors, span)
+        return output
+
+
+class VectorCache(Attention):
+    """The cache of one layer: vectors in the model's dtype.
+
+    Args:
+        width: c.
+        attend: of queries over all vectors of their requests.
+    """
+
+    def __init__(self, width: int, attend: Attend, **settings: Any):
+        super().__init__(num_kv_heads=1, attn_backend=VectorBackend, **settings)
+        self.width, self.attend = width, attend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
+        """One head of c elements, and none of a value."""
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            head_size=self.width,
+            head_size_v=0,
+            dtype=self.kv_cache_torch_dtype,
+        )
+
+    def forward(self, query: Tensor, vectors: Tensor, width: int) -> Tensor:
+        """query [T, H, w], vectors [T, c] → [T, H, width]."""
+        output, vectors = query.new_empty(*query.shape[:-1], width), vectors.unsqueeze(1)
+        # vLLM's own way around a compiler; `Attention.forward` wants keys as wide as queries.
+        name = _encode_layer_name(self.layer_name)
+        torch.ops.vllm.unified_attention_with_output(query, vectors, vectors, output, name)
+        return output
+
+    def write(self, kv_cache: Tensor, vectors: Tensor, metadata: PagedMetadata) -> None:
+        """Write the vectors [T, c] of new tokens to the cache [pages, 1, tokens of a page, c]."""
+        write_slots(kv_cache[:, 0], vectors, metadata.slot_mapping)
+
+    def read(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
+        """Yield the spans of a batch and their vectors [B, S, c]; what is after a request's own tokens may be any."""
+        for span in metadata.spans:
+            yield span, gathered(kv_cache[:, 0], span.pages)

@@ -1,0 +1,74 @@
+"""MLA in bits in the plugin for vLLM, as far as it runs without vLLM; tests/engines runs it in vLLM."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from no_host_sync import NoHostSync
+
+from surgery.model.attention_functions import rotate_pairs
+from surgery.model.quantized_latent_entry import QuantizedLatentEntry
+from surgery.model.token_format import TokenFormat
+from surgery.model.token_quantizer import TokenQuantizer
+from surgery_vllm.row_layout import RowLayout
+from surgery_vllm.row_values import first_slots, rows_of, vectors_of
+
+LATENT, ROPE, FIRST = (("5+3", 2), ("2+2+2+2", 2)), (("4+4", 2),), 4
+CONFIG = SimpleNamespace(base_model_type="llama")
+RANK, INV_FREQ = 12, torch.tensor([1.0, 0.01])
+
+
+@pytest.fixture
+def quantizer() -> TokenQuantizer:
+    torch.manual_seed(0)
+    made = TokenQuantizer(TokenFormat((*LATENT, *ROPE)))
+    made.step.uniform_(4, 6).div_(made.highest + 1)
+    made.mean.normal_(0, 0.1)
+    return made
+
+
+@pytest.mark.parametrize("gains", [0, 2])
+@pytest.mark.parametrize("has_first", [True, False])
+def test_rows_are_read_as_the_model_class_reads_them(quantizer, gains, has_first):
+    """Requests longer and shorter than their first tokens; what has not come is not a number."""
+    tokens, lens = 9, torch.tensor([9, 2])
+    values, scales = torch.randn(2, tokens, RANK + 4), torch.rand(2, tokens, gains)
+    first = values[:, :FIRST].clone()
+    first[1, 2:] = torch.nan
+    with NoHostSync():
+        rows = rows_of(torch.cat((values, scales), dim=-1).flatten(0, 1), quantizer).unflatten(0, (2, tokens))
+        got = vectors_of(rows, quantizer, INV_FREQ, first if has_first else None, lens)
+    assert rows.shape[-1] == quantizer.format.row_bytes + 2 * gains
+    read = quantizer.read(values)
+    if has_first:
+        read[0, :FIRST], read[1, :2] = values[0, :FIRST], values[1, :2]
+    angles = torch.arange(tokens)[:, None] * INV_FREQ
+    expected = torch.cat((read[..., :RANK], rotate_pairs(read[..., RANK:], angles.cos(), angles.sin())), dim=-1)
+    torch.testing.assert_close(got[..., : RANK + 4], expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(got[..., RANK + 4 :], scales.half().float())
+
+
+def test_slots_of_first_tokens_in_their_smaller_pages():
+    slots = torch.tensor([-1, 0, 3, 4, 31, 32, 35, 36, 64 + 2])
+    assert first_slots(slots, 32, 4).tolist() == [-1, 0, 3, -1, -1, 4, 7, -1, 10]
+    assert first_slots(torch.tensor([-1, 5]), 4, 4).tolist() == [-1, 5]
+
+
+def entry(runs, first=FIRST) -> QuantizedLatentEntry:
+    rank = TokenFormat(runs).channels
+    named = {"rope_inv_freq": (1.0, 0.1), "key_norm_eps": None, "latent_runs": runs, "rope_runs": ROPE}
+    return QuantizedLatentEntry(kv_lora_rank=rank, first_tokens=first, **named)
+
+
+def test_layers_fill_a_block_and_leave_nothing_between():
+    layers = [entry(LATENT), entry((("8", 4),)), entry(LATENT)]
+    layout = RowLayout.of(layers, CONFIG, 4, 16)
+    assert layout.rows == (6, 6, 6) and layout.first == (FIRST * 16 * 4, FIRST * 8 * 4, FIRST * 16 * 4)
+    assert layout.page == 48  # 640 bytes of first tokens, rows of 18 bytes
+    slices = [layout.rows_of(layer) for layer in range(3)]
+    assert [(each.start, each.stop) for each in slices] == [(0, 288), (288, 576), (576, 864)]
+    assert layout.first_of(2).stop == sum(layout.first) <= layout.page * layout.token_bytes
+    assert RowLayout.of(layers, CONFIG, 2, 16).page == 32
+    assert RowLayout.of(layers, CONFIG, 2, 128).page == 128
+    assert RowLayout.of([entry(LATENT, 0)], CONFIG, 2, 16).page == 16
+    assert RowLayout.of([entry(LATENT, 40)], CONFIG, 1, 8).page >= 40
