@@ -72,19 +72,28 @@ class QuantizedLatentAttention(LatentAttention):
         new = self.cache_layer_of(self.entry, None, None)
         layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
         seen = layer.get_seq_length()
-        read, gains = self._read(self.kv_down(hidden_states).unsqueeze(1), hidden_states, layer)
-        latent, k_rope = read.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-
-        places = torch.arange(read.shape[2], device=read.device)[None]
-        cos, sin = self.rotary(places if axis_positions is None else axis_positions)
+        places = torch.arange(seen + num_tokens, device=hidden_states.device)[None]
+        positions = places if axis_positions is None else axis_positions
         query, gate = project_queries(self, hidden_states)
-        query = self._latent_query(query, cos[..., seen:, :], sin[..., seen:, :])
+        query = self._latent_query(query, *self.rotary(positions[..., seen:]))
         query = scaled_by_position(self, query, places[:, seen:] if position_ids is None else position_ids)
-        positional = torch.cat((rotate_pairs(k_rope, cos, sin), *gains), dim=-1)
-        kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
-        out, weights = attend(self, query, *self._latent_key_value(latent, positional), attention_mask, **kwargs)
+        values, out, weights = self.kv_down(hidden_states).unsqueeze(1), None, None
+        if self.kernel is not None and axis_positions is None:
+            out = self.kernel(self, query, values, hidden_states, attention_mask, layer)
+        if out is None:
+            read, gains = self._read(values, hidden_states, layer)
+            latent, k_rope = read.split((self.kv_lora_rank, self.rope_dim), dim=-1)
+            positional = torch.cat((rotate_pairs(k_rope, *self.rotary(positions)), *gains), dim=-1)
+            kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
+            out, weights = attend(self, query, *self._latent_key_value(latent, positional), attention_mask, **kwargs)
         out = gated(torch.einsum("bthr,hvr->bthv", out, self.value_up), gate)
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
+
+    @staticmethod
+    def with_gains(rows: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
+        """Rows [B, 1, T, row_bytes], and after them in fp16 the gains [B, 1, T, G] of a key norm."""
+        half = gains.detach().to(torch.float16).contiguous()
+        return torch.cat((rows, half.view(torch.uint8)), dim=-1)
 
     def _read(
         self, values: torch.Tensor, hidden_states: torch.Tensor, layer: TokenCacheLayer
@@ -94,8 +103,7 @@ class QuantizedLatentAttention(LatentAttention):
         rows = self.quantizer.encode(values.detach())
         if self.key_norm_eps is not None:
             new = self._key_irms(hidden_states)
-            half = new.detach().to(torch.float16).contiguous()
-            rows = torch.cat((rows, half.view(torch.uint8)), dim=-1)
+            rows = self.with_gains(rows, new)
         rows, _ = layer.update(rows, values)
         read = self.quantizer.decode(rows[..., :packed], values.dtype)
         if self.key_norm_eps is not None:
