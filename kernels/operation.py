@@ -123,8 +123,9 @@ class Operation:
         # Kernels take the numbers of a last dimension side by side.
         if any(side_by_side(tensor) is not tensor for tensor in tensors):
             return lambda values, _: self._run([side_by_side(value) for value in values])
-        out, lse = outputs = self._outputs(call)
-        launches = import_module(self._module).launches(*values, out=out, lse=lse)
+        outputs = self._outputs(call)
+        memory = (outputs,) if isinstance(outputs, Tensor) else outputs
+        launches = import_module(self._module).launches(*values, **dict(zip(("out", "lse"), memory, strict=False)))
         return Plan(self._layout, values, outputs, launches)
 
 

@@ -21,7 +21,7 @@ from surgery.kernels.launch import Extent, Launch
 Growth = tuple[Mapping[str, int], ...]
 """Dimensions that grow with a text, by the argument's name, in groups whose sizes are usually equal."""
 
-Results = tuple[Tensor, ...]
+Results = tuple[Tensor, ...] | Tensor
 Run = Callable[[Sequence[Any], list[int]], Results]
 """Runs a call: its arguments in the order of the schema, and the extents that `Layout.key` read from them."""
 
@@ -154,7 +154,7 @@ class Plan:
     Args:
         layout: the operation's arguments.
         values: those of the call that is planned, no tensor twice.
-        outputs: its results, as large as those of any call.
+        outputs: its result or both of them, as large as those of any call.
         launches: what fills these.
 
     Attributes:
@@ -163,6 +163,8 @@ class Plan:
 
     def __init__(self, layout: Layout, values: Sequence[Any], outputs: Results, launches: Sequence[Launch]) -> None:
         launches = [launch for launch in launches if 0 not in launch.grid]
+        self._is_single = isinstance(outputs, Tensor)
+        outputs = (outputs,) if self._is_single else outputs
         memory = (*outputs, *(tensor for launch in launches for tensor in launch.scratch))
         extents = layout.extents(values)
         first = len(values) + len(extents)
@@ -207,7 +209,7 @@ class Plan:
             flat[at] = flat[source] // divisor
         for pick, starter in self.steps:
             starter.start(*pick(flat))
-        return flat[self._out], flat[self._out + 1]
+        return flat[self._out] if self._is_single else (flat[self._out], flat[self._out + 1])
 
 
 class _Starter:

@@ -23,7 +23,7 @@ from surgery.kernels.bench.registry import cases
 from surgery.kernels.plan import forget_plans
 
 OPERATIONS = (
-    *("mla_decode", "mla_decode_quantized", "gqa_decode", "gqa_decode_quantized"),
+    *("mla_decode", "mla_decode_quantized", "mla_decode_packed", "gqa_decode", "gqa_decode_quantized"),
     *("lowrank_decode", "hybrid_decode"),
 )
 PROCESSORS = 132

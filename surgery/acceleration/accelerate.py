@@ -18,6 +18,7 @@ from surgery.acceleration.hybrid import hybrid_kernel
 from surgery.acceleration.latent import latent_kernel, why_not_latent
 from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank
 from surgery.acceleration.quantized import ask_for_quantized
+from surgery.acceleration.quantized_latent import quantized_latent_kernel, why_not_quantized_latent
 from surgery.kernels.backend import refusal
 from surgery.model.attention_functions import own_softmax
 from surgery.model.cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
@@ -116,13 +117,15 @@ def decelerate(model: PreTrainedModel) -> None:
 
 KERNELS: tuple[tuple[type[nn.Module], Callable, str], ...] = (
     (CrossLayerAttention, cross_layer_kernel, "lowrank_decode"),
+    (QuantizedLatentAttention, quantized_latent_kernel, "mla_decode_packed"),
     (LatentAttention, latent_kernel, "mla_decode"),
     (LowRankAttention, low_rank_kernel, "lowrank_decode"),
     (HybridAttention, hybrid_kernel, "hybrid_decode"),
 )
-"""Attention classes of the project with their kernels: the reader of a cache, and its operation."""
+"""Attention classes of the project with their kernels: the reader of a cache, and its operation; the first that fits."""
 
 WHY_NOT = {
+    QuantizedLatentAttention: why_not_quantized_latent,
     LatentAttention: why_not_latent,
     LowRankAttention: why_not_low_rank,
     CrossLayerAttention: why_not_cross_layer,
@@ -134,7 +137,6 @@ WITHOUT = (
     MergedPairAttention,
     CrossLayerLatentAttention,
     CrossLayerFamilyLatents,
-    QuantizedLatentAttention,
     QuantizedLowRankAttention,
 )
 

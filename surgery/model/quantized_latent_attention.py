@@ -74,24 +74,39 @@ class QuantizedLatentAttention(LatentAttention):
         new = self.cache_layer_of(self.entry, None, None)
         layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
         seen, values = layer.get_seq_length(), self.kv_down(hidden_states).unsqueeze(1)
-        rows, irms = self._cached(values, hidden_states, layer)
+        places = torch.arange(seen + num_tokens, device=values.device)[None]
+        positions = places if axis_positions is None else axis_positions
         query, gate = project_queries(self, hidden_states)
         query = torch.einsum("bthd,hdk->bhtk", query, self.query_up)
-        places = torch.arange(seen + num_tokens, device=values.device)[None]
         query = scaled_by_position(self, query, places[:, seen:] if position_ids is None else position_ids)
-        if axis_positions is None and self._reads_in_blocks(query, layer):
-            out, weights = self._attend_in_blocks(query, rows, layer, attention_mask).transpose(1, 2), None
-        else:
-            cos, sin = self.rotary(places if axis_positions is None else axis_positions)
+        out = weights = None
+        if self.kernel is not None and axis_positions is None:
+            rotated = self._rotated(query, positions[..., seen:])
+            out = self.kernel(self, rotated, values, hidden_states, attention_mask, layer)
+        if out is None:
+            rows, irms = self._cached(values, hidden_states, layer)
+            if axis_positions is None and self._reads_in_blocks(query, layer):
+                out = self._attend_in_blocks(query, rows, layer, attention_mask).transpose(1, 2)
+        if out is None:
             read, gains = self._read(rows, values, irms, layer)
+            query = self._rotated(query, positions[..., seen:])
             latent, k_rope = read.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-            content, turned = query.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-            query = torch.cat((content, rotate_pairs(turned, cos[..., seen:, :], sin[..., seen:, :])), dim=-1)
-            positional = torch.cat((rotate_pairs(k_rope, cos, sin), *gains), dim=-1)
+            positional = torch.cat((rotate_pairs(k_rope, *self.rotary(positions)), *gains), dim=-1)
             kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
             out, weights = attend(self, query, *self._latent_key_value(latent, positional), attention_mask, **kwargs)
         out = gated(torch.einsum("bthr,hvr->bthv", out, self.value_up), gate)
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
+
+    def _rotated(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Queries [B, H, T, r + ρ], their last ρ rotated to positions [1, T]."""
+        content, turned = query.split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        return torch.cat((content, rotate_pairs(turned, *self.rotary(positions))), dim=-1)
+
+    @staticmethod
+    def with_gains(rows: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
+        """Rows [B, 1, T, row_bytes], and after them in fp16 the gains [B, 1, T, G] of a key norm."""
+        half = gains.detach().to(torch.float16).contiguous()
+        return torch.cat((rows, half.view(torch.uint8)), dim=-1)
 
     def _cached(
         self, values: torch.Tensor, hidden_states: torch.Tensor, layer: TokenCacheLayer
@@ -100,8 +115,7 @@ class QuantizedLatentAttention(LatentAttention):
         rows, irms = self.quantizer.encode(values.detach()), None
         if self.key_norm_eps is not None:
             irms = self._key_irms(hidden_states)
-            half = irms.detach().to(torch.float16).contiguous()
-            rows = torch.cat((rows, half.view(torch.uint8)), dim=-1)
+            rows = self.with_gains(rows, irms)
         return layer.update(rows, values)[0], irms
 
     def _read(

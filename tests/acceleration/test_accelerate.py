@@ -20,6 +20,7 @@ from own_models import (
 from shared_caches import FORMS, shared
 from tiny_models import CONFIGS, random_model
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, StaticCache
+from written_models import WRITTEN
 
 from surgery import registration
 from surgery.acceleration import accelerate, decelerate
@@ -134,6 +135,19 @@ def test_every_kind(kind, calls):
     assert done.layers[0] == OPERATIONS[kind]
     decelerate(model)
     assert not hasattr(model, STATE) and getattr(model.model.layers[0].self_attn, "kernel", None) is None
+
+
+@pytest.mark.parametrize("name", ["rows_latent_key_norm", pytest.param("rows_latent", marks=SLOW)])
+def test_rows_in_bits(name, calls):
+    """Tokens that kernels pack are those that the model packs: the caches' bytes agree."""
+    model, twin = WRITTEN[name](), WRITTEN[name]()
+    done = accelerate(model)
+    assert done.refused is None and done.error < 1e-4 and set(done.layers) == {"mla_decode_packed"}
+    calls.clear()
+    caches = [DynamicCache(config=each.config) for each in (model, twin)]
+    agree(*(decode(each, cache, 10) for each, cache in zip((model, twin), caches, strict=True)), 1e-4)
+    assert {"mla_decode_packed_kernel", "first_tokens_kernel", "pack_rows_kernel"} <= set(calls)
+    assert torch.equal(*(cache.layers[0].keys for cache in caches))
 
 
 @pytest.mark.parametrize("family", ["qwen3", *(pytest.param(family, marks=SLOW) for family in ("llama", "mixtral"))])

@@ -1,15 +1,16 @@
 """Launches of `mla_decode` at a context of 128k tokens, for `kernel_checks.compiled`."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 
 import torch
 from compilation import SHARED_LIMITS
 
 from surgery.kernels.launch import Config, Launch
-from surgery.kernels.mla_decode import quantized_kernel
+from surgery.kernels.mla_decode import packed_kernel, quantized_kernel
 from surgery.kernels.mla_decode.kernel import default_config, launches
 from surgery.kernels.quantization import BITS
+from surgery.model.token_format import TokenFormat
 
 SHAPES = ((32, 512, 64), (32, 256, 64), (32, 128, 64), (28, 448, 64), (128, 512, 64), (40, 320, 32), (8, 48, 16))
 """Heads, r, ρ: Llama-2-7B and Llama-3-8B at three ratios, Qwen2.5-7B, DeepSeek-V3, ranks that are no powers of two."""
@@ -104,6 +105,62 @@ def quantized_cases(sm: int) -> dict[str, Launch]:
         made[name] = quantized(32, rank, 64, format, by_channel, sm=sm)
     made["128 x 512+64 int4 by token, groups of 64"] = quantized(128, 512, 64, "int4", False, sm=sm, group=64)
     made["28 x 448+64 int4 by channel, groups of 128"] = quantized(28, 448, 64, "int4", True, sm=sm, group=128)
+    return made
+
+
+PACKED = {
+    "512+128 in 320 B": ([("4+4", 256)], [("4+4", 64)]),
+    "608+368 in 384 B": (
+        [("5+3", 32), ("4+4", 80), ("3+3+2", 64), ("2+2+2+2", 48)],
+        [("5+3", 32), ("4+4", 80), ("3+3+2", 48)],
+    ),
+    "196+192 in 192 B": (
+        [("8", 16), ("5+3", 32), ("4+4", 24), ("3+3+2", 12), ("2+2+2+2", 8)],
+        [("8", 24), ("5+3", 40), ("4+4", 28), ("2+2+2+2", 8)],
+    ),
+}
+"""Runs of the latent and of the shared key: one pattern, several in granules of 16 bytes, and in granules of 4."""
+
+
+def packed(
+    name: str, heads: int, *, sm: int, page: int = 0, gains: int = 0, tokens: int = 1, config: Config | None = None
+) -> list[Launch]:
+    """`mla_decode_packed` on meta tensors, the merge of its parts left out."""
+    batch, capacity, dtype = 4, 131_072, torch.bfloat16
+    latent_runs, rope_runs = PACKED[name]
+    latent, whole = TokenFormat(tuple(latent_runs)), TokenFormat((*latent_runs, *rope_runs))
+    fields, rank, width = tuple(chain.from_iterable(whole.fields())), latent.channels, whole.channels
+    with torch.device("meta"):
+        counts = torch.empty(batch, dtype=torch.int32)
+        return packed_kernel.launches(
+            torch.empty(batch, tokens, heads, width, dtype=dtype),
+            torch.empty(
+                *((4096, page) if page else (batch, capacity)), whole.row_bytes // 2 + gains, dtype=torch.int16
+            ),
+            torch.empty(width),
+            torch.empty(width),
+            0.1,
+            fields,
+            rank,
+            *(torch.empty(2, count, (width - rank) // 2) for count in (128, capacity // 128)),
+            torch.empty(batch, 4, width, dtype=dtype),
+            counts,
+            counts,
+            counts,
+            torch.empty(batch, capacity // page, dtype=torch.int32) if page else None,
+            out=torch.empty(batch, tokens, heads, rank, dtype=dtype),
+            lse=torch.empty(batch, tokens, heads),
+            config=config,
+            lop3=True,
+        )[:-1]
+
+
+def packed_cases(sm: int) -> dict[str, Launch]:
+    """Of rows in bits: the rows themselves, their first tokens, and a new token that is packed."""
+    made = {f"{heads} x {name}": packed(name, heads, sm=sm)[0] for name, heads in zip(PACKED, (32, 32, 9), strict=True)}
+    made["32 x 512+128 in 320 B paged"], first = packed("512+128 in 320 B", 32, sm=sm, page=64)
+    made["32 x 512+128, first tokens"] = first
+    made["32 x 512+128 in 320 B, 8 gains"] = packed("512+128 in 320 B", 32, sm=sm, gains=8)[0]
     return made
 
 

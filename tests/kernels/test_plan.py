@@ -22,6 +22,7 @@ from surgery.kernels.gqa_decode_quantized.operator import gqa_decode_quantized
 from surgery.kernels.hybrid_decode.operator import hybrid_decode
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, lowrank_decode_quantized, rotation_tables
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
+from surgery.kernels.mla_decode.packed_operator import mla_decode_packed
 from surgery.kernels.mla_decode.quantized_operator import mla_decode_quantized
 from surgery.kernels.split_count import split_count
 
@@ -64,6 +65,13 @@ def quantized_latents(tokens):
     return mla_decode_quantized(normal(2, 1, 4, 40), *parts, 0.3, format="int4", group=32, by_channel=True)
 
 
+def packed(tokens):
+    options = {"fields": (0, 8, 0, 4, 0, 8, 4, 4, 8, 8, 0, 8), "rank": 16, "exact": normal(2, 2, 24)}
+    rows, scales = torch.zeros(2, tokens, 8, dtype=torch.int16), torch.ones(24)
+    rotation = rotation_tables(10.0 ** -torch.arange(4.0), tokens)
+    return mla_decode_packed(normal(2, 1, 4, 24), rows, scales, scales.clone(), 0.3, rotation=rotation, **options)
+
+
 def quantized_heads(tokens):
     whole = -(-tokens // 32) * 32
     parts = (*codes(whole, 8, True, (2,)), *codes(whole, 8, False, (2,)))
@@ -97,6 +105,7 @@ STEPS = {
         normal(2, 1, 4, 8), normal(9, 2, 16, 8), normal(9, 2, 16, 8), 0.3, pages=pages(n)
     ),
     "mla quantised": quantized_latents,
+    "mla in rows": packed,
     "gqa quantised": quantized_heads,
     "low rank": lowrank,
     "low rank quantised": quantized_lowrank,

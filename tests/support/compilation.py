@@ -32,6 +32,7 @@ POINTERS = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8",
     torch.int8: "*i8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",

@@ -15,6 +15,7 @@ from surgery.kernels.gqa_decode_quantized.operator import _quantized, gqa_decode
 from surgery.kernels.hybrid_decode.operator import _hybrid_decode, hybrid_decode
 from surgery.kernels.lowrank_decode.operator import _lowrank_decode, lowrank_decode, rotation_tables
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
+from surgery.kernels.mla_decode.packed_operator import _mla_decode_packed, mla_decode_packed
 from surgery.kernels.mla_decode.quantized_operator import _mla_decode_quantized, mla_decode_quantized
 
 compilations = []
@@ -64,6 +65,13 @@ def quantized_latents(tokens):
     return mla_decode_quantized(zeros(1, 1, 4, 96), *codes, 0.1, format="int4", group=32, by_channel=True)
 
 
+def packed(tokens):
+    options = {"fields": (0, 32, 0, 4, 0, 32, 4, 4, 32, 32, 0, 8), "rank": 64, "exact": zeros(1, 4, 96)}
+    rotation, scales = rotation_tables(10.0 ** -torch.arange(16.0), 4096), zeros(96, dtype=torch.float32)
+    rows = zeros(1, tokens, 32, dtype=torch.int16)
+    return mla_decode_packed(zeros(1, 1, 4, 96), rows, scales, scales.clone(), 0.1, rotation=rotation, **options)
+
+
 def lowrank(tokens):
     exact = {"exact_key": zeros(1, 2, tokens % 32 + 1, 32), "exact_value": zeros(1, 2, tokens % 32 + 1, 32)}
     exact["exact_slots"] = torch.zeros(1, tokens % 32 + 1, dtype=torch.int32)
@@ -98,6 +106,7 @@ STEPS = {
         lambda n: gqa_decode(zeros(1, 1, 4, 32), zeros(99, 2, 16, 32), zeros(99, 2, 16, 32), 0.1, pages=pages(n)),
     ),
     "mla_decode_quantized": (_mla_decode_quantized, quantized_latents),
+    "mla_decode_packed": (_mla_decode_packed, packed),
     "gqa_decode_quantized": (_quantized, quantized_heads),
     "lowrank_decode": (_lowrank_decode, lowrank),
     "hybrid_decode": (_hybrid_decode, hybrid),

@@ -1,0 +1,124 @@
+"""Cases of `mla_decode_packed`: absorbed latent attention over packed rows, as `--bits auto` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.bench.case import Case, DecodeCase, Inputs, Place, generator
+from surgery.kernels.bench.case import random as normal
+from surgery.kernels.lowrank_decode.operator import rotation_tables
+from surgery.kernels.mla_decode.packed_operator import mla_decode_packed
+
+FIRST_TOKENS = 4
+Runs = tuple[tuple[tuple[int, ...], int], ...]
+"""Bits of the fields of a byte, and how many bytes have them."""
+ROWS: dict[str, tuple[tuple[Runs, Runs], ...]] = {
+    "tiny": (((((5, 3), 4), ((4, 4), 4)), (((4, 4), 8),)),),
+    "smollm2": (
+        (
+            (((8,), 16), ((5, 3), 32), ((4, 4), 24), ((3, 3, 2), 12), ((2, 2, 2, 2), 8)),
+            (((8,), 24), ((5, 3), 40), ((4, 4), 28), ((2, 2, 2, 2), 8)),
+        ),
+    ),
+    "else": (
+        ((((4, 4), 256),), (((4, 4), 64),)),
+        (
+            (((5, 3), 32), ((4, 4), 80), ((3, 3, 2), 64), ((2, 2, 2, 2), 48)),
+            (((5, 3), 32), ((4, 4), 80), ((3, 3, 2), 48)),
+        ),
+    ),
+}
+"""Runs of the latent and of the shared key by shape. SmolLM2's are of its size at a quarter, those of 8B an example."""
+
+
+def fields_of(runs: Runs) -> list[tuple[int, int, int, int]]:
+    """First byte, bytes, lowest bit and bits of every field, in the order of the channels."""
+    fields, first = [], 0
+    for byte, count in runs:
+        fields += [(first, count, sum(byte[:place]), bits) for place, bits in enumerate(byte)]
+        first += count
+    return fields
+
+
+@dataclass(frozen=True)
+class MLADecodePacked(DecodeCase):
+    """Rows with these runs; the first tokens are in full precision."""
+
+    latent: Runs
+    rope: Runs
+
+    operation: ClassVar[str] = "mla_decode_packed"
+    unbatched: ClassVar[frozenset[str]] = frozenset(("step", "mean", "within", "begins"))
+
+    @classmethod
+    def at(cls, place: Place) -> Iterator[Case]:
+        return (cls(**place, latent=latent, rope=rope) for latent, rope in ROWS.get(place["model"], ROWS["else"]))
+
+    @property
+    def rank(self) -> int:
+        """Channels of the latent."""
+        return sum(count for _, count, _, _ in fields_of(self.latent))
+
+    @property
+    def width(self) -> int:
+        """Channels of a row."""
+        return self.rank + sum(count for _, count, _, _ in fields_of(self.rope))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return sum(count for _, count in (*self.latent, *self.rope))
+
+    @property
+    def variant(self) -> str:
+        return f"{self.rank}+{self.width - self.rank} in {self.row_bytes} B"
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.batch * (self.context * self.row_bytes + FIRST_TOKENS * self.width * self.dtype.itemsize)
+
+    @property
+    def query_bytes(self) -> int:
+        return self.batch * self.shape.heads * (self.rank + self.width) * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.context * self.shape.heads * (self.rank + self.width)
+
+    def inputs(self, device: torch.device, seed: int) -> Inputs:
+        made, shape = generator(device, seed), (self.batch, self.context, self.row_bytes // 2)
+        bits = torch.tensor(
+            [bits for _, count, _, bits in fields_of((*self.latent, *self.rope)) for _ in range(count)], device=device
+        )
+        within, begins = rotation_tables(
+            10_000.0 ** -torch.linspace(0, 1, (self.width - self.rank) // 2, device=device), self.context
+        )
+        return {
+            "query": normal(made, self.dtype, self.batch, 1, self.shape.heads, self.width),
+            "rows": torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device, generator=made),
+            "step": 12.0**0.5 / 2.0**bits,  # values of variance 1
+            "mean": normal(made, torch.float32, self.width),
+            "within": within,
+            "begins": begins,
+            "exact": normal(made, self.dtype, self.batch, FIRST_TOKENS, self.width),
+            "lengths": self.lengths(device),
+        }
+
+    def run(self, inputs: Inputs) -> Tensor:
+        fields = tuple(chain.from_iterable(fields_of((*self.latent, *self.rope))))
+        names = ("query", "rows", "step", "mean")
+        return mla_decode_packed(
+            *(inputs[name] for name in names),
+            self.scale,
+            fields=fields,
+            rank=self.rank,
+            rotation=(inputs["within"], inputs["begins"]),
+            exact=inputs["exact"],
+            lengths=inputs["lengths"],
+        )[0]

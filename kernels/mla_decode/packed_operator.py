@@ -1,0 +1,126 @@
+"""`mla_decode_packed`: absorbed latent attention over packed rows, as an operator of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.checks import check_counts, check_pages, check_positive
+from surgery.kernels.lowrank_decode.reference import STEP
+from surgery.kernels.mla_decode.operator import unsupported
+from surgery.kernels.mla_decode.packed_layout import grouped, row_bytes, sections
+from surgery.kernels.mla_decode.packed_reference import packed_latent_attention
+from surgery.kernels.operation import Operation, attention_outputs
+
+
+def mla_decode_packed(
+    query: Tensor,
+    rows: Tensor,
+    step: Tensor,
+    mean: Tensor,
+    scale: float,
+    *,
+    fields: Sequence[int],
+    rank: int,
+    rotation: tuple[Tensor, Tensor] | None = None,
+    exact: Tensor | None = None,
+    exact_starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    pages: Tensor | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the last T tokens of each row over packed rows, which all heads share.
+
+    A row has one bit field for each of its r + ρ channels, the latent's first, and after them the gains of a key norm.
+    A channel of b bits whose field holds c is `mean + step · (c - (2^b - 1) / 2)`.
+
+    Args:
+        query: [B, T, H, r + ρ], the latent part first, the last ρ rotated; neighbours are rotated together.
+        rows: int16 [B, S, lanes], the bytes of rows in pairs; with `pages` [P, page, lanes]. Lanes after the last field
+            are gains, fp16: factors on the logits of H / G heads each.
+        step, mean: fp32 [r + ρ]. Both channels of a rotated pair have the step of the first.
+        scale: multiplies the logits.
+        fields: first byte, bytes, lowest bit and bits of the field of each run of channels, one after the other, as
+            `TokenFormat.fields` gives them. Field f of byte b is channel `f * bytes + b` of its run.
+        rank: r.
+        rotation: `rotation_tables(inv_freq, positions)` for at least as many positions as there are; needed if ρ > 0.
+        exact: [B, E, r + ρ] in the query's dtype, not rotated: read in the place of as many tokens of each row.
+        exact_starts: int32 [B], position of exact[:, 0]; None for 0. There are no tokens before it.
+        lengths: int32 [B], tokens of each row, the T new ones included; None for all S.
+        starts: int32 [B], the first token that is seen; None for 0.
+        pages: int32 [B, n], the pages that hold a row's tokens, in their order.
+        window: how many latest tokens a query sees, itself included; None for all.
+
+    Returns:
+        out [B, T, H, r] in the query's dtype and lse [B, T, H] fp32, as of `mla_decode`.
+
+    Raises:
+        ValueError: shapes, dtypes or fields that do not belong together.
+    """
+    within, begins = (None, None) if rotation is None else rotation
+    if exact is not None and not exact.shape[1]:
+        exact = None
+    return _mla_decode_packed(
+        query, rows, step, mean, scale, tuple(fields), rank, within, begins, exact, exact_starts, lengths, starts,
+        pages, window,
+    )  # fmt: skip
+
+
+def _check(call: SimpleNamespace) -> None:
+    name, query, rows, rank = "mla_decode_packed", call.query, call.rows, call.rank
+    if len(call.fields) % 4 or not call.fields:
+        raise ValueError(f"{name}: {len(call.fields)} numbers in fields: four of each field are needed")
+    width = sum(count for _, count, _, _ in grouped(call.fields))
+    if query.dim() != 4 or query.shape[-1] != width or not 0 < rank <= width or (width - rank) % 2:
+        raise ValueError(f"{name}: query {list(query.shape)}, rank {rank} and fields of {width} channels")
+    if rows.dim() != 3 or rows.dtype != torch.int16 or 2 * rows.shape[-1] < row_bytes(call.fields):
+        raise ValueError(
+            f"{name}: rows are {rows.dtype} {list(rows.shape)}, and fields lie in {row_bytes(call.fields)} bytes"
+        )
+    if call.pages is None and rows.shape[0] != query.shape[0]:
+        raise ValueError(f"{name}: {query.shape[0]} rows of queries, {rows.shape[0]} of packed tokens")
+    gains = rows.shape[-1] - row_bytes(call.fields) // 2
+    if gains and query.shape[2] % gains:
+        raise ValueError(f"{name}: {query.shape[2]} heads are no multiple of {gains} gains")
+    for what, tensor in (("step", call.step), ("mean", call.mean)):
+        if tensor.shape != (width,) or tensor.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{name}: {what} is {tensor.dtype} {list(tensor.shape)}, fp32 [{width}] is needed")
+    pairs = (width - rank) // 2
+    if pairs and (call.within is None or call.within.shape != (2, STEP, pairs) or call.begins.shape[::2] != (2, pairs)):
+        raise ValueError(f"{name}: rotation must be what rotation_tables gives for {pairs} pairs")
+    exact = call.exact
+    if exact is not None and (
+        exact.dim() != 3 or exact.shape[::2] != (len(query), width) or exact.dtype != query.dtype
+    ):
+        raise ValueError(f"{name}: exact is {exact.dtype} {list(exact.shape)}, {query.dtype} [B, E, {width}] is needed")
+    check_pages(name, query.shape[0], call.pages)
+    check_counts(name, query.shape[0], lengths=call.lengths, starts=call.starts, exact_starts=call.exact_starts)
+    check_positive(name, window=call.window)
+
+
+def _unsupported(call: SimpleNamespace) -> str | None:
+    from surgery.kernels.mla_decode import packed_kernel
+
+    if any(first % 2 or count % 2 for first, count, _, _ in grouped(call.fields)):
+        return "a run of packed rows begins or ends within a lane"
+    if call.exact is not None and call.exact.shape[1] > packed_kernel.FIRST_BLOCK:
+        return f"{call.exact.shape[1]} first tokens, at most {packed_kernel.FIRST_BLOCK}"
+    reason = unsupported(call)
+    if reason or call.query.device.type != "cuda":
+        return reason
+    return packed_kernel.unsupported(*sections(tuple(call.fields), call.rank), call.query.dtype)
+
+
+_mla_decode_packed = Operation(
+    "mla_decode_packed",
+    packed_latent_attention,
+    lambda call: attention_outputs(call.query, call.rank),
+    _unsupported,
+    _check,
+    growth=({"rows": 1}, {"begins": 1}),
+    kernel="surgery.kernels.mla_decode.packed_kernel",
+)

@@ -1,0 +1,69 @@
+"""Latent attention over packed rows in plain PyTorch: what `packed_kernel` must reproduce."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.gqa_decode.reference import all_rows, paged_tokens, visible
+from surgery.kernels.lowrank_decode.reference import STEP
+from surgery.kernels.mla_decode.packed_layout import grouped, row_bytes
+from surgery.kernels.mla_decode.reference import shared_attention
+
+
+def packed_latent_attention(
+    query: Tensor,
+    rows: Tensor,
+    step: Tensor,
+    mean: Tensor,
+    scale: float,
+    fields: list[int],
+    rank: int,
+    within: Tensor | None = None,
+    begins: Tensor | None = None,
+    exact: Tensor | None = None,
+    exact_starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    pages: Tensor | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`mla_decode_packed` (see `packed_operator.py`, whose arguments these are) in fp32, of float64 in float64.
+
+    Returns:
+        out [B, T, H, r] in the query's dtype, and lse [B, T, H], fp32 or float64.
+    """
+    if pages is not None:
+        rows = paged_tokens(rows, pages)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    batch, capacity = rows.shape[:2]
+    codes, gain = unpack(rows, fields)
+    highest = torch.cat([mean.new_full((count,), 2**bits - 1) for _, count, _, bits in grouped(fields)])
+    values = (codes - 0.5 * highest) * step.to(wide) + mean.to(wide)
+    place = torch.arange(capacity, device=query.device)
+    if exact is not None and exact.shape[1]:
+        slot = place - (place.new_zeros(batch, 1) if exact_starts is None else exact_starts[:, None])
+        index = slot.clamp(0, exact.shape[1] - 1).long()[..., None].expand(-1, -1, exact.shape[2])
+        is_exact = (slot >= 0) & (slot < exact.shape[1])
+        values = torch.where(is_exact[..., None], exact.to(wide).gather(1, index), values)
+    latent, rope_key = values[..., :rank], values[..., rank:]
+    if within is not None:
+        near, far = within.to(wide)[:, place % STEP], begins.to(wide)[:, place // STEP]
+        cos, sin = near[0] * far[0] - near[1] * far[1], near[1] * far[0] + near[0] * far[1]
+        real, imag = rope_key[..., 0::2], rope_key[..., 1::2]
+        rope_key = torch.stack([real * cos - imag * sin, real * sin + imag * cos], dim=-1).flatten(-2)
+    ends = all_rows(capacity, batch, query.device) if lengths is None else lengths.clamp(max=capacity)
+    seen = visible(place < ends[:, None], ends, starts, query.shape[1], window)
+    return shared_attention(query, latent, rope_key, scale, seen, gain)
+
+
+def unpack(rows: Tensor, fields: list[int]) -> tuple[Tensor, Tensor | None]:
+    """Codes [B, S, channels] fp32 of rows [B, S, lanes] int16, and the gains after them [B, S, G] fp16."""
+    packed = rows.contiguous().view(torch.uint8)
+    used = row_bytes(fields)
+    codes = [
+        (packed[..., first : first + count] >> position) & ((1 << bits) - 1)
+        for first, count, position, bits in grouped(fields)
+    ]
+    gain = packed[..., used:].contiguous().view(torch.float16) if packed.shape[-1] > used else None
+    return torch.cat(codes, dim=-1).float(), gain

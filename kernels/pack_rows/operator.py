@@ -1,0 +1,48 @@
+"""`pack_rows`: values of new tokens as packed rows, as an operator of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.mla_decode.operator import unsupported
+from surgery.kernels.mla_decode.packed_layout import grouped, row_bytes
+from surgery.kernels.operation import Operation
+from surgery.kernels.pack_rows.reference import packed_rows
+
+
+def pack_rows(values: Tensor, step: Tensor, mean: Tensor, fields: Sequence[int]) -> Tensor:
+    """Clamp, round and pack values [B, T, channels] of any dtype → rows uint8 [B, T, bytes].
+
+    The same bytes as of `TokenQuantizer.encode`: arithmetic in fp32, ties to even.
+
+    Args:
+        step, mean, fields: as of `mla_decode_packed`.
+
+    Raises:
+        ValueError: shapes or dtypes that do not belong together.
+    """
+    return _pack_rows(values, step, mean, tuple(fields))
+
+
+def _check(call: SimpleNamespace) -> None:
+    if len(call.fields) % 4 or not call.fields:
+        raise ValueError(f"pack_rows: {len(call.fields)} numbers in fields: four of each field are needed")
+    width = sum(count for _, count, _, _ in grouped(call.fields))
+    if call.values.dim() != 3 or call.values.shape[-1] != width:
+        raise ValueError(f"pack_rows: values {list(call.values.shape)}: [B, T, {width}] is needed")
+    for what, tensor in (("step", call.step), ("mean", call.mean)):
+        if tensor.shape != (width,) or tensor.dtype != torch.float32:
+            raise ValueError(f"pack_rows: {what} is {tensor.dtype} {list(tensor.shape)}, fp32 [{width}] is needed")
+
+
+_pack_rows = Operation(
+    "pack_rows",
+    packed_rows,
+    lambda call: call.values.new_empty(*call.values.shape[:2], row_bytes(call.fields), dtype=torch.uint8),
+    unsupported,
+    _check,
+)

@@ -1,0 +1,87 @@
+"""Steps of decoding of `QuantizedLatentAttention`: new rows are packed, and all rows read as they are cached."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from surgery.acceleration.latent import why_not_latent
+from surgery.acceleration.low_rank import rotation_of
+from surgery.acceleration.masks import row_bounds
+from surgery.acceleration.steps import is_step
+from surgery.kernels.mla_decode.packed_operator import mla_decode_packed
+from surgery.kernels.pack_rows.operator import pack_rows
+from surgery.model.left_padding import LeftPadding
+from surgery.model.quantized_latent_attention import QuantizedLatentAttention
+from surgery.model.step_memo import once
+from surgery.model.token_cache import TokenCacheLayer
+
+
+def why_not_quantized_latent(module: QuantizedLatentAttention) -> str | None:
+    """Why no kernel reads a layer's rows; None if one does. Reads the steps on the host."""
+    pairs = module.quantizer.step[module.kv_lora_rank :].view(-1, 2)
+    if not torch.equal(pairs[:, 0], pairs[:, 1]):
+        return "rotated pairs with two steps"
+    return why_not_latent(module)
+
+
+def quantized_latent_kernel(
+    module: QuantizedLatentAttention,
+    query: Tensor,
+    values: Tensor,
+    hidden_states: Tensor,
+    mask: Tensor | None,
+    layer: TokenCacheLayer,
+) -> Tensor | None:
+    """Latents that heads mix, [B, T, H, r]; None, and nothing cached, where this is no step.
+
+    Args:
+        query: rotated, [B, H, T, r + ρ].
+        values: of the new tokens [B, 1, T, r + ρ], not rotated.
+        hidden_states: theirs [B, T, D].
+        mask: as `row_bounds` takes it.
+        layer: of the cache.
+    """
+    queries = query.shape[2]
+    if (queries > 1 and module.sliding_window) or not is_step(module, query, queries):
+        return None
+    step, mean, fields = module.quantizer.step, module.quantizer.mean, _fields(module)
+    new = pack_rows(values[:, 0], step, mean, fields)[:, None]
+    if module.key_norm_eps is not None:
+        new = module.with_gains(new, module._key_irms(hidden_states))
+    rows, first = layer.update(new, values)
+    lengths, starts = row_bounds(mask, len(query), queries, rows.shape[2], query.device)
+    out, _ = mla_decode_packed(
+        query.transpose(1, 2),
+        rows[:, 0].view(torch.int16),
+        step,
+        mean,
+        module.scaling,
+        fields=fields,
+        rank=module.kv_lora_rank,
+        rotation=rotation_of(module.rotary, module.config, rows.shape[2]) if module.rope_dim else None,
+        exact=first[:, 0].to(query.dtype),
+        exact_starts=_first_places(layer.padding, query.device),
+        lengths=lengths,
+        starts=starts,
+        window=module.sliding_window,
+    )
+    return out
+
+
+def _fields(module: QuantizedLatentAttention) -> tuple[int, ...]:
+    """The bit fields of a layer's rows, as `mla_decode_packed` takes them."""
+    fields = module.__dict__.get("_surgery_fields")
+    if fields is None:
+        fields = module.__dict__["_surgery_fields"] = tuple(chain.from_iterable(module.quantizer.format.fields()))
+    return fields
+
+
+def _first_places(padding: LeftPadding, device: torch.device) -> Tensor | None:
+    """Positions of the first real token of each row, int32 [B]; None where all are 0."""
+    if not padding.most:
+        return None
+    places = padding.on(device)
+    return once(places, _first_places, lambda: places.to(torch.int32))

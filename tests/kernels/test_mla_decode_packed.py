@@ -1,0 +1,217 @@
+"""Latent attention over packed rows: the kernel against its reference, that against the cache that it serves."""
+
+from itertools import chain
+
+import pytest
+import torch
+from kernel_checks import assert_close
+from kernel_examples import Compiled, Example, any_kind, ints, normal, slow, zeros
+
+from surgery.kernels.launch import Config
+from surgery.kernels.lowrank_decode.reference import rotation_tables
+from surgery.kernels.mla_decode import packed_kernel as kernel
+from surgery.kernels.mla_decode.packed_layout import sections
+from surgery.kernels.mla_decode.packed_operator import _mla_decode_packed, mla_decode_packed
+from surgery.kernels.mla_decode.packed_reference import packed_latent_attention
+from surgery.kernels.mla_decode.reference import ragged_latent_attention
+from surgery.kernels.operation import attention_outputs
+from surgery.kernels.pack_rows.operator import pack_rows
+from surgery.model.attention_functions import rotate_pairs
+from surgery.model.left_padding import LeftPadding
+from surgery.model.token_cache import TokenCacheLayer
+from surgery.model.token_format import PATTERNS, TokenFormat
+from surgery.model.token_quantizer import TokenQuantizer
+
+SHORT = (("4+4", 8),), (("5+3", 4),)
+EVERY = tuple((name, 2) for name in PATTERNS), tuple((name, 2) for name in PATTERNS)
+TWO_TILES = (("4+4", 24), ("3+3+2", 16)), (("5+3", 4),)
+
+
+def flat(runs):
+    """`fields` and rank of runs, as the operator takes them."""
+    return tuple(chain.from_iterable(TokenFormat(sum(runs, ())).fields())), TokenFormat(runs[0]).channels
+
+
+def inputs(runs, batch=2, tokens=1, heads=4, total=60, gains=0, first=3, dtype=torch.float32, device="cpu"):
+    """Arguments of the operator: rows of normal values, and first tokens far from all others."""
+    fields, rank = flat(runs)
+    quantizer = TokenQuantizer(TokenFormat(sum(runs, ())))
+    generator = torch.Generator().manual_seed(total + rank)
+    width = quantizer.format.channels
+    scales = torch.linspace(0.2, 3, width)
+    scales[rank:] = scales[rank::2].repeat_interleave(2)
+    quantizer.step = 6 * scales / (quantizer.highest + 1)
+    quantizer.step[rank:] = quantizer.step[rank::2].repeat_interleave(2)
+    quantizer.mean = torch.randn(width, generator=generator)
+    values = torch.randn(batch, total, width, generator=generator) * scales + quantizer.mean
+    rows = quantizer.encode(values)
+    if gains:
+        gain = 0.5 + torch.rand(batch, total, gains, generator=generator)
+        rows = torch.cat([rows, gain.half().view(torch.uint8)], dim=-1)
+    query = torch.randn(batch, tokens, heads, width, generator=generator)
+    exact = torch.randn(batch, first, width, generator=generator) * 20 if first else None
+    return {
+        "query": query.to(device, dtype),
+        "rows": rows.view(torch.int16).to(device),
+        "step": quantizer.step.to(device),
+        "mean": quantizer.mean.to(device),
+        "scale": 0.1,
+        "fields": fields,
+        "rank": rank,
+        "rotation": rotation_tables(2.0 ** -torch.arange((width - rank) / 2, device=device), total),
+        "exact": None if exact is None else exact.to(device, dtype),
+    }
+
+
+def apart(arguments):
+    """Arguments of the reference."""
+    within, begins = arguments["rotation"]
+    return {name: value for name, value in arguments.items() if name != "rotation"} | {
+        "within": within,
+        "begins": begins,
+    }
+
+
+def wide(arguments):
+    """Floating-point tensors in float64."""
+    return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+
+
+def run(arguments, splits=1, chunk=16, block_tokens=16):
+    """The kernel, in memory of NaN."""
+    arguments = apart(arguments)
+    out, lse = (memory.fill_(torch.nan) for memory in attention_outputs(arguments["query"], arguments["rank"]))
+    config = Config(16, block_tokens, chunk, splits)
+    for launch in kernel.launches(**arguments, out=out, lse=lse, config=config):
+        launch.run()
+    return out, lse
+
+
+def check(arguments, **cut):
+    """The kernel against the reference in float64."""
+    got, expected = run(arguments, **cut), packed_latent_attention(**wide(apart(arguments)))
+    assert_close("out", got[0], expected[0], units=6)
+    assert_close("lse", got[1], expected[1], units=2**12 if arguments["query"].dtype == torch.float16 else 6)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("dtype", "runs", "changes", "cut"),
+    [
+        (torch.float16, EVERY, {"tokens": 2, "heads": 5, "total": 40}, {"splits": 2}),
+        (torch.float32, TWO_TILES, {"gains": 2, "total": 140}, {"block_tokens": 64}),
+        (torch.float16, SHORT, {"first": 0, "total": 20}, {}),
+        pytest.param(torch.bfloat16, TWO_TILES, {"heads": 9}, {"splits": 2}, marks=pytest.mark.gpu),
+    ],
+)
+def test_patterns(dtype, runs, changes, cut, device):
+    """Runs of all patterns that begin anywhere in a tile; tokens that end and begin anywhere."""
+    arguments = inputs(runs, dtype=dtype, device=device, **changes)
+    total = arguments["rows"].shape[1]
+    rows = {"lengths": ints(total, total - 9, device=device)}
+    if arguments["exact"] is not None:
+        rows |= {"starts": ints(0, 5, device=device), "exact_starts": ints(0, 5, device=device)}
+    check(arguments | rows, **cut)
+
+
+def test_rows_in_pages_and_a_window(device):
+    arguments = inputs(SHORT, total=48, gains=2, device=device)
+    dense = check(arguments | {"window": 20, "lengths": ints(48, 18, device=device)}, splits=2)
+    pages = ints([3, 0, 5], [1, 4, 2], device=device)
+    paged = torch.empty(6, 16, arguments["rows"].shape[-1], dtype=torch.int16, device=device)
+    paged[pages.long()] = arguments["rows"].view(2, 3, 16, -1)
+    arguments |= {"rows": paged, "pages": pages, "window": 20, "lengths": ints(48, 18, device=device)}
+    assert all(map(torch.equal, run(arguments, splits=2), dense))
+
+
+def test_what_nothing_sees_is_never_used(device):
+    """Rows behind a text and before it, first tokens that have not come; a text without tokens; the same bits."""
+    arguments = inputs(SHORT, batch=4, gains=2, device=device)
+    arguments |= {"lengths": ints(60, 33, 0, 2, device=device), "starts": ints(20, 0, 0, 0, device=device)}
+    arguments |= {"exact_starts": ints(20, 0, 0, 0, device=device)}
+    clean = check(arguments, splits=2)
+    assert clean[0][2].abs().max() == 0 and (clean[1][2] == -torch.inf).all()
+    token = torch.arange(60, device=device)
+    arguments["rows"][(token >= arguments["lengths"][:, None]) | (token < arguments["starts"][:, None])] = -1
+    arguments["exact"][3, 2], arguments["exact"][2] = torch.nan, torch.nan
+    assert all(map(torch.equal, clean, run(arguments, splits=2)))
+
+
+def test_the_reference_reads_what_the_cache_holds():
+    """First real tokens in full precision, padding on the left, keys rotated by their places."""
+    runs = EVERY
+    fields, rank = flat(runs)
+    quantizer = TokenQuantizer(TokenFormat(sum(runs, ())))
+    quantizer.step.fill_(0.25)
+    width, frequencies = quantizer.format.channels, 0.5 ** torch.arange(float((quantizer.format.channels - rank) // 2))
+    layer = TokenCacheLayer(quantizer.format.row_bytes, width, 3)
+    layer.padding = LeftPadding([0, 4])
+    values = torch.randn(2, 1, 20, width)
+    rows, first = layer.update(quantizer.encode(values), values)
+    read = layer.with_first(quantizer.decode(rows, torch.float32))[:, 0].double()
+    angles = torch.arange(20.0, dtype=torch.float64)[:, None] * frequencies
+    rope_key = rotate_pairs(read[:, None, :, rank:], angles.cos(), angles.sin())[:, 0]
+    query, starts = torch.randn(2, 2, 4, width, dtype=torch.float64), ints(0, 4)
+    expected = ragged_latent_attention(query, read[..., :rank], rope_key, 0.3, starts=starts)
+    options = {"exact": first[:, 0].double(), "exact_starts": starts, "starts": starts}
+    got = mla_decode_packed(
+        query, rows[:, 0].view(torch.int16), quantizer.step, quantizer.mean, 0.3, fields=fields, rank=rank,
+        rotation=rotation_tables(frequencies, 20, torch.float64), **options,
+    )  # fmt: skip
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_the_operator_runs_the_kernel(device, caplog):
+    arguments = inputs(SHORT, device=device)
+    expected = packed_latent_attention(**wide(apart(arguments)))
+    for got, want in zip(mla_decode_packed(**arguments), expected, strict=True):
+        assert_close("operator", got, want, units=6)
+    assert not caplog.records
+
+
+def test_planes_hold_every_channel_once():
+    fields, rank = flat(EVERY)
+    for section, channels in zip(sections(fields, rank), (range(rank), range(rank, rank + 40)), strict=True):
+        low = [each for plane in section.planes(4).values() for each in plane if each >= 0]
+        assert sorted([*low, *(each + 1 for each in low)]) == list(channels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+def test_packed_bytes_are_those_of_the_quantizer(dtype, device):
+    """Values in range, beyond it, and halfway between two levels."""
+    quantizer = TokenQuantizer(TokenFormat((*EVERY[0], ("4+4", 40)))).to(device)
+    generator = torch.Generator().manual_seed(0)
+    quantizer.step = (0.1 + torch.rand(quantizer.format.channels, generator=generator)).to(device)
+    quantizer.mean = torch.randn(quantizer.format.channels, generator=generator).to(device)
+    values = 3 * torch.randn(2, 7, quantizer.format.channels, generator=generator).to(device)
+    values[0] = quantizer.mean + quantizer.step * torch.arange(-3.5, 3.5, 1.0, device=device)[:, None]
+    values[1, 0], values = 1e6, values.to(dtype)
+    fields = tuple(chain.from_iterable(quantizer.format.fields()))
+    assert torch.equal(pack_rows(values, quantizer.step, quantizer.mean, fields), quantizer.encode(values))
+
+
+EXAMPLES = {
+    "mla_decode_packed": Example(
+        mla_decode_packed,
+        _mla_decode_packed.registered,
+        packed_latent_attention,
+        {"query": normal(2, 1, 2, 24), "rows": ints(*range(2 * 8 * 7)).to(torch.int16).view(2, 8, 7), "scale": 0.2}
+        | {"step": 0.1 + torch.zeros(24), "mean": torch.zeros(24), "fields": flat(SHORT)[0], "rank": 16, "window": 6}
+        | {"lengths": ints(8, 7), "exact": normal(2, 2, 24)},
+        [
+            ({"fields": (0, 8, 0)}, "fields"),
+            ({"rank": 15}, "rank"),
+            ({"rows": zeros(2, 8, 7)}, "rows"),
+            ({"rows": ints(*range(2 * 8 * 5)).to(torch.int16).view(2, 8, 5)}, "rows"),
+            ({"rows": ints(*range(2 * 8 * 10)).to(torch.int16).view(2, 8, 10)}, "gains"),
+            ({"step": torch.ones(3)}, "step"),
+            ({"rotation": None}, "rotation"),
+            ({"exact": zeros(2, 2, 3)}, "exact"),
+            ({"starts": torch.tensor([1])}, "starts"),
+        ],
+        of_function={"rotation": rotation_tables(torch.ones(4), 8)},
+        of_operator=dict(zip(("within", "begins"), rotation_tables(torch.ones(4), 8), strict=True)),
+    )
+}
+COMPILED = [slow(Compiled("compile_mla_decode:packed_cases", any_kind, (90,)))]
