@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.common.errors import SurgeryError
 from surgery.model.cache_layer import Call, CompactLayer, check_full_attention, hook_calls
@@ -37,19 +38,24 @@ def install(
         with refusals():
             prepare(module, call)
 
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dtype = next(model.parameters()).dtype
-
-    def kv_bytes(tokens: int) -> int:
-        return sum(CachedLayer(layer, 1, heads, width, width, dtype).held(tokens) for layer in layers)
-
+    kv_bytes = bytes_of(layers, model.config, next(model.parameters()).dtype)
     with refusals(NoVariant):
         kv_bytes(1)
     hook_calls(decoder, refusing)
     decoder.surgery_variant, model.kv_bytes = name, kv_bytes
     return model
+
+
+def bytes_of(layers: Sequence[CompactLayer], config: PreTrainedConfig, dtype: torch.dtype) -> Callable[[int], int]:
+    """Predict the bytes of a cache of `layers` after so many tokens of one sequence.
+
+    The prediction raises ValueError of heads that a layer cannot hold.
+    """
+    config = config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cached = [CachedLayer(layer, 1, heads, width, width, dtype) for layer in layers]
+    return lambda tokens: sum(layer.held(tokens) for layer in cached)
 
 
 def check_model(model: PreTrainedModel, name: str) -> None:

@@ -122,7 +122,7 @@ KERNELS: tuple[tuple[type[nn.Module], Callable, str], ...] = (
     (LowRankAttention, low_rank_kernel, "lowrank_decode"),
     (HybridAttention, hybrid_kernel, "hybrid_decode"),
 )
-"""Attention classes of the project with their kernels: the reader of a cache, and its operation; the first that fits."""
+"""Attention classes with their kernels: the reader of a cache, and its operation. The first that fits counts."""
 
 WHY_NOT = {
     QuantizedLatentAttention: why_not_quantized_latent,

@@ -66,7 +66,8 @@ def plan(
             ``batch``, or ``max_loss``; ``engine``, ``allow``, ``calibration`` …
 
     Returns:
-        What was measured, and the choice: ``surgery.convert(model, to=plan.chosen.to, **plan.chosen.asked)``.
+        What was measured, and the choice: ``surgery.convert(model, to=plan.chosen.to, **plan.chosen.asked)``. With an
+        ``engine`` that needs no conversion for the budget, ``chosen.to`` is None and ``chosen.command`` serves it.
 
     Raises:
         SurgeryError: the model cannot be read or converted, a setting is unknown, or nothing meets the budget.

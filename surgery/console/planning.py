@@ -34,7 +34,7 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
     ]
     columns = [
         "",
-        "convert --to",
+        "convert --to, or the engine's own",
         Column("KV cache", "", size),
         Column("", "", share),
         Column("Δ loss", "", lambda value: f"{value:+.4f}"),
@@ -57,20 +57,25 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
     if beyond := beyond_positions(budget["context"], plan.source["max_positions"]):
         page.print(f"[yellow]{plain(beyond)}[/yellow]", soft_wrap=True)
     lost = cost(chosen.loss_increase)
+    named = f"No conversion is needed: {chosen.name}" if chosen.engine else chosen.to
     page.print(
-        f"[bold]{plain(chosen.to)}[/bold] {_reason(plan)}: {lost}, recall "
+        f"[bold]{plain(named)}[/bold] {_reason(plan)}: {lost}, recall "
         f"{decimal(chosen.recall, 2)}, {size(chosen.kv_bytes)} at {budget['context']:,} tokens and batch "
         f"{budget['batch']}{_next_best(plan)}.",
         soft_wrap=True,
     )
+    if own := _own_format(plan):
+        page.print(own, soft_wrap=True)
     page.print(f"{duration(plan.seconds)}{f'; drawn in {plain(plot)}' if plot else ''}", soft_wrap=True)
-    if written:
+    if written and not chosen.engine:
         page.print(f"Next: surgery convert {plain(plan.source['path'])} --plan {plain(written)}", soft_wrap=True)
     else:
         page.print(f"Next: {plain(chosen.command)}", soft_wrap=True)
 
 
 def _engines(row) -> list[str]:
+    if row.engine:
+        return [f"{row.engine} alone, {row.status}"]
     return [engine for engine, verdict in row.engines.items() if loads(verdict) and engine != "transformers"]
 
 
@@ -80,6 +85,17 @@ def _budget(plan) -> str:
     if budget["kv_bytes"] is None:
         return f"{at}; at most {cost(budget['max_loss'])} may be lost"
     return f"{at}; {size(budget['kv_bytes'])} of them ({share(budget['kv_ratio'])}) may be kept"
+
+
+def _own_format(plan) -> str | None:
+    """The engine's best own format where a conversion was chosen."""
+    own, engines = plan.own_format, {row.engine for row in plan.rows if row.engine}
+    if plan.chosen.engine or not engines:
+        return None
+    if own is None:
+        return f"Without a conversion nothing of {plain(engines.pop())} meets the budget."
+    lost = cost(own.loss_increase)
+    return f"Without a conversion: {plain(own.name)}, {lost}, {size(own.kv_bytes)}: {plain(own.command)}"
 
 
 def _next_best(plan) -> str:

@@ -56,23 +56,3 @@ def mla_limits(engine: str, head_dim: int, value_dim: int) -> MLALimits:
             f"vLLM's prefill runs on CUDA, {', '.join(map(str, VLLM_MLA_HEADS))}"
         )
     return MLALimits(min(fitting), FAST_WIDTH, tied)
-
-
-def cache_dtype_flags(engine: str, bits: int | str) -> str:
-    """An engine's own quantised cache nearest to ``bits``, those of ``--to quantized``.
-
-    As their sources name it; none of them was tried.
-    """
-    if engine not in ENGINES:
-        raise SurgeryError(f"engine {engine!r} is unknown: choose {', '.join(ENGINES)}")
-    if engine == "vllm":
-        names = {8: "int8_per_token_head", 4: "int4_per_token_head", "fp8": "fp8"}
-        return f"vllm serve CKPT --kv-cache-dtype {names.get(bits, 'int4_per_token_head')}"
-    if engine == "sglang":
-        return "python -m sglang.launch_server --model-path CKPT --kv-cache-dtype fp8_e4m3"
-    if engine == "llama.cpp":
-        name = "q4_0" if bits in (4, 3, 2) else "q8_0"
-        return f"llama-server -m CKPT.gguf -fa on -ctk {name} -ctv {name}"
-    if engine == "mlx":
-        return f"mlx_lm.generate --model CKPT --kv-bits {8 if bits in (8, 'fp8') else bits}"
-    raise SurgeryError("--to quantized --engine all: every engine has cache types of its own, name one engine")

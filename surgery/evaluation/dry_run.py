@@ -67,6 +67,8 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
     def dtype(checkpoint: Checkpoint, *, native: bool) -> torch.dtype:
         return getattr(torch, checkpoint.dtype if native or quality == "auto" else quality)
 
+    batch_tokens = settings.length if settings.kv_context else tasks.context
+
     def row(row) -> dict[str, Any]:
         checkpoint, reader = row.checkpoint, row.checkpoint.reader
         dtypes = {native: dtype(checkpoint, native=native) for native in (False, True)}
@@ -79,7 +81,7 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
             "path": checkpoint.place,
             "dtype": checkpoint.dtype,
             "weights": _numbers(reader) * widest,
-            "cache": sizes[False](tasks.context, settings.batch_size) if known else None,
+            "cache": sizes[False](batch_tokens, settings.batch_size) if known else None,
             "kv": sizes[True](tasks.context) if known else None,
         }
 

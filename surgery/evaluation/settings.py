@@ -70,7 +70,14 @@ class EvalSettings(FileSettings):
     )
     text_field: str = setting("text", "Column that holds the text.", metavar="NAME")
     windows: int = setting(24, "Held-out windows.", least=1)
-    length: int = setting(1024, "Tokens in each, in recall prompts, and of the stated KV bytes.")
+    length: int = setting(1024, "Tokens in each, and in recall prompts.")
+    kv_context: int | None = setting(
+        None,
+        "Tokens at which KV bytes are counted in a live cache, in the checkpoint's own dtype.",
+        more="A CPU without half-precision arithmetic takes hours at long contexts; shares at these are by formula.",
+        unset="as length",
+        least=2,
+    )
     decoded: int | None = setting(
         None,
         "Tokens at the end of each window that are decoded one by one, for the loss through the live cache; 0: none.",

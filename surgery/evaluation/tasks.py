@@ -55,7 +55,8 @@ def build_tasks(
         progress.note(f"windows of {limit} tokens instead of {settings.length}: the model's limit")
         settings = replace(settings, length=limit, decoded=min(settings.decoded, limit // 2))
     data = TaskData(settings, tokenizer, limit, conversations)
-    tasks: list[Task] = [KVBytesTask(settings.length)]
+    context = settings.kv_context or settings.length
+    tasks: list[Task] = [KVBytesTask(context)]
     for name in settings.tasks:
         if name.startswith(HARNESS):
             include = Path(settings.lm_eval_include) if settings.lm_eval_include else None
@@ -69,4 +70,4 @@ def build_tasks(
                 raise
             progress.note(f"no {name}: {error}")
     # What names a task that there is not says so here, before anything is measured.
-    return Tasks(tuple(tasks), settings.length, {task.name: task.settings() for task in tasks})
+    return Tasks(tuple(tasks), context, {task.name: task.settings() for task in tasks})

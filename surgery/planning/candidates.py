@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
+
+from torch import Tensor, nn
 
 from surgery.architectures.own_class import layer_entries
 from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
+from surgery.engines.cache_formats import TENSORRT_LLM
 from surgery.engines.table import refuse_unless_loadable
 from surgery.families import LATENT_FAMILIES
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -36,6 +40,7 @@ class Sized:
         asked: of its settings, those that are not the plan's own.
         kv_bytes: of all sequences at the plan's context.
         engines: what each says of the result.
+        engine, status: None, as it is no format of an engine's own.
     """
 
     target: Target
@@ -45,13 +50,40 @@ class Sized:
     config: dict[str, Any]
     kv_bytes: float
     engines: dict[str, dict]
+    engine = status = None
 
     @property
     def name(self) -> str:
         """Name, as an option of ``surgery convert``."""
         return _named(self.target, self.asked)
 
-    def caches(self) -> list[QuantizedKVLayer | None]:
+    @property
+    def to(self) -> str:
+        """The target's name."""
+        return self.target.name
+
+    def command(self, called: str) -> str:
+        """Command line that converts the source ``called`` so."""
+        return f"surgery convert {called} {self.name}"
+
+    def leaves(self, layer: int) -> bool:
+        """Whether nothing of a layer is changed."""
+        return layer in self.structure.opened.fixed
+
+    def group(self, layer: int) -> range:
+        """The layers that only run together with this one."""
+        return self.structure.group(layer)
+
+    def attention(self, work: ConversionContext, layer: int) -> nn.Module:
+        """A simulation of a layer's attention, as it becomes."""
+        return self.structure.closed_form(work, layer, self._caches[layer])
+
+    def pass_group(self, work: ConversionContext, group: range, hidden: Tensor) -> Tensor:
+        """Carry [N, T, D], in place, through layers that only run together."""
+        return self.structure.pass_group(work, group, hidden)
+
+    @cached_property
+    def _caches(self) -> list[QuantizedKVLayer | None]:
         """An empty layer of every layer's quantised cache; None where it is exact."""
         layers = len(layer_entries(self.config))
         if not self.config.get("kv_cache"):
@@ -161,6 +193,8 @@ class Candidates:
 
 def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterator[tuple[Target, Candidate]]:
     """Yield the candidates of every target that may be chosen, for the source of this config.json."""
+    if settings.engine == TENSORRT_LLM:  # what it loads of conversions is not known
+        return
     for target in TARGETS.working().values():
         if target.fixed or not settings.allows(target.name):
             continue

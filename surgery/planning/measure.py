@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgery.calibration.held_out import HeldOut
 from surgery.checkpoint.tensors import as_bytes
-from surgery.planning.candidates import Sized
+from surgery.planning.weighed import Weighed
 from surgery.structures.context import ConversionContext
 
 LEVEL = 0.8
@@ -103,14 +103,13 @@ class Carried:
 
 
 @torch.no_grad()
-def measure(candidates: Sequence[Sized], work: ConversionContext, held_out: HeldOut) -> Carried:
+def measure(candidates: Sequence[Weighed], work: ConversionContext, held_out: HeldOut) -> Carried:
     """Carry the source and candidates through the layers side by side; resumes what a killed plan had carried.
 
     Layers that stay unchanged run once for all whose hidden states are still the source's.
     """
     opened, stream, batch = work.opened, work.opened.stream, work.settings.batch_size
     rows = [None, *candidates]  # the source first
-    caches = [None, *(each.caches() for each in candidates)]
     loop = _loop(candidates, held_out)
     state = work.snapshots.last(loop, Scored) or {}
     scored = state.get("scored")
@@ -121,7 +120,10 @@ def measure(candidates: Sequence[Sized], work: ConversionContext, held_out: Held
             first = state.get("layer", 0)
             advance(first)
             for index in range(first, opened.layers):
-                ways = [(0 if index in opened.fixed else number, place) for number, place in enumerate(places)]
+                ways = [
+                    (0 if number and rows[number].leaves(index) else number, place)
+                    for number, place in enumerate(places)
+                ]
                 apart = list(dict.fromkeys(ways))
                 left, following = Counter(place for _, place in apart), {}
                 with stream.layer(index) as layer:
@@ -130,14 +132,13 @@ def measure(candidates: Sequence[Sized], work: ConversionContext, held_out: Held
                         hidden = states[place].clone() if left[place] else states.pop(place)
                         attention, group = None, range(index, index + 1)
                         if number:
-                            structure = rows[number].structure
-                            group = structure.group(index)
+                            group = rows[number].group(index)
                             if len(group) == 1:
-                                attention = structure.closed_form(work, index, caches[number][index])
+                                attention = rows[number].attention(work, index)
                         if len(group) == 1:
                             hidden = stream.run_layer(layer, hidden, batch, attention)
                         elif index == group.start:  # through all of it at once
-                            hidden = structure.pass_group(work, group, hidden)
+                            hidden = rows[number].pass_group(work, group, hidden)
                         following[apart.index((number, place))] = hidden
                 places, states = [apart.index(way) for way in ways], following
                 now = {"places": places, "states": states, "layer": index + 1}
@@ -151,7 +152,7 @@ def measure(candidates: Sequence[Sized], work: ConversionContext, held_out: Held
     return Carried(scored[0], scored[1:])
 
 
-def _loop(candidates: Sequence[Sized], held_out: HeldOut) -> str:
+def _loop(candidates: Sequence[Weighed], held_out: HeldOut) -> str:
     """The name of this carrying among snapshots."""
     asked = json.dumps([each.name for each in candidates]).encode()
     return f"carry-{sha256(asked + as_bytes(held_out.tokens.contiguous()).numpy().tobytes()).hexdigest()[:16]}"

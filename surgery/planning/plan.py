@@ -22,12 +22,14 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.families import any_family_of
-from surgery.planning.candidates import Candidates, Sized, held_bytes, named_candidates
+from surgery.planning.candidates import Candidates, allowed_candidates, held_bytes, named_candidates
+from surgery.planning.engine_formats import EngineFormat, engine_formats
 from surgery.planning.measure import measure
 from surgery.planning.rounds import Rounds, Scores
-from surgery.planning.rows import Row, alike, by_bytes, choose, rows_of
+from surgery.planning.rows import Row, alike, by_bytes, choose, far_behind, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
-from surgery.planning.sizes import around_best, look_for_loss, shares_around
+from surgery.planning.sizes import SHARES, around_best, look_for_loss, shares_around
+from surgery.planning.weighed import Weighed
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.base import BasisOf
@@ -71,6 +73,15 @@ class Plan:
         the loss."""
         share = self.budget["kv_ratio"]
         return 0 if share is None else len(alike(self.rows, share))
+
+    @property
+    def own_format(self) -> Row | None:
+        """What would be chosen of the engine's own formats, which need no conversion."""
+        own = [row for row in self.rows if row.engine]
+        try:
+            return own[choose(own, self.budget["kv_ratio"], self.budget["max_loss"])] if own else None
+        except SurgeryError:
+            return None
 
     @property
     def next_best(self) -> Row | None:
@@ -158,24 +169,46 @@ def _weighed(
     Raises:
         SurgeryError: there are none.
     """
-    tried = list(candidates.at(shares_around(None) if share is None else [share]))
-    tried = tried or list(candidates.at(shares_around(share)))
+    own = engine_formats(work.opened, settings, called, candidates.refused)
+    converted = list(candidates.at(shares_around(None) if share is None else [share]))
+    converted = converted or list(candidates.at(shares_around(share)))
+    tried = [*converted, *own]
     if not tried:
         raise SurgeryError(_nothing(candidates.refused))
     if share is not None and min(each.kv_bytes for each in tried) > share * candidates.source_bytes:
         tried += candidates.smallest()  # the nearest that can be had, and its price
 
-    def told(weighed: Sequence[Sized], scores: Scores) -> list[Row]:
+    def told(weighed: Sequence[Weighed], scores: Scores) -> list[Row]:
         return rows_of(weighed, scores, candidates.source_bytes, called)
 
     rounds = Rounds(held_out, lambda some, part: measure(some, work, part), told, share)
     rounds.add(tried)
+    rounds.add(_with_exact_layers(rounds, SHARES if share is None else [share], candidates.source_bytes))
     if share is None:
         look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
     else:
         rounds.add(around_best(rounds, candidates, share), twice=False)
     rounds.decide(settings.max_loss)
     return rounds
+
+
+def _with_exact_layers(rounds: Rounds, shares: Sequence[float], source_bytes: float) -> list[EngineFormat]:
+    """Formats that are not far behind, with as many layers in full precision as a share has room for.
+
+    The layers whose own quantised cache moves predictions most come first. They are measured by the first of the
+    formats, one by one, with all others in full precision.
+    """
+    behind = far_behind(rounds.rows())
+    near = [each for place, each in enumerate(rounds.tried) if place not in behind and isinstance(each, EngineFormat)]
+    formats = [each for each in near if each.format.skips_layers and not any(map(each.leaves, each.all_layers))]
+    if not any(each.filled(share * source_bytes, each.all_layers) for each in formats for share in shares):
+        return []
+    layers = formats[0].all_layers
+    alone = [formats[0].skipping([other for other in layers if other != layer]) for layer in layers]
+    divergences = [score.divergence for score in rounds.on_first(alone)]
+    order = sorted(layers, key=lambda layer: -divergences[layer])
+    filled = [base.filled(share * source_bytes, order) for base in formats for share in shares]
+    return list({each.name: each for each in filled if each}.values())
 
 
 @contextmanager
@@ -206,8 +239,9 @@ def opened_work(
         work = ConversionContext.in_folder(snapshots, opened, settings, texts, progress)
         for files in (work.library, work.store, work.converted):
             stack.enter_context(files)
-        with progress.step(2, STEPS):
-            work.gather(basis_of=_lag_basis(opened, settings))
+        if any(allowed_candidates(opened.reader.config, settings)):
+            with progress.step(2, STEPS):
+                work.gather(basis_of=_lag_basis(opened, settings))
         yield work
         if out is not None:
             opened.reader.check_unchanged()

@@ -58,8 +58,11 @@ def write_plan(plan: Plan, path: Path) -> None:
         "batch": budget["batch"],
     }
     kept = {name: plan.settings[name] for name in OF_TEXT}
-    said = {"to": row.to, "settings": {**kept, **row.asked}, "predicted": predicted}
-    head = f"# surgery convert {plan.source['path']} --plan {path}\n"
+    if row.to is None:
+        said, head = {"serve": row.command, "predicted": predicted}, "# No conversion is needed.\n"
+    else:
+        said = {"to": row.to, "settings": {**kept, **row.asked}, "predicted": predicted}
+        head = f"# surgery convert {plan.source['path']} --plan {path}\n"
     head += f"# {MARK}\n"
     write_whole(path, head + yaml.safe_dump(said, sort_keys=False))
 
@@ -68,9 +71,16 @@ def read_plan(path: Path) -> PlannedConversion:
     """Reads what was written.
 
     Raises:
-        SurgeryError: it is no plan.
+        SurgeryError: it is no plan, or chooses what needs no conversion.
     """
     said = read_mapping(path)
+    if "serve" in said:
+        raise SurgeryError.at(
+            path,
+            f"no conversion is needed, the engine's own cache meets the budget: {said['serve']}; to convert all the "
+            "same, plan with --allow and the structures to choose among",
+            setting="plan",
+        )
     if set(said) != {"to", "settings", "predicted"} or not all(
         isinstance(said[name], Mapping) for name in ("settings", "predicted")
     ):

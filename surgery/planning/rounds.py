@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from surgery.calibration.held_out import HeldOut
-from surgery.planning.candidates import Sized
 from surgery.planning.measure import Carried, Scored
 from surgery.planning.rows import Row, contenders, far_behind
+from surgery.planning.weighed import Weighed
 
 Scores = list[tuple[Scored, Scored]]
 """Of candidates, each next to the source's on the same texts."""
@@ -30,21 +30,21 @@ class Rounds:
     def __init__(
         self,
         held_out: HeldOut,
-        measure: Callable[[Sequence[Sized], HeldOut], Carried],
-        told: Callable[[Sequence[Sized], Scores], list[Row]],
+        measure: Callable[[Sequence[Weighed], HeldOut], Carried],
+        told: Callable[[Sequence[Weighed], Scores], list[Row]],
         share: float | None,
     ):
         first, self._last = held_out.split(-(-held_out.texts // 2))
         self._first, self._second = first.split(-(-first.texts // 2))
         self._measure, self._told, self._share = measure, told, share
-        self.tried: list[Sized] = []
+        self.tried: list[Weighed] = []
         self.scores: Scores = []
 
     def rows(self) -> list[Row]:
         """Return the rows of all candidates that were tried, in that order."""
         return self._told(self.tried, self.scores)
 
-    def add(self, candidates: Sequence[Sized], *, twice: bool = True) -> None:
+    def add(self, candidates: Sequence[Weighed], *, twice: bool = True) -> None:
         """Measures more candidates.
 
         Args:
@@ -58,6 +58,10 @@ class Rounds:
         behind = far_behind(rows, self._share)
         due = [place for place in places if place not in behind and (twice or rows[place].keeps_to(self._share))]
         self._go_on(due, self._second)
+
+    def on_first(self, candidates: Sequence[Weighed]) -> list[Scored]:
+        """Measure candidates on the first round's text, without making rows of them."""
+        return self._measure(candidates, self._first).scored
 
     def decide(self, max_loss: float | None) -> None:
         """Measures those between which the choice lies in the last round."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.human import cost
-from surgery.planning.candidates import Sized
 from surgery.planning.measure import Scored, student_t
+from surgery.planning.weighed import Weighed
 
 ANSWER_WEIGHT = 0.05
 """What a nat on the answer of a recall prompt counts as, in nats on a token of text: the mean loss of text hides it."""
@@ -27,8 +27,9 @@ class Row:
     """A candidate as it was measured.
 
     Attributes:
+        to: target of the conversion, with the settings ``asked``; None of a format that an engine has by itself.
         name: for people.
-        command: the command line that converts so.
+        command: the command line that converts so, or serves the source so.
         kv_bytes: of all sequences at the plan's context; ``kv_ratio`` the share of the source's.
         loss_increase: nats per token over the source's; ``low`` and ``high`` what it should be within
             on other text, in 80% of the cases.
@@ -37,9 +38,10 @@ class Row:
         answer_increase: nats per token of the answers in recall prompts; ``recall`` the share answered right.
         cost: what is compared, the loss with the answers' increase in it.
         best: whether no other candidate costs less with no more bytes.
+        engine: whose own format it is, which needs no conversion; ``status``: how its arithmetic was checked.
     """
 
-    to: str
+    to: str | None
     asked: dict[str, Any]
     name: str
     command: str
@@ -56,6 +58,8 @@ class Row:
     model_type: str
     engines: dict[str, dict] = field(repr=False)
     best: bool = False
+    engine: str | None = None
+    status: str | None = None
 
     @property
     def drift(self) -> float:
@@ -68,7 +72,7 @@ class Row:
 
 
 def rows_of(
-    weighed: Sequence[Sized],
+    weighed: Sequence[Weighed],
     scores: Sequence[tuple[Scored, Scored]],
     source_bytes: float,
     called: str,
@@ -85,10 +89,10 @@ def rows_of(
         answers = None if score.answers is None else score.answers - source.answers
         rows.append(
             Row(
-                to=sized.target.name,
+                to=sized.to,
                 asked=sized.asked,
                 name=sized.name.removeprefix("--to "),
-                command=f"surgery convert {called} {sized.name}",
+                command=sized.command(called),
                 kv_bytes=sized.kv_bytes,
                 kv_ratio=sized.kv_bytes / source_bytes,
                 loss_increase=increase.mean,
@@ -101,6 +105,8 @@ def rows_of(
                 cost=increase.mean + ANSWER_WEIGHT * max(0.0, answers or 0.0),
                 model_type=sized.config["model_type"],
                 engines=sized.engines,
+                engine=sized.engine,
+                status=sized.status,
             )
         )
     return rows

@@ -10,11 +10,13 @@ from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.checkpoint.disk import parse_size
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
-from surgery.engines.limits import Engine
+from surgery.engines.cache_formats import Server, cache_formats
 from surgery.structures.registry import TARGETS
 
 BITS = "bits"
 """What ``allow`` calls quantised caches, whose attention may be any."""
+ENGINE = "engine"
+"""What ``allow`` calls the cache formats that the engine has without a conversion."""
 
 
 HELD_OUT_LENGTH = 512
@@ -37,14 +39,19 @@ class PlanSettings(ConversionSettings):
     )
     context: str = setting("32k", "Tokens of a sequence at which bytes are counted; 32k is 32,768.", metavar="N")
     batch: int = setting(1, "Sequences whose caches share the memory.", least=1)
-    engine: Engine | None = setting(
-        None, "Only what this engine, or all of them, loads as a test or its own check saw it."
+    engine: Server | None = setting(
+        None,
+        "Only what this engine, or all of them, loads as a test or its own check saw it; and its own cache formats, "
+        "which need no conversion.",
     )
     heads: str | None = setting(
         None, "Pattern of `surgery heads`, to weigh hybrids with.", unset="no hybrids", metavar="FILE"
     )
     allow: tuple[str, ...] = setting(
-        (), "Structures to choose among, and bits for quantised caches.", unset="all", metavar="A,B"
+        (),
+        "Structures to choose among, bits for quantised caches, and engine for the engine's own.",
+        unset="all",
+        metavar="A,B",
     )
     held_out: int = setting(
         8,
@@ -68,9 +75,13 @@ class PlanSettings(ConversionSettings):
             raise SurgeryError(f"{given[0]} is a budget, and {given[1]} is another: give one")
         if self.calibration == NO_CALIBRATION:
             raise SurgeryError("calibration none: a plan measures what candidates lose, and needs text for it")
-        known = [*TARGETS, BITS]
+        known = [*TARGETS, BITS, ENGINE]
         if unknown := [name for name in self.allow if name not in known]:
             raise SurgeryError(f"allow {unknown[0]}: choose among {', '.join(known)}")
+        if ENGINE in self.allow:
+            if self.engine is None:
+                raise SurgeryError("allow engine: name the engine too, such as --engine vllm", setting="engine")
+            cache_formats(self.engine)  # refuses those without
         if self.memory is not None:
             parse_size(self.memory, "memory")  # refuses what is none
         if self.tokens < 1:

@@ -10,6 +10,7 @@ from typing import Any
 from surgery.planning.candidates import Candidates, Sized
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import far_behind
+from surgery.planning.weighed import Weighed
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 """Of the source's bytes, at which a picture of what can be had is taken."""
@@ -40,11 +41,11 @@ def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Si
 
 
 def look_for_loss(
-    tried: list[Sized],
+    tried: list[Weighed],
     scores: Scores,
     candidates: Candidates,
     max_loss: float,
-    add: Callable[[Sequence[Sized]], None],
+    add: Callable[[Sequence[Weighed]], None],
 ) -> None:
     """Adds of structures whose size can be chosen halves of the smallest, as long as these lose less than is allowed,
     and then one each where its loss should be just less.
@@ -71,7 +72,7 @@ def look_for_loss(
         add(more)
 
 
-def _curves(tried: Sequence[Sized], scores: Scores, candidates: Candidates) -> list[list[tuple[float, float, Sized]]]:
+def _curves(tried: Sequence[Weighed], scores: Scores, candidates: Candidates) -> list[list[tuple[float, float, Sized]]]:
     """Shares of the source's bytes, increases of the loss and candidates of one way of asking each, by share."""
     curves: dict[tuple, list[tuple[float, float, Sized]]] = {}
     for sized, (score, source) in zip(tried, scores, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from surgery.families.anatomy import LayerAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.source import Source
@@ -20,8 +21,13 @@ def source_attention(opened: Source, layer: int, cache: QuantizedKVLayer | None 
     """
     if layer in opened.stateful:
         return None
-    anatomy = opened.anatomy(layer).to(torch.float64).to(opened.stream.device, opened.stream.dtype)
+    anatomy = source_anatomy(opened, layer)
     return CapturedAttention(anatomy) if cache is None else QuantizedAttention(anatomy, cache)
+
+
+def source_anatomy(opened: Source, layer: int) -> LayerAnatomy:
+    """Return the anatomy of a layer that keeps keys and values, in the dtype and on the device of the stream."""
+    return opened.anatomy(layer).to(torch.float64).to(opened.stream.device, opened.stream.dtype)
 
 
 def pass_kept(opened: Source, index: int, runs: StageTracker, converted: ConvertedLayers) -> None:

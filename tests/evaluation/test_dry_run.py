@@ -59,6 +59,14 @@ def test_bytes_are_those_of_the_evaluation(folder, tmp_path):
     assert source["cache"] == 2 * 2 * source["kv"]  # and two windows at a time
 
 
+def test_kv_bytes_may_be_counted_at_another_context_than_windows_have(folder, tmp_path):
+    rows = {
+        context: plan(folder / "source", out=tmp_path / "out", tasks="loss", length=32, kv_context=context).rows[0]
+        for context in (None, 16)
+    }
+    assert rows[16]["kv"] == rows[None]["kv"] / 2 and rows[16]["cache"] == rows[None]["cache"]
+
+
 def test_the_screen_says_what_and_where_and_nothing_is_written(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     quick = ["--tasks", "loss", "--windows", "3", "--length", "80", "--device", "cuda", "--variants", "int8"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
-from surgery.engines.limits import cache_dtype_flags
+from surgery.engines.cache_formats import cache_dtype_flags
 from surgery.structures.settings import Bits, RopeBits, StructureSettings, rope_bits, streaming_bits, with_formats
 
 

@@ -1,0 +1,113 @@
+"""The KV cache formats that engines have without a conversion, and the flags that ask for them.
+
+Formats have the names of :data:`surgery.eval.variants.engine_cache.FORMATS`, which has their arithmetic. The tables
+lack what is not simulated: SGLang's fp4_mx_block16, mlx-lm's --kv-bits, calibrated scales, and formats that only a
+branch of an engine has. Flags are those of vLLM 0.32 (``config/cache.py``), llama.cpp's ``common/arg.cpp``, SGLang's
+``server_args.py`` and TensorRT-LLM #11487.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from surgery.common.errors import SurgeryError
+from surgery.engines.limits import ENGINES
+from surgery.engines.trials import LLAMA_CPP, VLLM_CPU
+
+TENSORRT_LLM = "trtllm"
+"""An engine of which nothing but its cache formats is known here."""
+Server = Literal["vllm", "sglang", "llama.cpp", "mlx", "all", "trtllm"]
+SERVERS = get_args(Server)
+
+COMPARED_VLLM = f"arithmetic compared with vLLM {VLLM_CPU.version}'s own"
+COMPARED_LLAMA_CPP = f"losses compared with llama.cpp {LLAMA_CPP.version}'s own"
+NOT_TRIED = "not tried"
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """One format of one engine.
+
+    Attributes:
+        keys, values: the format of either side of the cache.
+        flags: of the engine's server.
+        status: how its arithmetic was checked.
+        skips_layers: whether the engine leaves layers of the user's choice in full precision.
+    """
+
+    keys: str
+    values: str
+    flags: str
+    status: str
+    skips_layers: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
+
+
+def _vllm(name: str, status: str = COMPARED_VLLM) -> CacheFormat:
+    return CacheFormat(name, name, f"--kv-cache-dtype {name}", status, skips_layers=True)
+
+
+def _llama_cpp(keys: str, values: str) -> CacheFormat:
+    status = COMPARED_LLAMA_CPP if keys == values else f"{NOT_TRIED} together; CUDA needs GGML_CUDA_FA_ALL_QUANTS"
+    return CacheFormat(keys, values, f"-fa on -ctk {keys} -ctv {values}", status)
+
+
+CACHE_FORMATS: dict[str, tuple[CacheFormat, ...]] = {
+    "vllm": (
+        *map(_vllm, ("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head")),
+        _vllm("fp8", "a cast to e4m3, the scale 1"),
+        _vllm("nvfp4", f"{COMPARED_VLLM}; Blackwell only"),
+        *map(_vllm, ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")),
+    ),
+    "llama.cpp": (
+        *(_llama_cpp(name, name) for name in ("q8_0", "q5_0", "q4_0")),
+        *(_llama_cpp(*pair) for pair in (("q8_0", "q5_0"), ("q8_0", "q4_0"), ("q5_0", "q4_0"))),
+    ),
+    "sglang": (
+        CacheFormat("fp8", "fp8", "--kv-cache-dtype fp8_e4m3", NOT_TRIED),
+        CacheFormat("nvfp4", "nvfp4", "--kv-cache-dtype nvfp4", NOT_TRIED),
+    ),
+    TENSORRT_LLM: (
+        CacheFormat("fp8", "fp8", "--kv_cache_dtype fp8", NOT_TRIED),
+        CacheFormat("nvfp4", "nvfp4", "--kv_cache_dtype nvfp4", f"{NOT_TRIED}; asks for ModelOpt's scales"),
+    ),
+}
+
+
+def cache_formats(engine: str) -> tuple[CacheFormat, ...]:
+    """The formats of an engine.
+
+    Raises:
+        SurgeryError: it has none that is simulated.
+    """
+    if engine == "all":
+        raise SurgeryError("every engine has cache formats of its own: name one engine", setting="engine")
+    if engine not in CACHE_FORMATS:
+        known = ", ".join(CACHE_FORMATS)
+        raise SurgeryError(f"no cache format of {engine} is simulated, but of {known}", setting="engine", hint=known)
+    return CACHE_FORMATS[engine]
+
+
+def cache_dtype_flags(engine: str, bits: int | str) -> str:
+    """An engine's own quantised cache nearest to ``bits``, those of ``--to quantized``.
+
+    As their sources name it; none of them was tried.
+    """
+    if engine not in ENGINES:
+        raise SurgeryError(f"engine {engine!r} is unknown: choose {', '.join(ENGINES)}")
+    if engine == "vllm":
+        names = {8: "int8_per_token_head", 4: "int4_per_token_head", "fp8": "fp8"}
+        return f"vllm serve CKPT --kv-cache-dtype {names.get(bits, 'int4_per_token_head')}"
+    if engine == "sglang":
+        return "python -m sglang.launch_server --model-path CKPT --kv-cache-dtype fp8_e4m3"
+    if engine == "llama.cpp":
+        name = "q4_0" if bits in (4, 3, 2) else "q8_0"
+        return f"llama-server -m CKPT.gguf -fa on -ctk {name} -ctv {name}"
+    if engine == "mlx":
+        return f"mlx_lm.generate --model CKPT --kv-bits {8 if bits in (8, 'fp8') else bits}"
+    raise SurgeryError("--to quantized --engine all: every engine has cache types of its own, name one engine")

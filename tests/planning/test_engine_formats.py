@@ -1,0 +1,145 @@
+"""Cache formats that engines have without a conversion, as candidates of a plan."""
+
+import json
+
+import pytest
+import torch
+from command_line import run_main
+from tiny_models import HELD_OUT, SHAPE, add_tokenizer, random_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from surgery.calibration.texts import load_texts
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.engines.cache_formats import CACHE_FORMATS, cache_formats
+from surgery.eval.kv_cache import cache_bytes
+from surgery.eval.variants.coded_cache import CodedLayer, coded_cache
+from surgery.eval.variants.engine_cache import FORMATS, engine_cache
+from surgery.families import any_family_of
+from surgery.planning.engine_formats import engine_formats
+from surgery.planning.measure import measure
+from surgery.planning.plan import make_plan, opened_work
+from surgery.planning.plan_file import read_plan, write_plan
+from surgery.planning.settings import PlanSettings
+from surgery.running.source import Source
+from surgery.running.unfused import open_model
+
+TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 4, "recall": 0.0}
+TEXT |= {"context": "64", "batch": 2}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A Llama with heads of 32 channels, which every format holds."""
+    folder = tmp_path_factory.mktemp("engines") / "llama"
+    random_model(LlamaConfig(**{**SHAPE, "head_dim": 32, "num_hidden_layers": 5}), 0).save_pretrained(folder)
+    add_tokenizer(folder)
+    return folder
+
+
+def scores(source, engine):
+    """Candidates of an engine by name, their loss increases and the held-out text."""
+    settings, quiet = PlanSettings(engine=engine, allow=("engine",), **TEXT), Progress(silent=True)
+    opened, refused = Source.open(source, settings), {}
+    texts = load_texts(opened, settings, quiet, planted=False)
+    with opened_work(opened, settings, texts, quiet) as work:
+        candidates = engine_formats(opened, settings, "ckpt", refused)
+        candidates += [candidates[0].skipping([1, 3])]
+        scored = measure(candidates, work, texts.held_out).scored
+    assert not refused
+    return candidates, scored, texts.held_out.tokens[: texts.held_out.texts]
+
+
+def losses(model, tokens):
+    with torch.no_grad():
+        logits = model(tokens).logits[:, :-1]
+    return torch.nn.functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none").mean(1).tolist()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
+def test_a_format_is_measured_as_evaluation_measures_it(source, engine):
+    candidates, scored, tokens = scores(source, engine)
+    for each, score in zip(candidates, scored, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(source).eval()
+        if each.skipped or each.format.keys != each.format.values:
+            coded_cache(model, "by hand", [CodedLayer(part.key_coder, part.value_coder) for part in each.layers])
+        else:
+            engine_cache(model, each.format.name)
+        differences = sorted(abs(own - other) for own, other in zip(score.losses, losses(model, tokens), strict=True))
+        # Rounding decides a code at the edge between two, of which this random model makes much.
+        assert differences[len(differences) // 2] < 5e-4 and differences[-1] < 5e-3, each.name
+        held = model(tokens[:2, :64]).past_key_values
+        assert each.kv_bytes == cache_bytes(held), each.name
+    assert candidates[-1].skipped == (1, 3)
+    assert [layer for layer in range(5) if candidates[-1].leaves(layer)] == [1, 3]
+
+
+def test_room_in_a_budget_goes_to_layers_in_full_precision(source):
+    settings = PlanSettings(engine="vllm", **TEXT)
+    base = engine_formats(Source.open(source, settings), settings, "ckpt", {})[0]
+    one, two = base.skipping([4]).kv_bytes, base.skipping([4, 2]).kv_bytes
+    assert base.filled(one - 1, [4, 2, 0, 1, 3]) is None
+    assert base.filled(two, [4, 2, 0, 1, 3]).skipped == (2, 4)
+    command = base.filled(two, [4, 2, 0, 1, 3]).command("ckpt")
+    assert command.endswith("--kv-cache-dtype int4_per_token_head --kv-cache-dtype-skip-layers 2 4")
+
+
+def test_what_needs_no_surgery_is_said_and_converts_to_nothing(source, tmp_path, monkeypatch, capsys):
+    text = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items()]
+    out = tmp_path / "plan.yaml"
+    asked = ["plan", source, "--kv-ratio", "0.5", "--engine", "vllm", "--allow", "engine", *text, "--out", out]
+    code, printed, error = run_main(monkeypatch, capsys, *asked, "--json")
+    assert code == 0, error
+    plan = json.loads(printed)
+    assert {row["engine"] for row in plan["rows"]} == {"vllm"} and {row["to"] for row in plan["rows"]} == {None}
+    assert any("--kv-cache-dtype-skip-layers" in row["command"] for row in plan["rows"])
+    chosen = plan["rows"][plan["choice"]]
+    assert chosen["command"].startswith("vllm serve") and chosen["kv_ratio"] <= 0.5
+    code, _, error = run_main(monkeypatch, capsys, "convert", source, "--plan", out, "--out", tmp_path / "converted")
+    assert code == 1 and not (tmp_path / "converted").exists()
+    with pytest.raises(SurgeryError) as told:
+        read_plan(out)
+    assert told.value.path == out and chosen["command"] in str(told.value)
+
+
+def test_formats_stand_beside_conversions(source, tmp_path):
+    settings = PlanSettings(kv_ratio=0.3, engine="llama.cpp", allow=("mla", "gqa", "engine"), **TEXT)
+    plan = make_plan(source, settings, called="ckpt")
+    assert {row.engine for row in plan.rows} == {None, "llama.cpp"}
+    assert plan.own_format is None or plan.own_format.kv_ratio <= 0.3
+    conversions = make_plan(source, PlanSettings(**{**settings.to_dict(), "allow": ("mla", "gqa")}), called="ckpt")
+    with_formats, alone = ({row.name: row.by_text[0] for row in each.rows} for each in (plan, conversions))
+    shared = with_formats.keys() & alone.keys()
+    assert shared and all(with_formats[name] == alone[name] for name in shared) and conversions.own_format is None
+    assert all(row.engine is None for row in conversions.rows)
+    write_plan(conversions, tmp_path / "plan.yaml")
+    assert read_plan(tmp_path / "plan.yaml").target.name == conversions.chosen.to
+
+
+def test_tensorrt_llm_is_weighed_by_its_formats_alone(source):
+    plan = make_plan(source, PlanSettings(kv_ratio=0.6, engine="trtllm", **TEXT), called="ckpt")
+    serve = "trtllm-serve ckpt --kv_cache_dtype"
+    assert {row.command for row in plan.rows} == {f"{serve} fp8", f"{serve} nvfp4"}
+    assert all("not tried" in row.status for row in plan.rows)
+
+
+@pytest.mark.parametrize("engine", [None, "mlx", "all"])
+def test_engines_without_a_format_are_refused(engine):
+    with pytest.raises(SurgeryError) as told:
+        PlanSettings(engine=engine, allow=("engine",))
+    assert told.value.setting == "engine"
+    if engine:
+        with pytest.raises(SurgeryError):
+            cache_formats(engine)
+
+
+@pytest.mark.parametrize("family", ["qwen2_window", "deepseek_v3"])
+def test_sources_that_formats_do_not_hold_are_refused(checkpoints, family):
+    settings, refused, reader = PlanSettings(engine="vllm", **TEXT), {}, open_model(checkpoints(family))
+    assert engine_formats(Source.of(reader, settings, any_family_of(reader.config)), settings, "ckpt", refused) == []
+    assert set(refused) == {"vllm's own cache"}
+
+
+def test_formats_are_those_that_evaluation_has():
+    formats = [each for formats in CACHE_FORMATS.values() for each in formats]
+    assert {name for each in formats for name in (each.keys, each.values)} <= set(FORMATS)
