@@ -208,7 +208,7 @@ def test_an_inspection_is_one_screen(tmp_path, capsys):
     assert "no text was read" in shown
     assert "  best in quality: --to lowrank --bits auto (25.0%)\n" in shown
     assert "  smallest: --to lowrank --kv-ratio 0.0625 --bits auto (6.2%)\n" in shown
-    assert "  for vLLM on CPU: --to mla --carrier own (25.0%), then surgery heal\n" in shown
+    assert "  for vLLM on CPU: --to mla (25.0%), then surgery heal\n" in shown
     assert "--to hybrid" not in shown[shown.index("what to take") :]
     # No memory and no context: of a model of few positions it would be warned of, and what fits has nothing to choose.
     assert re.search(r"\nNext: surgery plan CKPT --kv-ratio 0.25 +what loses least at a quarter, measured\n", shown)
@@ -222,7 +222,7 @@ def test_an_inspection_of_a_wide_model_names_what_vllm_reads_on_a_gpu(tmp_path, 
     random_model(LlamaConfig(**shape, **heads, max_position_embeddings=4096)).save_pretrained(tmp_path)
     show_inspection(inspect_checkpoint(tmp_path))
     flags = "--to mla --engine vllm --kv-lora-rank 512 --rope-dim 64"
-    assert f"for vLLM on CUDA (its own check, not run): {flags} (28.1%)" in capsys.readouterr().out
+    assert f"for vLLM on CUDA (its own check, not run), vLLM on CPU: {flags} (28.1%)" in capsys.readouterr().out
 
 
 def test_a_report_of_a_version_that_fitted_layers_is_still_shown():
