@@ -131,8 +131,8 @@ class PackedRows(Structure[Source, RowSettings]):
         super().__init__(opened, settings, progress)
         if opened.stateful or any(window is not None for window in opened.windows):
             raise SurgeryError(
-                "layers with a sliding window or a state cannot stand beside a cache of packed rows: leave out "
-                "--bits auto",
+                "a cache of packed rows needs full attention in every layer, and some have a sliding window or a "
+                "state: leave out --bits auto",
                 setting="bits",
             )
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
