@@ -134,8 +134,8 @@ class PackedRows(Structure[Source, RowSettings]):
         self.layers = converted_layers(self.kept, opened.layers)
         if opened.stateful or any(window is not None for window in opened.windows):
             raise SurgeryError(
-                "packed rows need a model without sliding windows and without layers that keep a state: leave out "
-                "--bits auto",
+                "a cache of packed rows needs full attention in every layer, and some have a sliding window or a "
+                "state: leave out --bits auto",
                 setting="bits",
             )
         first = opened.first

@@ -121,7 +121,8 @@ def test_chosen_bits_are_weighed_before_layers_are_measured(checkpoints, at_work
         AutoModelForCausalLM.from_pretrained(written.path).eval(), texts.held_out.tokens[: texts.held_out.texts]
     )
     assert scored.losses == pytest.approx(losses.tolist(), abs=0.1)
-    assert sized.kv_bytes == pytest.approx(cache_bytes(cache), rel=0.02)
+    # Rows have the same bytes in all; what is kept of first tokens, much at 64 tokens, follows from the ranks.
+    assert sized.kv_bytes == pytest.approx(cache_bytes(cache), rel=0.1)
 
 
 def test_losses_are_of_text_alone_whatever_is_planted_in_calibration_text(checkpoints):
@@ -395,8 +396,7 @@ def test_windows_count_in_bytes_and_what_takes_none_is_refused(checkpoints):
     assert merged.kv_ratio == 0.5
     assert not any("bits" in row.asked for row in found.rows)
     assert "sliding windows" in found.refused.pop("--to mla --carrier stock")
-    reasons = "full attention", "which heads stream", "without sliding windows"
-    assert all(any(reason in why for reason in reasons) for why in found.refused.values()), found.refused
+    assert all("full attention" in why or "which heads stream" in why for why in found.refused.values())
 
 
 def test_the_file_of_a_plan_is_what_convert_carries_out(plan, tmp_path, checkpoints, monkeypatch, capsys):
