@@ -1,6 +1,6 @@
 """Trains a model with heads of 128 channels: the demo model with other attention, taught by the demo model.
 
-    PYTHONPATH=. python tools/heads_128.py work/      # work/heads-128, about 20 minutes of one core
+    PYTHONPATH=. python tools/heads_128.py work/      # work/heads-128
 
 Rotations of few-bit caches spread a head's values over its channels, so the tables of docs/results.md need a model
 with heads as wide as those of large ones. Embeddings, MLPs and norms are the demo model's. Its 8 query and 4 KV heads
@@ -43,7 +43,7 @@ STAGES: dict[str, dict[str, Any]] = {
         "betas": [0.9, 0.99],
         "train": "all",
         "learning_rate": 1e-3,
-        "max_tokens": 60_000,
+        "max_tokens": 300_000,
         "length": 1024,
     },
 }
