@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import CacheConfig, VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
@@ -27,6 +27,12 @@ from surgery_vllm.row_values import first_slots, rows_of, vectors_of
 from surgery_vllm.spans import Span
 from surgery_vllm.structure import attention_of_layers
 from surgery_vllm.vector_cache import Attend, VectorCache
+
+SMALL_BLOCK = 32
+"""Tokens of a block unless told otherwise: every request takes one for its first tokens, and leaves half of one empty.
+
+vLLM's 128 on a CPU are for its own kernels.
+"""
 
 
 class PageCache(VectorCache):
@@ -69,7 +75,7 @@ class RowCache(PageCache):
         vllm_config = get_current_vllm_config()
         check(vllm_config)
         layers, dtype = attention_of_layers(config), torch.get_default_dtype()
-        layout = RowLayout.of(layers, config, dtype.itemsize, vllm_config.cache_config.block_size)
+        layout = RowLayout.of(layers, config, dtype.itemsize, proposed_block(vllm_config.cache_config))
         name = settings.pop("prefix")
         owner, first = (each.replace(f".{number}.", ".0.", 1) for each in (name, f"{name}_first"))
         shared = {"kv_sharing_target_layer_name": None if number == 0 else owner}
@@ -107,6 +113,12 @@ class RowCache(PageCache):
         metadata, _, kv_cache, _ = get_attention_context(self.first_name)
         layer = kv_cache.view(len(kv_cache), -1)[:, self.layout.first_of(self.number)]
         return metadata, layer.view(self.first_dtype).unflatten(1, (self.entry.first_tokens, -1))
+
+
+def proposed_block(cache_config: CacheConfig) -> int:
+    """Tokens of a block as the user has them, or vLLM, but then at most ``SMALL_BLOCK``."""
+    chosen = cache_config.user_specified_block_size
+    return cache_config.block_size if chosen else min(cache_config.block_size, SMALL_BLOCK)
 
 
 def check(vllm_config: VllmConfig) -> None:
