@@ -18,7 +18,7 @@ rounding adds up to 1e-7 a block. There are no transcendental functions. The mea
 
 **What compiling showed** (Triton 3.9, sm_90, bf16, 16 query rows, 8 warps). Rows of 4 bits do not spill: 512 + 128
 with 32 tokens a step, 256 + 128 with 64. Their loop loads rows asynchronously and has no other global loads. Rows of
-mixed patterns spill before the loop and hardly in it; until that is solved `unsupported` refuses them on GPUs.
+mixed patterns spilled outside of it, in an earlier form; until they are looked at `unsupported` refuses them on GPUs.
 
 **First tokens** of a row, which the cache holds in full precision, are one more part of its split softmax: a small
 kernel leaves it where the splits leave theirs, and the same merge adds all of them.
