@@ -2,7 +2,7 @@ r"""Absorbed latent attention over packed rows: values of 1 to 8 bits, and share
 
 A row is read as lanes of 16 bits, two bytes with the same fields. One instruction turns a field of two lanes into two
 fp16 values: `lane & mask | 0x6400` is 1024 + c · 2^p exactly, with c the code and p the field's lowest bit. A plane
-(`packed_layout.py`) is one such mask over a tile of lanes; the same planes are keys and values.
+(`packed_layout.py`) is such a mask over a tile of lanes; the same planes are keys and values.
 
 **No scales in the loop.** With step s and mean m, channel j is s·(c - (2^b - 1)/2) + m = f_j · c·2^p + o_j. Queries
 absorb f_j, and what o_j adds to all logits of a head is one number. Outputs get f_j and o_j after the softmax, whose
@@ -15,6 +15,10 @@ one more constant, in outputs against the sum of weights. But an fp32 accumulato
 **Rotation.** Real and imaginary part of a pair are the two bytes of a lane. Keys turn by their place in the block, a
 table that is loaded once; queries by the block's first position, and by one block's angle more at every step. Its
 rounding adds up to 1e-7 a block. There are no transcendental functions. The mean is added before the rotation.
+
+**What compiling showed** (Triton 3.9, sm_90, bf16, 16 query rows, 8 warps). Rows of 4 bits do not spill: 512 + 128
+with 32 tokens a step, 256 + 128 with 64. Their loop loads rows asynchronously and has no other global loads. Rows of
+mixed patterns spilled outside of it, in an earlier form; until they are looked at `unsupported` refuses them on GPUs.
 
 **First tokens** of a row, which the cache holds in full precision, are one more part of its split softmax: a small
 kernel leaves it where the splits leave theirs, and the same merge adds all of them.
@@ -48,8 +52,8 @@ FIRST_BLOCK = 16
 """First tokens that the kernel takes, at most: a tile of a product."""
 
 
-MOST_REGISTERS = 176
-"""Of `held_registers`, up to which a program compiled without spills."""
+MOST_REGISTERS = 104
+"""Of `held_registers`, up to which a program compiled without spills: 512 + 128 values of 4 bits, 32 tokens a step."""
 
 
 def default_config(latent: Section, rope: Section, dtype: torch.dtype) -> Config:
@@ -64,13 +68,14 @@ def default_config(latent: Section, rope: Section, dtype: torch.dtype) -> Config
 
 
 def held_registers(config: Config, latent: Section, rope: Section) -> int:
-    """Registers of a thread that live through a step: accumulators, values, turned queries, cosines, means."""
+    """Registers of a thread that live through a step: accumulators, turned queries, cosines, means and masks."""
     threads, rows, tokens, chunk = 32 * config.warps, config.block_rows, config.block_tokens, config.chunk
-    planes, rope_planes = len(latent.planes(chunk)), len(rope.planes(chunk))
-    values = 2 * chunk * (rows * 4 + tokens * 2) // 4 // threads
+    planes, rope_planes = latent.planes(chunk), rope.planes(chunk)
+    part = 2 * rows * chunk // threads
+    masks = sum(mask == 0 for _, mask in (*planes, *rope_planes)) * (chunk // 8 + 1)
     # A warp's product has eight tokens at least, and every warp all lanes of the means.
-    table = chunk * max(tokens, 8 * config.warps) // threads
-    return planes * values + rope_planes * (2 * rows * chunk // threads + table + chunk // 4)
+    table = chunk * (tokens + 8 * config.warps) // (2 * threads)
+    return len(planes) * part + len(rope_planes) * (part + table + chunk // 4) + masks
 
 
 @launches_of(packed_latent_attention)
@@ -130,12 +135,13 @@ def launches(
         config,
         vars(given),
         **common,
-        channels=channel_table(given.fields, rank, config.chunk, query.device),
+        entries=channel_table(given.fields, rank, config.chunk, query.device),
+        zero=0,
         latent_lanes=latent.lanes // align,
         rope_lanes=rope.lanes // align,
         **{name: stride // align for name, stride in strides("row", "token", rows=rows).items()},
-        PLANES=tuple(latent.planes(config.chunk)),
-        ROPE_PLANES=tuple(rope.planes(config.chunk)),
+        PLANES=latent.planes(config.chunk),
+        ROPE_PLANES=rope.planes(config.chunk),
         TILES=triton.cdiv(latent.lanes, config.chunk),
         ROPE_TILES=triton.cdiv(rope.lanes, config.chunk),
         CHUNK=config.chunk,
@@ -176,58 +182,54 @@ def unsupported(latent: Section, rope: Section, dtype: torch.dtype) -> str | Non
 
 
 @triton.jit
-def field(
-    lanes, BYTE: tl.constexpr, POSITION: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr, LOP3: tl.constexpr
-):
-    """Fields c of the low or high byte of lanes [tokens, lanes] as numbers c · 2^POSITION: fp16, fp32 if WIDE."""
+def field(lanes, masks, BYTE: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr, LOP3: tl.constexpr):
+    """Fields c of a plane, in the low or high byte of lanes [tokens, lanes], as numbers c · 2^p: fp16, fp32 if WIDE.
+
+    `masks` are those of lanes, read where MASK is 0.
+    """
     SHIFT: tl.constexpr = 8 * BYTE
-    MASK: tl.constexpr = ((1 << BITS) - 1) << POSITION
+    mask = masks[None, :] if MASK == 0 else tl.full((1, 1), MASK, tl.int16)
     if WIDE:
-        return ((lanes >> SHIFT) & MASK).to(tl.float32)
+        return ((lanes >> SHIFT) & mask).to(tl.float32)
     if not LOP3:
-        made = (((lanes >> SHIFT) & MASK) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
-    else:
+        made = (((lanes >> SHIFT) & mask) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+    elif BYTE == 0:
         # Two lanes of a register at once, which the compiler does not find by itself.
-        mask = tl.full((1, 1), MASK, tl.int16)
-        if SHIFT == 0:
-            made = tl.inline_asm_elementwise(
-                "lop3.b32 $0, $1, $2, 0x64006400, 0xea;",
-                "=r,r,r",
-                [lanes, mask],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            made = tl.inline_asm_elementwise(
-                "{ .reg .b32 t; shr.b32 t, $1, 8; lop3.b32 $0, t, $2, 0x64006400, 0xea; }", "=r,r,r", [lanes, mask],
-                dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
+        made = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, 0x64006400, 0xea;", "=r,r,r", [lanes, mask], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        made = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.b32 t, $1, 8; lop3.b32 $0, t, $2, 0x64006400, 0xea; }", "=r,r,r", [lanes, mask],
+            dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
     return made - 1024.0
 
 
 @triton.jit
-def affine(step, mean, channel, inside, POSITION: tl.constexpr, BITS: tl.constexpr):
-    """Factor and offset that turn fields of channels into values."""
+def affine(step, mean, entry, BYTE: tl.constexpr):
+    """Channel, whether there is one, and the factor and offset that turn its field into its value."""
+    inside, channel, mask = entry >= 0, (entry >> 8) + BYTE, entry & 255
     width = tl.load(step + channel, mask=inside, other=0.0)
-    offset = tl.load(mean + channel, mask=inside, other=0.0) - ((1 << BITS) - 1) * 0.5 * width
-    return width * (1.0 / (1 << POSITION)), offset
+    factor = width / (mask & -mask).to(tl.float32)
+    offset = tl.load(mean + channel, mask=inside, other=0.0) - 0.5 * mask.to(tl.float32) * factor
+    return channel, inside, factor, offset
 
 
 @triton.jit
-def folded(query_at, step, mean, channel, inside, real, POSITION: tl.constexpr, BITS: tl.constexpr):
-    """Queries [rows, lanes] that read fields, and what the offset adds to their logits [rows]."""
-    factor, offset = affine(step, mean, channel, inside, POSITION, BITS)
+def folded(query_at, step, mean, entry, real, BYTE: tl.constexpr):
+    """Queries [rows, lanes] that read a plane, and what its offsets add to their logits [rows]."""
+    channel, inside, factor, offset = affine(step, mean, entry, BYTE)
     part = tl.load(query_at[:, None] + channel[None, :], mask=real[:, None] & inside[None, :], other=0.0)
     part = part.to(tl.float32)
     return part * factor[None, :], tl.sum(part * offset[None, :], axis=1)
 
 
 # These grow with a text: not worth a compilation each.
-@triton.jit(do_not_specialize=["capacity", "begin_rows", "splits", "slots", "pages_row"])
+@triton.jit(do_not_specialize=["capacity", "begin_rows", "splits", "slots", "zero", "pages_row"])
 def mla_decode_packed_kernel(
-    query, rows, step, mean, channels, within, begins, out, log, lengths, starts, exact_starts, pages, scale, capacity,
-    begin_rows, splits, slots, first_tokens, new_tokens, heads, gain_lane, latent_lanes, rope_lanes,
+    query, rows, step, mean, entries, within, begins, out, log, lengths, starts, exact_starts, pages, scale, capacity,
+    begin_rows, splits, slots, zero, first_tokens, new_tokens, heads, gain_lane, latent_lanes, rope_lanes,
     window, query_row, query_token, query_head, rows_row, rows_token, pages_row,
     RANK: tl.constexpr, PAIRS: tl.constexpr, HEADS_PER_GAIN: tl.constexpr, PLANES: tl.constexpr,
     ROPE_PLANES: tl.constexpr, TILES: tl.constexpr, ROPE_TILES: tl.constexpr, CHUNK: tl.constexpr, ALIGN: tl.constexpr,
@@ -260,37 +262,34 @@ def mla_decode_packed_kernel(
     # The largest folded query of each row becomes 2^12.
     constant = tl.zeros((BLOCK_ROWS,), tl.float32)
     peak = tl.full((BLOCK_ROWS,), 1e-30, tl.float32)
-    for i in tl.static_range(len(PLANES)):
-        channel = tl.load(channels + i * CHUNK + lane)
+    for i in tl.static_range(len(PLANES) + len(ROPE_PLANES)):
+        entry = tl.load(entries + i * CHUNK + lane)
         for byte in tl.static_range(2):
-            part, shift = folded(query_at, step, mean, channel + byte, channel >= 0, real, PLANES[i][1], PLANES[i][2])
+            part, shift = folded(query_at, step, mean, entry, real, byte)
             peak = tl.maximum(peak, tl.max(tl.abs(part), axis=1))
-            constant += shift
-    for i in tl.static_range(len(ROPE_PLANES)):
-        channel = tl.load(channels + (len(PLANES) + i) * CHUNK + lane)
-        for byte in tl.static_range(2):
-            part, _ = folded(
-                query_at, step, mean, channel + byte, channel >= 0, real, ROPE_PLANES[i][1], ROPE_PLANES[i][2]
-            )
-            peak = tl.maximum(peak, tl.max(tl.abs(part), axis=1))
+            if i < len(PLANES):
+                constant += shift
     unit = tl.exp2(tl.ceil(tl.log2(peak)) - 12.0)
     shrink = 1.0 / unit
 
-    queries, acc = (), ()
+    # 0, which the compiler does not know: else it would hold channels, factors and offsets of all planes from here on.
+    entries += zero
+    queries, acc, masks = (), (), ()
     for i in tl.static_range(len(PLANES)):
-        channel = tl.load(channels + i * CHUNK + lane)
+        entry = tl.load(entries + i * CHUNK + lane)
+        masks = masks + ((entry & 255).to(tl.int16),)
         for byte in tl.static_range(2):
-            part, _ = folded(query_at, step, mean, channel + byte, channel >= 0, real, PLANES[i][1], PLANES[i][2])
+            part, _ = folded(query_at, step, mean, entry, real, byte)
             queries = queries + ((part * shrink[:, None]).to(dtype),)
             acc = acc + (tl.zeros((BLOCK_ROWS, CHUNK), tl.float32),)
 
     turned, advance, centres, table = (), (), (), ()
     for i in tl.static_range(len(ROPE_PLANES)):
-        channel = tl.load(channels + (len(PLANES) + i) * CHUNK + lane)
-        inside = channel >= 0
-        pair = (channel - RANK) // 2
-        real_part, _ = folded(query_at, step, mean, channel, inside, real, ROPE_PLANES[i][1], ROPE_PLANES[i][2])
-        imag_part, _ = folded(query_at, step, mean, channel + 1, inside, real, ROPE_PLANES[i][1], ROPE_PLANES[i][2])
+        entry = tl.load(entries + (len(PLANES) + i) * CHUNK + lane)
+        masks = masks + ((entry & 255).to(tl.int16),)
+        inside, pair = entry >= 0, ((entry >> 8) - RANK) // 2
+        real_part, _ = folded(query_at, step, mean, entry, real, 0)
+        imag_part, _ = folded(query_at, step, mean, entry, real, 1)
         cos, sin = rotation_at(within, begins, begin_rows, start, pair, inside, PAIRS, STEP)
         turned = turned + (
             (real_part * cos[None, :] + imag_part * sin[None, :]) * shrink[:, None],
@@ -299,7 +298,7 @@ def mla_decode_packed_kernel(
         cos, sin = rotation_at(within, begins, begin_rows, BLOCK_TOKENS, pair, inside, PAIRS, STEP)
         advance = advance + (cos, sin)
         for byte in tl.static_range(2):
-            factor, offset = affine(step, mean, channel + byte, inside, ROPE_PLANES[i][1], ROPE_PLANES[i][2])
+            _, _, factor, offset = affine(step, mean, entry, byte)
             centres = centres + ((offset / tl.where(inside, factor, 1.0)).to(dtype),)
         at = within + offs_n[:, None] * PAIRS + pair[None, :]
         table = table + (tl.load(at, mask=inside[None, :], other=0.0).to(dtype),)
@@ -328,7 +327,7 @@ def mla_decode_packed_kernel(
         values = ()
         for i in tl.static_range(len(PLANES)):
             for byte in tl.static_range(2):
-                tile = field(tiles[PLANES[i][0]], byte, PLANES[i][1], PLANES[i][2], WIDE, LOP3)
+                tile = field(tiles[PLANES[i][0]], masks[i], byte, PLANES[i][1], WIDE, LOP3)
                 logits = tl.dot(queries[2 * i + byte], tl.trans(tile), logits, input_precision="ieee")
                 values = values + (tile,)
         tiles = ()
@@ -340,8 +339,8 @@ def mla_decode_packed_kernel(
             tiles = tiles + (tl.load(tile_at, mask=tile_mask, other=0),)
         following = ()
         for i in tl.static_range(len(ROPE_PLANES)):
-            near = field(tiles[ROPE_PLANES[i][0]], 0, ROPE_PLANES[i][1], ROPE_PLANES[i][2], WIDE, LOP3)
-            far = field(tiles[ROPE_PLANES[i][0]], 1, ROPE_PLANES[i][1], ROPE_PLANES[i][2], WIDE, LOP3)
+            near = field(tiles[ROPE_PLANES[i][0]], masks[len(PLANES) + i], 0, ROPE_PLANES[i][1], WIDE, LOP3)
+            far = field(tiles[ROPE_PLANES[i][0]], masks[len(PLANES) + i], 1, ROPE_PLANES[i][1], WIDE, LOP3)
             near, far = near + centres[2 * i][None, :], far + centres[2 * i + 1][None, :]
             cos_n, sin_n = table[2 * i], table[2 * i + 1]
             turned_near, turned_far = turned[2 * i], turned[2 * i + 1]
@@ -366,18 +365,16 @@ def mla_decode_packed_kernel(
             added = added + (tl.dot(weights, values[i], acc[i] * alpha[:, None], input_precision="ieee"),)
         acc = added
 
+    entries += zero
     inverse = 1.0 / tl.where(l_i > 0, l_i, 1.0)
     index = (batch * new_tokens * heads + row) * slots + split
     for i in tl.static_range(len(PLANES)):
-        channel = tl.load(channels + i * CHUNK + lane)
-        inside = channel >= 0
+        entry = tl.load(entries + i * CHUNK + lane)
         for byte in tl.static_range(2):
-            factor, offset = affine(step, mean, channel + byte, inside, PLANES[i][1], PLANES[i][2])
+            channel, inside, factor, offset = affine(step, mean, entry, byte)
             value = acc[2 * i + byte] * inverse[:, None] * factor[None, :] + offset[None, :]
             value = tl.where((l_i > 0)[:, None], value, 0.0).to(out.dtype.element_ty)
-            tl.store(
-                out + index[:, None] * RANK + (channel + byte)[None, :], value, mask=real[:, None] & inside[None, :]
-            )
+            tl.store(out + index[:, None] * RANK + channel[None, :], value, mask=real[:, None] & inside[None, :])
     tl.store(log + index, log_of(m_i, l_i), mask=real)
 
 

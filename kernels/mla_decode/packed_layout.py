@@ -1,9 +1,9 @@
 """Planes of a packed row: what one mask takes out of a tile of lanes.
 
 A row is a sequence of runs of bytes with the same bit fields, and a kernel sees it as lanes of 16 bits, cut into tiles
-of equal width. The fields of one position and width in all lanes of a tile are a plane: two channels a lane, of the low
-and the high byte. A tile that two runs share has the planes of both; lanes of the other run give bits that nobody
-reads. So runs may begin anywhere, and only the planes, not the lengths of runs, are constants of compilation.
+of equal width. The k-th fields of all bytes in a tile are a plane: two channels a lane, of the low and the high byte.
+A plane has one mask where its tile lies in one run, else a mask for each lane. So runs may begin anywhere, and only the
+planes, not the lengths of runs, are constants of compilation.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-Plane = tuple[int, int, int]
-"""Tile, lowest bit and bits of the fields of a plane."""
+Plane = tuple[int, int]
+"""Tile of a plane and the mask of its fields, 0 where lanes differ."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,22 @@ class Section:
     lanes: int
     fields: tuple[tuple[int, int, int, int, int], ...]
 
-    def planes(self, chunk: int) -> dict[Plane, list[int]]:
-        """Planes of tiles of `chunk` lanes, with the channel of the low byte of each lane, -1 where there is none."""
-        planes: dict[Plane, list[int]] = {}
+    def entries(self, chunk: int) -> list[tuple[int, list[int]]]:
+        """Tile of each plane, and channel · 256 + mask of the low byte of each of `chunk` lanes, -1 for none."""
+        planes: dict[tuple[int, int], list[int]] = {}
+        number: dict[int, int] = {}
         for first, count, position, bits, channel in self.fields:
+            index = number[first] = number.get(first, -1) + 1
             for byte in range(first, first + count, 2):
                 tile, lane = divmod(byte // 2 - self.lane, chunk)
-                plane = planes.setdefault((tile, position, bits), [-1] * chunk)
-                plane[lane] = channel + byte - first
-        return dict(sorted(planes.items()))
+                plane = planes.setdefault((tile, index), [-1] * chunk)
+                plane[lane] = (channel + byte - first) * 256 + (((1 << bits) - 1) << position)
+        return [(tile, planes[tile, index]) for tile, index in sorted(planes)]
+
+    def planes(self, chunk: int) -> tuple[Plane, ...]:
+        """Planes of tiles of `chunk` lanes."""
+        masks = [(tile, {entry % 256 for entry in lanes if entry >= 0}) for tile, lanes in self.entries(chunk)]
+        return tuple((tile, next(iter(each)) if len(each) == 1 else 0) for tile, each in masks)
 
 
 @cache
@@ -71,9 +78,9 @@ def row_bytes(fields: Sequence[int]) -> int:
 
 @cache
 def channel_table(fields: tuple[int, ...], rank: int, chunk: int, device: torch.device) -> Tensor:
-    """Channels [planes, chunk] int32 of the latent's planes and then of the shared key's.
+    """Entries [planes, chunk] int32 of the latent's planes and then of the shared key's.
 
     Copied to the device once: a CUDA graph must find it there.
     """
-    planes = [channels for section in sections(fields, rank) for channels in section.planes(chunk).values()]
+    planes = [lanes for section in sections(fields, rank) for _, lanes in section.entries(chunk)]
     return torch.tensor(planes, dtype=torch.int32, device=device)

@@ -141,9 +141,7 @@ def test_every_kind(kind, calls):
 def test_rows_in_bits(name, calls):
     """Tokens that kernels pack are those that the model packs: the caches' bytes agree."""
     model, twin = WRITTEN[name](), WRITTEN[name]()
-    done = accelerate(model)
-    assert done.refused is None and done.error < 1e-4 and set(done.layers) == {"mla_decode_packed"}
-    calls.clear()
+    assert set(accelerate(model, compare=False).layers) == {"mla_decode_packed"}
     caches = [DynamicCache(config=each.config) for each in (model, twin)]
     agree(*(decode(each, cache, 10) for each, cache in zip((model, twin), caches, strict=True)), 1e-4)
     assert {"mla_decode_packed_kernel", "first_tokens_kernel", "pack_rows_kernel"} <= set(calls)

@@ -9,6 +9,7 @@ from compilation import SHARED_LIMITS
 from surgery.kernels.launch import Config, Launch
 from surgery.kernels.mla_decode import packed_kernel, quantized_kernel
 from surgery.kernels.mla_decode.kernel import default_config, launches
+from surgery.kernels.mla_decode.packed_layout import sections
 from surgery.kernels.quantization import BITS
 from surgery.model.token_format import TokenFormat
 
@@ -108,35 +109,22 @@ def quantized_cases(sm: int) -> dict[str, Launch]:
     return made
 
 
-PACKED = {
-    "512+128 in 320 B": ([("4+4", 256)], [("4+4", 64)]),
-    "608+368 in 384 B": (
-        [("5+3", 32), ("4+4", 80), ("3+3+2", 64), ("2+2+2+2", 48)],
-        [("5+3", 32), ("4+4", 80), ("3+3+2", 48)],
-    ),
-    "196+192 in 192 B": (
-        [("8", 16), ("5+3", 32), ("4+4", 24), ("3+3+2", 12), ("2+2+2+2", 8)],
-        [("8", 24), ("5+3", 40), ("4+4", 28), ("2+2+2+2", 8)],
-    ),
-}
-"""Runs of the latent and of the shared key: one pattern, several in granules of 16 bytes, and in granules of 4."""
+PACKED = {"512+128 in 320 B": ([("4+4", 256)], [("4+4", 64)]), "256+128 in 192 B": ([("4+4", 128)], [("4+4", 64)])}
+"""Runs of the latent and of the shared key."""
 
 
-def packed(
-    name: str, heads: int, *, sm: int, page: int = 0, gains: int = 0, tokens: int = 1, config: Config | None = None
-) -> list[Launch]:
-    """`mla_decode_packed` on meta tensors, the merge of its parts left out."""
+def packed(name: str, heads: int) -> list[Launch]:
+    """`mla_decode_packed` of one new token on meta tensors, the merge of its parts left out."""
     batch, capacity, dtype = 4, 131_072, torch.bfloat16
     latent_runs, rope_runs = PACKED[name]
     latent, whole = TokenFormat(tuple(latent_runs)), TokenFormat((*latent_runs, *rope_runs))
     fields, rank, width = tuple(chain.from_iterable(whole.fields())), latent.channels, whole.channels
+    assert packed_kernel.unsupported(*sections(fields, rank), dtype) is None
     with torch.device("meta"):
         counts = torch.empty(batch, dtype=torch.int32)
         return packed_kernel.launches(
-            torch.empty(batch, tokens, heads, width, dtype=dtype),
-            torch.empty(
-                *((4096, page) if page else (batch, capacity)), whole.row_bytes // 2 + gains, dtype=torch.int16
-            ),
+            torch.empty(batch, 1, heads, width, dtype=dtype),
+            torch.empty(batch, capacity, whole.row_bytes // 2, dtype=torch.int16),
             torch.empty(width),
             torch.empty(width),
             0.1,
@@ -147,21 +135,18 @@ def packed(
             counts,
             counts,
             counts,
-            torch.empty(batch, capacity // page, dtype=torch.int32) if page else None,
-            out=torch.empty(batch, tokens, heads, rank, dtype=dtype),
-            lse=torch.empty(batch, tokens, heads),
-            config=config,
+            out=torch.empty(batch, 1, heads, rank, dtype=dtype),
+            lse=torch.empty(batch, 1, heads),
             lop3=True,
         )[:-1]
 
 
-def packed_cases(sm: int) -> dict[str, Launch]:
-    """Of rows in bits: the rows themselves, their first tokens, and a new token that is packed."""
-    made = {f"{heads} x {name}": packed(name, heads, sm=sm)[0] for name, heads in zip(PACKED, (32, 32, 9), strict=True)}
-    made["32 x 512+128 in 320 B paged"], first = packed("512+128 in 320 B", 32, sm=sm, page=64)
-    made["32 x 512+128, first tokens"] = first
-    made["32 x 512+128 in 320 B, 8 gains"] = packed("512+128 in 320 B", 32, sm=sm, gains=8)[0]
-    return made
+def packed_cases() -> dict[str, Launch]:
+    """Of rows in bits that `packed_kernel.unsupported` does not refuse: the rows, and their first tokens."""
+    made, first = {}, None
+    for heads, name in zip((32, 9), PACKED, strict=True):
+        made[f"{heads} x {name}"], first = packed(name, heads)
+    return made | {"9 x 256+128, first tokens": first}
 
 
 def first_launches() -> dict[str, Launch]:
