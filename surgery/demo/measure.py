@@ -73,11 +73,13 @@ def completion(model, tokenizer, prompt, new_tokens):
 @torch.no_grad()
 def measure(path, tokens, prompt, new_tokens):
     # In its own dtype first: that is what a cache is made of. Then in float32, where CPUs are fast and exact.
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True).eval()
+    # The code next to the weights is what the conversion has just written.
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True, trust_remote_code=True)
+    model = model.eval()
     module = type(model).__module__
-    if not module.startswith("transformers.models."):
-        raise SystemExit(f"{path}: loads as {module}.{type(model).__name__}, not as a class of transformers")
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if not module.startswith(("transformers.models.", "transformers_modules.")):
+        raise SystemExit(f"{path}: loads as {module}.{type(model).__name__}, neither of transformers nor of its folder")
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=True)
     # Token by token there is not work enough for two cores; waiting for each other would cost more than it brings.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

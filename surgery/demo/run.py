@@ -1,4 +1,4 @@
-"""``surgery demo``: converts and heals a model and lets stock transformers, in another process, compare the two."""
+"""``surgery demo``: converts a model and lets stock transformers, in another process, compare the two."""
 
 from __future__ import annotations
 
@@ -29,28 +29,22 @@ class DemoModel:
             that small writes little sense.
         kv_ratio: share of the KV bytes to keep, if nothing else is asked for.
         settings: of the conversion, where the defaults would take too long.
-        steps: of healing; none for the conversion alone.
         windows, prompts: held-out windows for the loss and recall prompts, each of ``length`` tokens.
     """
 
     kv_ratio: float
     question: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    steps: int = 0
     windows: int = 8
     prompts: int = 16
     length: int = 1024
 
 
 DEMO_MODELS = {
-    BUILTIN: DemoModel(
-        kv_ratio=0.25,
-        settings={"held_out": 4},
-        steps=150,
-    ),
-    # 25 times larger: the conversion alone, from a twelfth of the text.
+    BUILTIN: DemoModel(kv_ratio=0.25, settings={"held_out": 2}),
+    # 25 times larger: from a twelfth of the text.
     SMOLLM2: DemoModel(
-        kv_ratio=0.5,
+        kv_ratio=0.25,
         question="What is a cache, and what is it good for?",
         settings={"calibration_tokens": 2048, "calibration_length": 512, "held_out": 2},
         windows=4,
@@ -114,7 +108,6 @@ def run_demo(
     from surgery.checkpoint import CheckpointReader
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_demo
-    from surgery.healing.convert_and_heal import convert_and_heal
     from surgery.structures.converter import convert
     from surgery.structures.mla.settings import ConvertSettings
     from surgery.structures.request import ConversionRequest
@@ -127,15 +120,11 @@ def run_demo(
     progress = Progress()
     reader = CheckpointReader.open(model_named(model))
     named = origin(reader.name, reader.dequantised_from)
-    then = ", and healing it" if shown.steps else ""
-    progress.note(f"converting {named} to MLA with {kv_ratio:.0%} of its KV bytes{then}: minutes on a CPU")
+    progress.note(f"converting {named} to MLA with {kv_ratio:.0%} of its KV bytes: minutes on a CPU")
     settings = ConvertSettings(kv_ratio=kv_ratio, **shown.settings)
     command = f"surgery demo --model {model} --kv-ratio {kv_ratio:g}"
     request = ConversionRequest(reader.source, out, settings, overwrite=overwrite, command=command)
-    if shown.steps:
-        conversion = convert_and_heal(request, {"max_steps": shown.steps}, progress=progress)
-    else:
-        conversion = convert(request, progress=progress)
+    conversion = convert(request, progress=progress)
     progress.note("loading both models with stock transformers in a process of their own")
     prompt, (source, converted) = measure_with_stock_transformers([reader.model_folder(), conversion.path], shown)
     demo = Demo(conversion.path, model, named, prompt, source, converted, time.perf_counter() - start)
