@@ -60,8 +60,8 @@ def caption(report: dict[str, Any]) -> str:
         f"How: loss in nats per token, and perplexity, on {settings['windows']} x {settings['length']:,} tokens of "
         f"prose that no calibration saw; recall of {settings['recall_prompts']} numbers that are planted in text and "
         f"asked for at its end; bytes of the live cache ({report['created'][:10]}). `{ANSWER}` asks for a quarter of "
-        "the bytes; its first 4 tokens stay in full precision and come on top. The other rows are caches that vLLM has by "
-        "itself, by its names for them. Intervals and KL divergences: [report](docs/smollm2/rows/report.md)."
+        "the bytes; its first 4 tokens stay in full precision and come on top. The other rows are caches that vLLM "
+        "has by itself, by its names for them. Intervals and KL divergences: [report](docs/smollm2/rows/report.md)."
     )
     return textwrap.fill(text, 130, break_long_words=False, break_on_hyphens=False)
 
