@@ -26,7 +26,7 @@ HEAL = ("--teacher", "{source}", "--data", str(HELD_OUT), "--max-steps", "1", "-
 PLAN = ("--kv-ratio", "0.5", "--allow", "quantized", "--calibration-tokens", "512", "--calibration-length", "64")
 VERBS = {
     "convert": (("convert", "{source}", *CONVERT, "--out", "{out}"), "surgery.structures.stages.StageTracker.advance"),
-    "eval": (("eval", "{source}", *EVAL, "--out", "{out}"), "surgery.evaluation.run._Work.measure"),
+    "eval": (("eval", "{source}", *EVAL, "--out", "{out}"), "surgery.evaluation.run._RowRunner.measure"),
     "heads": (
         ("heads", "{source}", *HEADS, "--text", str(HELD_OUT), "--out", "{out}.safetensors"),
         "surgery.heads.prulong.mean_loss",

@@ -345,7 +345,7 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
         (checkpoints("llama"), 0.25, "a llama checkpoint caches no latents to slice; convert it"),
         (in_bits, 0.25, "quantised; slice the checkpoint that it was made of"),
         (plain, 0.25, "the family's own attention"),
-        (lost, 0.25, "needs the one beside the weights"),
+        (lost, 0.25, "which surgery slice needs"),
         (old, 0.25, "does not say what its latents are worth"),
         (real, 0.4, "pass a norm over all of them"),
         (joint, 0.5, "is no less"),

@@ -30,13 +30,19 @@ class TokenQuantizer(nn.Module):
         self.register_buffer("step", torch.ones(channels, dtype=torch.float32))
         self.register_buffer("mean", torch.zeros(channels, dtype=torch.float32))
         self.register_buffer("highest", self._highest(), persistent=False)
+        channels, factors = self._layout()
+        self.register_buffer("field_channels", channels, persistent=False)
+        self.register_buffer("field_factors", factors, persistent=False)
         self._is_checked = False
-        # Per device, as `TokenFormat.layout` has them.
-        self._layouts: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def _highest(self, device: torch.device | None = None) -> Tensor:
         """Return the highest code of every channel."""
         return torch.tensor([2.0**bits - 1 for bits in self.format.bits()], dtype=torch.float32, device=device)
+
+    def _layout(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        """Return `TokenFormat.layout`, the factors as uint8."""
+        channels, factors = self.format.layout()
+        return torch.tensor(channels, device=device), torch.tensor(factors, dtype=torch.uint8, device=device)
 
     def _apply(self, fn, recurse=True):
         # `model.to(bfloat16)` would round steps and means: follow only the device.
@@ -47,6 +53,7 @@ class TokenQuantizer(nn.Module):
             if moved.dtype != torch.float32:
                 setattr(self, name, (moved if value.is_meta else value).to(moved.device, torch.float32))
         self.highest = self._highest(self.highest.device)
+        self.field_channels, self.field_factors = self._layout(self.highest.device)
         return self
 
     def initialize_weights(self) -> None:
@@ -54,6 +61,10 @@ class TokenQuantizer(nn.Module):
         init.ones_(self.step)
         init.zeros_(self.mean)
         init.copy_(self.highest, self._highest(self.highest.device))
+        for buffer, values in zip(
+            (self.field_channels, self.field_factors), self._layout(self.highest.device), strict=True
+        ):
+            init.copy_(buffer, values)
 
     def check(self) -> None:
         """Check steps and means once, before anything is read through them.
@@ -98,11 +109,7 @@ class TokenQuantizer(nn.Module):
 
     def pack(self, codes: Tensor) -> Tensor:
         """Pack codes [..., channels] uint8 → rows [..., row_bytes]."""
-        if codes.device not in self._layouts:
-            channels, factors = (torch.tensor(each, device=codes.device) for each in self.format.layout())
-            self._layouts[codes.device] = channels, factors.to(torch.uint8)
-        channels, factors = self._layouts[codes.device]
-        return (codes[..., channels] * factors).sum(-2, dtype=torch.uint8)
+        return (codes[..., self.field_channels] * self.field_factors).sum(-2, dtype=torch.uint8)
 
     def unpack(self, rows: Tensor) -> Tensor:
         """Unpack rows [..., row_bytes] → codes [..., channels] uint8."""

@@ -160,6 +160,8 @@ def convert_layer(
 
 def body_weight(statistics: LayerStatistics, inputs: Tensor, first: int) -> Tensor:
     """Weights [N (T - first)] of the tokens after the first ones, of statistics that may have those too."""
+    if statistics.token_weight is None:  # no gradient reaches the layer
+        return torch.ones(len(inputs) * (inputs.shape[1] - first), dtype=torch.float64)
     return statistics.token_weight.view(len(inputs), -1)[:, first - inputs.shape[1] :].flatten()
 
 

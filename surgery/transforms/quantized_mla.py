@@ -103,7 +103,8 @@ def convert_layer(
     chosen = fit_places(len(body))
     down = layer.to(body.device, torch.float32)
     values = nn.functional.linear(body[chosen].float(), down.down, down.down_bias)[:, layer.neighbouring()]
-    fitted = fitted_quantizer((*runs[0], *runs[1]), values, statistics.token_weight[chosen], layer.rank)
+    weight = None if statistics.token_weight is None else statistics.token_weight[chosen]
+    fitted = fitted_quantizer((*runs[0], *runs[1]), values, weight, layer.rank)
     return QuantizedLatents(layer, *fitted)
 
 

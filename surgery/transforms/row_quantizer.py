@@ -27,7 +27,8 @@ Read = Callable[[Tensor], Tensor]
 
 def centred(statistics: LayerStatistics) -> LayerStatistics:
     """Statistics whose moment is that of deviations from the mean: a quantizer's means cost no bits."""
-    mean = statistics.weighted_mean
+    if (mean := statistics.weighted_mean) is None:  # no gradient reaches the layer
+        return statistics
     moment = statistics.weighted_moment - torch.outer(mean, mean)
     return replace(statistics, weighted_moment=moment, weighted_mean=torch.zeros_like(mean))
 
@@ -38,14 +39,16 @@ def fit_places(tokens: int) -> Tensor:
 
 
 def fitted_quantizer(
-    runs: Runs, values: Tensor, weight: Tensor, unpaired: int | None = None
+    runs: Runs, values: Tensor, weight: Tensor | None, unpaired: int | None = None
 ) -> tuple[TokenQuantizer, float]:
     """Fit a quantizer to values [T, channels] of weighted tokens; return it, and the share of values that it clips.
 
     Args:
+        weight: [T] of the tokens; None where all weigh the same.
         unpaired: channels before the first rotary pair, whose two neighbours share a step; all if None.
     """
     quantizer = TokenQuantizer(TokenFormat(runs))
+    weight = torch.ones(len(values)) if weight is None else weight
     fit_steps(quantizer, values.cpu(), weight, values.shape[-1] if unpaired is None else unpaired)
     return quantizer, float(quantizer.clipped(values.cpu()).double().mean())
 

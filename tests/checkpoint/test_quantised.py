@@ -115,7 +115,11 @@ def test_no_engine_is_said_to_have_run_codes(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("int4", {"weight_zero_point": torch.zeros(1)}, "weight_zero_point: codes that need it are not read"),
+        (
+            "int4",
+            {"weight_zero_point": torch.zeros(1)},
+            "weight_zero_point: quantized values that need it are not read",
+        ),
         (
             "int4",
             {"weight_scale": torch.ones(3, 1)},

@@ -184,6 +184,6 @@ def test_what_holds_a_language_model_alone_is_refused(picture_models, tmp_path, 
     ids=str,
 )
 def test_what_would_be_of_another_class_is_refused(picture_models, tmp_path, asked):
-    with pytest.raises(SurgeryError, match="stays in its class"):
+    with pytest.raises(SurgeryError, match="keeps its class"):
         convert_checkpoint(picture_models("qwen2_5_vl"), tmp_path / "out", KVHeadsSettings(**TEXT, **asked))
     assert list(tmp_path.iterdir()) == []
