@@ -91,4 +91,4 @@ def test_the_demo_ends_in_commands_that_run_as_they_stand(tmp_path, monkeypatch,
     said = capsys.readouterr().out
     assert "surgery-demo: 100.0% of the KV bytes for +0.0000 nats per token" in said
     assert "Next: surgery eval surgery-demo --baseline builtin  " in said
-    assert "surgery heal surgery-demo --teacher builtin --max-time 300" in said
+    assert "surgery convert --to mla builtin --kv-ratio 0.125" in said

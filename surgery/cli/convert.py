@@ -97,7 +97,7 @@ def convert(
 
         surgery convert --to mla org/name --kv-lora-rank 512 --rope-dim 64 --rope-frequencies grid
 
-        surgery convert --to mla ckpt/ --heal 5m
+        surgery convert --to mla ckpt/ --carrier stock --heal 5m
 
         surgery convert --to mla ckpt/ --engine vllm
 

@@ -190,7 +190,7 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     page.print(f"[bold]{plain(result)}[/bold]: {ratio} of the KV bytes for {change}", soft_wrap=True)
     commands = {
         f"surgery eval {result} --baseline {demo.model}": "measures both, and cheap baselines",
-        f"surgery heal {result} --teacher {demo.model} --max-time 300": "trains it for five minutes",
+        f"surgery convert --to mla {demo.model} --kv-ratio 0.125": "an eighth of the bytes",
         "surgery inspect CKPT/": "what your model caches, and can become",
     }
     width = max(map(len, commands))
