@@ -1,7 +1,8 @@
 """Checkpoints that earlier versions wrote, one of every kind: they load and generate what they did then.
 
 Made by the commit before the structures moved into folders of their own, of random models of 128 tokens and four
-layers, in bfloat16; `old_checkpoints/tokens.json` holds what each wrote greedily in float32.
+layers, in bfloat16; `*-rows` by the version that settled packed rows. `old_checkpoints/tokens.json` holds what each
+wrote greedily in float32.
 """
 
 import json
