@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgery.model.layer_entry import LayerEntry
-
-GAIN_BYTES = 2
-"""Bytes of the inverse rms of a KV head's key, fp16, which follows the packed values in a row."""
+from surgery.model.token_format import GAIN_BYTES
 
 
 def row_bytes(entry: LayerEntry, config: Any) -> int:

@@ -19,9 +19,7 @@ from torch import Tensor
 from .cache_layer import CompactLayer
 from .growing import append
 from .left_padding import LeftPadding
-
-GAIN_BYTES = 2
-"""Bytes of the inverse rms of a KV head's key, fp16, which follows the packed values in a row."""
+from .token_format import GAIN_BYTES
 
 
 class TokenCacheLayer(CompactLayer):
