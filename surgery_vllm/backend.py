@@ -1,4 +1,4 @@
-"""What vLLM builds of every batch for the plugin's attention, prompts and steps alike."""
+"""Metadata that vLLM builds of every batch for the plugin's attention, prompts and steps alike."""
 
 from dataclasses import dataclass
 

@@ -53,7 +53,7 @@ FIRST_BLOCK = 16
 
 
 MOST_REGISTERS = 104
-"""Of `held_registers`, up to which a program compiled without spills: 512 + 128 values of 4 bits, 32 tokens a step."""
+"""Most `held_registers` of a program that compiled without spills: 512 + 128 values of 4 bits, 32 tokens a step."""
 
 
 def default_config(latent: Section, rope: Section, dtype: torch.dtype) -> Config:
@@ -82,7 +82,7 @@ def held_registers(config: Config, latent: Section, rope: Section) -> int:
 def launches(
     given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None, lop3: bool | None = None
 ) -> list[Launch]:
-    """The launches that fill `out` [B, T, H, r] and `lse` [B, T, H] fp32, both contiguous.
+    """Return the launches that fill `out` [B, T, H, r] and `lse` [B, T, H] fp32, both contiguous.
 
     Args:
         given: arguments of `mla_decode_packed`; the last dimension of each is contiguous.
@@ -172,13 +172,13 @@ def launches(
 
 
 def unsupported(latent: Section, rope: Section, dtype: torch.dtype) -> str | None:
-    """Why no GPU is given such rows: the compiled program spills, or was not looked at; None if neither."""
+    """Return why no GPU is given such rows: the program spills, or was not compiled; None if neither."""
     if dtype == torch.float32:
         return "no kernel for fp32 queries over packed rows"
     need = held_registers(default_config(latent, rope, dtype), latent, rope)
-    return (
-        f"runs of packed rows that take {need} registers, at most {MOST_REGISTERS}" if need > MOST_REGISTERS else None
-    )
+    if need <= MOST_REGISTERS:
+        return None
+    return f"runs of packed rows that take {need} registers, at most {MOST_REGISTERS}"
 
 
 @triton.jit

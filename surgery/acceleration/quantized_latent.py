@@ -20,7 +20,7 @@ from surgery.model.token_cache import TokenCacheLayer
 
 
 def why_not_quantized_latent(module: QuantizedLatentAttention) -> str | None:
-    """Why no kernel reads a layer's rows; None if one does. Reads the steps on the host."""
+    """Return why no kernel reads a layer's rows; None if one does. Reads the steps on the host."""
     pairs = module.quantizer.step[module.kv_lora_rank :].view(-1, 2)
     if not torch.equal(pairs[:, 0], pairs[:, 1]):
         return "rotated pairs with two steps"

@@ -2,8 +2,8 @@
 
 Formats have the names of :data:`surgery.eval.variants.engine_cache.FORMATS`, which has their arithmetic. The tables
 lack what is not simulated: SGLang's fp4_mx_block16, mlx-lm's --kv-bits, calibrated scales, and formats that only a
-branch of an engine has. Flags are those of vLLM 0.32 (``config/cache.py``), llama.cpp's ``common/arg.cpp``, SGLang's
-``server_args.py`` and TensorRT-LLM #11487.
+branch of an engine has. Flags of vLLM are those of its 0.32 (``config/cache.py``). The flags of llama.cpp, SGLang and
+TensorRT-LLM (#11487) were neither read in their sources nor given to a server: not tried.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _vllm(name: str, status: str = COMPARED_VLLM) -> CacheFormat:
 
 
 def _llama_cpp(keys: str, values: str) -> CacheFormat:
-    status = COMPARED_LLAMA_CPP if keys == values else f"{NOT_TRIED} together; CUDA needs GGML_CUDA_FA_ALL_QUANTS"
+    status = COMPARED_LLAMA_CPP if keys == values else f"{NOT_TRIED} together"
     return CacheFormat(keys, values, f"-fa on -ctk {keys} -ctv {values}", status)
 
 
@@ -61,7 +61,7 @@ CACHE_FORMATS: dict[str, tuple[CacheFormat, ...]] = {
     "vllm": (
         *map(_vllm, ("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head")),
         _vllm("fp8", "a cast to e4m3, the scale 1"),
-        _vllm("nvfp4", f"{COMPARED_VLLM}; Blackwell only"),
+        _vllm("nvfp4"),
         *map(_vllm, ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")),
     ),
     "llama.cpp": (
@@ -74,7 +74,7 @@ CACHE_FORMATS: dict[str, tuple[CacheFormat, ...]] = {
     ),
     TENSORRT_LLM: (
         CacheFormat("fp8", "fp8", "--kv_cache_dtype fp8", NOT_TRIED),
-        CacheFormat("nvfp4", "nvfp4", "--kv_cache_dtype nvfp4", f"{NOT_TRIED}; asks for ModelOpt's scales"),
+        CacheFormat("nvfp4", "nvfp4", "--kv_cache_dtype nvfp4", NOT_TRIED),
     ),
 }
 

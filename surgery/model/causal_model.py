@@ -75,7 +75,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
 
     @property
     def quantization_aware(self) -> bool:
-        """Whether training reads what a cache of `kv_cache` gives back, with gradients as if it were the exact values.
+        """Setting by which training reads what a cache of `kv_cache` gives back, with gradients as of the exact values.
 
         Off unless it is set. Evaluation always reads it; without `kv_cache` nothing is quantised and this stays off.
         """

@@ -134,7 +134,7 @@ class QuantizedLatentAttention(LatentAttention):
         return rows[..., self.quantizer.format.row_bytes :].contiguous().view(torch.float16)
 
     def _reads_in_blocks(self, query: torch.Tensor, layer: TokenCacheLayer) -> bool:
-        """Whether queries [B, H, T, ·] are few enough for `BlockwiseRows`, on a device and in a form that it has."""
+        """Return whether `BlockwiseRows` takes queries [B, H, T, ·]: few, on a CPU, in plain SDPA without gradients."""
         length, reach = layer.get_seq_length(), layer.padding.most + layer.first
         fits = query.shape[2] <= MOST_QUERIES and reach <= min(length, BLOCK // 2)
         plain = query.device.type == "cpu" and query.dtype != torch.float64 and not self.training

@@ -67,7 +67,7 @@ class Sized:
         return f"surgery convert {called} {self.name}"
 
     def leaves(self, layer: int) -> bool:
-        """Whether nothing of a layer is changed."""
+        """Return whether a layer stays unchanged."""
         return layer in self.structure.opened.fixed
 
     def group(self, layer: int) -> range:

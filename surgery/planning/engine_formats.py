@@ -73,7 +73,7 @@ class EngineFormat:
 
     @property
     def status(self) -> str:
-        """How the arithmetic was checked."""
+        """Kind of check that the arithmetic has passed."""
         return self.format.status
 
     @property
@@ -94,7 +94,7 @@ class EngineFormat:
         return f"{self.serve} {self.format.flags}{skipped}"
 
     def leaves(self, layer: int) -> bool:
-        """Whether the engine keeps a layer in full precision."""
+        """Return whether the engine keeps a layer in full precision."""
         return isinstance(self.layers[layer].key_coder, Exact)
 
     def group(self, layer: int) -> range:
@@ -111,8 +111,8 @@ class EngineFormat:
 
     def skipping(self, layers: Sequence[int]) -> EngineFormat:
         """The same format with these layers in full precision."""
-        kept = tuple(CodedLayer(EXACT, EXACT) if index in layers else layer for index, layer in enumerate(self.layers))
-        return replace(self, layers=kept, skipped=tuple(sorted(layers)))
+        caches = [CodedLayer(EXACT, EXACT) if index in layers else layer for index, layer in enumerate(self.layers)]
+        return replace(self, layers=tuple(caches), skipped=tuple(sorted(layers)))
 
     def filled(self, budget: float, order: Sequence[int]) -> EngineFormat | None:
         """Leave as many layers in full precision as a budget has room for; None where there is none.

@@ -21,7 +21,7 @@ from surgery.structures.context import ConversionContext
 LEVEL = 0.8
 """Share of other texts' losses that the interval of a prediction should hold."""
 OTHER_TEXT = 0.25
-"""How far off, relatively, a loss is on text of another kind, next to the spread by text: what it took on the demo
+"""Relative error of a loss on text of another kind, next to the spread by text: what it took on the demo
 model for such intervals (docs/planning.md)."""
 
 

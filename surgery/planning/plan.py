@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def own_format(self) -> Row | None:
-        """What would be chosen of the engine's own formats, which need no conversion."""
+        """Best of the engine's own formats, which need no conversion."""
         own = [row for row in self.rows if row.engine]
         try:
             return own[choose(own, self.budget["kv_ratio"], self.budget["max_loss"])] if own else None

@@ -57,14 +57,14 @@ def write_plan(plan: Plan, path: Path) -> None:
         "context": budget["context"],
         "batch": budget["batch"],
     }
-    kept = {name: plan.settings[name] for name in OF_TEXT}
+    of_text = {name: plan.settings[name] for name in OF_TEXT}
     if row.to is None:
-        said, head = {"serve": row.command, "predicted": predicted}, "# No conversion is needed.\n"
+        entries, head = {"serve": row.command, "predicted": predicted}, "# No conversion is needed.\n"
     else:
-        said = {"to": row.to, "settings": {**kept, **row.asked}, "predicted": predicted}
+        entries = {"to": row.to, "settings": {**of_text, **row.asked}, "predicted": predicted}
         head = f"# surgery convert {plan.source['path']} --plan {path}\n"
     head += f"# {MARK}\n"
-    write_whole(path, head + yaml.safe_dump(said, sort_keys=False))
+    write_whole(path, head + yaml.safe_dump(entries, sort_keys=False))
 
 
 def read_plan(path: Path) -> PlannedConversion:
@@ -73,20 +73,20 @@ def read_plan(path: Path) -> PlannedConversion:
     Raises:
         SurgeryError: it is no plan, or chooses what needs no conversion.
     """
-    said = read_mapping(path)
-    if "serve" in said:
+    entries = read_mapping(path)
+    if "serve" in entries:
         raise SurgeryError.at(
             path,
-            f"no conversion is needed, the engine's own cache meets the budget: {said['serve']}; to convert all the "
+            f"no conversion is needed, the engine's own cache meets the budget: {entries['serve']}; to convert all the "
             "same, plan with --allow and the structures to choose among",
             setting="plan",
         )
-    if set(said) != {"to", "settings", "predicted"} or not all(
-        isinstance(said[name], Mapping) for name in ("settings", "predicted")
+    if set(entries) != {"to", "settings", "predicted"} or not all(
+        isinstance(entries[name], Mapping) for name in ("settings", "predicted")
     ):
         raise SurgeryError.at(path, "no plan, which has to, settings and predicted: make one with surgery plan")
-    for name in ("loss_increase", *said["predicted"]):
-        value = said["predicted"].get(name)
+    for name in ("loss_increase", *entries["predicted"]):
+        value = entries["predicted"].get(name)
         if type(value) not in (int, float) and not (value is None and name != "loss_increase"):
             raise SurgeryError.at(path, f"predicted {name} is {value!r}, no number: make it anew with surgery plan")
-    return PlannedConversion(find_target(str(said["to"])), said["settings"], said["predicted"])
+    return PlannedConversion(find_target(str(entries["to"])), entries["settings"], entries["predicted"])

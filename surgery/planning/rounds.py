@@ -14,7 +14,7 @@ from surgery.planning.rows import Row, contenders, far_behind
 from surgery.planning.weighed import Weighed
 
 Scores = list[tuple[Scored, Scored]]
-"""Of candidates, each next to the source's on the same texts."""
+"""Scores of candidates, each next to the source's on the same texts."""
 
 
 class Rounds:
@@ -23,7 +23,7 @@ class Rounds:
     Args:
         held_out: text and prompts of all rounds.
         measure: candidates on a part of it.
-        told: rows of candidates and their scores, in the order given.
+        rows_of: rows of candidates and their scores, in the order given.
         share: of the source's bytes, that may be kept; None where a loss is the limit.
     """
 
@@ -31,18 +31,18 @@ class Rounds:
         self,
         held_out: HeldOut,
         measure: Callable[[Sequence[Weighed], HeldOut], Carried],
-        told: Callable[[Sequence[Weighed], Scores], list[Row]],
+        rows_of: Callable[[Sequence[Weighed], Scores], list[Row]],
         share: float | None,
     ):
         first, self._last = held_out.split(-(-held_out.texts // 2))
         self._first, self._second = first.split(-(-first.texts // 2))
-        self._measure, self._told, self._share = measure, told, share
+        self._measure, self._rows_of, self._share = measure, rows_of, share
         self.tried: list[Weighed] = []
         self.scores: Scores = []
 
     def rows(self) -> list[Row]:
         """Return the rows of all candidates that were tried, in that order."""
-        return self._told(self.tried, self.scores)
+        return self._rows_of(self.tried, self.scores)
 
     def add(self, candidates: Sequence[Weighed], *, twice: bool = True) -> None:
         """Measures more candidates.

@@ -14,9 +14,9 @@ from surgery.engines.cache_formats import Server, cache_formats
 from surgery.structures.registry import TARGETS
 
 BITS = "bits"
-"""What ``allow`` calls quantised caches, whose attention may be any."""
+"""Name in ``allow`` of quantised caches, whose attention may be any."""
 ENGINE = "engine"
-"""What ``allow`` calls the cache formats that the engine has without a conversion."""
+"""Name in ``allow`` of the cache formats that the engine has without a conversion."""
 
 
 HELD_OUT_LENGTH = 512

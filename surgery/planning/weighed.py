@@ -1,4 +1,4 @@
-"""Protocol of what a plan measures: a conversion, or a cache format that an engine has by itself."""
+"""Protocol of a plan's candidates: a conversion, or a cache format that an engine has by itself."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Weighed(Protocol):
         """Command line that converts or serves the source ``called`` so."""
 
     def leaves(self, layer: int) -> bool:
-        """Whether nothing of a layer is changed."""
+        """Return whether a layer stays unchanged."""
 
     def group(self, layer: int) -> range:
         """The layers that only run together with this one."""

@@ -1,9 +1,9 @@
 """Conversions whose cache is a packed row of quantized values a token, each value in the bits that it is worth.
 
 One budget of bytes is spent over the rows of all layers (:mod:`surgery.transforms.row_allocation`). To second order
-energies say what a layer loses; really it is several times as much, and not by one factor. So what is planned by them
-is measured, one layer at a time, and the budget spent again by what was found. A layer that then gets less may lose far
-more than its factor says: it is measured once more, and the larger one counts.
+energies predict what a layer loses; it really is several times as much, and not by one factor. So what is planned by
+them is measured, one layer at a time, and the budget spent again by what was found. A layer that then gets less may
+lose far more than its factor says: it is measured once more, and the larger one counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ QUANTIZED = "quantized"
 MEASURED_SEQUENCES = 1
 """Calibration sequences on which the loss of each layer is measured. KL divergences settle on a thousand tokens."""
 ROUNDS = 2
-"""Of measuring and spending. With one, a layer of SmolLM2-135M at a quarter was left with an output error of 44%."""
+"""Rounds of measuring and spending. With one, a layer of SmolLM2-135M at a quarter kept an output error of 44%."""
 LARGEST_FACTOR = 1e4
 
 RowSettings = TypeVar("RowSettings", bound=StructureSettings)
@@ -50,7 +50,7 @@ Plans = dict[int, Rows]
 
 
 class Spectra(Protocol):
-    """What the bytes of a layer's row may be spent on."""
+    """Spectra on which the bytes of a layer's row may be spent."""
 
     def sections(self, factor: float = 1.0) -> list[Section]:
         """Return the sections of the row, with energies times a factor."""
@@ -71,7 +71,7 @@ class RowLayerReport:
     """One layer.
 
     Attributes:
-        rank, rope_dim: channels of the latent and of the shared key; 0 where the layer stays as it is.
+        rank, rope_dim: channels of the latent and of the shared key; 0 where the layer stays unchanged.
         shared_rank: latents of earlier layers that it reads.
         row_bytes: of a token.
         bits: channels by their bits.
@@ -108,7 +108,7 @@ class RowWriter(Protocol):
         """Return the config.json of the converted model."""
 
     def copied(self, names: list[str]) -> list[str]:
-        """Return which of the source's attention tensors of a layer are kept as they are."""
+        """Return which of the source's attention tensors of a layer stay unchanged."""
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
         """Return names, dtypes and shapes of a layer's new tensors."""
@@ -173,7 +173,7 @@ class PackedRows(Structure[Source, RowSettings]):
 
     @abstractmethod
     def simulated(self, result: Converted) -> nn.Module:
-        """Return a stand-in for a converted layer's attention; called once for every call of :meth:`converted`."""
+        """Return a converted layer's simulated attention; called once for every call of :meth:`converted`."""
 
     @abstractmethod
     def tensors(self, writer: RowWriter, index: int, result: Converted) -> dict[str, Tensor]:
@@ -192,7 +192,7 @@ class PackedRows(Structure[Source, RowSettings]):
         return {}
 
     def is_settled(self, layer: int) -> bool:
-        """Whether nothing of a layer but its stages is needed for the next."""
+        """Return whether the next layer needs nothing of this one but its stages."""
         return True
 
     def forecast(self) -> Forecast:
@@ -248,7 +248,7 @@ class PackedRows(Structure[Source, RowSettings]):
         return spectra
 
     def _measured(self, work: ConversionContext, plans: Plans, advance: Callable[[], None]) -> dict[int, float]:
-        """What the model loses where one layer alone follows its plan."""
+        """Measure the model's divergence where one layer alone follows its plan."""
         return single_layer_divergences(
             self.opened.stream,
             work.texts.calibration[:MEASURED_SEQUENCES],
@@ -308,5 +308,5 @@ class PackedRows(Structure[Source, RowSettings]):
         whole = TokenFormat(tuple(run for runs_of in rows for run in runs_of))
         bits = whole.bits()
         counts = {str(width): bits.count(width) for width in sorted(set(bits))}
-        told = {"row_bytes": whole.row_bytes, "bits": counts, "factor": self._factors[index]}
-        return RowLayerReport(index, **self.widths(result), **told, clipped=result.clipped, measured=errors)
+        facts = {"row_bytes": whole.row_bytes, "bits": counts, "factor": self._factors[index]}
+        return RowLayerReport(index, **self.widths(result), **facts, clipped=result.clipped, measured=errors)

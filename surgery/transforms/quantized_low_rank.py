@@ -30,12 +30,12 @@ from surgery.transforms.row_allocation import Section, unit_order
 from surgery.transforms.row_quantizer import centred, fit_places, fitted_quantizer, take_or_zero
 
 FIRST_WEIGHT = 1.0
-"""Weight of a first token in the choice of the latents, relative to other tokens."""
+"""Weight of a first token in the choice of the latents, relative to other tokens. No other weight was tried."""
 
 
 @dataclass(frozen=True)
 class Unpredicted:
-    """What earlier layers do not tell of a layer's bias-free keys and values z, before their norm; float64.
+    """Part that earlier layers do not predict of a layer's bias-free keys and values z, before their norm; float64.
 
     Attributes:
         factors: of z - z̄ - R (ĉ - c̄), at full rank: ``down`` and ``up`` [n, n].
@@ -113,7 +113,7 @@ def unpredicted(
 
 @dataclass(frozen=True)
 class RowSpectrum:
-    """What a row's bytes may be spent on: energies of latents, descending."""
+    """Energies of latents, descending, on which a row's bytes may be spent."""
 
     energies: Tensor
 

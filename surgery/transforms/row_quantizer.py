@@ -22,7 +22,7 @@ FIT_TOKENS = 8192
 """Calibration tokens, evenly spread, that steps are fitted to."""
 
 Read = Callable[[Tensor], Tensor]
-"""What a cache gives back of values [B, T, channels] of a text from its start."""
+"""Function from values [B, T, channels] of a text, from its start, to what a cache gives back of them."""
 
 
 def centred(statistics: LayerStatistics) -> LayerStatistics:
@@ -34,7 +34,7 @@ def centred(statistics: LayerStatistics) -> LayerStatistics:
 
 
 def fit_places(tokens: int) -> Tensor:
-    """Which of so many tokens steps are fitted to."""
+    """Return the places, among so many tokens, of those that steps are fitted to."""
     return torch.linspace(0, tokens - 1, min(FIT_TOKENS, tokens)).long()
 
 

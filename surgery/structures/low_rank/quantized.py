@@ -33,11 +33,11 @@ from surgery.transforms.row_quantizer import reader
 
 @dataclass
 class _Group:
-    """What the earlier layers of a group hand on to the next, in one pass over the layers.
+    """Latents and attentions of the earlier layers of a group, in one pass over the layers.
 
     Attributes:
         latents: decoded, of calibration text [N, T, r] each.
-        attentions: their stand-ins.
+        attentions: their simulated attentions.
     """
 
     latents: list[Tensor] = field(default_factory=list)
@@ -71,7 +71,7 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         return OwnQuantizedLowRank(first, blocks, self.earlier, runs=runs, first_tokens=self.settings.first_tokens)
 
     def spectra(self, work: ConversionContext, layer: int, rows: Rows) -> RowSpectrum:
-        """Energies of a layer's latents; in a group, beside earlier layers of such rows."""
+        """Energies of a layer's latents; in a group, after earlier layers of such rows."""
         with self.opened.stream.layer(layer) as streamed:
             return self.converted(work, layer, streamed, rows).spectrum
 
@@ -92,21 +92,21 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         return result
 
     def simulated(self, result: QuantizedLowRank) -> SimulatedLowRank:
-        """Return a stand-in for a converted layer's attention, which reads those of its group before it."""
+        """Return a converted layer's simulated attention, which reads those of its group before it."""
         stream, read = self.opened.stream, reader(result.quantizer, self.settings.first_tokens)
         layer, attentions = result.layer.to(stream.device, stream.dtype), self._group.attentions
         attentions.append(SimulatedLowRank(layer, tuple(attentions), read=read, remembers=any(self.earlier)))
         return attentions[-1]
 
     def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
-        """Return a stand-in for a layer's attention, as it becomes."""
+        """Return the simulated attention of a layer, as it becomes."""
         if layer in self.kept:
             return source_attention(self.opened, layer, cache)
         with self.opened.stream.layer(layer) as streamed:
             return self.simulated(self.converted(work, layer, streamed, self.plans[layer]))
 
     def is_settled(self, layer: int) -> bool:
-        """Whether no later layer reads this one's latents."""
+        """Return whether no later layer reads this one's latents."""
         return group_of(layer, self.earlier)[1] == layer + 1
 
     def tensors(self, writer: OwnQuantizedLowRank, index: int, result: QuantizedLowRank) -> dict[str, Tensor]:

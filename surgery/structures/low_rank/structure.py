@@ -130,7 +130,7 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     @classmethod
     def for_source(cls, config: Mapping[str, Any], settings: LowRankSettings) -> type[Structure]:
-        """Where bits are chosen, the cache has rows of them."""
+        """Return the class of packed rows where bits are chosen."""
         return QuantizedRows if settings.bits == "auto" else cls
 
     @classmethod

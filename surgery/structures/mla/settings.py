@@ -133,7 +133,7 @@ class ConvertSettings(StructureSettings):
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing says of what form the result is: then bits are chosen, where the source allows it."""
+        """Return whether no setting decides the form of the result: bits are chosen, where the source allows it."""
         named = self.bits is not None or self.engine is not None or self.carrier != "auto" or self.latent_norm != "auto"
         return not named and not any(self._decided_by_bits().values())
 
