@@ -10,16 +10,14 @@ multiply fastest in it.
 import torch
 from torch import Tensor
 
-from surgery.model.token_quantizer import TokenQuantizer
+from surgery.model.token_quantizer import TokenQuantizer, gains_in, with_gains
 
 
 def rows_of(vectors: Tensor, quantizer: TokenQuantizer) -> Tensor:
     """Pack values and gains [T, r + ρ + G] into rows [T, bytes] uint8; gains are fp16."""
     values, gains = vectors.tensor_split([quantizer.format.channels], dim=-1)
     rows = quantizer.encode(values)
-    if not gains.shape[-1]:
-        return rows
-    return torch.cat((rows, gains.to(torch.float16).contiguous().view(torch.uint8)), dim=-1)
+    return with_gains(rows, gains) if gains.shape[-1] else rows
 
 
 def vectors_of(rows: Tensor, quantizer: TokenQuantizer, inv_freq: Tensor, first: Tensor | None, lens: Tensor) -> Tensor:
@@ -42,8 +40,7 @@ def vectors_of(rows: Tensor, quantizer: TokenQuantizer, inv_freq: Tensor, first:
     rotate(values[..., values.shape[-1] - 2 * len(inv_freq) :], inv_freq)
     if rows.shape[-1] == packed:
         return values
-    gains = rows[..., packed:].contiguous().view(torch.float16)
-    return torch.cat((values, gains.float()), dim=-1)
+    return torch.cat((values, gains_in(rows, packed).float()), dim=-1)
 
 
 def rotate(keys: Tensor, inv_freq: Tensor) -> None:

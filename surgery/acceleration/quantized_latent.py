@@ -17,6 +17,7 @@ from surgery.model.left_padding import LeftPadding
 from surgery.model.quantized_latent_attention import QuantizedLatentAttention
 from surgery.model.step_memo import once
 from surgery.model.token_cache import TokenCacheLayer
+from surgery.model.token_quantizer import with_gains
 
 
 def why_not_quantized_latent(module: QuantizedLatentAttention) -> str | None:
@@ -50,7 +51,7 @@ def quantized_latent_kernel(
     step, mean, fields = module.quantizer.step, module.quantizer.mean, _fields(module)
     new = pack_rows(values[:, 0], step, mean, fields)[:, None]
     if module.key_norm_eps is not None:
-        new = module.with_gains(new, module._key_irms(hidden_states))
+        new = with_gains(new, module._key_irms(hidden_states))
     rows, first = layer.update(new, values)
     lengths, starts = row_bounds(mask, len(query), queries, rows.shape[2], query.device)
     out, _ = mla_decode_packed(

@@ -22,7 +22,7 @@ from .latent_attention import LatentAttention
 from .left_padding import LeftPadding, layer_of
 from .quantized_latent_entry import QuantizedLatentEntry
 from .token_cache import TokenCacheLayer
-from .token_quantizer import TokenQuantizer, with_gradient
+from .token_quantizer import TokenQuantizer, gains_in, with_gains, with_gradient
 
 
 class QuantizedLatentAttention(LatentAttention):
@@ -102,12 +102,6 @@ class QuantizedLatentAttention(LatentAttention):
         content, turned = query.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         return torch.cat((content, rotate_pairs(turned, *self.rotary(positions))), dim=-1)
 
-    @staticmethod
-    def with_gains(rows: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
-        """Rows [B, 1, T, row_bytes], and after them in fp16 the gains [B, 1, T, G] of a key norm."""
-        half = gains.detach().to(torch.float16).contiguous()
-        return torch.cat((rows, half.view(torch.uint8)), dim=-1)
-
     def _cached(
         self, values: torch.Tensor, hidden_states: torch.Tensor, layer: TokenCacheLayer
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -115,23 +109,17 @@ class QuantizedLatentAttention(LatentAttention):
         rows, irms = self.quantizer.encode(values.detach()), None
         if self.key_norm_eps is not None:
             irms = self._key_irms(hidden_states)
-            rows = self.with_gains(rows, irms)
+            rows = with_gains(rows, irms)
         return layer.update(rows, values)[0], irms
 
     def _read(
         self, rows: torch.Tensor, values: torch.Tensor, irms: torch.Tensor | None, layer: TokenCacheLayer
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """What is read of rows [B, 1, S, ·]: values [B, 1, S, r + ρ], and gains of a key norm."""
-        read, gains = self.quantizer.decode(rows[..., : self.quantizer.format.row_bytes], values.dtype), []
+        """Decode rows [B, 1, S, ·]: values [B, 1, S, r + ρ], and gains of a key norm."""
+        packed, gains = self.quantizer.format.row_bytes, []
         if irms is not None:
-            gains.append(with_gradient(self._gains(rows).to(values.dtype), irms))
-        if values.requires_grad:
-            read = with_gradient(read, self.quantizer.unclipped(values))
-        return layer.with_first(read), gains
-
-    def _gains(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gains of a key norm in rows [B, 1, S, ·], fp16 [B, 1, S, G]."""
-        return rows[..., self.quantizer.format.row_bytes :].contiguous().view(torch.float16)
+            gains.append(with_gradient(gains_in(rows, packed).to(values.dtype), irms))
+        return layer.with_first(self.quantizer.decode_cached(rows[..., :packed], values)), gains
 
     def _reads_in_blocks(self, query: torch.Tensor, layer: TokenCacheLayer) -> bool:
         """Return whether `BlockwiseRows` takes queries [B, H, T, ·]: few, on a CPU, in plain SDPA without gradients."""
@@ -149,7 +137,7 @@ class QuantizedLatentAttention(LatentAttention):
             self.blocks = BlockwiseRows(self.entry.latent_runs, self.entry.rope_runs, self.rotary.inv_freq)
         gains = None
         if self.key_norm_eps is not None:
-            gains = self._gains(rows)[:, 0].mT.float()  # [B, G, S]
+            gains = gains_in(rows, self.quantizer.format.row_bytes)[:, 0].mT.float()  # [B, G, S]
             gains = gains.repeat_interleave(self.num_key_value_groups, dim=1)[:, :, None]
         query, rows = query * self.scaling, rows.squeeze(1)
         first = layer.values.squeeze(1)

@@ -15,7 +15,7 @@ from .left_padding import LeftPadding, layer_of
 from .low_rank_attention import LowRankAttention
 from .quantized_low_rank_entry import QuantizedLowRankEntry
 from .token_cache import TokenCacheLayer
-from .token_quantizer import TokenQuantizer, with_gradient
+from .token_quantizer import TokenQuantizer
 
 
 class QuantizedLowRankAttention(LowRankAttention):
@@ -61,7 +61,4 @@ class QuantizedLowRankAttention(LowRankAttention):
             shared = self._shared(latent.device)[:, layer.get_seq_length() :]
             latent = latent - self.shared_down(shared).unsqueeze(1)
         rows, _ = layer.update(self.quantizer.encode(latent.detach()), latent)
-        read = self.quantizer.decode(rows, latent.dtype)
-        if latent.requires_grad:
-            read = with_gradient(read, self.quantizer.unclipped(latent))
-        return layer.with_first(read)
+        return layer.with_first(self.quantizer.decode_cached(rows, latent))

@@ -91,6 +91,14 @@ class TokenQuantizer(nn.Module):
         """Unpack and dequantize rows [..., row_bytes] → values [..., channels] in `dtype`."""
         return self._dequantize(self.unpack(rows)).to(dtype)
 
+    def decode_cached(self, rows: Tensor, new: Tensor) -> Tensor:
+        """Decode rows [B, 1, S, row_bytes], of which the last are of the values `new` [B, 1, T, channels].
+
+        Those have the gradient of `new`, straight through where it is not clipped.
+        """
+        read = self.decode(rows, new.dtype)
+        return with_gradient(read, self.unclipped(new)) if new.requires_grad else read
+
     def read(self, values: Tensor) -> Tensor:
         """Return values [..., channels] as they are read from their rows."""
         return self._dequantize(self._levels(values)).to(values.dtype)
@@ -135,3 +143,13 @@ def with_gradient(read: Tensor, new: Tensor) -> Tensor:
     old = read.shape[2] - new.shape[2]
     own = read[..., old:, :].detach() + (new - new.detach())
     return torch.cat((read[..., :old, :], own), dim=2)
+
+
+def with_gains(rows: Tensor, gains: Tensor) -> Tensor:
+    """Append gains [..., G] of a key norm, in fp16, to packed rows [..., row_bytes]."""
+    return torch.cat((rows, gains.detach().to(torch.float16).contiguous().view(torch.uint8)), dim=-1)
+
+
+def gains_in(rows: Tensor, packed: int) -> Tensor:
+    """Return the gains [..., G] fp16 that follow the `packed` bytes of rows [..., bytes]."""
+    return rows[..., packed:].contiguous().view(torch.float16)
