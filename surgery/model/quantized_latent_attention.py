@@ -1,23 +1,26 @@
 """Multi-head latent attention that reads a cache of packed rows: quantized latents and shared keys.
 
 The shared key is quantized before its rotation, where its channels have steady ranges, and rotated when it is read; its
-components are few and serve all heads. Nothing else is rebuilt: queries and outputs absorb the up-projections, as in
-`LatentAttention`.
+components are few and serve all heads. A step of decoding rebuilds nothing else: queries and outputs absorb the
+up-projections, as in `LatentAttention`. A prompt reads heads (`expanded_heads`).
 
 Shapes: B batch, T new tokens, S tokens in the cache, r kv_lora_rank, ρ width of the shared key, G KV heads.
 
 This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
 """
 
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from transformers import Cache
 
 from .attention_functions import attend, gated, own_softmax, project_queries, rotate_pairs, scaled_by_position
 from .blockwise_rows import BLOCK, MOST_QUERIES, BlockwiseRows
 from .cache_argument import takes_cache
+from .expanded_heads import ExpandedHeads
 from .latent_attention import LatentAttention
 from .left_padding import LeftPadding, layer_of
 from .quantized_latent_entry import QuantizedLatentEntry
@@ -47,6 +50,7 @@ class QuantizedLatentAttention(LatentAttention):
         self.entry = entry
         self.quantizer = TokenQuantizer(entry.format)
         self.blocks: BlockwiseRows | None = None  # made by the first step that reads so
+        self.expansion: tuple[tuple, ExpandedHeads | None] | None = None  # made by the first prompt, of these weights
 
     def initialize_weights(self) -> None:
         """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
@@ -77,8 +81,15 @@ class QuantizedLatentAttention(LatentAttention):
         places = torch.arange(seen + num_tokens, device=values.device)[None]
         positions = places if axis_positions is None else axis_positions
         query, gate = project_queries(self, hidden_states)
-        query = torch.einsum("bthd,hdk->bhtk", query, self.query_up)
+        query = query.transpose(1, 2)
         query = scaled_by_position(self, query, places[:, seen:] if position_ids is None else position_ids)
+        kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
+        if (heads := self._expanded_heads(num_tokens)) is not None:
+            read, gains = self._read(*self._cached(values, hidden_states, layer), values, layer)
+            out, weights = heads.attend(self, query, read, gains, self.rotary(positions), attention_mask, **kwargs)
+            out = gated(out, gate)
+            return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
+        query = torch.einsum("bhtd,hdk->bhtk", query, self.query_up)
         out = weights = None
         if self.kernel is not None and axis_positions is None:
             rotated = self._rotated(query, positions[..., seen:])
@@ -88,11 +99,10 @@ class QuantizedLatentAttention(LatentAttention):
             if axis_positions is None and self._reads_in_blocks(query, layer):
                 out = self._attend_in_blocks(query, rows, layer, attention_mask).transpose(1, 2)
         if out is None:
-            read, gains = self._read(rows, values, irms, layer)
+            read, gains = self._read(rows, irms, values, layer)
             query = self._rotated(query, positions[..., seen:])
             latent, k_rope = read.split((self.kv_lora_rank, self.rope_dim), dim=-1)
             positional = torch.cat((rotate_pairs(k_rope, *self.rotary(positions)), *gains), dim=-1)
-            kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
             out, weights = attend(self, query, *self._latent_key_value(latent, positional), attention_mask, **kwargs)
         out = gated(torch.einsum("bthr,hvr->bthv", out, self.value_up), gate)
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
@@ -113,13 +123,30 @@ class QuantizedLatentAttention(LatentAttention):
         return layer.update(rows, values)[0], irms
 
     def _read(
-        self, rows: torch.Tensor, values: torch.Tensor, irms: torch.Tensor | None, layer: TokenCacheLayer
+        self, rows: torch.Tensor, irms: torch.Tensor | None, values: torch.Tensor, layer: TokenCacheLayer
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Decode rows [B, 1, S, ·]: values [B, 1, S, r + ρ], and gains of a key norm."""
         packed, gains = self.quantizer.format.row_bytes, []
         if irms is not None:
             gains.append(with_gradient(gains_in(rows, packed).to(values.dtype), irms))
         return layer.with_first(self.quantizer.decode_cached(rows[..., :packed], values)), gains
+
+    def _expanded_heads(self, num_tokens: int) -> ExpandedHeads | None:
+        """Heads that the latents of a prompt are expanded to; None where latents are read as they are.
+
+        Fewer operations from d new tokens on. Gradients reach every element of `query_up` in the absorbed form alone.
+        """
+        weight = self.query_up
+        if num_tokens < self.head_dim or (torch.is_grad_enabled() and weight.requires_grad):
+            return None
+        if torch.compiler.is_compiling() or weight.is_inference() or weight.is_meta or isinstance(weight, FakeTensor):
+            return None
+        version = weight.data_ptr(), weight._version, self.value_up.data_ptr(), self.value_up._version
+        if self.expansion is None or self.expansion[0] != version:
+            turns = list(zip(self.rotary.frequencies, self.rotary.axes or repeat(0), strict=False))
+            heads = ExpandedHeads.of(weight, self.value_up, self.num_kv_heads, turns)
+            self.expansion = version, heads
+        return self.expansion[1]
 
     def _reads_in_blocks(self, query: torch.Tensor, layer: TokenCacheLayer) -> bool:
         """Return whether `BlockwiseRows` takes queries [B, H, T, ·]: few, on a CPU, in plain SDPA without gradients."""
