@@ -37,7 +37,7 @@ def show_plan(plan, *, as_json: bool = False) -> None:
     page.print(
         f"measured: {plain(', '.join(plan.tasks))}; held-out text: {plain(' and '.join(settings['data']))}, "
         f"{settings['windows']} windows of "
-        f"{settings['context']:,} tokens; quality in {_dtype(settings['dtype'])} on {settings['device']}, the rest in "
+        f"{settings['length']:,} tokens; quality in {_dtype(settings['dtype'])} on {settings['device']}, the rest in "
         "the checkpoint's own",
         soft_wrap=True,
     )

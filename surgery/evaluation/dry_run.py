@@ -67,8 +67,6 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
     def dtype(checkpoint: Checkpoint, *, native: bool) -> torch.dtype:
         return getattr(torch, checkpoint.dtype if native or quality == "auto" else quality)
 
-    batch_tokens = settings.length if settings.kv_context else tasks.context
-
     def row(row) -> dict[str, Any]:
         checkpoint, reader = row.checkpoint, row.checkpoint.reader
         dtypes = {native: dtype(checkpoint, native=native) for native in (False, True)}
@@ -81,7 +79,7 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
             "path": checkpoint.place,
             "dtype": checkpoint.dtype,
             "weights": _numbers(reader) * widest,
-            "cache": sizes[False](batch_tokens, settings.batch_size) if known else None,
+            "cache": sizes[False](tasks.length, settings.batch_size) if known else None,
             "kv": sizes[True](tasks.context) if known else None,
         }
 
@@ -95,7 +93,13 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
         variants=[each.name for each in variants],
         notes=notes,
         tasks=[task.name for task in tasks.all],
-        settings={**settings.to_dict(), "context": tasks.context, "dtype": quality, "device": device},
+        settings={
+            **settings.to_dict(),
+            "context": tasks.context,
+            "length": tasks.length,
+            "dtype": quality,
+            "device": device,
+        },
         out=str(prepared.out),
         goes_on=(prepared.out / "results").is_dir(),
     )

@@ -25,11 +25,13 @@ class Tasks:
     Attributes:
         all: KV bytes first.
         context: tokens at which the KV bytes are stated.
+        length: tokens of a held-out window.
         settings: of each by its name, asked for once: they hash texts and folders.
     """
 
     all: tuple[Task, ...]
     context: int
+    length: int
     settings: dict[str, dict[str, Any]]
 
 
@@ -70,4 +72,4 @@ def build_tasks(
                 raise
             progress.note(f"no {name}: {error}")
     # What names a task that there is not says so here, before anything is measured.
-    return Tasks(tuple(tasks), context, {task.name: task.settings() for task in tasks})
+    return Tasks(tuple(tasks), context, settings.length, {task.name: task.settings() for task in tasks})
