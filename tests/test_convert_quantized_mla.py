@@ -5,11 +5,14 @@ import torch
 from tiny_models import HELD_OUT
 from transformers import AutoModelForCausalLM
 
+from surgery.architectures.entry_factors import STEPS_OF_INPUT, entry_factors
+from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.model.parts import entries_of
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.settings import FIRST_TOKENS
+from surgery.training.entry_factors import factors_of
 
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 512, "calibration_length": 64, "held_out": 1, "recall": 0.0}
 AUTO = {**TEXT, "bits": "auto", "kv_ratio": 0.15, "batch_size": 4}
@@ -34,6 +37,20 @@ def test_the_result_computes_and_caches_what_was_promised(name, conversions):
     cache = model(ids, use_cache=True).past_key_values
     first = FIRST_TOKENS * sum(entry.format.channels for entry in entries) * 4
     assert cache_bytes(cache) == 20 * (sum(rows) + gains * len(rows)) + first
+
+
+def test_training_moves_what_makes_a_row_in_proportion_to_its_steps(conversions):
+    result = conversions("qwen2", ConvertSettings(**AUTO))
+    model = AutoModelForCausalLM.from_pretrained(result.path, trust_remote_code=True)
+    rules = entry_factors(CheckpointReader.open(str(result.path)))
+    factors = factors_of(rules, model, "test")
+    for layer in model.model.layers:
+        attention, names = layer.self_attn, {id(each): name for name, each in model.named_parameters()}
+        steps = attention.quantizer.step / (STEPS_OF_INPUT * model.config.hidden_size)
+        makers = [factors[names[id(each)]] for each in (attention.kv_down.weight, attention.kv_down.bias)]
+        for each in (makers[0][:, 0], makers[1]):
+            assert ((each / steps).log2().abs() <= 0.5 + 1e-6).all()
+        assert not any(factors[names[id(each)]].any() for each in (attention.query_up, attention.value_up))
 
 
 def test_more_bytes_lose_less(conversions):

@@ -239,6 +239,9 @@ class _Run:
     ) -> dict[str, torch.Tensor]:
         """Lets train what the settings ask for; gives the factors of entries by the names of what trains."""
         choose_parameters(student, self.settings, teacher)
+        for name, parameter in student.named_parameters():
+            if name in factors and not factors[name].any():
+                parameter.requires_grad_(False)
         if self.settings.train == "lora":
             return adapter_factors(factors, student)
         if self.settings.balanced and (balanced := balance_latents(student, factors)):

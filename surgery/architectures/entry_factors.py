@@ -5,6 +5,9 @@ Stock MLA classes normalise the latent, and conversions make that norm the ident
 must not move, nor a channel that is constant, nor what reads it: after the norm it may be in the thousands, and one
 step of an optimizer would drown all else. Latents that were scaled down to be small next to the norm's eps must move in
 proportion to their size, and so must what is larger where the inputs are smaller.
+
+Packed rows have a step for every channel, of any size. What makes a channel moves in proportion to its step; what reads
+channels stays, as the projections of queries and outputs next to it learn as much.
 """
 
 from __future__ import annotations
@@ -20,9 +23,17 @@ from surgery.architectures.neutral_norm import OLD_SCALE, NeutralNorm, recognise
 from surgery.checkpoint import CheckpointReader
 from surgery.families.base import ATTENTION_PREFIX
 
+PACKED_ROWS = ("quantized_latent", "quantized_low_rank")
+ROW_READERS = ("query_up", "key_up", "value_up", "shared_down")
+STEPS_OF_INPUT = 1e-3
+"""Steps of a channel by which a moved weight may move it, times the input channels: with it a step of training at a
+learning rate of 1e-4 moves a value by at most a tenth of its step where inputs have size 1."""
+
 
 def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
     """Rules for `surgery.training.entry_factors`, by parameter name; empty where all may move freely."""
+    if reader.config.get("attention_layers"):
+        return _packed_rows(reader)
     if MODEL_TYPE not in (reader.config.get("model_type"), reader.config.get("base_model_type")):
         return {}
     rules: dict[str, Any] = {}
@@ -45,6 +56,26 @@ def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
         for name in rules.keys() & queries.keys():
             queries[name] = [rules[name], queries[name]]
         rules |= queries
+    return rules
+
+
+def _packed_rows(reader: CheckpointReader) -> dict[str, Any]:
+    """Rules for layers that cache packed rows; factors are powers of two."""
+    rules: dict[str, Any] = {}
+    for layer, entry in enumerate(reader.config["attention_layers"]):
+        if entry is None or entry["kind"] not in PACKED_ROWS:
+            continue
+        prefix = ATTENTION_PREFIX.format(layer=layer)
+        steps = reader.tensor(prefix + "quantizer.step").double() / (STEPS_OF_INPUT * reader.config["hidden_size"])
+        exponents = steps.log2().round()
+        moving = [
+            {"rows": (exponents == exponent).nonzero().flatten().tolist(), "factor": 2.0 ** float(exponent)}
+            for exponent in exponents.unique()
+        ]
+        makers = (prefix + "kv_down.weight", prefix + "kv_down.bias")
+        rules |= {name: moving for name in makers if name in reader}
+        readers = tuple(prefix + name for name in ROW_READERS)
+        rules |= {name: True for name in reader.names() if name.startswith(readers)}
     return rules
 
 

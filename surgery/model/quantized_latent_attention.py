@@ -134,10 +134,12 @@ class QuantizedLatentAttention(LatentAttention):
     def _expanded_heads(self, num_tokens: int) -> ExpandedHeads | None:
         """Heads that the latents of a prompt are expanded to; None where latents are read as they are.
 
-        Fewer operations from d new tokens on. Gradients reach every element of `query_up` in the absorbed form alone.
+        Fewer operations from d new tokens on. Gradients reach every element of the up-projections in the absorbed form
+        alone.
         """
         weight = self.query_up
-        if num_tokens < self.head_dim or (torch.is_grad_enabled() and weight.requires_grad):
+        trains = weight.requires_grad or self.value_up.requires_grad
+        if num_tokens < self.head_dim or (torch.is_grad_enabled() and trains):
             return None
         if torch.compiler.is_compiling() or weight.is_inference() or weight.is_meta or isinstance(weight, FakeTensor):
             return None

@@ -45,6 +45,25 @@ def test_logits_are_those_of_the_absorbed_form(name, attention, conversions, mon
     assert (expanded - absorbed)[visible].abs().max() < 1e-9 * absorbed.abs().max()
 
 
+def test_gradients_are_those_of_the_absorbed_form(conversions, monkeypatch):
+    model = _model(conversions("llama", AUTO).path)
+    for layer in _layers(model):
+        layer.query_up.requires_grad_(False)
+        layer.value_up.requires_grad_(False)
+    attention = _layers(model)[0]
+    gradients = []
+    with torch.enable_grad():
+        for absorbed in (False, True):
+            if absorbed:
+                monkeypatch.setattr(QuantizedLatentAttention, "_expanded_heads", lambda module, num_tokens: None)
+            loss = model(IDS, labels=IDS).loss
+            gradients.append(torch.autograd.grad(loss, [attention.q_proj.weight, attention.kv_down.weight]))
+    assert attention.expansion[1] is not None
+    for expanded, absorbed in zip(*gradients, strict=True):
+        assert absorbed.abs().max() > 0
+        assert (expanded - absorbed).abs().max() < 1e-9 * absorbed.abs().max()
+
+
 def test_weights_of_each_query_head_are_expanded_apart(conversions, monkeypatch):
     model = _model(conversions("llama", AUTO).path)
     with torch.no_grad():
