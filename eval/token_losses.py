@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
@@ -37,28 +39,31 @@ def losses_through_cache(reader: LogitReader, tokens: LongTensor, decoded: int) 
     return torch.cat(losses, dim=1).cpu()
 
 
-def divergence(
-    reader: LogitReader, states: Tensor, baseline_head: nn.Module | None, baseline_states: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the divergence of predictions from a baseline's at the same positions.
+def losses_and_divergence(
+    reader: LogitReader, states: Tensor, targets: LongTensor, baseline_head: nn.Module | None, baseline_states: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compare predictions with a baseline's at the same positions; logits, which cost most, are made once for all.
 
     Args:
         states: of the model, [B, n, ...].
+        targets: [B, n].
         baseline_head, baseline_states: the baseline's frozen head and its states [B, n, ...]; without a head the
             states are logits.
 
     Returns:
-        KL(baseline || model) in nats, and whether both have the same most likely token: [B, n] each, on the CPU.
+        Cross-entropy as `losses_of_states` gives it, KL(baseline || model) in nats, and whether both have the same most
+        likely token: [B, n] each, on the CPU.
     """
-    kl, same = [], []
-    for part, other in _in_parts(states, baseline_states):
+    losses, kl, same = [], [], []
+    for part, other, wanted in _in_parts(states, baseline_states, targets.to(states.device)):
         logits = reader.logits(part)
         other = other.to(logits.device)
         expected = (other if baseline_head is None else baseline_head(other)).float()
         log_p, log_q = expected.log_softmax(-1), logits.log_softmax(-1)
+        losses.append(-log_q.gather(-1, wanted.to(log_q.device).unsqueeze(-1)).squeeze(-1))
         kl.append((log_p.exp() * (log_p - log_q)).sum(-1))
         same.append(expected.argmax(-1) == logits.argmax(-1))
-    return torch.cat(kl, dim=1).cpu(), torch.cat(same, dim=1).cpu()
+    return tuple(torch.cat(parts, dim=1).cpu() for parts in (losses, kl, same))
 
 
 def _losses(reader: LogitReader, states: Tensor, targets: LongTensor) -> Tensor:
@@ -71,7 +76,7 @@ def _losses(reader: LogitReader, states: Tensor, targets: LongTensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _in_parts(states: Tensor, others: Tensor):
-    """Both cut along positions, so that few rows of logits exist at one time."""
+def _in_parts(states: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """All cut along positions, so that few rows of logits exist at one time."""
     positions = max(1, ROWS_AT_ONCE // len(states))
-    return zip(states.split(positions, dim=1), others.split(positions, dim=1), strict=True)
+    return zip(*(each.split(positions, dim=1) for each in (states, *others)), strict=True)

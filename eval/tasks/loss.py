@@ -15,7 +15,7 @@ from surgery.common.human import perplexity
 from surgery.eval.held_out_text import HeldOutText
 from surgery.eval.logits import LogitReader, check_batch, evaluation_mode
 from surgery.eval.session import Session
-from surgery.eval.token_losses import divergence, losses_of_states, losses_through_cache
+from surgery.eval.token_losses import losses_and_divergence, losses_of_states, losses_through_cache
 
 if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
@@ -95,12 +95,14 @@ class LossTask:
             def measure(batch: tuple[int, LongTensor]) -> dict[str, np.ndarray]:
                 index, tokens = batch
                 states = reader.states(tokens)[:, :-1]
-                found = {"loss": losses_of_states(reader, states, tokens[:, 1:])}
+                if kept is None:
+                    found = {"loss": losses_of_states(reader, states, tokens[:, 1:])}
+                else:
+                    baseline = kept.head, kept.states[index]
+                    compared = losses_and_divergence(reader, states, tokens[:, 1:], *baseline)
+                    found = dict(zip(("loss", "kl", "same"), compared, strict=True)) | {"baseline": kept.losses[index]}
                 if self.decoded:
                     found["cached"] = losses_through_cache(reader, tokens, self.decoded)
-                if kept is not None:
-                    found["kl"], found["same"] = divergence(reader, states, kept.head, kept.states[index])
-                    found["baseline"] = kept.losses[index]
                 return {name: value.numpy() for name, value in found.items()}
 
             found = session.processes.map(measure, batches, done)

@@ -12,7 +12,7 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.held_out_text import Document, held_out_text
 from surgery.eval.logits import LogitReader
 from surgery.eval.tasks.loss import LossTask, position_buckets
-from surgery.eval.token_losses import divergence, losses_through_cache
+from surgery.eval.token_losses import losses_and_divergence, losses_of_states, losses_through_cache
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,9 @@ def test_divergence_where_states_are_logits(checkpoints, text):
     model = load(checkpoints("llama"))
     reader = LogitReader(model, text.tokens)
     with torch.no_grad():
-        states, logits = reader.states(text.tokens), model(text.tokens).logits
-        kl, same = divergence(reader, states, None, logits)
+        states, logits = reader.states(text.tokens)[:, :-1], model(text.tokens).logits[:, :-1]
+        losses, kl, same = losses_and_divergence(reader, states, text.tokens[:, 1:], None, logits)
+        assert torch.equal(losses, losses_of_states(reader, states, text.tokens[:, 1:]))
     assert kl.abs().max() < 1e-5 and same.all()
 
 
