@@ -47,8 +47,8 @@ def cache_bytes(cache: Any) -> int:
     are left out: they are position counters. Tensors that share a storage are counted once, views of it by their own
     elements: a key expanded to many heads counts as one, the window of a sliding layer as its window.
     """
-    held = plain_tensors(cache)
-    return storage_bytes(tensor for tensor in held if tensor.ndim > 0 or tensor.is_floating_point())
+    tensors = plain_tensors(cache)
+    return storage_bytes(tensor for tensor in tensors if tensor.ndim > 0 or tensor.is_floating_point())
 
 
 @torch.no_grad()
@@ -79,9 +79,9 @@ def measure_kv(
         before = cache_bytes(past)
         for token in tokens[:, -steps:].split(1, dim=1):
             _, past = forward_with_cache(model, token, past)
-    held = cache_bytes(past)
-    growth = (held - before) / (steps * batch)
-    return KVUse(context, batch, held, held / (context * batch), growth, dtype_name(model))
+    num_bytes = cache_bytes(past)
+    growth = (num_bytes - before) / (steps * batch)
+    return KVUse(context, batch, num_bytes, num_bytes / (context * batch), growth, dtype_name(model))
 
 
 def random_tokens(model: nn.Module, batch: int, length: int, seed: int = 0) -> LongTensor:

@@ -56,15 +56,15 @@ class Operation:
         self._name, self._module = name, kernel or f"surgery.kernels.{name}.kernel"
         self._outputs, self._unsupported, self._check = outputs, unsupported, check
         signature = signature_of(reference, *settings)
-        named, given = naming(signature), len(signature.parameters) - len(settings)
-        self._reference = lambda *values: reference(*values[:given])
+        bind, num_tensors = naming(signature), len(signature.parameters) - len(settings)
+        self._reference = lambda *values: reference(*values[:num_tensors])
         tensors = {name for name, each in signature.parameters.items() if "Tensor" in str(each.annotation)}
         self._layout = Layout(tuple(signature.parameters), tensors, growth, free)
         self._plans, self._calls = Cache(), Cache()
 
         def compute(*args: Any, **kwargs: Any) -> Results:
-            known = named(args, kwargs)
-            return self._run([_plain(known[name]) for name in self._layout.names])
+            arguments = bind(args, kwargs)
+            return self._run([_plain(arguments[name]) for name in self._layout.names])
 
         compute.__signature__ = signature
         schema = torch.library.infer_schema(compute, mutates_args=())
@@ -73,7 +73,7 @@ class Operation:
         )
 
         def traced(*args: Any, **kwargs: Any) -> Results:
-            call = SimpleNamespace(**named(args, kwargs))
+            call = SimpleNamespace(**bind(args, kwargs))
             check(call)
             return outputs(call)
 

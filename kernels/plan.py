@@ -75,10 +75,10 @@ class Layout:
         self._paged = () if self._pages is None else self._entries(tensors, ({"pages": 1},))
 
     def _entries(self, tensors: set[str], growth: Growth) -> tuple[tuple[int, int, int], ...]:
-        grown = {name: (dim, group) for group, names in enumerate(growth) for name, dim in names.items()}
+        growing = {name: (dim, group) for group, names in enumerate(growth) for name, dim in names.items()}
         # Leaders of groups first, in the order in which the operation names them.
-        order = [*grown, *(name for name in self.names if name in tensors and name not in grown)]
-        return tuple((self.names.index(name), *grown.get(name, (-1, 0))) for name in order)
+        order = [*growing, *(name for name in self.names if name in tensors and name not in growing)]
+        return tuple((self.names.index(name), *growing.get(name, (-1, 0))) for name in order)
 
     def entries(self, values: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
         """The tensors among arguments: position, the dimension that grows or -1, and its group."""

@@ -20,5 +20,5 @@ def started_as_module() -> bool:
     """Return whether this process is a ``python -m surgery...`` that looks for its module, as launchers start it."""
     if sys.argv[0] != "-m":  # as it is until the module has been found
         return False
-    named = (after for option, after in pairwise(sys.orig_argv[1:]) if re.fullmatch(r"-[a-zA-Z]*m", option))
-    return next(named, "").partition(".")[0] == "surgery"
+    modules = (after for option, after in pairwise(sys.orig_argv[1:]) if re.fullmatch(r"-[a-zA-Z]*m", option))
+    return next(modules, "").partition(".")[0] == "surgery"

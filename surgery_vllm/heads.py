@@ -56,13 +56,13 @@ class HeadGroup(Attention):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
         """Return the cache spec of the heads of all layers."""
         full, streaming = block_sizes(*self.heads_of_all.values(), vllm_config.cache_config.block_size)
-        said = {"head_size": self.head_size, "dtype": self.kv_cache_torch_dtype}
-        said["num_kv_heads"] = self.heads_of_all[self.kind]
+        options = {"head_size": self.head_size, "dtype": self.kv_cache_torch_dtype}
+        options["num_kv_heads"] = self.heads_of_all[self.kind]
         if self.kind == "full":
-            return FullAttentionSpec(block_size=full, **said)
+            return FullAttentionSpec(block_size=full, **options)
         sink_window.register()
         window = {"sinks": self.layer.sinks, "sliding_window": self.layer.recent}
-        return sink_window.SinkWindowSpec(block_size=streaming, **window, **said)
+        return sink_window.SinkWindowSpec(block_size=streaming, **window, **options)
 
 
 class SplitAttention(nn.Module):

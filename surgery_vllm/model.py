@@ -25,15 +25,15 @@ def _attention(
 ) -> nn.Module:
     """Build the attention of a :class:`LlamaDecoderLayer` in place of `LlamaAttention`."""
     layer = attention_of_layers(config)[extract_layer_index(prefix)]
-    said = {"cache_config": cache_config, "bias": bias, "bias_o_proj": bias_o_proj, "prefix": prefix}
+    options = {"cache_config": cache_config, "bias": bias, "bias_o_proj": bias_o_proj, "prefix": prefix}
     if isinstance(layer, LatentEntry):
         kind = QuantizedLatentAttention if isinstance(layer, QuantizedLatentEntry) else LatentAttention
-        return kind(config, layer, **said)
+        return kind(config, layer, **options)
     if isinstance(layer, HybridEntry):
-        return SplitAttention(config, more["max_position_embeddings"], **said)
+        return SplitAttention(config, more["max_position_embeddings"], **options)
     if isinstance(layer, LowRankEntry):
-        return LowRankAttention(config, more["max_position_embeddings"], **said)
-    return LlamaAttention(config, num_kv_heads=layer.kv_heads, **said, **more)
+        return LowRankAttention(config, more["max_position_embeddings"], **options)
+    return LlamaAttention(config, num_kv_heads=layer.kv_heads, **options, **more)
 
 
 class SurgeryDecoderLayer(LlamaDecoderLayer):

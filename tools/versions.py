@@ -131,11 +131,11 @@ def try_pair(minor: str, end: str, wheel: Path, folder: Path) -> tuple[str, bool
     print(f"{minor} {end}: {modules} modules imported; not here: {', '.join(absent) or 'none'}", flush=True)
     # The console script, since `python -m pytest` would find the repository's own code before the wheel's.
     pytest = [folder / "venv" / "bin" / "pytest", "-n", "0", "-q", f"--junitxml={report}", *TESTS]
-    done = subprocess.run([str(each) for each in pytest], cwd=ROOT, env=_environment())
+    process = subprocess.run([str(each) for each in pytest], cwd=ROOT, env=_environment())
     suite = ElementTree.parse(report).getroot()[0].attrib
     failed, skipped = int(suite["failures"]) + int(suite["errors"]), int(suite["skipped"])
     counts = (modules, int(suite["tests"]) - failed - skipped, failed, skipped, date.today().isoformat())
-    return f"| {' | '.join(map(str, (versions[0], end, *versions[1:], *counts)))} |", not done.returncode
+    return f"| {' | '.join(map(str, (versions[0], end, *versions[1:], *counts)))} |", not process.returncode
 
 
 def written(rows: dict[str, str]) -> str:
@@ -165,15 +165,17 @@ def main() -> None:
 
 
 def _run(*command: object) -> str:
-    done = subprocess.run([str(each) for each in command], capture_output=True, text=True, env=_environment(), cwd="/")
-    if done.returncode:
-        sys.exit(f"versions: {' '.join(map(str, command[:4]))} failed: {_told(done)}")
-    return done.stdout
+    process = subprocess.run(
+        [str(each) for each in command], capture_output=True, text=True, env=_environment(), cwd="/"
+    )
+    if process.returncode:
+        sys.exit(f"versions: {' '.join(map(str, command[:4]))} failed: {_told(process)}")
+    return process.stdout
 
 
-def _told(done: subprocess.CompletedProcess) -> str:
+def _told(process: subprocess.CompletedProcess) -> str:
     """The end of what a command printed, without warnings."""
-    lines = (done.stdout + done.stderr).splitlines()
+    lines = (process.stdout + process.stderr).splitlines()
     return "\n".join([line for line in lines if not line.startswith("WARNING")][-30:])
 
 

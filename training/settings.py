@@ -243,9 +243,9 @@ class HealSettings(FileSettings):
         """
         from surgery.training.objectives import ObjectiveWeights
 
-        given = self.objective or ({"kl": 1.0} if self.has_teacher else {"cross_entropy": 1.0})
+        objective = self.objective or ({"kl": 1.0} if self.has_teacher else {"cross_entropy": 1.0})
         # Named losses are all there are: a default that nobody asked for would be a surprise.
-        return ObjectiveWeights(**{**dict.fromkeys(LOSSES, 0.0), **given})
+        return ObjectiveWeights(**{**dict.fromkeys(LOSSES, 0.0), **objective})
 
     @property
     def has_teacher(self) -> bool:
@@ -290,8 +290,8 @@ class HealSettings(FileSettings):
         for entry in self.data:
             keys, source = (entry, entry.get("source")) if isinstance(entry, dict) else ((), entry)
             for name in (*keys, f"data {source}"):
-                if gone := removal(name):
-                    raise SurgeryError(f"{name} {gone}")
+                if reason := removal(name):
+                    raise SurgeryError(f"{name} {reason}")
 
     def _check_nested(self) -> None:
         if not self.orthogonal:

@@ -115,9 +115,9 @@ def looks(report: Report) -> list[Look]:
 
 def label(text: object) -> str:
     """A name that can stand in a picture: one line of at most 40 printable characters."""
-    shown = "".join(" " if unicodedata.category(c).startswith(("C", "Z")) else c for c in str(text)).strip()
-    shown = shown if len(shown) <= LABEL_LENGTH else shown[: LABEL_LENGTH - 1] + "…"
-    return shown.replace("$", r"\$")  # matplotlib would set what is between two of them as mathematics
+    printable = "".join(" " if unicodedata.category(c).startswith(("C", "Z")) else c for c in str(text)).strip()
+    printable = printable if len(printable) <= LABEL_LENGTH else printable[: LABEL_LENGTH - 1] + "…"
+    return printable.replace("$", r"\$")  # matplotlib would set what is between two of them as mathematics
 
 
 def to_svg(figure: Figure) -> str:

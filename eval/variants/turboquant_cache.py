@@ -65,9 +65,9 @@ class EvenValues(Coder):
 
     def encode(self, tokens: Tensor) -> Parts:
         tokens = tokens.float()
-        least, most = tokens.amin(-1, keepdim=True), 2**self.bits - 1
-        scale = ((tokens.amax(-1, keepdim=True) - least) / most).clamp(min=1e-8)
-        codes = ((tokens - least) / scale + 0.5).trunc().clamp(0, most)
+        least, max_code = tokens.amin(-1, keepdim=True), 2**self.bits - 1
+        scale = ((tokens.amax(-1, keepdim=True) - least) / max_code).clamp(min=1e-8)
+        codes = ((tokens - least) / scale + 0.5).trunc().clamp(0, max_code)
         return packed(codes, self.bits), scale.half(), least.half()
 
     def decode(self, parts: Parts) -> Tensor:

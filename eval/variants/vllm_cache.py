@@ -50,8 +50,8 @@ class PerTokenHead(Coder):
 
     def encode(self, tokens: Tensor) -> Parts:
         tokens = tokens.float()
-        most = FLOAT8_MAX if self.format == "fp8" else 127
-        scale = (tokens.abs().amax(-1, keepdim=True) / most).clamp(min=LEAST_SCALE)
+        max_code = FLOAT8_MAX if self.format == "fp8" else 127
+        scale = (tokens.abs().amax(-1, keepdim=True) / max_code).clamp(min=LEAST_SCALE)
         values = tokens * (1 / scale)
         return (as_fp8(values) if self.format == "fp8" else _away(values).clamp(-128, 127).to(torch.int8)), scale
 

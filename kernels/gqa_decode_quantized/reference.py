@@ -40,5 +40,5 @@ def quantized_attention(
     capacity = key.shape[2]
     ends = all_rows(capacity + behind, rows, query.device) if lengths is None else lengths
     last = ends if coded is None else torch.minimum(ends, coded)
-    held = torch.arange(capacity, device=query.device) < last[:, None]
-    return attention(query, key, value, scale, visible(held, ends, starts, tokens, window))
+    filled = torch.arange(capacity, device=query.device) < last[:, None]
+    return attention(query, key, value, scale, visible(filled, ends, starts, tokens, window))

@@ -80,19 +80,19 @@ def _check(call: SimpleNamespace) -> None:
     width = codes.shape[-1] + rope_codes.shape[-1]
     if query.dim() != 4 or query.shape[0] != codes.shape[0] or query.shape[-1] != width:
         raise ValueError(f"{name}: query {list(query.shape)}: [{codes.shape[0]}, T, H, {width}] is needed")
-    batch, total = codes.shape[0], codes.shape[1] * per_byte
+    batch, num_tokens = codes.shape[0], codes.shape[1] * per_byte
     for what, scale_, zero, columns, channel in (
         ("scales", call.scales, call.zeros, codes.shape[-1], call.by_channel),
         ("rope_scales", call.rope_scales, call.rope_zeros, rope_codes.shape[-1], False),
     ):
-        wanted = (batch, total // group, columns) if channel else (batch, total, -(-columns // group))
-        if tuple(scale_.shape) != wanted or (channel and total % group):
+        shape = (batch, num_tokens // group, columns) if channel else (batch, num_tokens, -(-columns // group))
+        if tuple(scale_.shape) != shape or (channel and num_tokens % group):
             raise ValueError(
-                f"{name}: {what} {list(scale_.shape)} of {total} tokens of {columns}: {list(wanted)} is needed"
+                f"{name}: {what} {list(scale_.shape)} of {num_tokens} tokens of {columns}: {list(shape)} is needed"
             )
         if (zero is None) != (format == "fp8") or (zero is not None and zero.shape != scale_.shape):
             raise ValueError(f"{name}: zeros of the shape of {what} belong to integers, none to fp8")
-    check_gain(name, query, call.key_gain, (batch, total))
+    check_gain(name, query, call.key_gain, (batch, num_tokens))
     check_counts(name, batch, lengths=call.lengths, coded=call.coded, starts=call.starts)
     check_positive(name, window=call.window)
 

@@ -44,8 +44,8 @@ def _step(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layer: HybridLayer, starts: Tensor | None
 ) -> Tensor:
     full = module.full_heads
-    seen = layer.get_seq_length() + query.shape[2]
-    held_key, held_value = (each.new_empty(len(each), 0, seen, each.shape[-1]) for each in (key, value))
+    kv_length = layer.get_seq_length() + query.shape[2]
+    held_key, held_value = (each.new_empty(len(each), 0, kv_length, each.shape[-1]) for each in (key, value))
     few_key, few_value = (each[:, :0] for each in (key, value))
     sink_slots = 0
     if full:

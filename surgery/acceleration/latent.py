@@ -60,12 +60,12 @@ def _quantized(query: Tensor, layer: QuantizedKVLayer, starts: Tensor | None, sc
         return mla_decode(query, layer.keys[:, 0], layer.values[:, 0], scale, starts=behind)
 
     def quantized_part() -> tuple[Tensor, Tensor]:
-        held = [None if each is None else each[:, 0] for each in (latents.codes, latents.scale, latents.zero)]
-        held += [None if each is None else each[:, 0] for each in (rope.codes, rope.scale, rope.zero)]
+        parts = [None if each is None else each[:, 0] for each in (latents.codes, latents.scale, latents.zero)]
+        parts += [None if each is None else each[:, 0] for each in (rope.codes, rope.scale, rope.zero)]
         length = latents.tokens + layer.keys.shape[-2]
         return mla_decode_quantized(
             query,
-            *held,
+            *parts,
             scale,
             format=layer.format,
             group=layer.group,

@@ -80,8 +80,8 @@ def _absorbed(
     content, position = query.transpose(1, 2).split([nope, query.shape[-1] - nope], dim=-1)
     absorbed = torch.cat([torch.einsum("bthn,hnr->bthr", content, up[:, :nope]), position], dim=-1)
     lengths, starts = row_bounds(mask, len(query), query.shape[2], latent.shape[2], query.device)
-    mixed, _ = mla_decode(absorbed, latent[:, 0], rope_key[:, 0], scale, lengths=lengths, starts=starts)
-    return torch.einsum("bthr,hvr->bthv", mixed, up[:, nope:])
+    attn_output, _ = mla_decode(absorbed, latent[:, 0], rope_key[:, 0], scale, lengths=lengths, starts=starts)
+    return torch.einsum("bthr,hvr->bthv", attn_output, up[:, nope:])
 
 
 def _forgets(module: nn.Module, kwargs: dict[str, Any]) -> bool:

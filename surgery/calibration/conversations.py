@@ -101,12 +101,12 @@ def sample_conversations(
     template = ChatTemplate(tokenizer)
     encoded = [_prompt_ids(tokenizer, template, prompt) for prompt in prompts]
     rng = random.Random(seed)
-    left = tokens
+    remaining = tokens
 
     def grow(more: int) -> None:
-        nonlocal left
-        more = min(more, left)  # the last answers may be more than is needed
-        left -= more
+        nonlocal remaining
+        more = min(more, remaining)  # the last answers may be more than is needed
+        remaining -= more
         if more:
             advance(more)
 
@@ -114,9 +114,9 @@ def sample_conversations(
     while (lacking := tokens - sum(map(len, replies))) > 0:
         # As many at once as will do if replies are a third as long as they may be: another round costs far more steps.
         count = min(len(encoded), 1 + lacking // (REPLY // 3 + min(map(len, encoded))))
-        chosen = rng.sample(encoded, count)
-        replies += sample_replies(model, chosen, REPLY, ends, rng.getrandbits(32), grow)
-        grow(sum(map(len, chosen)))
+        questions = rng.sample(encoded, count)
+        replies += sample_replies(model, questions, REPLY, ends, rng.getrandbits(32), grow)
+        grow(sum(map(len, questions)))
     return replies
 
 
@@ -127,6 +127,6 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, prom
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Tokens that end a reply: those that the model's generation config or the tokenizer name."""
-    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    named = named if isinstance(named, list) else [named]
-    return {int(token) for token in [*named, tokenizer.eos_token_id] if token is not None}
+    token_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    token_ids = token_ids if isinstance(token_ids, list) else [token_ids]
+    return {int(token) for token in [*token_ids, tokenizer.eos_token_id] if token is not None}

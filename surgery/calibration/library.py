@@ -32,8 +32,8 @@ class StatisticsLibrary(LayerFiles):
             stored = torch.load(self._path(layer, ".pt"), weights_only=True)
             lags = LagStatistics(**stored["lags"]) if stored["lags"] else None
             # Earlier versions kept moments of the attention's output too.
-            known = {each.name for each in fields(LayerStatistics)}
-            moments = {name: value for name, value in stored["statistics"].items() if name in known}
+            names = {each.name for each in fields(LayerStatistics)}
+            moments = {name: value for name, value in stored["statistics"].items() if name in names}
             self._last = layer, (LayerStatistics(**moments), lags)
         return self._last[1]
 

@@ -74,11 +74,11 @@ class Parts:
     def gather(self, own: Tensor, sequences: Sequence[int]) -> Tensor:
         """Some sequences of all, in their order, on every process, from the rows [n, ...] that each has."""
 
-        def chosen(part: int) -> list[Tensor]:
+        def rows_of(part: int) -> list[Tensor]:
             rows, begin = self.rows(part), self.own_rows(part).start
             return [own[begin + each - rows.start] for each in sequences if rows.start <= each < rows.stop]
 
-        results = self.processes.map(chosen, range(self.count))
+        results = self.processes.map(rows_of, range(self.count))
         return torch.stack([sequence for part in results for sequence in part])
 
     def whole(self, own: Tensor) -> Tensor | None:

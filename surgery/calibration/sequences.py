@@ -178,11 +178,11 @@ def pool_size(count: int, length: int) -> int:
 def tokenised(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iterator[list[int]]:
     """Documents as token ids, each ended by eos; one that was cut before is not cut again."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    known = _cut_by(tokenizer)
+    token_cache = _cut_by(tokenizer)
     for text in documents:
-        if text not in known:
-            known[text] = tokenize(tokenizer, text)
-        yield known[text] + end
+        if text not in token_cache:
+            token_cache[text] = tokenize(tokenizer, text)
+        yield token_cache[text] + end
 
 
 def _cut_by(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:

@@ -142,13 +142,13 @@ class MomentAccumulator:
         _add(sums, "key_norm", precision.total(to_complex(k.float()).abs() * gain, (0, 1)))
         if self._gradients:
             k_grad, v_grad = projection.k.grad[:, body], projection.v.grad[:, body]
-            met = {"rows": rows, "gradients": _rows(k_grad, v_grad)}
-            _add(sums, "gradient", precision.gram(met["gradients"]))
+            moments = {"rows": rows, "gradients": _rows(k_grad, v_grad)}
+            _add(sums, "gradient", precision.gram(moments["gradients"]))
             if self._key_norm is not None:
                 raw = raw_key_gradient(k, k_grad, key_gain, self._key_norm.weight)
-                met["raw_gradients"] = _rows(raw, v_grad)
-                _add(sums, "raw_gradient", precision.gram(met["raw_gradients"]))
-            for name, batch in met.items():
+                moments["raw_gradients"] = _rows(raw, v_grad)
+                _add(sums, "raw_gradient", precision.gram(moments["raw_gradients"]))
+            for name, batch in moments.items():
                 self._held[name][part].append(self._hold(batch))
         if inputs is not None:
             x = inputs.detach()[:, body].flatten(0, 1)

@@ -99,10 +99,12 @@ def describe_model(path: Path, header: GgufHeader) -> GgufModel:
     numbers = Counter()
     for tensor in header.tensors.values():
         numbers[tensor.type] += math.prod(tensor.shape)
-    ((most, _),) = numbers.most_common(1) or (("F32", 0),)
-    dtype = _UNQUANTISED.get(most, torch.bfloat16)
+    ((format, _),) = numbers.most_common(1) or (("F32", 0),)
+    dtype = _UNQUANTISED.get(format, torch.bfloat16)
     config = _config(path, values, header, name, dtype)
-    return GgufModel(config, _tensors(path, header, config, ARCHS[name]), dtype, None if most in _UNQUANTISED else most)
+    return GgufModel(
+        config, _tensors(path, header, config, ARCHS[name]), dtype, None if format in _UNQUANTISED else format
+    )
 
 
 class _Values:

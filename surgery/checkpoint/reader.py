@@ -384,12 +384,12 @@ class CheckpointReader:
             self._identity = Identity(self._hashed(progress), self._stamp or self.stamp())
         return self._identity
 
-    def recall(self, known: Identity | None) -> bool:
+    def recall(self, identity: Identity | None) -> bool:
         """Return whether the fingerprint needs no read: known, or from an earlier run of files with this stamp."""
         if self._behind is not None:
-            return self._behind.recall(known)
-        if self._identity is None and known is not None and known.stamp == self._stamp == self.stamp():
-            self._identity = known
+            return self._behind.recall(identity)
+        if self._identity is None and identity is not None and identity.stamp == self._stamp == self.stamp():
+            self._identity = identity
         return self._identity is not None
 
     def check_unchanged(self) -> None:
@@ -397,10 +397,10 @@ class CheckpointReader:
 
         They are read again only where somebody has touched the files.
         """
-        known = self.identity()
-        if self.stamp() != known.stamp:
+        identity = self.identity()
+        if self.stamp() != identity.stamp:
             now = CheckpointReader.open(self.source, allow_pickle=True)  # the config as it is there now
-            if now.fingerprint() != known.sha256:
+            if now.fingerprint() != identity.sha256:
                 raise SurgeryError(f"{self.source}: was changed while it was read; start again")
 
     def _hashed(self, progress: Callable[[int], None] | None) -> str:

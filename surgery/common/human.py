@@ -76,13 +76,13 @@ def with_perplexity(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f} ({perplexity_text(perplexity(loss))})"
 
 
-def cost(lost: float, recall: tuple[float | None, float | None] = (None, None)) -> str:
+def cost(loss_increase: float, recall: tuple[float | None, float | None] = (None, None)) -> str:
     """A difference of losses in nats per token, as a perplexity too; and recall before and after, if there is any."""
     before, after = recall
     recall_part = (
         f", recall {decimal(before, 2)} → {decimal(after, 2)}" if before is not None and after is not None else ""
     )
-    return f"{lost:+.4f} nats per token (perplexity {perplexity(lost) - 1:+.1%}){recall_part}"
+    return f"{loss_increase:+.4f} nats per token (perplexity {perplexity(loss_increase) - 1:+.1%}){recall_part}"
 
 
 def loss_of_stage(row: dict) -> str:

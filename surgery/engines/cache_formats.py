@@ -88,8 +88,10 @@ def cache_formats(engine: str) -> tuple[CacheFormat, ...]:
     if engine == "all":
         raise SurgeryError("every engine has cache formats of its own: name one engine", setting="engine")
     if engine not in CACHE_FORMATS:
-        known = ", ".join(CACHE_FORMATS)
-        raise SurgeryError(f"no cache format of {engine} is simulated, but of {known}", setting="engine", hint=known)
+        choices = ", ".join(CACHE_FORMATS)
+        raise SurgeryError(
+            f"no cache format of {engine} is simulated, but of {choices}", setting="engine", hint=choices
+        )
     return CACHE_FORMATS[engine]
 
 

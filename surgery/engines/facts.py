@@ -158,8 +158,8 @@ def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
         return text
     from transformers import CONFIG_MAPPING
 
-    known = text.get("model_type") in CONFIG_MAPPING
-    return {**CONFIG_MAPPING[text["model_type"]]().to_dict(), **text} if known else text
+    is_registered = text.get("model_type") in CONFIG_MAPPING
+    return {**CONFIG_MAPPING[text["model_type"]]().to_dict(), **text} if is_registered else text
 
 
 def _own(config: dict[str, Any]) -> dict[str, Any]:

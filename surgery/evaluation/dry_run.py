@@ -73,7 +73,7 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
         checkpoint, reader = row.checkpoint, row.checkpoint.reader
         dtypes = {native: dtype(checkpoint, native=native) for native in (False, True)}
         sizes = {native: _kv_bytes_of(reader, dtypes[native]) for native in dtypes}
-        known = all(sizes.values())
+        has_sizes = all(sizes.values())
         widest = max(dtypes[task.native].itemsize for task in tasks.all)
         return {
             "name": row.name,
@@ -81,8 +81,8 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
             "path": checkpoint.place,
             "dtype": checkpoint.dtype,
             "weights": _numbers(reader) * widest,
-            "cache": sizes[False](batch_tokens, settings.batch_size) if known else None,
-            "kv": sizes[True](tasks.context) if known else None,
+            "cache": sizes[False](batch_tokens, settings.batch_size) if has_sizes else None,
+            "kv": sizes[True](tasks.context) if has_sizes else None,
         }
 
     rows = [row(each) for each in prepared.rows]

@@ -66,8 +66,8 @@ class GGUFModel:
         model, config = cls(reader), reader.config
         kind = config.get("model_type")
         if kind not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
-            raise SurgeryError.at(reader.path, f"a {kind} checkpoint is not exported (those are: {known})")
+            choices = ", ".join(ARCHITECTURES)
+            raise SurgeryError.at(reader.path, f"a {kind} checkpoint is not exported (those are: {choices})")
         if model.rope.get("rope_type", "default") not in ("default", "llama3"):
             raise SurgeryError.at(reader.path, f"RoPE type {model.rope['rope_type']!r} is not exported")
         if config.get("mlp_bias"):

@@ -171,9 +171,9 @@ class Family:
         if self.sinks:
             required.add("sinks")
         optional = {"q_norm.weight", "k_norm.weight"} if self.qk_norm is None else set()
-        known = required | optional | {f"{p}_proj.bias" for p in "qkvo"}
+        allowed_names = required | optional | {f"{p}_proj.bias" for p in "qkvo"}
         present = {name.removeprefix(prefix) for name in names}
-        if unknown := sorted(present - known - {"rotary_emb.inv_freq"}):
+        if unknown := sorted(present - allowed_names - {"rotary_emb.inv_freq"}):
             raise SurgeryError(
                 f"{prefix}{unknown[0]}: a tensor that attention of family {self.model_type!r} does not have"
             )

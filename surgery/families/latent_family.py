@@ -51,8 +51,8 @@ class LatentFamily(Family):
         required = {f"{module}.weight" for module in (DOWN, NORM, UP, "o_proj")}
         dense, low_rank = {"q_proj.weight"}, {"q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"}
         required |= low_rank if reader.config.get("q_lora_rank") is not None else dense
-        known = required | {f"{module}.bias" for module in (DOWN, "q_a_proj", "o_proj")}
-        if unknown := sorted(present - known - {"rotary_emb.inv_freq"}):
+        allowed_names = required | {f"{module}.bias" for module in (DOWN, "q_a_proj", "o_proj")}
+        if unknown := sorted(present - allowed_names - {"rotary_emb.inv_freq"}):
             raise SurgeryError(f"{prefix}{unknown[0]}: a tensor that MLA of family {self.model_type!r} does not have")
         if missing := sorted(required - present):
             raise SurgeryError(f"{prefix}{missing[0]}: missing from the checkpoint")

@@ -67,10 +67,10 @@ class Softmax:
         if self.plain:
             # The fused kernels want keys and values of one width; without them this takes five times as long.
             v = pad(v, (0, max(0, k.shape[-1] - width)))
-            mixed = scaled_dot_product_attention(
+            attn_output = scaled_dot_product_attention(
                 q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=groups != heads
             )
-            return mixed[..., :width]
+            return attn_output[..., :width]
         if mask is None:
             mask = causal_mask(q.shape[2], k.shape[2], None, q.device)
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))

@@ -141,7 +141,7 @@ class ConvertedAttention:
     def initialize_weights(self) -> None:
         """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
 
-    def connect(self, decoder: nn.Module, handed_on: dict[int, torch.Tensor]) -> None:
+    def connect(self, decoder: nn.Module, shared_latents: dict[int, torch.Tensor]) -> None:
         """Take what the layers of a decoder share: its rotary embedding, and latents that are read across layers."""
 
 
@@ -204,13 +204,13 @@ def scaled_by_position(
 
 def places_in_cache(module: nn.Module, hidden_states: torch.Tensor, cache: Cache | None) -> torch.Tensor:
     """Return the cache positions of the tokens [B, T, D], [1, T], padding counted, for families that pass on none."""
-    seen = 0 if cache is None else cache.get_seq_length(module.layer_idx)
-    return torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + seen
+    past_length = 0 if cache is None else cache.get_seq_length(module.layer_idx)
+    return torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + past_length
 
 
-def gated(mixed: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+def gated(attn_output: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
     """Return the output projection's input, [B, T, H, d]: attention values times their gate, if any."""
-    return mixed if gate is None else mixed * gate.sigmoid()
+    return attn_output if gate is None else attn_output * gate.sigmoid()
 
 
 def normalise_heads(norm: nn.Module | None, heads: torch.Tensor, at: int = -2) -> torch.Tensor:

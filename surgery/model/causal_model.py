@@ -113,8 +113,8 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
 
     def kv_layer_bytes(self, batch: int, tokens: int) -> list[int]:
         """Return the bytes of every layer by itself; layers that share a cache have none of their own."""
-        held = iter([layer.held(tokens) for layer in self._cached_layers(batch)])
-        return [0 if getattr(layer, "self_attn", None) is None else next(held) for layer in self.model.layers]
+        layer_bytes = iter([layer.held(tokens) for layer in self._cached_layers(batch)])
+        return [0 if getattr(layer, "self_attn", None) is None else next(layer_bytes) for layer in self.model.layers]
 
     def kv_peak_bytes(self, batch: int, prompt: int, chunk: int, steps: int) -> int:
         """The most bytes that keys and values will take while a prompt is read and continued, in the model's dtype.
@@ -203,8 +203,8 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
             **{CACHE: cache},
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, slice_indices, :])
         if (factor := logit_factor(self.config)) != 1.0:
             logits = logits * factor
         if (cap := logit_cap(self.config)) is not None:

@@ -112,19 +112,19 @@ def convert_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
 
 def _connect(decoder: nn.Module) -> None:
     """Give the attention modules what they share: the rotary embedding, and latents that are read across layers."""
-    handed_on: dict[int, torch.Tensor] = {}
+    shared_latents: dict[int, torch.Tensor] = {}
     attentions = [layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")]
     for attention in attentions:
         if isinstance(attention, ConvertedAttention):
-            attention.connect(decoder, handed_on)
+            attention.connect(decoder, shared_latents)
     if any(getattr(attention, "hands_on", False) for attention in attentions):
-        decoder.register_forward_hook(partial(_forget, handed_on))
+        decoder.register_forward_hook(partial(_forget, shared_latents))
 
 
-def _forget(handed_on: dict[int, torch.Tensor], decoder: nn.Module, args: tuple, output: Any) -> None:
+def _forget(shared_latents: dict[int, torch.Tensor], decoder: nn.Module, args: tuple, output: Any) -> None:
     """Drops latents that the cache has; a backward pass that computes layers again needs them here."""
     if not (decoder.training and decoder.is_gradient_checkpointing):
-        handed_on.clear()
+        shared_latents.clear()
 
 
 def cache_layers(config: SurgeryConfig, *, training: bool = False, aware: bool = False) -> list[CompactLayer] | None:

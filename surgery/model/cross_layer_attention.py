@@ -134,7 +134,7 @@ class CrossLayerAttention(SharedBasis):
         self.rotary: tuple[nn.Module, ...] = ()
         self._add_basis(self.width)
 
-    def connect(self, decoder: nn.Module, handed_on: dict[int, torch.Tensor]) -> None:
+    def connect(self, decoder: nn.Module, shared_latents: dict[int, torch.Tensor]) -> None:
         """Take the rotary embedding."""
         connect_rotary(self, decoder)
 

@@ -51,10 +51,10 @@ class HybridEntry(GroupedEntry):
 
     def windows(self, config: Any) -> Windows:
         """Query heads that see all tokens, those that stream, and those of them that are compensated."""
-        size, most = config.num_attention_heads // self.kv_heads, self.sinks + self.recent
+        size, window = config.num_attention_heads // self.kv_heads, self.sinks + self.recent
         plain = self.streaming_heads - self.compensated_heads
         return [
             (self.full_heads * size, None, False),
-            (plain * size, most, False),
-            (self.compensated_heads * size, most, True),
+            (plain * size, window, False),
+            (self.compensated_heads * size, window, True),
         ]

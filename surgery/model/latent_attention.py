@@ -120,7 +120,7 @@ class LatentAttention(Accelerated, nn.Module):
         init.normal_(self.value_up, std=self.config.initializer_range)
         self.rotary.initialize_weights()
 
-    def connect(self, decoder: nn.Module, handed_on: dict[int, torch.Tensor]) -> None:
+    def connect(self, decoder: nn.Module, shared_latents: dict[int, torch.Tensor]) -> None:
         """Learn by which of a token's positions pairs turn, of a decoder that has several (see `axis_decoder`)."""
         if hasattr(decoder, "axes_of"):
             self.rotary.axes = decoder.axes_of(self.rotary.frequencies)

@@ -77,7 +77,7 @@ class LayerEntry:
 
     def gives_weights(self, config: Any) -> bool:
         """Return whether there are attention weights over all tokens."""
-        return all(not heads or most is None for heads, most, _ in self.windows(config) or ())
+        return all(not heads or window is None for heads, window, _ in self.windows(config) or ())
 
 
 @dataclass(frozen=True, kw_only=True)

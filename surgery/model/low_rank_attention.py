@@ -146,10 +146,10 @@ class LowRankAttention(Accelerated, nn.Module):
             if bias is not None:
                 init.zeros_(bias)
 
-    def connect(self, decoder: nn.Module, handed_on: dict[int, torch.Tensor]) -> None:
+    def connect(self, decoder: nn.Module, shared_latents: dict[int, torch.Tensor]) -> None:
         """Take the rotary embedding, and latents of earlier layers, which learn that they are read."""
         connect_rotary(self, decoder)
-        self.handed_on = handed_on
+        self.handed_on = shared_latents
         for index in range(self.layer_idx - self.shared_layers, self.layer_idx):
             decoder.layers[index].self_attn.hands_on = True
 
@@ -191,11 +191,11 @@ class LowRankAttention(Accelerated, nn.Module):
         kwargs["sliding_window"] = self.sliding_window
         batch, num_tokens, _ = hidden_states.shape
         latent = self.kv_down(hidden_states).unsqueeze(1)
-        seen, length, first = 0, num_tokens, 0
+        past_length, length, first = 0, num_tokens, 0
         if cache is not None:
-            seen = cache.get_seq_length(self.layer_idx)
+            past_length = cache.get_seq_length(self.layer_idx)
             length, first = cache.get_mask_sizes(num_tokens, self.layer_idx)
-        slots = torch.arange(num_tokens, device=latent.device) + seen
+        slots = torch.arange(num_tokens, device=latent.device) + past_length
         query, gate = project_queries(self, hidden_states)
         positions = kwargs.get("position_ids")  # of Llama 4 places in the cache, as it counts itself
         query = self._rotated(query.transpose(1, 2), slots, axis_positions)
@@ -253,9 +253,9 @@ class LowRankAttention(Accelerated, nn.Module):
         blocks = latent.split(self.ranks, dim=-1)
         if (part := self._full).blocks:
             new = torch.cat([blocks[number] for number in part.blocks], dim=-1)
-            kept, _ = layer.full.update(new, new[..., :0])
-            key, value = self._rebuilt(kept, part)
-            key = self._rotated(key, torch.arange(kept.shape[2], device=kept.device), positions)
+            cached, _ = layer.full.update(new, new[..., :0])
+            key, value = self._rebuilt(cached, part)
+            key = self._rotated(key, torch.arange(cached.shape[2], device=cached.device), positions)
             full = attend(self, take(query, part.queries, 1), key, value, mask, **kwargs)[0]
         part = self._streaming
         new = torch.cat([blocks[number] for number in part.blocks], dim=-1)
@@ -263,9 +263,9 @@ class LowRankAttention(Accelerated, nn.Module):
         for piece in layer.streaming.pieces(new, new[..., :0], with_slots=True):
             key, value = self._rebuilt(piece.keys, part)
             queries = take(query, part.queries, 1)[:, :, piece.tokens]
-            seen = visible_mask(self, piece.visible, query.dtype)
+            visible = visible_mask(self, piece.visible, query.dtype)
             key = self._rotated(key, piece.slots, positions)
-            streamed.append(attend(self, queries, key, value, seen, **kwargs)[0])
+            streamed.append(attend(self, queries, key, value, visible, **kwargs)[0])
         out = torch.cat(streamed, dim=1)
         if not self._full.blocks:
             return out
@@ -323,8 +323,8 @@ class LowRankAttention(Accelerated, nn.Module):
             return heads
         slots = slots if slots.ndim == 2 else slots[None]
         if positions is not None:
-            found = slots.clamp(max=positions.shape[-1] - 1).expand(*positions.shape[:2], -1)
-            slots = positions.gather(-1, found)
+            indices = slots.clamp(max=positions.shape[-1] - 1).expand(*positions.shape[:2], -1)
+            slots = positions.gather(-1, indices)
         (rotary,) = self.rotary
         return self.rotate(heads, *rotary(heads, slots))
 

@@ -39,9 +39,9 @@ class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin
         config._attn_implementation = base._attn_implementation
         self.config = config
         decoder = self.get_decoder()
-        wanted = family_decoder_class(text.base_model_type, type(decoder))
-        if wanted is not type(decoder):
-            decoder = wanted(decoder.config)
+        decoder_class = family_decoder_class(text.base_model_type, type(decoder))
+        if decoder_class is not type(decoder):
+            decoder = decoder_class(decoder.config)
             self.set_decoder(decoder)
         convert_decoder(decoder, text)
         self.post_init()

@@ -67,9 +67,9 @@ def _evenly_spaced(
     exact: Tensor, least: Tensor, greatest: Tensor, format: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes in the dtype of `exact`, scale and zero in `dtype`, of integers from `least` to `greatest`."""
-    most = 2 ** BITS[format] - 1
-    scale = ((greatest - least) / most).to(dtype)
-    codes = ((exact - least) / _divisor(scale, exact.dtype)).round_().clamp_(0, most)
+    max_code = 2 ** BITS[format] - 1
+    scale = ((greatest - least) / max_code).to(dtype)
+    codes = ((exact - least) / _divisor(scale, exact.dtype)).round_().clamp_(0, max_code)
     return codes, scale, least.to(dtype)
 
 

@@ -96,9 +96,9 @@ class QuantizedKVLayer(CompactLayer):
         whole = self.format, self.group, self.window, self.keys_by, self.sinks
         return *whole, self.value_format, self.spans, self.clip
 
-    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
+    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
         """Bytes after an update, which dequantises all tokens."""
-        yield cached.held(seen + new) + cached.token_bytes * (seen + new)
+        yield cached.held(past_length + new) + cached.token_bytes * (past_length + new)
 
     @property
     def of_one_format(self) -> bool:
@@ -112,7 +112,7 @@ class QuantizedKVLayer(CompactLayer):
         """Bytes that it holds after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
         quantized = self._quantized(tokens)
 
-        def held(format: str, width: int, by_channel: bool) -> int:
+        def bytes_of(format: str, width: int, by_channel: bool) -> int:
             if format == EXACT:
                 return quantized * width * dtype.itemsize
             groups = quantized // self.group * width if by_channel else quantized * token_groups(width, self.group)
@@ -120,8 +120,8 @@ class QuantizedKVLayer(CompactLayer):
             return quantized * BITS[format] // 8 * width + numbers * groups * dtype.itemsize
 
         keys = self.spans or ((self.format, key_dim),)
-        codes = sum(held(each, width, self.keys_by == "channel") for each, width in keys)
-        codes += held(self.value_format, value_dim, by_channel=False)
+        codes = sum(bytes_of(each, width, self.keys_by == "channel") for each, width in keys)
+        codes += bytes_of(self.value_format, value_dim, by_channel=False)
         return batch * heads * (codes + (tokens - quantized) * (key_dim + value_dim) * dtype.itemsize)
 
     def _quantized(self, tokens: int) -> int:
@@ -132,15 +132,19 @@ class QuantizedKVLayer(CompactLayer):
         """Takes batch, heads, head sizes, dtype and device from the first tokens."""
         self.keys, self.values = key_states[..., :0, :].clone(), value_states[..., :0, :].clone()
         self.first_keys, self.first_values = self.keys.clone(), self.values.clone()
-        said = {"by_channel": self.keys_by == "channel", "clip": self.clip, "reserved": self._quantized(self.reserved)}
+        options = {
+            "by_channel": self.keys_by == "channel",
+            "clip": self.clip,
+            "reserved": self._quantized(self.reserved),
+        }
         if self.spans:
-            self.key_codes = SpannedCodes(self.keys, self.spans, self.group, **said)
+            self.key_codes = SpannedCodes(self.keys, self.spans, self.group, **options)
         else:
-            self.key_codes = GroupedCodes(self.keys, self.format, self.group, **said)
+            self.key_codes = GroupedCodes(self.keys, self.format, self.group, **options)
         if self.value_format == EXACT:
             self.value_codes = ExactTokens(self.values, reserved=self._quantized(self.reserved))
         else:
-            of_values = {"by_channel": False, "reserved": said["reserved"]}
+            of_values = {"by_channel": False, "reserved": options["reserved"]}
             self.value_codes = GroupedCodes(self.values, self.value_format, self.group, **of_values)
         self.is_initialized = True
 
@@ -159,21 +163,21 @@ class QuantizedKVLayer(CompactLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if missing := self.sinks - self.first_keys.shape[-2]:
-            self.first_keys = append(self.first_keys, key_states[..., :missing, :], most=self.sinks)
-            self.first_values = append(self.first_values, value_states[..., :missing, :], most=self.sinks)
+            self.first_keys = append(self.first_keys, key_states[..., :missing, :], max_size=self.sinks)
+            self.first_values = append(self.first_values, value_states[..., :missing, :], max_size=self.sinks)
             key_states, value_states = key_states[..., missing:, :], value_states[..., missing:, :]
         complete = max(0, self.keys.shape[-2] + key_states.shape[-2] - self.window) // self.group * self.group
-        most = self.window + self.group - 1
+        max_tokens = self.window + self.group - 1
         if not complete:
-            self.keys = append(self.keys, key_states, most=most)
-            self.values = append(self.values, value_states, most=most)
+            self.keys = append(self.keys, key_states, max_size=max_tokens)
+            self.values = append(self.values, value_states, max_size=max_tokens)
             return
         keys = torch.cat([self.keys, key_states], dim=-2)
         values = torch.cat([self.values, value_states], dim=-2)
         self.key_codes.append(keys[..., :complete, :])
         self.value_codes.append(values[..., :complete, :])
-        self.keys = refill(self.keys, keys[..., complete:, :], most=most)
-        self.values = refill(self.values, values[..., complete:, :], most=most)
+        self.keys = refill(self.keys, keys[..., complete:, :], max_size=max_tokens)
+        self.values = refill(self.values, values[..., complete:, :], max_size=max_tokens)
 
     def get_seq_length(self) -> int:
         """Tokens kept, in either form."""

@@ -73,15 +73,15 @@ class QuantizedLatentAttention(LatentAttention):
         batch, num_tokens, _ = hidden_states.shape
         new = self.cache_layer_of(self.entry, None, None)
         layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
-        seen, values = layer.get_seq_length(), self.kv_down(hidden_states).unsqueeze(1)
-        places = torch.arange(seen + num_tokens, device=values.device)[None]
+        past_length, values = layer.get_seq_length(), self.kv_down(hidden_states).unsqueeze(1)
+        places = torch.arange(past_length + num_tokens, device=values.device)[None]
         positions = places if axis_positions is None else axis_positions
         query, gate = project_queries(self, hidden_states)
         query = torch.einsum("bthd,hdk->bhtk", query, self.query_up)
-        query = scaled_by_position(self, query, places[:, seen:] if position_ids is None else position_ids)
+        query = scaled_by_position(self, query, places[:, past_length:] if position_ids is None else position_ids)
         out = weights = None
         if self.kernel is not None and axis_positions is None:
-            rotated = self._rotated(query, positions[..., seen:])
+            rotated = self._rotated(query, positions[..., past_length:])
             out = self.kernel(self, rotated, values, hidden_states, attention_mask, layer)
         if out is None:
             rows, irms = self._cached(values, hidden_states, layer)
@@ -89,7 +89,7 @@ class QuantizedLatentAttention(LatentAttention):
                 out = self._attend_in_blocks(query, rows, layer, attention_mask).transpose(1, 2)
         if out is None:
             read, gains = self._read(rows, values, irms, layer)
-            query = self._rotated(query, positions[..., seen:])
+            query = self._rotated(query, positions[..., past_length:])
             latent, k_rope = read.split((self.kv_lora_rank, self.rope_dim), dim=-1)
             positional = torch.cat((rotate_pairs(k_rope, *self.rotary(positions)), *gains), dim=-1)
             kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}

@@ -59,13 +59,13 @@ class TokenFormat:
 
         A byte with fewer fields than another has factors of 0.
         """
-        most = max((len(PATTERNS[pattern]) for pattern, _ in self.runs), default=1)
-        channels, factors = ([[0] * self.row_bytes for _ in range(most)] for _ in range(2))
-        channel, seen = 0, [0] * self.row_bytes
+        num_runs = max((len(PATTERNS[pattern]) for pattern, _ in self.runs), default=1)
+        channels, factors = ([[0] * self.row_bytes for _ in range(num_runs)] for _ in range(2))
+        channel, counts = 0, [0] * self.row_bytes
         for start, count, position, _ in self.fields():
             for byte in range(start, start + count):
-                channels[seen[byte]][byte], factors[seen[byte]][byte] = channel, 1 << position
-                seen[byte] += 1
+                channels[counts[byte]][byte], factors[counts[byte]][byte] = channel, 1 << position
+                counts[byte] += 1
                 channel += 1
         return channels, factors
 

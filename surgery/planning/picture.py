@@ -39,8 +39,8 @@ def draw(plan: Plan) -> Figure:
                 "linestyle": DASHES[round_of_colours],
             }
             axes.plot(*zip(*points, strict=True), label=kind, **look)
-        chosen = plan.chosen
-        place = 100 * chosen.kv_ratio, max(chosen.loss_increase, LEAST)
+        choice = plan.chosen
+        place = 100 * choice.kv_ratio, max(choice.loss_increase, LEAST)
         axes.plot(*place, marker="o", markersize=13, fillstyle="none", color=INK, linestyle="none", label="the choice")
         if plan.budget["kv_ratio"] is not None:
             axes.axvline(100 * plan.budget["kv_ratio"], color=INK, linewidth=0.8, linestyle=":")

@@ -68,10 +68,10 @@ class Report:
     phase_flops: dict[str, int] | None = None
 
     @classmethod
-    def of(cls, written: dict) -> Report:
+    def of(cls, record: dict) -> Report:
         """Read a report that any version wrote."""
-        known = {each.name for each in fields(cls)}
-        return cls(**{name: value for name, value in written.items() if name in known})
+        names = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in record.items() if name in names})
 
     def to_dict(self) -> dict:
         return {"schema": SCHEMA, "surgery_version": __version__, **asdict(self)}

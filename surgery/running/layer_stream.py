@@ -244,7 +244,7 @@ class LayerStream:
         normed = self.final_norm(hidden[:, :-1].to(self.device, self.dtype)).flatten(0, 1)
         labels = tokens[:, 1:].flatten().to(self.device)
         normaliser = torch.full((len(labels),), -torch.inf, device=self.device)
-        chosen = torch.zeros(len(labels), device=self.device)
+        label_logits = torch.zeros(len(labels), device=self.device)
         for first, weight in self.output_slices():
             for rows in torch.arange(len(labels), device=self.device).split(TOKEN_SLICE):
                 logits = self.slice_logits(normed[rows], weight).float()
@@ -252,8 +252,8 @@ class LayerStream:
                 local = labels[rows] - first
                 inside = (local >= 0) & (local < len(weight))
                 own = logits.gather(1, local.clamp(0, len(weight) - 1)[:, None])[:, 0]
-                chosen[rows] = torch.where(inside, own, chosen[rows])
-        return normaliser.double() - chosen.double()
+                label_logits[rows] = torch.where(inside, own, label_logits[rows])
+        return normaliser.double() - label_logits.double()
 
     @torch.no_grad()
     def sampled_loss_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:

@@ -121,10 +121,10 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
             structure.gather(work)
         with progress.step(3, STEPS):
             tensors = structure.plan(work)
-        written = {"max_shard_size": settings.max_shard_size, "staging": staging}
-        written["stored_names"] = whole_names(structure.opened.reader, forecast.config, tensors)
-        written["parts"] = kept_matrices(structure.opened.reader, settings, tensors)
-        with CheckpointWriter(out, tensors, **written) as writer:
+        options = {"max_shard_size": settings.max_shard_size, "staging": staging}
+        options["stored_names"] = whole_names(structure.opened.reader, forecast.config, tensors)
+        options["parts"] = kept_matrices(structure.opened.reader, settings, tensors)
+        with CheckpointWriter(out, tensors, **options) as writer:
             with progress.step(4, STEPS):
                 outcome = structure.convert_layers(work, writer)
             with progress.step(5, STEPS):

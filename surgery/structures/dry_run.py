@@ -120,7 +120,7 @@ def plan_conversion(
     else:
         speed = measure_speed(opened.stream.device, opened.stream.dtype)
     config = final_config(forecast, settings)
-    written = whole_config(opened.reader, config)
+    config_values = whole_config(opened.reader, config)
     quantized = "kv_cache" in config and forecast.model_type != MODEL_TYPE
     if outline is not None:
         outline_result(outline, structure, settings)
@@ -134,7 +134,7 @@ def plan_conversion(
         target={
             "to": target_of(settings).name,
             "method": getattr(settings, "method", None),
-            "model_type": written["model_type"],
+            "model_type": config_values["model_type"],
             "reasons": [REASON] if quantized else forecast.reasons,
             "frequencies_known": forecast.settled,
             "engines": forecast.engines_of(opened.reader, config),

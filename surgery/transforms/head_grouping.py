@@ -233,10 +233,10 @@ def cheapest_groups(heads: int, size: int, cost: Callable[[Group], float]) -> tu
         raise ValueError(f"{heads} heads do not divide into groups of {size}")
     if size == 1:
         return adjacent_groups(heads, 1)
-    known = cache(cost)
+    cached_cost = cache(cost)
     if partition_count(heads, size) <= EXACT_PARTITIONS:
-        return min(partitions(tuple(range(heads)), size), key=lambda groups: sum(map(known, groups)))
-    pair_cost = {pair: known(pair) for pair in combinations(range(heads), 2)}
+        return min(partitions(tuple(range(heads)), size), key=lambda groups: sum(map(cached_cost, groups)))
+    pair_cost = {pair: cached_cost(pair) for pair in combinations(range(heads), 2)}
 
     def summed(group: Group) -> float:
         return sum(pair_cost[pair] for pair in combinations(sorted(group), 2))
@@ -266,14 +266,14 @@ def partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:
 
 def _greedy(heads: int, size: int, cost: Callable[[Group], float]) -> tuple[Group, ...]:
     """Fills one group after the other: the cheapest pair that is left, then what adds least to it."""
-    left, groups = set(range(heads)), []
-    while left:
-        group = min(combinations(sorted(left), 2), key=cost)
-        left -= set(group)
+    remaining, groups = set(range(heads)), []
+    while remaining:
+        group = min(combinations(sorted(remaining), 2), key=cost)
+        remaining -= set(group)
         while len(group) < size:
-            head = min(sorted(left), key=lambda head: cost((*group, head)))
+            head = min(sorted(remaining), key=lambda head: cost((*group, head)))
             group = (*group, head)
-            left.remove(head)
+            remaining.remove(head)
         groups.append(group)
     return tuple(groups)
 
@@ -302,5 +302,5 @@ def _error(moment: Tensor, metric: Tensor, projection: Tensor) -> float:
 
 def _polar(matrix: Tensor) -> Tensor:
     """The orthogonal matrices nearest to ``matrix`` [..., e, e]."""
-    left, _, right = torch.linalg.svd(matrix)
-    return left @ right
+    u, _, vh = torch.linalg.svd(matrix)
+    return u @ vh

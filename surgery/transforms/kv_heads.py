@@ -152,18 +152,18 @@ def merge_kv_heads(
         raise SurgeryError(
             "KV heads after a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla instead"
         )
-    chosen, size = METHODS[method], anatomy.kv_heads // kv_heads
+    merge_method, size = METHODS[method], anatomy.kv_heads // kv_heads
     loss = moments_of_heads(anatomy, statistics, weighted=True)
-    own = loss if chosen.weighted else moments_of_heads(anatomy, statistics, weighted=False)
+    own = loss if merge_method.weighted else moments_of_heads(anatomy, statistics, weighted=False)
     groups = adjacent_groups(anatomy.kv_heads, size)
-    if chosen.searches:
+    if merge_method.searches:
 
         def cost(group: Group) -> float:
             moments = own.of(group)
-            return sum(moments.errors(chosen.maps(moments)))
+            return sum(moments.errors(merge_method.maps(moments)))
 
         groups = cheapest_groups(anatomy.kv_heads, size, cost)
-    maps = [chosen.maps(own.of(group)) for group in groups]
+    maps = [merge_method.maps(own.of(group)) for group in groups]
     errors = [loss.of(group).errors(part) for group, part in zip(groups, maps, strict=True)]
     key_error, value_error = (sum(kind) for kind in zip(*errors, strict=True))
     return MergedLayer(apply_maps(anatomy, groups, maps), groups, key_error, value_error)

@@ -103,11 +103,11 @@ class LatentLayer:
         cached = latent[:, None], positional[:, None]
         queries, exact, source = self.queries(x).transpose(1, 2), self._keys_and_values(*cached), self.source
         if cache is None:
-            mixed = causal_attention(source, queries, *exact)
+            attn_output = causal_attention(source, queries, *exact)
         else:
             quantized = self._keys_and_values(*as_quantized(cache, *cached))
-            mixed = attend_quantized(cache, source.softmax, queries, exact, quantized)
-        return torch.einsum("bhtr,her->bthe", mixed, self.value_up)
+            attn_output = attend_quantized(cache, source.softmax, queries, exact, quantized)
+        return torch.einsum("bhtr,her->bthe", attn_output, self.value_up)
 
     def _keys_and_values(self, latent: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [B, H, T, r + ρ] and values [B, H, T, r] of a cached latent [B, 1, T, r], one for all heads.

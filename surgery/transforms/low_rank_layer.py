@@ -148,12 +148,12 @@ class SimulatedLowRank(nn.Module):
         stored, _ = as_quantized(self.cache, latents[:, None], latents[:, None, :, :0])
         quantized = self.layer.rebuilt(stored[:, 0])
         forms = [(rotate(keys, phase).transpose(1, 2), values.transpose(1, 2)) for keys, values in (exact, quantized)]
-        mixed = attend_quantized(self.cache, self.layer.source.softmax, queries.transpose(1, 2), *forms)
-        return self._output(mixed, inputs)
+        attn_output = attend_quantized(self.cache, self.layer.source.softmax, queries.transpose(1, 2), *forms)
+        return self._output(attn_output, inputs)
 
-    def _output(self, mixed: Tensor, inputs: Tensor) -> Tensor:
+    def _output(self, attn_output: Tensor, inputs: Tensor) -> Tensor:
         """The output projection of mixed values [B, H, T, e]."""
-        return output(self.layer.source, mixed.transpose(1, 2), inputs)
+        return output(self.layer.source, attn_output.transpose(1, 2), inputs)
 
     def _visible(self, tokens: int, device: torch.device) -> Tensor:
         """Return the mask of visible keys by query, bool [T, T], or [T, 2T] with exact ones after the rebuilt ones."""

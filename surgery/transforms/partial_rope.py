@@ -120,9 +120,9 @@ def choose_components(costs: list[Tensor], basis_frequency: Tensor, pairs: int, 
         for frequency in range(pairs):
             table[:, frequency] = share[basis_frequency == frequency].sort(descending=True).values
         total += table
-    chosen = torch.zeros(groups * pairs, dtype=torch.long)
-    chosen[total.flatten().argsort(descending=True, stable=True)[:count]] = 1
-    return chosen.view(groups, pairs).sum(0)
+    selection = torch.zeros(groups * pairs, dtype=torch.long)
+    selection[total.flatten().argsort(descending=True, stable=True)[:count]] = 1
+    return selection.view(groups, pairs).sum(0)
 
 
 def best_components(cost: Tensor, basis_frequency: Tensor, counts: Tensor) -> Tensor:

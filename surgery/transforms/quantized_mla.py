@@ -100,10 +100,10 @@ def convert_layer(
     converted = mla.convert_layer(METHOD, anatomy, statistics, basis, order, rank)
     layer = _in_order(converted.truncated, latent_order, rope_order)
     body = inputs[:, first:].flatten(0, 1)
-    chosen = fit_places(len(body))
+    indices = fit_places(len(body))
     down = layer.to(body.device, torch.float32)
-    values = nn.functional.linear(body[chosen].float(), down.down, down.down_bias)[:, layer.neighbouring()]
-    weight = None if statistics.token_weight is None else statistics.token_weight[chosen]
+    values = nn.functional.linear(body[indices].float(), down.down, down.down_bias)[:, layer.neighbouring()]
+    weight = None if statistics.token_weight is None else statistics.token_weight[indices]
     fitted = fitted_quantizer((*runs[0], *runs[1]), values, weight, layer.rank)
     return QuantizedLatents(layer, *fitted)
 

@@ -55,8 +55,8 @@ class QuantizedAttention(nn.Module):
         if isinstance(anatomy, LatentAnatomy):
             queries, *cached = latent_cache(anatomy, projection)
             exact, quantized = (expanded_heads(anatomy, *form) for form in (cached, as_quantized(self.cache, *cached)))
-            mixed = attend_quantized(self.cache, anatomy.softmax, queries, exact, quantized)
-            return output(anatomy, mixed.transpose(1, 2), hidden_states), None
+            attn_output = attend_quantized(self.cache, anatomy.softmax, queries, exact, quantized)
+            return output(anatomy, attn_output.transpose(1, 2), hidden_states), None
         return output(
             anatomy, read_quantized(self.cache, anatomy.softmax, *cached_heads(anatomy, projection)), hidden_states
         ), None

@@ -47,19 +47,19 @@ def test_copies_and_slices_never_write_to_what_others_hold():
     before = second.clone()
     for other in (second[..., :2, :], second[:1], copy.deepcopy(second), second.clone()):
         append(other, entries(2)[: len(other)])
-        refill(other, entries(2)[: len(other)], most=9)
+        refill(other, entries(2)[: len(other)], max_size=9)
     assert torch.equal(second, before)
     twin = copy.deepcopy(second)
     assert append(twin, entries(1)).data_ptr() == twin.data_ptr(), "a copy of a cache has the room of the cache"
 
 
 def test_refilled_memory_stays_up_to_the_most():
-    held = refill(None, entries(0), most=6)
-    held = refill(held, entries(4), most=6)
+    held = refill(None, entries(0), max_size=6)
+    held = refill(held, entries(4), max_size=6)
     place = held.data_ptr()
     for size in (6, 0, 5):
         new = entries(size)
-        held = refill(held, new, most=6)
+        held = refill(held, new, max_size=6)
         assert torch.equal(held, new) and (held.data_ptr() == place or not size)
     assert held.untyped_storage().nbytes() == 6 * 2 * 3 * 5 * 4
 

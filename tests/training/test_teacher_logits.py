@@ -132,7 +132,7 @@ def test_written_and_read(tmp_path, small_shards):
     cache = TeacherLogits(tmp_path / "logits", IDENTITY)
     assert cache.missing() == [range(0, 3), range(3, 6), range(6, 7)]
     counted = []
-    cache.fill(teacher_of(), batch=2, done=counted.append)
+    cache.fill(teacher_of(), batch=2, advance=counted.append)
     assert cache.missing() == [] and sum(counted) == 7
     give = teacher_of()
     for number in (6, 0, 4):

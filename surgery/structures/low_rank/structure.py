@@ -151,26 +151,26 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     def forecast(self) -> Forecast:
         """Forecast the conversion as if all layers had one rank."""
-        opened, asked, first = self.opened, self.asked, self.opened.first
-        rank = wanted_rank(asked, first)
+        opened, settings, first = self.opened, self.asked, self.opened.first
+        rank = wanted_rank(settings, first)
         writes = self._writes
         if writes is None:
-            blocks = blocks_for(asked.method, first, rank, multiple=asked.rank_multiple)
+            blocks = blocks_for(settings.method, first, rank, multiple=settings.rank_multiple)
             writes = self._writer(tuple(() if layer in self.kept else blocks for layer in range(opened.layers)))
         config, exact = writes.config(opened.reader.config), writes.sinks + writes.window
-        held = kv_bytes_of(config, first.q.dtype)
+        bytes_at = kv_bytes_of(config, first.q.dtype)
         return Forecast(
             config=config,
             tensors=replanned_tensors(opened, writes.copied, writes.plan, self.kept),
-            kv_bytes_per_token=held(exact + 1) - held(exact),
+            kv_bytes_per_token=bytes_at(exact + 1) - bytes_at(exact),
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(
                 cached=rank,
                 statistics=True,
                 gradients=True,
-                steps=int(bool(asked.window)),
-                quantizes=asked.quantizes,
+                steps=int(bool(settings.window)),
+                quantizes=settings.quantizes,
             ),
         )
 

@@ -55,8 +55,8 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
     def likely(self, granules: int) -> Rows:
         """Return a row of 4 bits a value, half of it for the latent."""
         first = self.opened.first
-        most = first.kv_heads * first.head_dim // 2 // self.granule  # all components
-        rope = min(granules // 2, most) * self.granule
+        limit = first.kv_heads * first.head_dim // 2 // self.granule  # all components
+        rope = min(granules // 2, limit) * self.granule
         return (("4+4", granules * self.granule - rope),), (("4+4", rope),) if rope else ()
 
     def writer(self, plans: Plans) -> OwnQuantizedMLA:

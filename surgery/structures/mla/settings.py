@@ -134,8 +134,10 @@ class ConvertSettings(StructureSettings):
     @property
     def is_open(self) -> bool:
         """Return whether no setting decides the form of the result: bits are chosen, where the source allows it."""
-        named = self.bits is not None or self.engine is not None or self.carrier != "auto" or self.latent_norm != "auto"
-        return not named and not any(self._decided_by_bits().values())
+        is_fixed = (
+            self.bits is not None or self.engine is not None or self.carrier != "auto" or self.latent_norm != "auto"
+        )
+        return not is_fixed and not any(self._decided_by_bits().values())
 
     def _decided_by_bits(self) -> dict[str, bool]:
         """Return which of the settings that automatic bits decide are not at their default."""

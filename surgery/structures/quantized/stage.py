@@ -84,14 +84,14 @@ class Measured:
 
 
 def measure_quantized(
-    exact: OwnSource, written: Path, held_out: HeldOut, settings: StructureSettings, progress: Progress
+    exact: OwnSource, path: Path, held_out: HeldOut, settings: StructureSettings, progress: Progress
 ) -> Measured:
     """Carries what was written through the model twice: with an exact cache, and through quantised ones.
 
     The caches are made by hand and given to a model that keeps exact ones, so that the written model, which makes its
     own, is compared with something else; unless it keeps a window besides, which only itself knows how to.
     """
-    stream, reader = exact.stream, open_model(written)
+    stream, reader = exact.stream, open_model(path)
     config = load_config(reader.path)
     new_layers = [config.quantized_layer(layer) for layer in range(exact.layers)]
     by_hand = not has_compact_layers(config)
