@@ -75,7 +75,7 @@ def default_config(
 
 
 def chunk_of(rank: int, max_chunk: int) -> int:
-    """The widest power of two up to `max_chunk` that divides the rank into few chunks; else the last chunk is masked."""
+    """The widest power of 2 up to `max_chunk` that divides the rank into few chunks; else the last chunk is masked."""
     for chunk in (256, 128, 64, 32, 16):
         if chunk <= max_chunk and rank % chunk == 0 and rank <= 16 * chunk:
             return chunk

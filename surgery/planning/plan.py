@@ -260,8 +260,8 @@ def _share_of(settings: PlanSettings, opened: Source) -> float | None:
     source_bytes, memory = held_bytes(opened.reader.config, opened, settings), settings.memory_bytes
     if memory >= source_bytes:
         raise SurgeryError(
-            f"--memory {settings.memory}: the source's own cache takes {size(source_bytes)} at {settings.tokens:,} tokens "
-            f"and batch {settings.batch}, there is nothing to convert; ask for a longer context or a larger batch"
+            f"--memory {settings.memory}: the source's own cache takes {size(source_bytes)} at {settings.tokens:,} "
+            f"tokens and batch {settings.batch}, there is nothing to convert; ask for a longer context or a larger batch"
         )
     return memory / source_bytes
 
