@@ -261,7 +261,7 @@ def _share_of(settings: PlanSettings, opened: Source) -> float | None:
     if memory >= source_bytes:
         raise SurgeryError(
             f"--memory {settings.memory}: the source's own cache takes {size(source_bytes)} at {settings.tokens:,} "
-            f"tokens and batch {settings.batch}, there is nothing to convert; ask for a longer context or a larger batch"
+            f"tokens and batch {settings.batch}: nothing to convert; ask for a longer context or a larger batch"
         )
     return memory / source_bytes
 
