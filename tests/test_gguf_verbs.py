@@ -37,8 +37,8 @@ def test_convert_and_eval(source, tmp_path, monkeypatch, capsys):
     out = tmp_path / "tiny.Q8_0-mla"
     assert out == default_output(copied, "mla")
     assert copied.read_bytes() == before
-    wanted = ["README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"]
-    assert listing(out) == [*wanted, "surgery_report.json", "tokenizer.json", "tokenizer_config.json"]
+    expected = ["README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"]
+    assert listing(out) == [*expected, "surgery_report.json", "tokenizer.json", "tokenizer_config.json"]
     assert "gguf" not in (out / "config.json").read_text() + (out / "tokenizer_config.json").read_text()
     record = json.loads((out / "surgery_report.json").read_text())["source"]
     assert record["path"] == "tiny.Q8_0.gguf" and record["dequantised_from"] == "Q8_0"

@@ -152,9 +152,9 @@ def test_a_rope_that_no_target_takes_is_a_reason_and_not_a_failure(tmp_path):
 def test_shown_and_printed_as_json(inspected, capsys):
     inspection = inspected("llama")
     show_inspection(inspection)
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown  # plain where standard output is no terminal
-    assert "256 B" in shown
+    output = capsys.readouterr().out
+    assert "\x1b" not in output  # plain where standard output is no terminal
+    assert "256 B" in output
     show_inspection(inspection, as_json=True)
     assert json.loads(capsys.readouterr().out)["architecture"]["vocabulary"] == SHAPE["vocab_size"]
 
@@ -177,9 +177,9 @@ def test_a_converted_checkpoint_says_what_it_caches(kind, tmp_path, capsys):
     assert inspection.targets == []
     json.dumps(inspection.to_dict())
     show_inspection(inspection)
-    shown = capsys.readouterr().out
-    assert "surgery over llama" in shown
-    assert ("keys rebuilt from latents of 32" if kind == "low_rank" else "latent of 16 and 16 rotary") in shown
+    output = capsys.readouterr().out
+    assert "surgery over llama" in output
+    assert ("keys rebuilt from latents of 32" if kind == "low_rank" else "latent of 16 and 16 rotary") in output
 
 
 def test_stock_mla_is_inspected(tmp_path):

@@ -185,9 +185,9 @@ def test_biases_of_queries_are_exact_and_no_larger_than_weights(size, input_scal
     tensors = {name: tensor.double() for name, tensor in query_latent(query, bias, input_scale).items()}
     latent = inputs @ tensors["q_a_proj.weight"].mT + tensors["q_a_proj.bias"]
     latent = rms_norm(latent, tensors["q_a_layernorm.weight"])
-    written = tensors["q_b_proj.weight"]
-    torch.testing.assert_close(latent @ written.mT, inputs @ query.mT + bias, rtol=1e-5, atol=1e-5)
-    assert (written[:, -1].abs() <= written[:, :-1].abs().amax(1) * 1.001).all()
+    files = tensors["q_b_proj.weight"]
+    torch.testing.assert_close(latent @ files.mT, inputs @ query.mT + bias, rtol=1e-5, atol=1e-5)
+    assert (files[:, -1].abs() <= files[:, :-1].abs().amax(1) * 1.001).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -230,10 +230,10 @@ def test_convert_and_card_name_what_ruins_a_result(checkpoints, tmp_path, monkey
 
 def test_a_float16_source_becomes_what_engines_serve(checkpoints, tmp_path):
     """Its latent needs no constant, and so no bias, which engines drop."""
-    asked = {"engine": "llama.cpp", "kv_ratio": 0.5, "calibration": "none"}
+    settings = {"engine": "llama.cpp", "kv_ratio": 0.5, "calibration": "none"}
     source = checkpoints("mistral", torch.float16)
     for name, dtype in (("plain", None), ("cast", "bfloat16")):
-        result = convert_checkpoint(source, tmp_path / name, ConvertSettings(**asked, weights_dtype=dtype))
+        result = convert_checkpoint(source, tmp_path / name, ConvertSettings(**settings, weights_dtype=dtype))
         config = json.loads((result.path / "config.json").read_text())
         assert config["attention_bias"] is False and result.report.target["latent_norm"] == "tiny"
         assert config["dtype"] == (dtype or "float16")

@@ -37,8 +37,8 @@ def moments_of(anatomy, x):
     return moments.result()
 
 
-def tensors_of(found):
-    return {each.name: getattr(found, each.name) for each in fields(found) if each.name != "tokens"}
+def tensors_of(result):
+    return {each.name: getattr(result, each.name) for each in fields(result) if each.name != "tokens"}
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_wider_products_change_a_moment_by_float32_rounding(monkeypatch):
         monkeypatch.setattr(module.MomentPrecision, "of", classmethod(lambda cls, *args: wide))
     widened = moments_of(anatomy, x)
     for name, value in tensors_of(exact).items():
-        for found in (plain, widened):
-            error = (getattr(found, name).double() - value).norm() / value.norm()
+        for result in (plain, widened):
+            error = (getattr(result, name).double() - value).norm() / value.norm()
             assert error < (1e-5 if "weight" in name else 2e-6), (name, error)
 
 

@@ -29,19 +29,19 @@ def test_the_numbers_are_those_of_transformers_and_of_each_block(checkpoint):
         if name + "_scale_inv" not in stored:
             assert torch.equal(reader.tensor(name), stored[name])
             continue
-        weight, scales, found = stored[name].float(), stored[name + "_scale_inv"], reader.tensor(name)
+        weight, scales, result = stored[name].float(), stored[name + "_scale_inv"], reader.tensor(name)
         want = weight.clone()
         for row in range(scales.shape[0]):
             for column in range(scales.shape[1]):
                 block = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
                 want[block] *= scales[row, column]
-        assert found.dtype == torch.bfloat16 and torch.equal(found, want.bfloat16())
+        assert result.dtype == torch.bfloat16 and torch.equal(result, want.bfloat16())
         if weight.shape[0] % BLOCK or weight.shape[1] % BLOCK:
             partial += 1
         else:
-            assert torch.equal(found, Fp8Dequantize(None)._dequantize_one(stored[name], scales, torch.bfloat16))
+            assert torch.equal(result, Fp8Dequantize(None)._dequantize_one(stored[name], scales, torch.bfloat16))
         rows = torch.tensor([weight.shape[0] - 1, 0, 3])
-        assert torch.equal(reader.rows(name, rows), found[rows])
+        assert torch.equal(reader.rows(name, rows), result[rows])
     assert partial  # 24 rows of what makes the latent
 
 
@@ -49,9 +49,9 @@ def test_a_conversion_dequantises_and_says_so(checkpoint, tmp_path):
     report = convert_checkpoint(checkpoint, tmp_path / "out", ConvertSettings(calibration="none")).report.to_dict()
     assert report["source"]["dequantised_from"] == "FP8"
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    written, reader = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(checkpoint)
+    files, reader = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(checkpoint)
     expert = "model.layers.1.mlp.experts.3.down_proj.weight"
-    assert torch.equal(written[expert], reader.tensor(expert)) and not [name for name in written if "scale" in name]
+    assert torch.equal(files[expert], reader.tensor(expert)) and not [name for name in files if "scale" in name]
 
 
 def test_scales_that_do_not_fit_are_refused(checkpoint, tmp_path):

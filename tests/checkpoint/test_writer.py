@@ -57,14 +57,14 @@ def test_round_trip_of_every_dtype(tmp_path, every_dtype, max_shard_size):
 def test_the_library_reads_it(tmp_path, every_dtype, max_shard_size):
     every_dtype.pop("float8_e8m0fnu.weight", None)  # the library has no torch type for it
     write_all(tmp_path / "out", every_dtype, max_shard_size=max_shard_size)
-    seen = set()
+    records = set()
     for path in (tmp_path / "out").glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt"}
             for name in file.keys():  # noqa: SIM118 it is no dict
                 assert raw(file.get_tensor(name)) == raw(every_dtype[name])
-                seen.add(name)
-    assert seen == set(every_dtype)
+                records.add(name)
+    assert records == set(every_dtype)
 
 
 def test_tensors_are_aligned(tmp_path):

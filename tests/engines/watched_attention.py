@@ -23,10 +23,10 @@ def watch() -> Counter[str]:
 
     def watched(method: Callable) -> Callable:
         @wraps(method)
-        def call(*arguments, **named):
+        def call(*arguments, **kwargs):
             calls[method.__qualname__] += 1
             with NoHostSync():
-                return method(*arguments, **named)
+                return method(*arguments, **kwargs)
 
         return call
 

@@ -112,8 +112,8 @@ def test_needle_panels_have_length_across_depth_down_and_the_limit():
     figure = heat_maps.needle(report)
     assert len(figure.axes) == 3
     ax = figure.axes[1]
-    shown = ax.collections[0].get_array().reshape(5, 4)
-    assert shown[4][1] == grid[1][4]
+    output = ax.collections[0].get_array().reshape(5, 4)
+    assert output[4][1] == grid[1][4]
     assert ax.yaxis_inverted()
     assert [text.get_text() for text in ax.get_xticklabels()] == ["512", "1,024", "2,048", "3,072"]
     assert [line.get_xdata()[0] for line in ax.lines] == [3]  # between 2,048 and 3,072

@@ -87,8 +87,8 @@ def test_a_phi_that_is_no_llama_is_refused(checkpoints, tmp_path, change, messag
 
 
 def test_a_phi_is_read_as_what_it_is(checkpoints):
-    found = [inspect_checkpoint(checkpoints(name)).architecture for name in ("phi3", "phi3_window", "llama")]
-    assert [(facts["model_type"], facts["stored_as"]) for facts in found] == [
+    inspection = [inspect_checkpoint(checkpoints(name)).architecture for name in ("phi3", "phi3_window", "llama")]
+    assert [(facts["model_type"], facts["stored_as"]) for facts in inspection] == [
         ("llama", "phi3"),
         ("mistral", "phi3"),
         ("llama", None),

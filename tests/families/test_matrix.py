@@ -217,8 +217,8 @@ def test_layers_that_predict_further_tokens_are_left_out(checkpoints, tmp_path):
     save_file(load_file(source / "model.safetensors") | further, source / "model.safetensors")
     edit_config(source, num_nextn_predict_layers=1)
     result = convert_checkpoint(source, tmp_path / "out", STRUCTURES["hybrid"]())
-    written = CheckpointReader.open(result.path)
-    assert written.config["num_nextn_predict_layers"] == 0 and not further.keys() & set(written.names())
+    files = CheckpointReader.open(result.path)
+    assert files.config["num_nextn_predict_layers"] == 0 and not further.keys() & set(files.names())
     assert {name for name in CheckpointReader.open(source).names() if ".self_attn." not in name} - further.keys() == {
-        name for name in written.names() if ".self_attn." not in name
+        name for name in files.names() if ".self_attn." not in name
     }

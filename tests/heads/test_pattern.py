@@ -15,7 +15,7 @@ from surgery.heads.pattern import KEY, HeadPattern
 
 def make_pattern(**changes):
     generator = torch.Generator().manual_seed(0)
-    given = {
+    settings = {
         "scores": torch.randn(3, 4, generator=generator),
         "method": "needle",
         "sinks": 16,
@@ -30,7 +30,7 @@ def make_pattern(**changes):
         "seconds": 1.25,
         "versions": {"torch": "2.13"},
     }
-    return HeadPattern(**{**given, **changes})
+    return HeadPattern(**{**settings, **changes})
 
 
 def test_round_trip(tmp_path):

@@ -88,8 +88,8 @@ def lags(device: torch.device) -> None:
     anatomy, x = random_layer()
     with WithoutValues(allow_non_fake_inputs=True):
         basis = identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
-        found = lag_statistics(anatomy.to(device), basis, x)
-        for sums, dtype in ((found.turned, torch.complex128), (found.energy, torch.float64)):
+        result = lag_statistics(anatomy.to(device), basis, x)
+        for sums, dtype in ((result.turned, torch.complex128), (result.energy, torch.float64)):
             assert (sums.device, sums.dtype, sums.shape) == (CPU, dtype, (basis.components, anatomy.heads))
 
 

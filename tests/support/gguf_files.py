@@ -130,14 +130,14 @@ def _add_tensor(writer: GGUFWriter, name: str, array: np.ndarray, kind: str) -> 
 
 
 def _add_tokenizer(writer: GGUFWriter) -> None:
-    found = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
-    special = {token["id"] for token in found["added_tokens"]}
-    tokens = sorted(found["model"]["vocab"], key=found["model"]["vocab"].get)
+    document = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+    special = {token["id"] for token in document["added_tokens"]}
+    tokens = sorted(document["model"]["vocab"], key=document["model"]["vocab"].get)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if index in special else 1 for index in range(len(tokens))])
-    writer.add_token_merges([" ".join(merge) for merge in found["model"]["merges"]])
+    writer.add_token_merges([" ".join(merge) for merge in document["model"]["merges"]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(0)
     writer.add_pad_token_id(2)

@@ -121,8 +121,8 @@ def nf4(weight: Tensor, *, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
     codes = ((blocks / factors[:, None])[..., None] - table).abs().argmin(-1)
     pairs = codes.view(-1, 2)
     parts |= {"weight": (pairs[:, :1] * 16 + pairs[:, 1:]).to(torch.uint8), "weight.absmax": absmax}
-    said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    parts |= {"weight.quant_map": table, "weight.quant_state.bitsandbytes__nf4": said}
+    message = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    parts |= {"weight.quant_map": table, "weight.quant_state.bitsandbytes__nf4": message}
     return parts, (table[codes] * factors[:, None]).view_as(weight)
 
 
@@ -178,26 +178,26 @@ FORMATS: dict[str, tuple[dict, Callable[[Tensor], dict[str, Tensor]]]] = {
 
 def make_quantised(folder: Path, family: str, kind: str) -> Path:
     """A tiny checkpoint in bfloat16 whose projections are quantised: not embeddings, norms, router and output."""
-    said, quantise = FORMATS[kind]
-    _replace_projections(folder, family, said, lambda name, weight: quantise(weight))
+    message, quantise = FORMATS[kind]
+    _replace_projections(folder, family, message, lambda name, weight: quantise(weight))
     return folder
 
 
 def make_known(folder: Path, family: str, kind: str) -> dict[str, Tensor]:
     """Make a checkpoint in a format of `KNOWN`; return the values of its quantised matrices by name, in float32."""
-    said, quantise = KNOWN[kind]
-    known = {}
+    message, quantise = KNOWN[kind]
+    reference = {}
 
     def parts(name: str, weight: Tensor) -> dict[str, Tensor]:
-        stored, known[name] = quantise(weight)
+        stored, reference[name] = quantise(weight)
         return stored
 
-    _replace_projections(folder, family, said, parts)
-    return known
+    _replace_projections(folder, family, message, parts)
+    return reference
 
 
 def _replace_projections(
-    folder: Path, family: str, said: dict, parts: Callable[[str, Tensor], dict[str, Tensor]]
+    folder: Path, family: str, message: dict, parts: Callable[[str, Tensor], dict[str, Tensor]]
 ) -> None:
     make_checkpoint(folder, family, torch.bfloat16)
     tensors = {}
@@ -208,4 +208,4 @@ def _replace_projections(
         else:
             tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    edit_config(folder, quantization_config=said)
+    edit_config(folder, quantization_config=message)

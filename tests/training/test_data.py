@@ -122,11 +122,13 @@ def test_global_batches_do_not_depend_on_the_number_of_processes(texts, tokenize
     }[kind]
     batches = {}
     for ranks in (1, 2, 3):
-        found = {}
+        results = {}
         for rank in range(ranks):
             sequences = opened(texts, tokenizer, tmp_path, data).sequences
-            found |= {number: sequences.sequence(number) for step in range(4) for number in dealt(step, 6, rank, ranks)}
-        batches[ranks] = found
+            results |= {
+                number: sequences.sequence(number) for step in range(4) for number in dealt(step, 6, rank, ranks)
+            }
+        batches[ranks] = results
     assert sorted(batches[1]) == list(range(24))
     for number, row in batches[1].items():
         assert same(row, batches[2][number]) and same(row, batches[3][number])
@@ -191,11 +193,11 @@ def test_the_builtin_text_packs_with_recalls_and_repeats_exactly(tokenizer, tmp_
 
 
 def test_the_builtin_text_of_a_model_of_language_is_prose_and_code(tokenizer, tmp_path, monkeypatch):
-    asked = parse_sources(["teacher.txt", {"source": "builtin", "weight": 2, "tokens": 20_000}])
-    assert fitting(asked, tokenizer) == asked  # a small vocabulary
+    request = parse_sources(["teacher.txt", {"source": "builtin", "weight": 2, "tokens": 20_000}])
+    assert fitting(request, tokenizer) == request  # a small vocabulary
     monkeypatch.setattr(sources, "SMALL_VOCABULARY", 0)
-    found = [(each.source, round(each.weight, 6), each.tokens) for each in fitting(asked, tokenizer)]
-    assert found == [("teacher.txt", 1.0, None), ("prose", 1.4, 14_000), ("code", 0.6, 6_000)]
+    results = [(each.source, round(each.weight, 6), each.tokens) for each in fitting(request, tokenizer)]
+    assert results == [("teacher.txt", 1.0, None), ("prose", 1.4, 14_000), ("code", 0.6, 6_000)]
     healing = opened_data([{"source": "builtin", "tokens": 20_000}], tokenizer, tmp_path, 256, held_out=3, recall=1.0)
     mixture = [(part["source"], part["weight"]) for part in healing.describe()["mixture"]]
     assert mixture == [("prose", 0.7), ("code", 0.3)]

@@ -51,16 +51,16 @@ def layer(request):
 
 def converted(layer, runs, shared=None):
     anatomy, inputs, statistics = layer
-    left = unpredicted(anatomy, statistics, inputs, shared, FIRST)
-    return convert_layer(anatomy, statistics, left, runs, inputs, shared, FIRST)
+    leftovers = unpredicted(anatomy, statistics, inputs, shared, FIRST)
+    return convert_layer(anatomy, statistics, leftovers, runs, inputs, shared, FIRST)
 
 
 def output_error(layer, result, earlier=(), read=None) -> float:
     anatomy, inputs, _ = layer
     source = CapturedAttention(anatomy)(inputs)[0]
     read = read or reader(result.quantizer, FIRST)
-    found = SimulatedLowRank(result.layer, earlier, read=read)(inputs)[0]
-    return float((found - source).norm() / source.norm())
+    results = SimulatedLowRank(result.layer, earlier, read=read)(inputs)[0]
+    return float((results - source).norm() / source.norm())
 
 
 def exact(values):
@@ -84,10 +84,10 @@ def test_what_no_latent_tells_has_its_mean(layer):
     rebuilt = replace(few, source=bare).rebuilt(few.latents(inputs))
     keys = inputs @ anatomy.k.flatten(0, 1).T, inputs @ anatomy.v.flatten(0, 1).T
     biases = anatomy.k_bias, anatomy.v_bias
-    for found, product, bias in zip(rebuilt, keys, biases, strict=True):
-        left = product + (0 if bias is None else bias.flatten()) - found.flatten(2)
-        mean = statistics.token_weight.double() @ left[:, FIRST:].flatten(0, 1) / len(statistics.token_weight)
-        assert float(mean.abs().max()) < 1e-5 * float(product.abs().max()) and float(left.abs().max()) > 0.1
+    for result, product, bias in zip(rebuilt, keys, biases, strict=True):
+        leftovers = product + (0 if bias is None else bias.flatten()) - result.flatten(2)
+        mean = statistics.token_weight.double() @ leftovers[:, FIRST:].flatten(0, 1) / len(statistics.token_weight)
+        assert float(mean.abs().max()) < 1e-5 * float(product.abs().max()) and float(leftovers.abs().max()) > 0.1
 
 
 def test_channels_without_a_latent_are_zero(layer):

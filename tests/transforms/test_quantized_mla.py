@@ -51,8 +51,8 @@ def output_error(layer, result) -> float:
     anatomy, inputs, _ = layer
     source = CapturedAttention(anatomy.to(torch.float32))(inputs.float())[0]
     read = reader(result.quantizer, 2, result.layer.neighbouring())
-    found = SimulatedAttention(result.layer.to(torch.float32), read=read)(inputs.float())[0]
-    return float((found - source).norm() / source.norm())
+    results = SimulatedAttention(result.layer.to(torch.float32), read=read)(inputs.float())[0]
+    return float((results - source).norm() / source.norm())
 
 
 def test_eight_bits_lose_hardly_anything(layer):
@@ -81,6 +81,6 @@ def test_wide_fields_hold_the_channels_of_most_energy(layer):
     components = quantized_mla.spectra(anatomy, statistics, basis).components
     wide = sorted(components.tolist(), reverse=True)[:4]
     frequencies = anatomy.inv_freq[basis.frequency]
-    chosen = sorted(float(frequencies[int((components == energy).nonzero()[0, 0])]) for energy in wide)
+    selection = sorted(float(frequencies[int((components == energy).nonzero()[0, 0])]) for energy in wide)
     pairs = bits[10:].view(-1, 2)[:, 0]  # of the shared key, behind 6 + 4 values
-    assert sorted(result.layer.inv_freq[pairs == 8].tolist()) == pytest.approx(chosen)
+    assert sorted(result.layer.inv_freq[pairs == 8].tolist()) == pytest.approx(selection)
