@@ -14,7 +14,7 @@ from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.model.cache_argument import cache_for, returned_cache
 
 GROWTH_STEPS = 64
-"""Decoded tokens over which the growth of a cache is taken: a quantised cache may pack 32 or more tokens at a time."""
+"""Decoded tokens over which the growth of a cache is taken: a quantized cache may pack 32 or more tokens at a time."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class KVUse:
 def cache_bytes(cache: Any) -> int:
     """Bytes of every tensor that a live cache holds.
 
-    Keys, values and whatever else its layers keep (latents, quantised values and their scales, indexer keys, recurrent
+    Keys, values and whatever else its layers keep (latents, quantized values and their scales, indexer keys, recurrent
     states) are found by walking the object, so that a cache class of anyone's is counted in full. Only integer scalars
     are left out: they are position counters. Tensors that share a storage are counted once, views of it by their own
     elements: a key expanded to many heads counts as one, the window of a sliding layer as its window.

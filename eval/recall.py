@@ -31,7 +31,7 @@ NAMES = (
 # fmt: on
 """Subjects of facts. The order is part of the task: a seed picks names by their place in it."""
 
-# Every line starts and ends with a newline, so that it is tokenised alike wherever it is put.
+# Every line starts and ends with a newline, so that it is tokenized alike wherever it is put.
 FACT = "\n# The secret key of {name} is {value}.\n"
 QUESTION = "\n# Recall: the secret key of {name} is"
 ANSWER = " {value}"

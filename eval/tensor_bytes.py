@@ -46,7 +46,7 @@ def _walk(value: Any, ids: set[int]) -> Iterator[Tensor]:
         if not is_traceable_wrapper_subclass(value):
             yield value
             return
-        # Quantised tensors of torchao and quanto own no storage: they wrap codes, scales and zero points.
+        # Quantized tensors of torchao and quanto own no storage: they wrap codes, scales and zero points.
         children = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
     elif isinstance(value, Mapping):
         children = list(value.values())

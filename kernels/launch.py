@@ -132,7 +132,7 @@ def launches_of(reference: Callable, *settings: str) -> Callable:
 
 
 def size(tensor: Tensor, dim: int) -> Extent:
-    """The size of a dimension, to be read at every call; kernels must not specialise on it (`do_not_specialize`)."""
+    """The size of a dimension, to be read at every call; kernels must not specialize on it (`do_not_specialize`)."""
     return Extent(tensor, dim, is_stride=False)
 
 

@@ -1,6 +1,6 @@
 """Results of several operators over disjoint tokens of the same rows → the result over all of them, exactly.
 
-For tokens kept in several forms: quantised ones and the exact ones behind them, for instance.
+For tokens kept in several forms: quantized ones and the exact ones behind them, for instance.
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ class Operation:
 
     Args:
         reference: the operation in plain PyTorch; annotated, since the schema is read off its signature.
-        outputs: gives the results of a call, uninitialised: what tracing sees. A call is a namespace of all arguments.
+        outputs: gives the results of a call, uninitialized: what tracing sees. A call is a namespace of all arguments.
         unsupported: says why the kernel does not take a call; None if it does.
         check: raises ValueError for arguments of a call that do not belong together.
         kernel: the module whose `launches` are run, `<name>/kernel.py` by default; imported only then: it needs Triton.
         settings: arguments behind those of the reference that only kernels have a use for: optional integers.
         growth: dimensions that grow with a text, as `Layout` takes them.
-        free: integers that change at every step; kernels must not specialise on them.
+        free: integers that change at every step; kernels must not specialize on them.
 
     Attributes:
         registered: the operator of PyTorch.

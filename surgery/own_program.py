@@ -1,4 +1,4 @@
-"""Behaviour of this project's own programs, unlike programs that import it: `surgery`, and `python -m surgery...`."""
+"""Behavior of this project's own programs, unlike programs that import it: `surgery`, and `python -m surgery...`."""
 
 from __future__ import annotations
 

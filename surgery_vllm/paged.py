@@ -49,7 +49,7 @@ def latent_attention(
         rank: r.
         scale: of the scores.
         gains: which of the numbers behind r + ρ scale the scores of a token, one for each of as many groups of
-            neighbouring heads; None: none do.
+            neighboring heads; None: none do.
 
     Returns:
         [B·T, H, r], the mean of the latents by the softmax of the scores.

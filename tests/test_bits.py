@@ -1,4 +1,4 @@
-"""`--bits` with another structure: one conversion that ends in a quantised cache, and is the two steps one by one."""
+"""`--bits` with another structure: one conversion that ends in a quantized cache, and is the two steps one by one."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`--to quantized`, end to end on tiny models: what was written is the source with a quantised cache, and says so."""
+"""`--to quantized`, end to end on tiny models: what was written is the source with a quantized cache, and says so."""
 
 import json
 
@@ -35,7 +35,7 @@ def mla(conversions):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])  # biases; norms and experts
-def test_every_family_keeps_its_weights_and_quantises_its_cache(checkpoints, tmp_path, name):
+def test_every_family_keeps_its_weights_and_quantizes_its_cache(checkpoints, tmp_path, name):
     source = checkpoints(name, torch.bfloat16)
     result = convert_checkpoint(source, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
     before, after = load_file(source / "model.safetensors"), load_file(result.path / "model.safetensors")
@@ -161,9 +161,9 @@ def test_layers_that_read_earlier_latents_run_together(tmp_path, hadamard):
     assert report.kv["source_bytes_per_token"] == 4 * sum(ranks)
 
 
-def test_what_cannot_be_quantised_is_refused(checkpoints, tmp_path):
+def test_what_cannot_be_quantized_is_refused(checkpoints, tmp_path):
     quantized = convert_checkpoint(checkpoints("llama"), tmp_path / "once", QuantizedSettings(**WEIGHTS_ONLY)).path
-    refused = ((quantized, "quantised already"), (checkpoints("mistral_window"), "sliding_attention"))
+    refused = ((quantized, "quantized already"), (checkpoints("mistral_window"), "sliding_attention"))
     for source, message in refused:
         with pytest.raises(SurgeryError, match=message):
             convert_checkpoint(source, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))

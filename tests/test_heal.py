@@ -17,7 +17,7 @@ from tiny_models import DEMO, HELD_OUT
 from transformers import AutoModelForCausalLM
 
 from surgery.architectures.entry_factors import entry_factors
-from surgery.architectures.neutral_norm import recognised_norm
+from surgery.architectures.neutral_norm import recognized_norm
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.named_models import demo_model
 from surgery.common.errors import SurgeryError
@@ -82,7 +82,7 @@ def test_stock_mla_stays_stock(pair_of, tmp_path, kind):
         prefix = f"model.layers.{layer}.self_attn."
         assert torch.equal(after[prefix + "kv_a_layernorm.weight"], before[prefix + "kv_a_layernorm.weight"])
         bias = after.get(prefix + "kv_a_proj_with_mqa.bias")
-        norm = recognised_norm(after[prefix + "kv_a_layernorm.weight"], None if bias is None else bias[:width])
+        norm = recognized_norm(after[prefix + "kv_a_layernorm.weight"], None if bias is None else bias[:width])
         assert norm.kind == kind
         weight, old = (tensors[prefix + "kv_a_proj_with_mqa.weight"][:width] for tensors in (after, before))
         assert not torch.equal(weight, old), "the latent did not train"

@@ -106,7 +106,7 @@ def test_layers_of_a_state_stay_to_the_bit_and_count_nothing(checkpoints, tmp_pa
     assert not any(info.values())
     with pytest.raises(SurgeryError, match="none is left to convert"):
         converted(source, tmp_path / "none", "lowrank", keep_layers="1")
-    with pytest.raises(SurgeryError, match="neighbour's latents"):
+    with pytest.raises(SurgeryError, match="neighbor's latents"):
         converted(source, tmp_path / "none", "crosslayer", method="cascade")
 
 

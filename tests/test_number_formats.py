@@ -18,7 +18,7 @@ from surgery.architectures.neutral_norm import (
     TINY_EPS,
     WIDE_SCALE,
     constant_norm,
-    recognised_norm,
+    recognized_norm,
     tiny_norm,
 )
 from surgery.architectures.query_latent import query_latent
@@ -162,17 +162,17 @@ def test_the_norm_of_a_tiny_latent_is_linear_within_its_bound(rank, scale):
 
 
 @pytest.mark.parametrize("rank", [1, 12, 511])
-def test_norms_are_recognised(rank):
-    """Recognise those of this version and of earlier ones, whose constant channel had the weight of the others."""
+def test_norms_are_recognized(rank):
+    """Recognize those of this version and of earlier ones, whose constant channel had the weight of the others."""
     for norm in map(tiny_norm, (HALF_SCALE, WIDE_SCALE, OLD_SCALE)):
-        assert recognised_norm(norm.weights(rank), None) == norm
+        assert recognized_norm(norm.weights(rank), None) == norm
     norm = constant_norm(rank)
     bias = torch.zeros(rank + 1)
     bias[-1] = CONSTANT
     assert norm.weights(rank)[-1] == 0
-    assert recognised_norm(norm.weights(rank), bias) == norm
-    assert recognised_norm(torch.full((rank + 1,), norm.weight), bias) == norm
-    assert recognised_norm(torch.rand(rank), None) is None
+    assert recognized_norm(norm.weights(rank), bias) == norm
+    assert recognized_norm(torch.full((rank + 1,), norm.weight), bias) == norm
+    assert recognized_norm(torch.rand(rank), None) is None
 
 
 @pytest.mark.parametrize("input_scale", [1.0, 2.0**-7])

@@ -31,7 +31,7 @@ QUICK += ["--calibration", HELD_OUT]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """Return a source with a card of its own, of which a licence is inherited."""
+    """Return a source with a card of its own, of which a license is inherited."""
     path = make_checkpoint(tmp_path_factory.mktemp("push") / "models--org--base" / "snapshots" / "abc", "llama")
     (path / "README.md").write_text("---\nlicense: mit\nlanguage:\n- en\ntags: [theirs]\n---\n# Base\n")
     return path

@@ -319,7 +319,7 @@ OTHERS = {
     "stock MLA": (ConvertSettings(**NONE), "heads of MLA share one latent"),
     "own MLA": (ConvertSettings(carrier="own", **NONE), "score its source"),
     "hybrid": (HybridSettings(streaming=1.0, sinks=4, recent=16, **NONE), "some of its heads stream already"),
-    "quantised": (QuantizedSettings(group=16, **NONE), "KV cache is quantised; score its source"),
+    "quantized": (QuantizedSettings(group=16, **NONE), "KV cache is quantized; score its source"),
 }
 
 

@@ -343,7 +343,7 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     _edit(real / "model.safetensors", "model.layers.1.self_attn.kv_a_layernorm.weight", 1.5)
     for source, ratio, message in (
         (checkpoints("llama"), 0.25, "a llama checkpoint caches no latents to slice; convert it"),
-        (in_bits, 0.25, "quantised; slice the checkpoint that it was made of"),
+        (in_bits, 0.25, "quantized; slice the checkpoint that it was made of"),
         (plain, 0.25, "the family's own attention"),
         (loss_increase, 0.25, "which surgery slice needs"),
         (old, 0.25, "does not say what its latents are worth"),
@@ -367,7 +367,7 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
 
 
 def test_a_rotated_latent_has_no_order(converted, tmp_path):
-    """Even where the quantised cache itself has been taken out of the config."""
+    """Even where the quantized cache itself has been taken out of the config."""
     settings = QuantizedSettings(calibration="none", group=16, hadamard=True)
     path = convert_checkpoint(converted("joint").path, tmp_path / "rotated", settings).path
     edit_config(path, "kv_cache")

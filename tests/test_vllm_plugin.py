@@ -162,7 +162,7 @@ def test_a_batch_is_cut_by_new_tokens_length_and_room(monkeypatch):
 
 
 def test_a_span_finds_its_tokens_and_pages():
-    """Requests that are neighbours by slices, others by indices; pages up to the longest."""
+    """Requests that are neighbors by slices, others by indices; pages up to the longest."""
     table, lengths = torch.arange(12, dtype=torch.int32).view(3, 4), [9, 5, 8]
     one, pair = spans_of([2, 1, 2], lengths, table, torch.tensor(lengths), 4)
     assert (one.tokens, one.seq_lens.tolist(), one.pages.tolist()) == (slice(2, 3), [5], [[4, 5]])
@@ -171,7 +171,7 @@ def test_a_span_finds_its_tokens_and_pages():
     assert (pair.new, pair.shortest, pair.longest) == (2, 8, 9)
 
 
-def test_a_span_of_neighbours_and_of_bounds():
+def test_a_span_of_neighbors_and_of_bounds():
     lengths = torch.tensor([9, 8, 9])
     (span,) = spans_of([1, 1, 1], [10, 10, 10], torch.arange(12).view(3, 4), lengths, 4, exact=False)
     assert (span.tokens, span.shortest, span.longest) == (slice(0, 3), 1, 10)
@@ -224,7 +224,7 @@ def test_structures_that_it_serves():
     [
         ({"base_model_type": "qwen3_moe"}, "family qwen3_moe"),
         ({"hidden_act": "gelu"}, "activation gelu"),
-        ({"kv_cache": {"format": "int4"}}, "quantised by kv_cache"),
+        ({"kv_cache": {"format": "int4"}}, "quantized by kv_cache"),
         ({"sliding_window": 32}, "attention windows"),
         ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}, "attention windows"),
         ({"attention_layers": [None, CROSS_LAYER]}, "kind 'cross_layer' .layer 1."),

@@ -39,7 +39,7 @@ TESTS = (
     *("tests/test_convert_hybrid.py", "tests/test_convert_cross_layer.py", "tests/test_convert_cache.py"),
     *("tests/test_slicing.py", "tests/test_tokenizer_class.py", "tests/test_old_checkpoints.py"),
     *("tests/test_python_api.py", "tests/test_heal.py"),
-    *("tests/checkpoint/test_quantised.py", "tests/checkpoint/test_kept_quantised.py", "tests/checkpoint/test_gguf.py"),
+    *("tests/checkpoint/test_quantized.py", "tests/checkpoint/test_kept_quantized.py", "tests/checkpoint/test_gguf.py"),
 )
 SHOWN = ("torch", "transformers", "huggingface_hub", "safetensors", "numpy", "accelerate", "peft", "datasets")
 IMPORTS = """
@@ -67,7 +67,7 @@ INTRODUCTION = f"""# Versions
 What `pyproject.toml` declares, tried at both ends: at the floor every requirement has its lower bound, else the
 newest that fit each other. In each environment all modules of the installed wheel are imported, and {len(TESTS)}
 files of tests run on it: the command line, conversions to every target, reload, slices, earlier checkpoints,
-evaluation, healing, quantised sources. Made by `python tools/versions.py`, on x86-64 Linux, without a GPU.
+evaluation, healing, quantized sources. Made by `python tools/versions.py`, on x86-64 Linux, without a GPU.
 
 | Python | end | {" | ".join(SHOWN)} | modules imported | tests passed | failed | skipped | date |
 |---|---|{"---|" * len(SHOWN)}---:|---:|---:|---:|---|

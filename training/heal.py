@@ -145,7 +145,7 @@ class _Run:
             progress.note("attention runs over whole rows: the models do not keep it inside of packed documents")
         aware = set_quantization_aware(student, settings.quantization_aware)
         if aware:
-            progress.note("training reads keys and values as the student's quantised cache gives them")
+            progress.note("training reads keys and values as the student's quantized cache gives them")
         tokenizer = tokenizer_of(student_reader, trust_remote_code=settings.trust_remote_code)
         evaluations = self._evaluations(student, tokenizer)
         data = open_data(settings, tokenizer, self.folder / "data", processes=processes, progress=progress)

@@ -105,7 +105,7 @@ class Recalls:
 
 
 class PackedSequences:
-    """Rows of tokenised documents: any number of them, every epoch in another order. See `Sequences`.
+    """Rows of tokenized documents: any number of them, every epoch in another order. See `Sequences`.
 
     Attributes:
         held_out: rows of documents that no other row has, always the same for equal data and length, without planted

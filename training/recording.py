@@ -62,7 +62,7 @@ class Recording:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """Inputs of each attention: normalised hidden states, [B, T, D] of each."""
+        """Inputs of each attention: normalized hidden states, [B, T, D] of each."""
         return self._joined("inputs")
 
     def _joined(self, kind: str) -> list[Tensor]:

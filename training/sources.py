@@ -1,4 +1,4 @@
-"""Sources of a run's data, and the way from each to tokenised documents."""
+"""Sources of a run's data, and the way from each to tokenized documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from surgery.common.file_settings import FileSettings
 from surgery.training.chat import ChatEncoder, holds_conversations, read_records, without_nulls
 
 FORMATS = ("auto", "text", "chat")
-TOKENISED_AT_ONCE = 64
+TOKENIZED_AT_ONCE = 64
 """Texts given to the tokenizer in one call: its own threads then have something to share."""
 
 
@@ -90,7 +90,7 @@ class TextSource(FileSettings):
         return facts
 
     def documents(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-        """The tokenised documents, in the source's order; texts end with eos, conversations as their template says.
+        """The tokenized documents, in the source's order; texts end with eos, conversations as their template says.
 
         Raises:
             SurgeryError: the source cannot be read.
@@ -138,9 +138,9 @@ def fitting(sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase) -
 
 
 def encode_texts(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Tokenises texts, each ended by eos where there is one."""
+    """Tokenizes texts, each ended by eos where there is one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    while some := list(islice(texts, TOKENISED_AT_ONCE)):
+    while some := list(islice(texts, TOKENIZED_AT_ONCE)):
         for ids in tokenizer(some, add_special_tokens=False, verbose=False).input_ids:
             yield ids + end
 

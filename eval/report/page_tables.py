@@ -25,9 +25,9 @@ def headline(report: Report) -> Table:
 
 
 def name_cell(report: Report, row: ReportRow) -> Cell:
-    """A row's name, with its colour and kind as in the plots."""
+    """A row's name, with its color and kind as in the plots."""
     look = next(look for each, look in zip(report["rows"], looks(report), strict=True) if each is row)
-    return Cell(row["name"], tone=str(row.get("role") or ""), mark=look.colour)
+    return Cell(row["name"], tone=str(row.get("role") or ""), mark=look.color)
 
 
 def of_rows(

@@ -100,7 +100,7 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
         ax.plot([p.x for p in rivals], [p.y for p in rivals], **line, label="no cheap baseline is better at both")
     for point in points:
         # Interval ends are drawn as they are: a paired bootstrap interval need not hold its own estimate.
-        bar = {"color": point.look.colour, "linewidth": 1.4, "zorder": 2, "gid": None if id(point) in labeled else REST}
+        bar = {"color": point.look.color, "linewidth": 1.4, "zorder": 2, "gid": None if id(point) in labeled else REST}
         ax.plot([point.x] * 2, [point.low, point.high], **bar)
         ax.plot(
             [point.x],
@@ -108,8 +108,8 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
             marker=point.look.marker,
             markersize=7,
             linestyle="none",
-            markerfacecolor="none" if point.row.get("role") == HOLLOW else point.look.colour,
-            markeredgecolor=point.look.colour,
+            markerfacecolor="none" if point.row.get("role") == HOLLOW else point.look.color,
+            markeredgecolor=point.look.color,
             markeredgewidth=1.6,
             zorder=3,
             gid=None if id(point) in labeled else FAINT,

@@ -131,7 +131,7 @@ def _line(ax: Axes, x: Sequence[float], y: Sequence[float | None], row: ReportRo
     y = [value if value is not None and math.isfinite(value) else math.nan for value in y]
     if all(map(math.isnan, y)):
         return
-    style = {"color": look.colour, "linestyle": look.dashes, "marker": look.marker, "markersize": 3.5}
+    style = {"color": look.color, "linestyle": look.dashes, "marker": look.marker, "markersize": 3.5}
     ax.plot(x, y, **style, label=label(row["name"]), gid=REST if look.beaten else None)
 
 

@@ -218,7 +218,7 @@ def _perplexity(row: ReportRow, report: Report) -> float | None:
     return perplexity(dig(row, "results", "loss", "loss"))
 
 
-def _memorised(key: str) -> Callable[[ReportRow, Report], Value]:
+def _memorized(key: str) -> Callable[[ReportRow, Report], Value]:
     return lambda row, report: dig(row, "results", "loss", "memorised", key) if report.get("baseline") else None
 
 
@@ -302,10 +302,10 @@ HEADLINE: tuple[Measure, ...] = (
     Measure("top-1", "Share of positions where the row's most likely token is the baseline's",
             share, "high", key="top1_agreement", value=_at("results", "loss", "divergence", "top1_agreement")),
     Measure("memorised", "Share of tokens that cost the baseline less than 0.1 nats: they hide damage to attention",
-            share, key="memorised", value=_memorised("share"), on_terminal=False),
-    Measure("loss, others (perplexity)", "Loss of tokens that the baseline has not memorised, nats a token",
+            share, key="memorised", value=_memorized("share"), on_terminal=False),
+    Measure("loss, others (perplexity)", "Loss of tokens that the baseline has not memorized, nats a token",
             with_perplexity, "low", key="loss_of_others", compared="loss_of_others", on_terminal=False,
-            value=_memorised("loss_of_others")),
+            value=_memorized("loss_of_others")),
     Measure("recall", "Share of planted keys given back, all digits right",
             share, "high", key="recall", value=_at("results", "recall", "accuracy"), compared="recall"),
     Measure("needle", "Share of needles found over all lengths and depths",

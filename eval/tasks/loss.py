@@ -20,8 +20,8 @@ from surgery.eval.token_losses import divergence, losses_of_states, losses_throu
 if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
 
-MEMORISED = 0.1
-"""Nats: a token that the baseline predicts at less is taken for memorised, which hides damage to attention."""
+MEMORIZED = 0.1
+"""Nats: a token that the baseline predicts at less is taken for memorized, which hides damage to attention."""
 FIRST_BUCKET = 32
 """Tokens in the first position bucket; every later one is as long as all before it."""
 
@@ -129,7 +129,7 @@ class LossTask:
                 {"start": start, "end": end, **_totals(losses[:, start - 1 : end - 1], size[:, start - 1 : end - 1])}
                 for start, end in position_buckets(text.tokens.shape[1])
             ],
-            "memorised": _memorised(losses, values.get("baseline", losses)),
+            "memorised": _memorized(losses, values.get("baseline", losses)),
             "cached": None,
             "divergence": None,
         }
@@ -177,10 +177,10 @@ def _totals(losses: np.ndarray, size: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _memorised(losses: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
-    """Losses [N, T - 1] of tokens that the baseline (the model itself, where there is none) has memorised, and of the
+def _memorized(losses: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
+    """Losses [N, T - 1] of tokens that the baseline (the model itself, where there is none) has memorized, and of the
     others. "per_sequence" are the others' shares of their mean: their mean is "loss_of_others"."""
-    memorized = baseline < MEMORISED
+    memorized = baseline < MEMORIZED
     others = int((~memorized).sum())
     return {
         "share": float(memorized.mean()),

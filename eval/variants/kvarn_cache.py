@@ -28,7 +28,7 @@ LOG_SCALES = (-0.3, 10.0)
 
 
 class KVarNTiles(Coder):
-    """Tiles of variance-normalised values; of keys rows are channels, of values they are tokens."""
+    """Tiles of variance-normalized values; of keys rows are channels, of values they are tokens."""
 
     def __init__(self, bits: int, tile: int, *, values: bool) -> None:
         self.bits, self.tile, self.values = bits, tile, values

@@ -6,7 +6,7 @@ matrix and rounded to the Lloyd-Max centroids of N(0, 1/d), with the norm in fp1
 rounded vector back to norm 1. Values have even steps, with scale and zero in fp16 a token and head. `k8v4` has keys in
 fp8. The first two and the last two layers stay unchanged.
 
-Left out: the paper's second stage (QJL), as in vLLM; and that vLLM reads a prompt's own keys unquantised.
+Left out: the paper's second stage (QJL), as in vLLM; and that vLLM reads a prompt's own keys unquantized.
 `tests/engines/test_vllm_formats.py` compares with vLLM's kernels.
 """
 

@@ -83,7 +83,7 @@ def without_gpu() -> None:
 
 
 def decoding_calls(tokens: int) -> dict[str, Callable[[], Any]]:
-    """A step at the shapes of Llama-3-8B, by operation: one row of so many tokens, quantised ones in 4 bits."""
+    """A step at the shapes of Llama-3-8B, by operation: one row of so many tokens, quantized ones in 4 bits."""
     calls = {}
     for name in OPERATIONS:
         candidates = cases([name], ["llama3-8b"], [tokens], [1], [torch.float16])

@@ -15,7 +15,7 @@ read, 64·G where keys and values have latents of their own. At d = 128 two head
 rate of its memory: from G = 2 on products are the limit, and a cache of G = 8 is slower to decode than the keys and
 values that it replaces.
 
-Integer and fp8 latents are dequantised as a block is loaded. Scales by channel could be folded into U, but U would be
+Integer and fp8 latents are dequantized as a block is loaded. Scales by channel could be folded into U, but U would be
 scaled anew for each group of tokens, as much work as the latents themselves; scales by token would leave the values'
 product per group of channels. The rebuilding product hides one multiplication and addition of each number.
 """

@@ -20,7 +20,7 @@ RESIDENT_BYTES = 64 * 1024
 """Up-projections of one head up to this size may stay in shared memory, larger ones pass through it for every block."""
 
 WIDE_CHUNK = 128 if tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6) else 64
-"""Numbers of a quantised latent, or of one beside exact tokens, in one product: Triton 3.6 spills at 64, 3.9 at 128."""
+"""Numbers of a quantized latent, or of one beside exact tokens, in one product: Triton 3.6 spills at 64, 3.9 at 128."""
 
 
 def chunk_of(*ranks: int, max_chunk: int = 128) -> int:
@@ -75,7 +75,7 @@ def launches(
     splits = splits_of(config, batch * kv_heads * row_blocks, query, capacity)
     parts, logs = scratch(query, out.shape[-1], splits)
     if resident is None:
-        # Quantised latents and exact tokens leave no registers for it, but for a few tokens that share their scales.
+        # Quantized latents and exact tokens leave no registers for it, but for a few tokens that share their scales.
         room = exact_key is None and (not bits or (args.by_channel and config.block_tokens < 64))
         resident = room and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     reads = [0, key_rank, 0, value_rank] if ranges is None else ranges

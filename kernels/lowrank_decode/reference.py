@@ -50,7 +50,7 @@ def rotated(keys: Tensor, positions: Tensor, within: Tensor, begins: Tensor) -> 
     return torch.cat([real * cos - imag * sin, imag * cos + real * sin], dim=-1)
 
 
-def normalised(keys: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float) -> Tensor:
+def normalized(keys: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float) -> Tensor:
     """Keys [B, G, n, d] with their bias [G, d], and divided by their root mean square and scaled [d], if given."""
     if bias is not None:
         keys = keys + bias[:, None]
@@ -90,7 +90,7 @@ def lowrank_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last T queries; arguments as in `operator.lowrank_decode`, the rotation as its two tables.
 
-    Latents are quantised where `bits` is not 0.
+    Latents are quantized where `bits` is not 0.
 
     Returns:
         out and exact_out side by side, [B, T, H, r_v + v], v = 0 without exact tokens, and lse [B, T, H] in fp32.
@@ -119,7 +119,7 @@ def lowrank_attention(
 
     reads = None if ranges is None else torch.tensor(ranges, device=device).view(-1, 4)
     keys = _keys(latent, key_up, reads)
-    keys = normalised(keys, key_bias, norm_weight, norm_eps)
+    keys = normalized(keys, key_bias, norm_weight, norm_eps)
     if within is not None:
         keys = rotated(keys, torch.where(visible.any(1), positions, 0), within, begins)
     values = _values(latent, reads, kv_heads)
@@ -132,7 +132,7 @@ def lowrank_attention(
         hidden = ~exact_visible.any(1)[:, None, :, None]
         exact_key, exact_value = exact_key.masked_fill(hidden, 0), exact_value.masked_fill(hidden, 0)
         if raw_exact:
-            exact_key = normalised(exact_key, key_bias, norm_weight, norm_eps)
+            exact_key = normalized(exact_key, key_bias, norm_weight, norm_eps)
         if within is not None:
             exact_key = rotated(exact_key, exact_slots.clamp(min=0).masked_fill(hidden[:, 0, :, 0], 0), within, begins)
         keys, visible = torch.cat([keys, exact_key], dim=2), torch.cat([visible, exact_visible], dim=2)

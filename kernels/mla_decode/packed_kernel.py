@@ -283,7 +283,7 @@ def mla_decode_packed_kernel(
             queries = queries + ((part * shrink[:, None]).to(dtype),)
             acc = acc + (tl.zeros((BLOCK_ROWS, CHUNK), tl.float32),)
 
-    turned, advance, centres, table = (), (), (), ()
+    turned, advance, centers, table = (), (), (), ()
     for i in tl.static_range(len(ROPE_PLANES)):
         entry = tl.load(entries + (len(PLANES) + i) * CHUNK + lane)
         masks = masks + ((entry & 255).to(tl.int16),)
@@ -299,7 +299,7 @@ def mla_decode_packed_kernel(
         advance = advance + (cos, sin)
         for byte in tl.static_range(2):
             _, _, factor, offset = affine(step, mean, entry, byte)
-            centres = centres + ((offset / tl.where(inside, factor, 1.0)).to(dtype),)
+            centers = centers + ((offset / tl.where(inside, factor, 1.0)).to(dtype),)
         at = within + offs_n[:, None] * PAIRS + pair[None, :]
         table = table + (tl.load(at, mask=inside[None, :], other=0.0).to(dtype),)
         table = table + (tl.load(at + STEP * PAIRS, mask=inside[None, :], other=0.0).to(dtype),)
@@ -341,7 +341,7 @@ def mla_decode_packed_kernel(
         for i in tl.static_range(len(ROPE_PLANES)):
             near = field(tiles[ROPE_PLANES[i][0]], masks[len(PLANES) + i], 0, ROPE_PLANES[i][1], WIDE, LOP3)
             far = field(tiles[ROPE_PLANES[i][0]], masks[len(PLANES) + i], 1, ROPE_PLANES[i][1], WIDE, LOP3)
-            near, far = near + centres[2 * i][None, :], far + centres[2 * i + 1][None, :]
+            near, far = near + centers[2 * i][None, :], far + centers[2 * i + 1][None, :]
             cos_n, sin_n = table[2 * i], table[2 * i + 1]
             turned_near, turned_far = turned[2 * i], turned[2 * i + 1]
             logits = tl.dot(turned_near.to(dtype), tl.trans(near * cos_n - far * sin_n), logits, input_precision="ieee")

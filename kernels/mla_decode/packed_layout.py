@@ -21,7 +21,7 @@ Plane = tuple[int, int]
 
 @dataclass(frozen=True)
 class Section:
-    """Neighbouring fields of a row: those of the latent, or of the shared key.
+    """Neighboring fields of a row: those of the latent, or of the shared key.
 
     Attributes:
         lane, lanes: where they begin in a row, and how many lanes they have.

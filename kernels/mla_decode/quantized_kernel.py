@@ -1,10 +1,10 @@
-r"""Absorbed latent attention over quantised tokens, whose numbers are code · scale + zero (fp8: code · scale).
+r"""Absorbed latent attention over quantized tokens, whose numbers are code · scale + zero (fp8: code · scale).
 
 As in `kernel.py`, one program takes `block_rows` query rows and one split of a row's tokens, here with tokens on the
 rows of all products: those are then matrix instructions of a warp group for 16 and 32 heads too, and accumulators
 [r, rows] have no padding. Tokens that share a byte are taken apart and stand in order again before a product.
 
-**Dequantised twice.** As keys and as values a step's tokens are loaded and dequantised anew, a chunk of the rank at a
+**Dequantized twice.** As keys and as values a step's tokens are loaded and dequantized anew, a chunk of the rank at a
 time; the second time they come from a cache of the GPU. Held from one product to the other, as `kernel.py` holds exact
 ones, they stay in registers (64 tokens of r = 512 are a quarter of the register file) and spilled in every form tried.
 That the loop over keys is not unrolled keeps the compiler from merging the two. The price is arithmetic: some ten
@@ -13,7 +13,7 @@ operations a number, which limit int8 on an H200 to about two thirds of its memo
 **Scales.** A code becomes its number in fp32, and is then rounded to the query's dtype, as the cache that hands out its
 tokens would. A group's scale is loaded once for a chunk of a step and spread over the group in registers, where groups
 and steps divide each other, else once a number. Folding scales into queries and probabilities instead (q · s before the
-product with quantised values, p · s before the other) saves no arithmetic at 32 rows and groups of 32: there are as
+product with quantized values, p · s before the other) saves no arithmetic at 32 rows and groups of 32: there are as
 many numbers in q as in the tile. It would round q · s and p · s instead of c · s.
 
 **What compiling showed** (Triton 3.9, bf16, groups of 32). On sm_90 32 rows and on sm_80 16 do without spills in every
@@ -51,7 +51,7 @@ def mla_decode_quantized_kernel(
     FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, BY_CHANNEL: tl.constexpr, GROUP: tl.constexpr,
     ROPE_GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS query rows against one split of the quantised tokens of one row of the batch."""
+    """One program: BLOCK_ROWS query rows against one split of the quantized tokens of one row of the batch."""
     CHUNKS: tl.constexpr = (RANK + CHUNK - 1) // CHUNK
     ROPE_CHUNKS: tl.constexpr = (ROPE + ROPE_CHUNK - 1) // ROPE_CHUNK
     dtype = query.dtype.element_ty
@@ -288,7 +288,7 @@ def default_config(rows: int, rank: int, shared: int = HOPPER_SHARED) -> Config:
 def unsupported(rank: int, group: int, by_channel: bool, dtype: torch.dtype) -> str | None:
     """Return why no GPU runs this: the compiled program spills, or was not checked; None if neither."""
     if rank > 512:
-        return f"the kernel for quantised tokens of a rank of {rank} was not looked at above 512"
+        return f"the kernel for quantized tokens of a rank of {rank} was not looked at above 512"
     if group % 32 or (not by_channel and group_size(rank, -(-rank // group)) % 32):
         return f"the kernel wants groups that are multiples of 32, not {group}"
     return "no kernel for fp32 queries over codes" if dtype == torch.float32 else None

@@ -1,4 +1,4 @@
-"""Latent attention over quantised tokens in plain PyTorch: what `quantized_kernel` must reproduce."""
+"""Latent attention over quantized tokens in plain PyTorch: what `quantized_kernel` must reproduce."""
 
 from __future__ import annotations
 

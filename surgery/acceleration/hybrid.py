@@ -15,7 +15,7 @@ from surgery.model.plain_cache import PlainLayer
 def hybrid_kernel(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layer: HybridLayer) -> Tensor | None:
     """Outputs [B, T, H, d] of rotated query [B, H, T, d] and new keys and values [B, G, T, d]; None where no kernel is.
 
-    Compensated heads, quantised ones, and later chunks of a long prompt are left to the module.
+    Compensated heads, quantized ones, and later chunks of a long prompt are left to the module.
     """
     full, queries = module.full_heads, query.shape[2]
     if not is_step(module, query, 1) or module.compensated_heads:

@@ -166,7 +166,7 @@ def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, in
 def _quantized(
     query: Tensor, layer: QuantizedKVLayer, key_up: Tensor, scale: float, starts: Tensor | None, reading: dict
 ) -> Tensor:
-    """Mixed latents of a quantised layer: the quantised ones and the exact ones behind them, each read as they are."""
+    """Mixed latents of a quantized layer: the quantized ones and the exact ones behind them, each read as they are."""
     latents = layer.key_codes
     length = latents.tokens + layer.keys.shape[-2]
     lengths = torch.full((len(query),), length, dtype=torch.int32, device=query.device)

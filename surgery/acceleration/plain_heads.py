@@ -50,7 +50,7 @@ def surgery_attention(
 
     Args:
         key, value: of a stock MLA module under `accelerate` the latents [B, 1, S, r] and rotated keys [B, 1, S, ρ]; of
-            a quantised cache what it holds.
+            a quantized cache what it holds.
         attention_mask: [B or 1, 1, T, S] as transformers makes it for SDPA, or None.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -35,7 +35,7 @@ LAG_BYTES = 2**30
 
 @dataclass
 class LayerStatistics:
-    """Uncentred second moments of one layer in float64, keys before rotation (and before a key norm's inverse RMS).
+    """Uncentered second moments of one layer in float64, keys before rotation (and before a key norm's inverse RMS).
 
     ``z = [k ; v]`` stacks all KV heads: G d numbers of keys, head after head, then G e of values.
     """
@@ -201,7 +201,7 @@ def sums_bytes(width: int, *, gradients: bool, key_norm: bool = False) -> int:
 
     Args:
         width: n, keys and values of a token; of MLA its latent.
-        key_norm: keys are normalised, and gradients taken after the norm too.
+        key_norm: keys are normalized, and gradients taken after the norm too.
     """
     matrices = 1 + gradients * (1 + key_norm)
     return 2 * 8 * matrices * width**2

@@ -62,7 +62,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
 
 
 def _numbers(kv: dict, target: dict) -> list[tuple[str, str, str]]:
-    """Return rows on the number and the format of the cached values, for conversions that end in a quantised cache."""
+    """Return rows on the number and the format of the cached values, for conversions that end in a quantized cache."""
     if "numbers_bytes_per_token" not in target:
         return []
     ratio = share(target["numbers_bytes_per_token"] / kv["source_bytes_per_token"])

@@ -96,7 +96,7 @@ def cache_formats(engine: str) -> tuple[CacheFormat, ...]:
 
 
 def cache_dtype_flags(engine: str, bits: int | str) -> str:
-    """An engine's own quantised cache nearest to ``bits``, those of ``--to quantized``.
+    """An engine's own quantized cache nearest to ``bits``, those of ``--to quantized``.
 
     As their sources name it; none of them was tried.
     """

@@ -26,7 +26,7 @@ def verdict(facts: Facts, path: str) -> Verdict:
     fields["command"] = f'{auto}.from_pretrained("{path}", dtype="auto"{code})'
     fields |= facts.cache(facts.number_bytes)
     if facts.kind not in TRANSFORMERS.kinds:
-        reason = "its quantised weights took no part in a test" if facts.quantised else "a class of its own"
+        reason = "its quantized weights took no part in a test" if facts.quantized else "a class of its own"
         return Verdict(**fields, status=NOT_TRIED, reason=reason)
     reason = f"ran in {TRANSFORMERS}" + ", from the code beside the weights" * own
     reason += "; without eager attention 5.19 leaves its cap out" * (facts.family in EAGER)

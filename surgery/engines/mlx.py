@@ -21,7 +21,7 @@ def obstacle(facts: Facts) -> str | None:
 
 
 def verdict(facts: Facts, path: str) -> Verdict:
-    """Its ``deepseek_v3.py`` honours biases, and caches the latents."""
+    """Its ``deepseek_v3.py`` honors biases, and caches the latents."""
     fields = {"engine": NAME, "version": MLX.version, "device": MLX.device}
     if problem := obstacle(facts):
         return Verdict(**fields, status=REFUSED, command=None, reason=problem, remedy=facts.again("--engine mlx"))

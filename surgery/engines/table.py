@@ -34,8 +34,8 @@ def verdicts(config: dict[str, Any], path: str = ANY) -> list[Verdict]:
         llama_cpp.verdict(facts, path),
         mlx.verdict(facts, path),
     ]
-    codes = {"status": NOT_TRIED, "reason": "its quantised weights took no part in a test"}
-    return [replace(each, **codes) if facts.quantised and each.loads else each for each in results]
+    codes = {"status": NOT_TRIED, "reason": "its quantized weights took no part in a test"}
+    return [replace(each, **codes) if facts.quantized and each.loads else each for each in results]
 
 
 def engine_table(config: dict[str, Any], path: str = ANY) -> dict[str, dict[str, Any]]:

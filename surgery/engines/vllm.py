@@ -89,7 +89,7 @@ def cpu(facts: Facts, path: str) -> Verdict:
 
 def _plugin(facts: Facts, path: str, fields: dict[str, str]) -> Verdict:
     """The own class: vLLM finds our plugin where this package is installed beside it."""
-    if not_served := facts.not_served or "quantised weights" * facts.quantised:
+    if not_served := facts.not_served or "quantized weights" * facts.quantized:
         reason = f"our plugin for it does not serve {not_served}"
         return Verdict(**fields, status=REFUSED, command=None, reason=reason)
     fields |= {"command": f"{SERVE_OWN} {path}"}

@@ -48,7 +48,7 @@ class EvaluationPlan:
 
 
 def plan_evaluation(request: EvaluationRequest, progress: Progress) -> EvaluationPlan:
-    """Plans an evaluation of the same request: weights are hashed and texts tokenised, so that their faults show.
+    """Plans an evaluation of the same request: weights are hashed and texts tokenized, so that their faults show.
 
     Conversations ("chat") are not drawn; prompts stand in for them. A device need not be on this machine.
 

@@ -56,7 +56,7 @@ class HeadNorm:
         return gain[..., 0].expand(x.shape[:-1]) if self.joint else gain
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalised head vectors [..., heads, d]."""
+        """Normalized head vectors [..., heads, d]."""
         return x * self.gain(x)[..., None] * self.weight
 
 

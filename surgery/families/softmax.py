@@ -45,7 +45,7 @@ class Softmax:
         """The cap's derivative where :meth:`logits` gave these, [...]."""
         return 1 - (logits / self.softcap).square()
 
-    def normalised(self, logits: Tensor) -> Tensor:
+    def normalized(self, logits: Tensor) -> Tensor:
         """Weights [..., H, T, S] of logits, those of keys that are not seen -inf; a row and its sink sum to 1."""
         if self.sinks is None:
             return logits.softmax(-1)
@@ -55,7 +55,7 @@ class Softmax:
     def weights(self, products: Tensor, mask: Tensor) -> Tensor:
         """Weights [..., H, T, S] of products; ``mask`` [..., T, S] is true where a key is seen, or added to logits."""
         logits = self.logits(products)
-        return self.normalised(logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask)
+        return self.normalized(logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Mixed values [B, H, T, e] of queries [B, H, T, d] over keys and values [B, G, S, ·].

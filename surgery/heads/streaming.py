@@ -149,5 +149,5 @@ class StreamingAttention(nn.Module):
 
 
 def _quantized_output(cache: QuantizedKVLayer, call: AttentionCall) -> Tensor:
-    """Return the attention output [B, T, H, v] with keys and values quantised as in decoding."""
+    """Return the attention output [B, T, H, v] with keys and values quantized as in decoding."""
     return read_quantized(cache, call.softmax, call.query, call.key, call.value)

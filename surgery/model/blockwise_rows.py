@@ -10,7 +10,7 @@ shared keys are dequantized, and rotated by their position within the block alon
 
 Shapes: B batch, T new tokens, S tokens in the cache, n tokens of a block, r rank, ρ width of the shared key.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class BlockwiseRows:
     """Reads the rows of one layer."""
 
     def __init__(self, latent_runs: Runs, rope_runs: Runs, inv_freq: Tensor) -> None:
-        """`inv_freq`: [ρ/2], of the shared key's pairs of neighbouring channels."""
+        """`inv_freq`: [ρ/2], of the shared key's pairs of neighboring channels."""
         self._rank = TokenFormat(latent_runs).channels
         self._latent = _Section(latent_runs, 0)
         self._rope = _Section(rope_runs, TokenFormat(latent_runs).row_bytes)

@@ -4,7 +4,7 @@ And how a decoder comes to use them: hooks see every call of it, of the causal m
 alone. Without a cache to keep (`use_cache=False`) the decoder gets one for that call only, because attention must read
 what the cache would give.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Closed forms, so that a budget can be judged before a model runs; measurements must agree with them.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations

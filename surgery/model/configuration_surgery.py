@@ -1,6 +1,6 @@
 """Configuration of a causal language model whose attention was converted.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from dataclasses import fields
@@ -49,9 +49,9 @@ class SurgeryConfig(PreTrainedConfig):
             One entry per layer; `None` leaves that layer's stock attention as it is. A dictionary holds the `kind` of
             the attention and the fields of its dataclass in `parts.KINDS`, which says what they are.
         kv_cache (`dict | list[dict | None]`, *optional*):
-            Has every layer keep its cache quantised: `format` (int8, int4, int3, int2 or fp8), `group` and `window`
+            Has every layer keep its cache quantized: `format` (int8, int4, int3, int2 or fp8), `group` and `window`
             (int) as in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
-            tokens of a `"channel"` or the channels of a `"token"`. What streams is quantised token by token, in
+            tokens of a `"channel"` or the channels of a `"token"`. What streams is quantized token by token, in
             `streaming_format` if that is given. The first `sinks` (int) tokens stay exact, and rotated keys of
             `"latent"` layers, and of a base model that is MLA, are in `rope_format`, a format or `"exact"`, if these
             are given. With `clip` (bool) the ranges of keys, or of latents in their place, leave the least squared
@@ -97,7 +97,7 @@ class SurgeryConfig(PreTrainedConfig):
         return self.kv_cache[layer] if isinstance(self.kv_cache, list) else self.kv_cache
 
     def streaming_codes(self, layer: int = 0) -> Any:
-        """The `TokenCodes` by which `kv_cache` quantises a layer's streaming heads; None where they are exact.
+        """The `TokenCodes` by which `kv_cache` quantizes a layer's streaming heads; None where they are exact.
 
         Raises:
             ValueError: `kv_cache` says what is impossible.

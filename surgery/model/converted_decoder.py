@@ -1,6 +1,6 @@
 """Converted attention and its cache in a family's decoder, whatever model it is in.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from functools import partial
@@ -141,7 +141,7 @@ def _quantizes(config: SurgeryConfig, *, training: bool, aware: bool) -> bool:
 def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call: Call) -> None:
     """Refuse what a call of the decoder asks for in vain, and see to its documents and its cache.
 
-    `compact`: whether layers keep something else than keys and values of all tokens, quantised or not.
+    `compact`: whether layers keep something else than keys and values of all tokens, quantized or not.
     """
     implementation = decoder.config._attn_implementation
     check_attention(config, implementation, family_flash=decoder._supports_flash_attn)

@@ -20,7 +20,7 @@ class ExactWindowLayer(CompactLayer):
     """The cache of one layer.
 
     Attributes:
-        latents: those of all tokens [B, 1, S, r], plain or quantised.
+        latents: those of all tokens [B, 1, S, r], plain or quantized.
         exact: the `sinks` first and `window` - 1 last tokens' exact numbers.
     """
 
@@ -49,7 +49,7 @@ class ExactWindowLayer(CompactLayer):
         return self.latents.predicted_bytes(tokens, **size) + batch * heads * exact * dtype.itemsize
 
     def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Bytes after an update, which copies exact tokens, and latents where they are dequantised."""
+        """Bytes after an update, which copies exact tokens, and latents where they are dequantized."""
         exact = exact_window_tokens(*self.exact.settings(), past_length) + new
         latents = 0 if type(self.latents) is PlainLayer else past_length + new
         read = latents * cached.key_dim + exact * cached.value_dim

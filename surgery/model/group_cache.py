@@ -7,7 +7,7 @@ of the text alone, whatever pieces the text comes in, as long as no piece reache
 
 Shapes: B batch, T new tokens, S tokens in all, n elements of a token in one layer, W layers of a group.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ The room to spare is as much as is filled, but no less than 16 entries and no mo
 Copying the cache once in 256 steps takes less than a hundredth of the time in which attention reads it; more room would
 take memory that the cache is there to save.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations

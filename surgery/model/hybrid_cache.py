@@ -8,7 +8,7 @@ with that mask, a prefill in any chunks and decoding are one function.
 A compensated head sees one pair more: the means of the keys and of the values that the query no longer sees, with the
 logarithm of their number added to the logit (Tang et al., RazorAttention, arXiv:2407.15891, section 3.3).
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 class StreamingLayer(SinkWindowLayer):
     """Sinks and a window of all heads that stream, as `SinkWindowLayer` keeps them, and sums of what it dropped.
 
-    With `codes` (`TokenCodes`) each token is quantised when it comes and read quantised from then on, in the pass that
+    With `codes` (`TokenCodes`) each token is quantized when it comes and read quantized from then on, in the pass that
     brings it as well; `keys` and `sink_keys` are then codes of keys and values, `values` and `sink_values` what scales
     them.
 
@@ -85,7 +85,7 @@ class StreamingLayer(SinkWindowLayer):
         self._dropped: Dropped | None = None
 
     def settings(self) -> tuple:
-        """Sinks, recent, how many heads are compensated, and how tokens are quantised."""
+        """Sinks, recent, how many heads are compensated, and how tokens are quantized."""
         return self.sinks, self.recent, self.compensated, self.codes and self.codes.settings()
 
     def predicted_bytes(

@@ -3,7 +3,7 @@
 Every kind has a dataclass in `<kind>_entry.py`, see `parts.KINDS`. No torch here: engines and the plugin for vLLM read
 entries without a model.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 import json

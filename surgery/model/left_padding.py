@@ -3,7 +3,7 @@
 Masks are made of it on the device. The host knows bounds only, read once for a prompt: a step of decoding that had to
 read the device would wait for all work before it, and could not be recorded in a CUDA graph.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations

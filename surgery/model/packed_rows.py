@@ -4,7 +4,7 @@ transformers reads the documents off `position_ids` that start again, where ther
 A cache in another form than plain tensors has rules of its own (windows, first tokens, groups that share a scale), so
 attention reads each document of such a model apart, as if it were alone.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The cache of all tokens in the model's dtype, next to layers in other forms.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers quantised to 8, 4, 3 or 2 bits, and these codes as bytes.
+"""Numbers quantized to 8, 4, 3 or 2 bits, and these codes as bytes.
 
 Integers are asymmetric, a scale and a zero point a group; fp8 (e4m3) codes have a scale alone, which takes the largest
 number of the group to the format's largest.
@@ -6,7 +6,7 @@ number of the group to the format's largest.
 Where an error counts by its square, as it does in latents that are worth little each, two bits between the extremes of
 a group are spent badly. With `clip` a group's range is narrowed to that of five which leaves the least squared error.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def token_groups(width: int, group: int) -> int:
-    """Groups in which the `width` channels of one token are quantised: the fewest of at most `group`."""
+    """Groups in which the `width` channels of one token are quantized: the fewest of at most `group`."""
     return -(-width // group)
 
 

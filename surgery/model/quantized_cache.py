@@ -2,15 +2,15 @@
 
 Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", arXiv:2402.02750. Keys have a few channels
 that are large in every token, so the numbers of one channel share a scale; values have no such channels, so those of
-one token do. Latents in the place of the keys are quantised by channel too, unless `keys` says otherwise.
+one token do. Latents in the place of the keys are quantized by channel too, unless `keys` says otherwise.
 
-Tokens are quantised `group` at a time, as soon as there are that many behind the window of exact ones, and the forward
-pass that completes a group already reads it quantised. A plain forward pass over a whole text therefore reads all of
-it but the last tokens quantised, at every position, where decoding still has the most recent ones exact; and it lets a
+Tokens are quantized `group` at a time, as soon as there are that many behind the window of exact ones, and the forward
+pass that completes a group already reads it quantized. A plain forward pass over a whole text therefore reads all of
+it but the last tokens quantized, at every position, where decoding still has the most recent ones exact; and it lets a
 scale of a channel depend on tokens after the one that reads it, in its own group. Its loss is near that of decoding and
-not the same: judge a quantised cache by a loss that is read through the cache.
+not the same: judge a quantized cache by a loss that is read through the cache.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ KEYS = ("channel", "token")
 
 
 class QuantizedKVLayer(CompactLayer):
-    """The cache of one layer: the oldest tokens quantised, the rest, fewer than `window + group`, as they came.
+    """The cache of one layer: the oldest tokens quantized, the rest, fewer than `window + group`, as they came.
 
     Keys and values may differ in their last dimension (the latent and the rotated part that stock `deepseek_v3` caches
     in their places, for instance), and that of the values may be 0.
     """
 
-    form = "a quantised KV cache"
+    form = "a quantized KV cache"
     reads_ahead = True
     hands_on_codes = False
-    """Whether `update` returns the layer itself, twice, for an attention that reads it quantised."""
+    """Whether `update` returns the layer itself, twice, for an attention that reads it quantized."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class QuantizedKVLayer(CompactLayer):
             group: tokens that share a scale in a channel of the keys, and channels that do in a token of the values. A
                 head whose size it does not divide has the fewest nearly equal groups of at most that many.
             window: of the most recent tokens, how many stay exact at least. KIVI keeps 128.
-            keys: "channel", or "token" to quantise the keys as the values are.
+            keys: "channel", or "token" to quantize the keys as the values are.
             sinks: first tokens that stay exact.
             value_format: of the values where it is another, or "exact": they are kept as they come.
             spans: (format, channels) of the keys' first channels, of the next ones, and so on to the last; none where
@@ -86,23 +86,23 @@ class QuantizedKVLayer(CompactLayer):
                     f"positive multiple of {PACKED[each]}, a window and sinks at least 0"
                 )
         if keys not in KEYS:
-            raise ValueError(f"keys quantised by {keys!r}: by {' or '.join(KEYS)} is possible")
+            raise ValueError(f"keys quantized by {keys!r}: by {' or '.join(KEYS)} is possible")
         self.format, self.group, self.window, self.keys_by = format, group, window, keys
         self.sinks, self.value_format = sinks, value_format or format
         self.spans, self.clip = tuple((each, channels) for each, channels in spans), clip
 
     def settings(self) -> tuple:
-        """Format, group, window, what the keys are quantised by, sinks, format of values, spans of keys, clip."""
+        """Format, group, window, what the keys are quantized by, sinks, format of values, spans of keys, clip."""
         whole = self.format, self.group, self.window, self.keys_by, self.sinks
         return *whole, self.value_format, self.spans, self.clip
 
     def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Bytes after an update, which dequantises all tokens."""
+        """Bytes after an update, which dequantizes all tokens."""
         yield cached.held(past_length + new) + cached.token_bytes * (past_length + new)
 
     @property
     def of_one_format(self) -> bool:
-        """Whether all tokens but the latest are quantised in one format that kernels read."""
+        """Whether all tokens but the latest are quantized in one format that kernels read."""
         in_bytes = PACKED[self.format] * BITS[self.format] == 8
         return in_bytes and not self.sinks and not self.spans and self.value_format == self.format
 
@@ -125,7 +125,7 @@ class QuantizedKVLayer(CompactLayer):
         return batch * heads * (codes + (tokens - quantized) * (key_dim + value_dim) * dtype.itemsize)
 
     def _quantized(self, tokens: int) -> int:
-        """Return how many of so many tokens are quantised."""
+        """Return how many of so many tokens are quantized."""
         return max(0, tokens - min(self.sinks, tokens) - self.window) // self.group * self.group
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -149,7 +149,7 @@ class QuantizedKVLayer(CompactLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d], dequantised, in the dtype they had."""
+        """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d], dequantized, in the dtype they had."""
         self.append(key_states, value_states)
         if self.hands_on_codes:
             return self, self
@@ -203,7 +203,7 @@ class QuantizedKVLayer(CompactLayer):
 
 
 class GroupedCodes:
-    """Tokens [B, H, T, d] quantised to codes of a few bits, with a scale and, of integers, a zero point for each group.
+    """Tokens [B, H, T, d] quantized to codes of a few bits, with a scale and, of integers, a zero point for each group.
 
     Attributes:
         codes: [B, H, T·bits/8, d] uint8; consecutive tokens share a byte, the first in its lowest bits.
@@ -231,7 +231,7 @@ class GroupedCodes:
         return self.codes.shape[-2] * 8 // self.bits
 
     def append(self, tokens: Tensor) -> None:
-        """Quantises tokens [B, H, n, d], n a multiple of the group."""
+        """Quantizes tokens [B, H, n, d], n a multiple of the group."""
         grouped, along = self._grouped(tokens)
         codes, scale, zero = quantize(grouped, self.format, along, clip=self.clip)
         codes = codes.flatten(along - 1, along)[..., : tokens.shape[-1]]
@@ -242,7 +242,7 @@ class GroupedCodes:
             self.zero = append(self.zero, zero.squeeze(along), capacity=scales)
 
     def dequantized(self) -> Tensor:
-        """The tokens [B, H, T, d] dequantised, in the dtype they had."""
+        """The tokens [B, H, T, d] dequantized, in the dtype they had."""
         codes = unpack(self.codes, self.bits)
         grouped, along = self._grouped(codes)
         zero = None if self.zero is None else self.zero.unsqueeze(along)
@@ -263,7 +263,7 @@ class GroupedCodes:
 
 
 class SpannedCodes:
-    """Tokens [B, H, T, d] quantised in different formats: `GroupedCodes` of adjacent channels, side by side."""
+    """Tokens [B, H, T, d] quantized in different formats: `GroupedCodes` of adjacent channels, side by side."""
 
     def __init__(
         self, like: Tensor, spans: Spans, group: int, *, by_channel: bool, clip: bool = False, reserved: int = 0
@@ -289,12 +289,12 @@ class SpannedCodes:
         return self.parts[0].tokens
 
     def append(self, tokens: Tensor) -> None:
-        """Quantises tokens [B, H, n, d], n a multiple of the group."""
+        """Quantizes tokens [B, H, n, d], n a multiple of the group."""
         for part, own in zip(self.parts, tokens.split(self.widths, dim=-1), strict=True):
             part.append(own)
 
     def dequantized(self) -> Tensor:
-        """The tokens [B, H, T, d] dequantised, in the dtype they had."""
+        """The tokens [B, H, T, d] dequantized, in the dtype they had."""
         return torch.cat([part.dequantized() for part in self.parts], dim=-1)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -304,20 +304,20 @@ class SpannedCodes:
 
 
 class ExactTokens:
-    """Tokens [B, H, T, d] as they came, not quantised."""
+    """Tokens [B, H, T, d] as they came, not quantized."""
 
     def __init__(self, like: Tensor, *, reserved: int = 0) -> None:
         """No tokens yet; `reserved`: tokens to allocate memory for at once."""
-        self.held, self.reserved = like[..., :0, :].clone(), reserved
+        self.buffer, self.reserved = like[..., :0, :].clone(), reserved
 
     def append(self, tokens: Tensor) -> None:
         """Adds tokens [B, H, n, d]."""
-        self.held = append(self.held, tokens, capacity=self.reserved)
+        self.buffer = append(self.buffer, tokens, capacity=self.reserved)
 
     def dequantized(self) -> Tensor:
         """The tokens [B, H, T, d]."""
-        return self.held
+        return self.buffer
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Applies `change`, which acts on the batch."""
-        self.held = change(self.held)
+        self.buffer = change(self.buffer)

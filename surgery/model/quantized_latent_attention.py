@@ -6,7 +6,7 @@ components are few and serve all heads. Nothing else is rebuilt: queries and out
 
 Shapes: B batch, T new tokens, S tokens in the cache, r kv_lora_rank, ρ width of the shared key, G KV heads.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ class QuantizedLatentAttention(LatentAttention):
         self.blocks: BlockwiseRows | None = None  # made by the first step that reads so
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
         super().initialize_weights()
         self.quantizer.initialize_weights()
 

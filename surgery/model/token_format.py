@@ -2,10 +2,10 @@
 
 Every token has a row of its own, of the same bytes, so that a cache of rows can be cropped, reordered, shared by prefix
 and written in any chunks. A row is a sequence of runs. All bytes of a run hold the same fields, the first in the lowest
-bits; field f of byte b is channel `f * bytes + b` of the run. Neighbouring channels so lie in neighbouring bytes, and
+bits; field f of byte b is channel `f * bytes + b` of the run. Neighboring channels so lie in neighboring bytes, and
 two of these, a lane of 16 bits, become two fp16 values by one mask. No torch here.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from dataclasses import dataclass

@@ -84,7 +84,7 @@ class Sized:
 
     @cached_property
     def _caches(self) -> list[QuantizedKVLayer | None]:
-        """An empty layer of every layer's quantised cache; None where it is exact."""
+        """An empty layer of every layer's quantized cache; None where it is exact."""
         layers = len(layer_entries(self.config))
         if not self.config.get("kv_cache"):
             return [None] * layers

@@ -185,7 +185,7 @@ def _weighed(
     rounds.add(entries)
     rounds.add(_with_exact_layers(rounds, SHARES if share is None else [share], candidates.source_bytes))
     if share is None:
-        look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
+        look_for_loss(rounds.weighed, rounds.scores, candidates, settings.max_loss, rounds.add)
     else:
         rounds.add(around_best(rounds, candidates, share), twice=False)
     rounds.decide(settings.max_loss)
@@ -195,11 +195,11 @@ def _weighed(
 def _with_exact_layers(rounds: Rounds, shares: Sequence[float], source_bytes: float) -> list[EngineFormat]:
     """Formats that are not far behind, with as many layers in full precision as a share has room for.
 
-    The layers whose own quantised cache moves predictions most come first. They are measured by the first of the
+    The layers whose own quantized cache moves predictions most come first. They are measured by the first of the
     formats, one by one, with all others in full precision.
     """
     behind = far_behind(rounds.rows())
-    near = [each for place, each in enumerate(rounds.tried) if place not in behind and isinstance(each, EngineFormat)]
+    near = [each for place, each in enumerate(rounds.weighed) if place not in behind and isinstance(each, EngineFormat)]
     formats = [each for each in near if each.format.skips_layers and not any(map(each.leaves, each.all_layers))]
     if not any(each.filled(share * source_bytes, each.all_layers) for each in formats for share in shares):
         return []

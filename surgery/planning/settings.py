@@ -14,7 +14,7 @@ from surgery.engines.cache_formats import Server, cache_formats
 from surgery.structures.registry import TARGETS
 
 BITS = "bits"
-"""Name in ``allow`` of quantised caches, whose attention may be any."""
+"""Name in ``allow`` of quantized caches, whose attention may be any."""
 ENGINE = "engine"
 """Name in ``allow`` of the cache formats that the engine has without a conversion."""
 
@@ -49,7 +49,7 @@ class PlanSettings(ConversionSettings):
     )
     allow: tuple[str, ...] = setting(
         (),
-        "Structures to choose among, bits for quantised caches, and engine for the engine's own.",
+        "Structures to choose among, bits for quantized caches, and engine for the engine's own.",
         unset="all",
         metavar="A,B",
     )

@@ -29,8 +29,8 @@ def shares_around(share: float | None) -> list[float]:
 
 def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Sized]:
     """Return the candidates that are not far behind at a share of the source's bytes, at the shares around it."""
-    behind, configs, candidates_found = far_behind(rounds.rows(), share), [each.config for each in rounds.tried], []
-    near = [each for place, each in enumerate(rounds.tried) if "kv_ratio" in each.asked and place not in behind]
+    behind, configs, candidates_found = far_behind(rounds.rows(), share), [each.config for each in rounds.weighed], []
+    near = [each for place, each in enumerate(rounds.weighed) if "kv_ratio" in each.asked and place not in behind]
     for each in near:
         for other in shares_around(share):
             sized = _resized(each, other, candidates)

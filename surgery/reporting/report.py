@@ -29,7 +29,7 @@ class Report:
 
     Attributes:
         source: where it came from (a name; of the hub also its id and revision), its content hash, shape and dtype, and
-            what its weights were dequantised from.
+            what its weights were dequantized from.
         target: the structure, the class that carries it and why, and which engines load it.
         kv: bytes per token of the source, predicted and measured of the result; of hybrid models also the most that
             keys and values took, as a share of the source's, and the share of full attention that was computed.

@@ -213,7 +213,7 @@ class Structure(ABC, Generic[Opened, Settings]):
         """Surrogate module of a layer's attention, as it becomes, for prompts only; after :meth:`plan`.
 
         Args:
-            cache: an empty layer that quantises what is cached; None where it is exact.
+            cache: an empty layer that quantizes what is cached; None where it is exact.
         """
         raise NotImplementedError
 

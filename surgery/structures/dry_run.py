@@ -86,7 +86,7 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Plans a conversion of the same arguments, without any forward pass and without writing.
 
-    Calibration text is read and tokenised, so that its faults show too; ``self`` samples, which take the whole model,
+    Calibration text is read and tokenized, so that its faults show too; ``self`` samples, which take the whole model,
     are not drawn. Of a device that is not here, such as "cuda" on a laptop, the memory is reported and no time.
 
     Args:
@@ -222,15 +222,15 @@ def _matmul_speed(device: torch.device, dtype: torch.dtype) -> float:
     """Measured once in a process: dry runs of many targets ask for it."""
     matrix = torch.ones(BENCHMARK_SIZE, BENCHMARK_SIZE, device=device, dtype=dtype)
 
-    def synchronise() -> None:
+    def synchronize() -> None:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
     _ = matrix @ matrix
-    synchronise()
+    synchronize()
     start, runs = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - start) < BENCHMARK_SECONDS or not runs:
         _ = matrix @ matrix
-        synchronise()
+        synchronize()
         runs += 1
     return 2 * BENCHMARK_SIZE**3 * runs / elapsed

@@ -26,7 +26,7 @@ EFFICIENCY = 0.5
 # Square matrices [n, n] in float64 that live at once while a layer's statistics are used: both moments, their images in
 # the key basis, their roots, eigenvectors and workspace.
 ALGEBRA_MATRICES = 8
-# Reading held-out text through quantised caches, a few tokens at a time, against one forward pass: SmolLM2-135M on two
+# Reading held-out text through quantized caches, a few tokens at a time, against one forward pass: SmolLM2-135M on two
 # cores took 31 s and 6 s a sequence.
 CODES_SLOWDOWN = 5
 
@@ -48,7 +48,7 @@ class Demand:
         steps: forms that pass a few texts, nearly as wide as the whole cache; ``exact``: that pass a few tokens.
         splits, split_sequences: how many splits of the budget are tried at most, each on so many held-out sequences.
         rescales: whether the residual stream is rescaled, and with it the embeddings.
-        quantizes: whether the held-out text is then read through a quantised cache.
+        quantizes: whether the held-out text is then read through a quantized cache.
     """
 
     cached: int

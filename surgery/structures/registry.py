@@ -132,7 +132,7 @@ TARGETS: Registry[Target] = Registry(
                 "quantized",
                 QuantizedSettings,
                 "surgery.structures.quantized.structure:Quantized",
-                "attention over a quantised KV cache",
+                "attention over a quantized KV cache",
             ),
         )
     },

@@ -56,7 +56,7 @@ class SharedBasis:
 def shared_basis(moment: Tensor, metrics: Sequence[Tensor], rank: int) -> SharedBasis:
     """The basis of a group that loses least.
 
-    Minimises ``E Σ_i ‖M_i^{1/2} (z_i - ẑ_i)‖²`` over all maps of rank r: reduced-rank regression of the stacked z on
+    Minimizes ``E Σ_i ‖M_i^{1/2} (z_i - ẑ_i)‖²`` over all maps of rank r: reduced-rank regression of the stacked z on
     itself under ``M = diag(M_0, …)``. Gradients of different layers hardly correlate, and cross blocks measured no
     better, so M has none.
 
@@ -230,7 +230,7 @@ class SimulatedKeysValues(SimulatedMember):
         return output(source, source.softmax.mix(*heads, visible).transpose(1, 2), hidden_states), None
 
     def _key_value(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, normalised and not yet rotated, and values [B, S, G, ·] of tokens [B, S, n]."""
+        """Keys, normalized and not yet rotated, and values [B, S, G, ·] of tokens [B, S, n]."""
         source = self.source
         keys, values = (part.unflatten(-1, (source.kv_heads, -1)) for part in tokens.split(self.parts, dim=-1))
         keys = keys if source.k_bias is None else keys + source.k_bias

@@ -53,7 +53,7 @@ class Method:
     Attributes:
         maps: from the moments of a group to its maps.
         weighted: it works in the metric of the loss; otherwise in that of plain errors.
-        searches: it looks for the cheapest groups; otherwise it takes neighbours.
+        searches: it looks for the cheapest groups; otherwise it takes neighbors.
     """
 
     maps: Callable[[GroupMoments], GroupMaps]
@@ -140,7 +140,7 @@ def merge_kv_heads(
 
     Raises:
         SurgeryError: an unknown method, a number of heads that does not divide the source's, or a layer that
-            normalises its keys or queries: the factors of a merge stand after the norm, where no weight is.
+            normalizes its keys or queries: the factors of a merge stand after the norm, where no weight is.
     """
     if method not in METHODS:
         raise SurgeryError(f"method {method!r} of merging KV heads is unknown: choose {', '.join(METHODS)}")

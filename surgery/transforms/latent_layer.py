@@ -51,8 +51,8 @@ class LatentLayer:
     def rope_dim(self) -> int:
         return 2 * len(self.inv_freq)
 
-    def neighbouring(self) -> Tensor:
-        """Return the channels [r + ρ] in the order of the custom model class, whose rotary pairs are neighbours."""
+    def neighboring(self) -> Tensor:
+        """Return the channels [r + ρ] in the order of the custom model class, whose rotary pairs are neighbors."""
         return torch.cat([torch.arange(self.rank), self.rank + interleaving(self.rope_dim)])
 
     def to(self, *args, **kwargs) -> LatentLayer:
@@ -93,7 +93,7 @@ class LatentLayer:
         """Mixed head values [B, T, H, e] of a causal prompt, before the output projection.
 
         Args:
-            cache: an empty layer that quantises latents and rotated keys; of layers without a window.
+            cache: an empty layer that quantizes latents and rotated keys; of layers without a window.
             read: as for :meth:`compress`.
         """
         latent, positional = self.compress(x, read)
@@ -133,7 +133,7 @@ class SimulatedAttention(nn.Module):
     """Stands in for a transformers attention module and computes a latent layer; prompts only.
 
     Args:
-        cache: an empty layer that quantises what is cached.
+        cache: an empty layer that quantizes what is cached.
         read: what a cache of unrotated values gives back.
     """
 

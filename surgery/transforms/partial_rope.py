@@ -100,7 +100,7 @@ def choose_components(costs: list[Tensor], basis_frequency: Tensor, pairs: int, 
     """Return how many components of each frequency keep RoPE, the same in all layers so that a stock config can hold
     them.
 
-    Every layer's costs are normalised, sorted within each frequency and summed over the layers; the ``count`` largest
+    Every layer's costs are normalized, sorted within each frequency and summed over the layers; the ``count`` largest
     sums win.
 
     Args:

@@ -27,7 +27,7 @@ from surgery.transforms.low_rank import SharedMoments, key_scale, kv_rows, loss_
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
 from surgery.transforms.low_rank_methods import BlockMoments, Factors, loss_weighted
 from surgery.transforms.row_allocation import Section, unit_order
-from surgery.transforms.row_quantizer import centred, fit_places, fitted_quantizer, take_or_zero
+from surgery.transforms.row_quantizer import centered, fit_places, fitted_quantizer, take_or_zero
 
 FIRST_WEIGHT = 1.0
 """Weight of a first token in the choice of the latents, relative to other tokens. No other weight was tried."""
@@ -87,7 +87,7 @@ def unpredicted(
     weight = body_weight(statistics, inputs, first)
     scale = key_scale(anatomy)
     rows = kv_rows(anatomy) / scale[:, None]
-    moment = centred(statistics).weighted_moment / scale / scale[:, None]
+    moment = centered(statistics).weighted_moment / scale / scale[:, None]
     share = weight.double() / weight.double().sum()
     mean_input = _mean(inputs[:, first:], share)
     mean = rows @ mean_input

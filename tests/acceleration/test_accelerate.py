@@ -243,14 +243,14 @@ FORMATS += [pytest.param(format, keys, marks=SLOW) for format, keys in (("int4",
     ids=["latent", "low_rank", "grouped"],
 )
 def test_codes_are_read_as_they_are(make, kernel, format, keys, calls, monkeypatch):
-    """Nothing is dequantised in a step, and what is read is what dequantising gives."""
+    """Nothing is dequantized in a step, and what is read is what dequantizing gives."""
     model = make(tiny_source("llama"), kv_cache={"format": format, "keys": keys, **CODES})
     expected = decode(model, DynamicCache(config=model.config), PROMPT, batch=1)
     assert accelerate(model, compare=False).refused is None
     calls.clear()
     prompt, cache = tokens(1)[:, :PROMPT], DynamicCache(config=model.config)
     results = [model(prompt, past_key_values=cache).logits]
-    monkeypatch.setattr(quantized_cache.GroupedCodes, "dequantized", lambda codes: pytest.fail("dequantised"))
+    monkeypatch.setattr(quantized_cache.GroupedCodes, "dequantized", lambda codes: pytest.fail("dequantized"))
     results += [model(tokens(1)[:, [place]], past_key_values=cache).logits for place in range(PROMPT, 12)]
     agree(torch.cat(results, dim=1), expected, 1e-4)
     assert any(kernel in name for name in calls)

@@ -99,7 +99,7 @@ def test_a_microbatch_of_the_sweep_does_not_wait():
     assert moments.result().is_finite()
 
 
-@pytest.mark.parametrize("check", ["sums_of_a_sweep", "lags", "factorisations"])
+@pytest.mark.parametrize("check", ["sums_of_a_sweep", "lags", "factorizations"])
 def test_on_a_device_without_values(check):
     on_device(check)
 

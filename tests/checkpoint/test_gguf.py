@@ -28,7 +28,7 @@ def refused(path, words: str) -> None:
 @torch.no_grad()
 def logits(folder, dtype, **options) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **options)
-    # What transformers loads from GGUF it takes for quantised, and refuses its own float().
+    # What transformers loads from GGUF it takes for quantized, and refuses its own float().
     return torch.nn.Module.float(model).eval()(TOKENS).logits
 
 
@@ -66,7 +66,7 @@ def test_every_way_to_read_gives_the_same(tmp_path, monkeypatch):
     assert torch.equal(out, torch.cat([flat[3:403], flat[1001:1301]]))
 
 
-def test_no_more_is_dequantised_than_asked_for(tmp_path, monkeypatch):
+def test_no_more_is_dequantized_than_asked_for(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf", make_model("llama"), "Q4_1")
     rows = []
 

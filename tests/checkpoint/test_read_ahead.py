@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from gguf_files import make_model, write_gguf
-from quantised_checkpoints import make_quantised
+from quantized_checkpoints import make_quantized
 
 from surgery.checkpoint import CheckpointReader, gguf_store, stores
 from surgery.checkpoint.disk import read_exactly
@@ -57,7 +57,7 @@ def test_places_are_those_that_are_read(kind, checkpoints, tmp_path, monkeypatch
     if kind == "gguf":
         source = write_gguf(tmp_path / "tiny.gguf", make_model("llama"), "Q8_0")
     else:
-        source = make_quantised(tmp_path / "small", "llama", "fp8") if kind == "fp8" else checkpoints(kind)
+        source = make_quantized(tmp_path / "small", "llama", "fp8") if kind == "fp8" else checkpoints(kind)
     reader, at = open_model(source), []
 
     def watched(file, view):

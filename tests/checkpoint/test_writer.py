@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from quantised_checkpoints import make_quantised
+from quantized_checkpoints import make_quantized
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -134,8 +134,8 @@ def test_copy_holds_one_piece_at_a_time(tmp_path, single, monkeypatch):
 
 
 def test_what_is_copied_in_parts_lies_in_any_shards_and_may_not_change(tmp_path):
-    """A quantised matrix, planned as numbers and copied as it is stored."""
-    source = make_quantised(tmp_path / "source", "llama", "int4")
+    """A quantized matrix, planned as numbers and copied as it is stored."""
+    source = make_quantized(tmp_path / "source", "llama", "int4")
     reader, name = CheckpointReader.open(source), "model.layers.0.mlp.up_proj.weight"
     plan = {name: reader.info(name), "model.norm.weight": reader.info("model.norm.weight")}
     parts = {name: reader.stored_parts(name)}

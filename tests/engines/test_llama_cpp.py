@@ -91,7 +91,7 @@ def channels_that_are_large(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", ["q8_0", "q5_0", "q4_0"])
-def test_a_quantised_cache_loses_what_its_variant_loses(form, channels_that_are_large, tmp_path):
+def test_a_quantized_cache_loses_what_its_variant_loses(form, channels_that_are_large, tmp_path):
     path, exported = channels_that_are_large
     text = torch.randint(3, 4096, (96,), generator=torch.Generator().manual_seed(0))
     settings = {**request(exported, [], form), "flash": True, "text": text.tolist(), "vocabulary": 4096}
@@ -107,7 +107,7 @@ def test_a_quantised_cache_loses_what_its_variant_loses(form, channels_that_are_
         return torch.nn.functional.cross_entropy(logits, text[1:], reduction="none")[reference]
 
     exact, own = losses(), losses(format=form)
-    # llama.cpp quantises queries to q8_0 too, whose error is as large as that of such keys.
+    # llama.cpp quantizes queries to q8_0 too, whose error is as large as that of such keys.
     assert (result - own).norm() < (0.9 if form == "q8_0" else 0.35) * (result - exact).norm()
     assert float(result.mean()) == pytest.approx(float(own.mean()), abs=0.01)
 

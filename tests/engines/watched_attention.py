@@ -1,4 +1,4 @@
-"""The plugin's attention under the mode that forbids host synchronisation, in every layer and step that vLLM runs."""
+"""The plugin's attention under the mode that forbids host synchronization, in every layer and step that vLLM runs."""
 
 import sys
 from collections import Counter

@@ -26,7 +26,7 @@ SMALL |= {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A source in bfloat16, and what it was converted to: the custom class with a quantised cache, and stock MLA."""
+    """A source in bfloat16, and what it was converted to: the custom class with a quantized cache, and stock MLA."""
     folder = tmp_path_factory.mktemp("plan")
     source = make_checkpoint(folder / "source", "llama", torch.bfloat16, 0)
     settings = {"calibration": "none", "device": "cpu", "kv_ratio": 0.5}

@@ -394,7 +394,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
         ({"method": "transmla"}, "chosen by the loss"),
         ({"allocate": "spectrum"}, "one rank for all layers"),
         ({"keep_layers": "0"}, "one rank for all layers"),
-        ({"carrier": "own"}, "the custom model class is for quantised caches alone"),
+        ({"carrier": "own"}, "the custom model class is for quantized caches alone"),
         ({"bits": 8, "method": "mha2mla"}, "chosen by the loss"),
         ({"latent_norm": "tiny"}, "keep their own norm"),
     ],

@@ -175,7 +175,7 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
 @pytest.mark.parametrize("name", FORGETFUL)
 def test_codes_beside_windows_are_refused_before_any_work(checkpoints, monkeypatch, tmp_path, name):
     monkeypatch.setattr(converter, "load_texts", None)
-    with pytest.raises(SurgeryError, match="quantised KV cache needs full attention"):
+    with pytest.raises(SurgeryError, match="quantized KV cache needs full attention"):
         convert_checkpoint(checkpoints(name), tmp_path / "out", ConvertSettings(**TEXT, kv_ratio=0.5, bits=8))
     assert list(tmp_path.iterdir()) == []
 

@@ -192,7 +192,7 @@ def test_its_processor_is_the_source_s(picture_models, tmp_path):
 
 @pytest.mark.slow
 def test_what_was_converted_is_converted_on(picture_models, tmp_path):
-    """Sliced, streamed and quantised, in the same class."""
+    """Sliced, streamed and quantized, in the same class."""
     convert(picture_models("qwen3_vl"), tmp_path / "low", "lowrank")
     results = [
         convert_checkpoint(tmp_path / "low", tmp_path / "sliced", SLICE.settings({**TEXT, "kv_ratio": 0.25})),
@@ -226,7 +226,7 @@ def test_healing_writes_it_in_its_place(picture_models, tmp_path, name):
         ("qwen3_vl", "crosslayer", {"kv_ratio": 0.5}, "vision-language model, which this target cannot write"),
         ("llava", "crosslayer", {"method": "cascade"}, "vision-language model, which this target cannot write"),
         ("qwen3_vl", "gqa", {"kv_heads": 1}, "after a q/k-norm"),
-        ("qwen3_vl", "mla", {"method": "transmla"}, "takes neighbouring rotary pairs for one"),
+        ("qwen3_vl", "mla", {"method": "transmla"}, "takes neighboring rotary pairs for one"),
         ("llava", "mla", {"carrier": "stock"}, "cannot carry this model: the source has a vision tower"),
         ("llava", "mla", {"engine": "llama.cpp"}, "llama.cpp cannot serve it"),
         ("gemma3", "quantized", {"bits": 8}, "layers of sliding_attention"),

@@ -263,7 +263,7 @@ def test_what_is_not_finite_stops(checkpoints, method):
         SCORERS[method].score(session)
 
 
-def test_draws_of_gates_have_the_chance_that_is_penalised():
+def test_draws_of_gates_have_the_chance_that_is_penalized():
     log_alpha = torch.tensor([-3.0, -0.5, 0.0, 2.0]).repeat(20_000, 1)
     drawn = prulong.sampled_gates(log_alpha, torch.Generator().manual_seed(0))
     assert drawn.min() == 0 and drawn.max() == 1

@@ -156,7 +156,7 @@ def test_files_that_are_none(tmp_path):
         ([], "no pattern of heads"),
         ({"format": 9, "method": "duo"}, "another form"),
         ({"format": 1}, "damaged header"),
-        ({"format": 1, "method": "duo", "colour": "red"}, "damaged header"),
+        ({"format": 1, "method": "duo", "color": "red"}, "damaged header"),
         ({"format": 1, "method": "duo", "recent": "many"}, "recent of a pattern"),
     ):
         save_header(path, header)

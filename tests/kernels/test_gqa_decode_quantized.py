@@ -115,7 +115,7 @@ def test_every_code_is_a_number_of_the_format(device):
     """One token of weight 1 for each code: the output is the code times the scale, exactly."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     expected = codes.view(torch.float8_e4m3fn).float()
-    codes[~expected.isfinite()], expected[~expected.isfinite()] = 0, 0  # no quantiser writes NaN
+    codes[~expected.isfinite()], expected[~expected.isfinite()] = 0, 0  # no quantizer writes NaN
     value = codes.view(8, 1, 1, 32)
     one = torch.ones(8, 1, 1, 1, device=device)
     key = torch.zeros(8, 1, 1, 16, dtype=torch.uint8, device=device)
@@ -153,7 +153,7 @@ def test_codes_and_the_exact_tail_are_one_cache(device):
     parts = [gqa_decode_quantized(query, *codes, 0.3, format="int8", group=32, behind=behind)]
     parts.append(gqa_decode(query, layer.keys, layer.values, 0.3))
     out, _ = merge_parts(*zip(*parts, strict=True))
-    # The cache rounds what it dequantises to its dtype.
+    # The cache rounds what it dequantizes to its dtype.
     assert relative_error(out, expected[0]) < 2e-3
 
 

@@ -81,7 +81,7 @@ def rotation_of(settings, dtype):
     return {"within": within, "begins": begins}
 
 
-def test_keys_are_rebuilt_normalised_and_rotated_to_their_slots():
+def test_keys_are_rebuilt_normalized_and_rotated_to_their_slots():
     settings = inputs(1, 2, 4, 2, 8, 5, 200, biased=True, norm=True)
     inv_freq = settings.pop("inv_freq")
     rotation = rotation_tables(inv_freq, 200, torch.float64)

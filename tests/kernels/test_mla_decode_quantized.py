@@ -53,7 +53,7 @@ def run(tensors, settings, *, splits=1, block_rows=16, block_tokens=None, chunk=
 
 
 def check(tensors, settings, *, splits=1, block_tokens=None, chunk=16, **extra):
-    """The kernel against the reference in float64; of fp16, dequantised numbers are rounded once more."""
+    """The kernel against the reference in float64; of fp16, dequantized numbers are rounded once more."""
     result = run(tensors, settings, splits=splits, block_tokens=block_tokens, chunk=chunk, **extra)
     rest = wide([extra.get(name) for name in ROWS])
     expected = quantized_latent_attention(*wide(tensors), 0.1, *settings, *rest)

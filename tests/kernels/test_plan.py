@@ -104,11 +104,11 @@ STEPS = {
     "gqa in pages": lambda n: gqa_decode(
         normal(2, 1, 4, 8), normal(9, 2, 16, 8), normal(9, 2, 16, 8), 0.3, pages=pages(n)
     ),
-    "mla quantised": quantized_latents,
+    "mla quantized": quantized_latents,
     "mla in rows": packed,
-    "gqa quantised": quantized_heads,
+    "gqa quantized": quantized_heads,
     "low rank": lowrank,
-    "low rank quantised": quantized_lowrank,
+    "low rank quantized": quantized_lowrank,
     "hybrid": hybrid,
 }
 
@@ -161,7 +161,7 @@ def test_a_text_that_grows_by_300_tokens_compiles_and_plans_rarely():
     assert process.returncode == 0, process.stderr[-4000:]
     for begin, limit in (("700", 0), ("900", 2)):
         for name, counts in json.loads(process.stdout)[begin].items():
-            # Quantised caches grow by whole groups, planned one by one; a block of full-precision tokens fills again
+            # Quantized caches grow by whole groups, planned one by one; a block of full-precision tokens fills again
             # and again.
             assert counts["plans"] <= {"lowrank_decode": 40}.get(name, 12), (begin, name, counts)
             assert len(counts["compilations"]) <= limit, (begin, name, counts)

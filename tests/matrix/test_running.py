@@ -334,7 +334,7 @@ def test_flash_attention_gives_what_eager_attention_gives(name, monkeypatch):
 
     (decoded, padded), (expected, expected_padded) = outputs("flash_attention_2"), outputs("eager")
     torch.testing.assert_close(decoded, expected, atol=TOLERANCE, rtol=1e-4)
-    close(name, padded, expected_padded)  # real tokens and padding share scales of a quantised cache
+    close(name, padded, expected_padded)  # real tokens and padding share scales of a quantized cache
     model.set_attn_implementation("flash_attention_2")
     with pytest.raises(ValueError, match="a batch of one row"):
         model(input_ids=ids, **packed_call)

@@ -132,7 +132,7 @@ def test_generates_what_the_source_generates(source, kind, model, how):
     "family", ["qwen3", *(pytest.param(name, marks=SLOW) for name in ("llama", "mistral"))], indirect=True
 )
 def test_decode_step_compiles_in_one_graph(model):
-    torch._dynamo.reset()  # every model of this test is a new specialisation of the same code
+    torch._dynamo.reset()  # every model of this test is a new specialization of the same code
     caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
     for cache in caches:
         model(tokens(length=5), past_key_values=cache)
@@ -176,7 +176,7 @@ def test_copies_and_saved_models_are_bit_identical(model, tmp_path):
 
 
 @on(FEW)
-def test_meta_device_and_materialisation(model):
+def test_meta_device_and_materialization(model):
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(model.config)
     assert all(parameter.is_meta for parameter in skeleton.parameters())

@@ -86,7 +86,7 @@ def test_live_bytes_are_those_predicted(make, batch, dtype):
         assert cache_bytes(cache) == model.kv_cache_bytes(batch, records)
     values = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in plain_tensors(cache)}
     if not any(type(layer).__name__ == "DynamicSlidingWindowLayer" for layer in cache.layers):
-        # Of full-precision tokens there are fewer than have memory, until the next group of them is quantised.
+        # Of full-precision tokens there are fewer than have memory, until the next group of them is quantized.
         quantized = getattr(model.config, "kv_cache", None)
         exact = quantized["group"] + quantized["window"] if quantized else 0
         spare = batch * LAYERS * 2 * LATENT * exact * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Packing, quantisation error and the cache of integers itself."""
+"""Packing, quantization error and the cache of integers itself."""
 
 import itertools
 
@@ -98,7 +98,7 @@ def test_scales_are_of_key_channels_and_of_value_tokens(form):
 
 
 @formats
-def test_keys_by_token_are_quantised_as_values(form):
+def test_keys_by_token_are_quantized_as_values(form):
     keys = states(tokens=64, dim=80)
     result, same = quantized_cache(form, keys="token").update(keys, keys, 0)
     by_channel, _ = quantized_cache(form).update(keys, keys, 0)
@@ -154,7 +154,7 @@ def test_any_chunks_keep_the_same_and_recent_tokens_exactly(form, keys_by, windo
         (131, 32, 0, (32, 64), torch.float16),
         (131, 32, 40, (80, 80), torch.float32),  # 80 is no multiple of 32
         (131, 16, 0, (88, 0), torch.bfloat16),  # a latent alone
-        (9, 32, 0, (16, 4), torch.bfloat16),  # nothing quantised yet
+        (9, 32, 0, (16, 4), torch.bfloat16),  # nothing quantized yet
     ],
 )
 def test_bytes_are_those_predicted(form, keys_by, batch, tokens, group, window, dims, dtype):
@@ -169,7 +169,7 @@ def test_bytes_are_those_predicted(form, keys_by, batch, tokens, group, window, 
     predicted = cache.layers[0].predicted_bytes(tokens, **size)
     assert cache_bytes(cache) == 2 * predicted
     values = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors_of(cache) if t.numel()}
-    # Of full-precision tokens there are fewer than have memory, until the next group of them is quantised.
+    # Of full-precision tokens there are fewer than have memory, until the next group of them is quantized.
     spare = 2 * batch * 3 * (group + window - 1) * sum(dims) * dtype.itemsize
     assert 0 <= sum(values.values()) - 2 * predicted <= spare, "a view keeps more memory alive than it shows"
 
@@ -229,7 +229,7 @@ def test_impossible_settings_are_refused(arguments):
         QuantizedKVLayer(*arguments)
 
 
-def test_the_latent_of_stock_deepseek_v3_is_quantised():
+def test_the_latent_of_stock_deepseek_v3_is_quantized():
     torch.manual_seed(0)
     config = DeepseekV3Config(
         vocab_size=97,

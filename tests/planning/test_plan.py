@@ -196,7 +196,7 @@ def test_a_loss_is_met_by_the_fewest_bytes(checkpoints):
     result = make_plan(checkpoints("llama"), PlanSettings(max_loss=9.0, **settings))
     assert result.choice == 0 and {row.to for row in result.rows} == {"lowrank", "gqa", "quantized"}
     assert not result.refused  # of sizes that nobody asked for
-    # Bits were not allowed next to other structures, and a quantised cache is nothing without.
+    # Bits were not allowed next to other structures, and a quantized cache is nothing without.
     assert all(("bits" in row.asked) == (row.to == "quantized") for row in result.rows)
 
 
@@ -322,7 +322,7 @@ def test_sizes_around_a_budget_are_of_what_is_not_far_behind_there(plan):
         replace(row_of(plan, [cost, cost], cost, kv_ratio=size / 16), kv_bytes=size)
         for size, cost in [(4, 1.0), (3, 9.0), (5, 2.0)]  # the second is smaller, but the first keeps to the budget too
     ]
-    result = around_best(SimpleNamespace(tried=attempts, rows=lambda: rows), SimpleNamespace(sized=sized), 0.25)
+    result = around_best(SimpleNamespace(weighed=attempts, rows=lambda: rows), SimpleNamespace(sized=sized), 0.25)
     assert [(each.target, each.asked) for each in result] == [("good", {"bits": "auto", "kv_ratio": 0.125})]
 
 

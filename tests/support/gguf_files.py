@@ -54,7 +54,7 @@ def make_model(name: str, seed: int = 0) -> PreTrainedModel:
 def write_gguf(
     path: Path, model: PreTrainedModel, kind: str = "F32", *, tokenizer: bool = False, more=None, tensors=None
 ) -> Path:
-    """Writes a model; vectors in F32 and, where it is quantised, one kind of matrix in Q8_0, as llama.cpp mixes types.
+    """Writes a model; vectors in F32 and, where it is quantized, one kind of matrix in Q8_0, as llama.cpp mixes types.
 
     Args:
         kind: GGML type of the matrices.
@@ -96,8 +96,8 @@ def write_gguf(
             array = permuted(array, config.num_attention_heads)
         elif arch == "llama" and name.endswith(("k_proj.weight", "k_proj.bias")):
             array = permuted(array, config.num_key_value_heads)
-        quantised = kind not in ("F32", "F16", "BF16")
-        stored = "F32" if array.ndim == 1 else "Q8_0" if quantised and "down_proj" in name else kind
+        quantized = kind not in ("F32", "F16", "BF16")
+        stored = "F32" if array.ndim == 1 else "Q8_0" if quantized and "down_proj" in name else kind
         _add_tensor(writer, gguf_name(name), array, stored)
     for name, array in (tensors or {}).items():
         _add_tensor(writer, name, array, "F32")

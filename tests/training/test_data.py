@@ -77,7 +77,7 @@ def source(family):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_models_of_the_custom_class_honour_document_masks(kind):
+def test_models_of_the_custom_class_honor_document_masks(kind):
     """hiyouga/LLaMA-Factory#4224, huggingface/transformers#46634."""
     assert honours_document_masks(KINDS[kind](source("llama")))
 
@@ -87,7 +87,7 @@ def test_layers_that_share_a_cache_refuse_packed_documents():
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "mixtral"])
-def test_stock_models_honour_document_masks(family):
+def test_stock_models_honor_document_masks(family):
     model = source(family).train()
     assert honours_document_masks(model, 24)
     assert model.training
@@ -141,13 +141,13 @@ def test_sequences_are_dealt_by_their_number():
             dealt(0, 6, rank, ranks)
 
 
-def test_a_second_opening_tokenises_nothing(texts, tokenizer, tmp_path):
+def test_a_second_opening_tokenizes_nothing(texts, tokenizer, tmp_path):
     first = opened(texts, tokenizer, tmp_path)
     (folder,) = tmp_path.glob("tokens-*")
     before = (folder / "about.json").stat().st_mtime_ns
 
     class Mute:
-        """The tokenizer, but that it tokenises no text."""
+        """The tokenizer, but that it tokenizes no text."""
 
         def __getattr__(self, name):
             return getattr(tokenizer, name)
@@ -160,7 +160,7 @@ def test_a_second_opening_tokenises_nothing(texts, tokenizer, tmp_path):
     assert second.data_sha256 == third.data_sha256 != first.data_sha256
 
 
-def test_another_tokenizer_or_file_is_tokenised_anew(texts, tokenizer, tmp_path):
+def test_another_tokenizer_or_file_is_tokenized_anew(texts, tokenizer, tmp_path):
     opened(texts, tokenizer, tmp_path)
     other = AutoTokenizer.from_pretrained(DEMO, eos_token="<|pad|>")
     opened(texts, other, tmp_path)

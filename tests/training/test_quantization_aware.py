@@ -32,7 +32,7 @@ def tokens(length=22):
 
 
 def quantized(model: SurgeryForCausalLM, **changes) -> SurgeryForCausalLM:
-    """Return the same weights with a quantised cache, in evaluation mode."""
+    """Return the same weights with a quantized cache, in evaluation mode."""
     config = copy.deepcopy(model.config)
     config.kv_cache = INT2 | changes
     with_codes = SurgeryForCausalLM(config)

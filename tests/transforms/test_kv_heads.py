@@ -180,7 +180,7 @@ def test_without_gradients_errors_are_shares():
     torch.testing.assert_close(output(merged.anatomy, x), output(exact, x), atol=1e-9, rtol=1e-9)
 
 
-def test_mean_pool_is_the_plain_mean_of_neighbours():
+def test_mean_pool_is_the_plain_mean_of_neighbors():
     layer = random_layer()
     merged = merge_kv_heads(layer, statistics_of(layer), 2, "mean-pool").anatomy
     torch.testing.assert_close(merged.k, layer.k.unflatten(0, (2, 2)).mean(1))

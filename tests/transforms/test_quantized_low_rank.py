@@ -13,7 +13,7 @@ from surgery.model.token_format import TokenFormat
 from surgery.model.token_quantizer import TokenQuantizer
 from surgery.transforms.low_rank_layer import SimulatedLowRank
 from surgery.transforms.quantized_low_rank import convert_layer, unpredicted
-from surgery.transforms.row_quantizer import centred, fit_steps, reader
+from surgery.transforms.row_quantizer import centered, fit_steps, reader
 
 FIRST = 2
 EIGHT, FOUR = (("8", 24),), (("4+4", 12),)
@@ -114,9 +114,9 @@ def test_latents_that_earlier_ones_tell_hold_what_is_left(layer):
     torch.testing.assert_close(reader(after.quantizer, FIRST)(after.layer.latents(inputs, decoded))[:, :FIRST], first)
 
 
-def test_a_centred_moment_has_no_mean(layer):
+def test_a_centered_moment_has_no_mean(layer):
     _, _, statistics = layer
-    moment = centred(statistics).weighted_moment
+    moment = centered(statistics).weighted_moment
     assert torch.linalg.eigvalsh(moment).min() > -1e-9 * float(moment.trace())
     assert float(moment.trace()) < float(statistics.weighted_moment.trace())
 

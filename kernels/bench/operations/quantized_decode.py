@@ -21,7 +21,7 @@ BITS = {"int8": 8, "int4": 4, "fp8": 8}
 SPAN = 12.0**0.5
 """Width of a uniform distribution of variance 1."""
 GROUP = 32
-"""Tokens of a channel, or channels of a token, that share a scale; what is quantised is whole groups."""
+"""Tokens of a channel, or channels of a token, that share a scale; what is quantized is whole groups."""
 
 
 def whole_groups(place: Place) -> Iterator[tuple[Place, str]]:
@@ -32,13 +32,13 @@ def whole_groups(place: Place) -> Iterator[tuple[Place, str]]:
 
 @dataclass(frozen=True)
 class QuantizedDecode(DecodeCase):
-    """Quantised values in a `format`, `group` tokens of a channel or channels of a token to a scale."""
+    """Quantized values in a `format`, `group` tokens of a channel or channels of a token to a scale."""
 
     format: str
     group: int
 
     def _side_bytes(self, by_channel: int, by_token: int) -> int:
-        """Bytes of quantised values and scales of all tokens, for so many elements of a token quantised either way."""
+        """Bytes of quantized values and scales of all tokens, for so many elements of a token quantized either way."""
         codes = self.context * BITS[self.format] // 8 * (by_channel + by_token)
         scales = self.context // self.group * by_channel + self.context * -(-by_token // self.group)
         numbers = 1 if self.format == "fp8" else 2
@@ -47,7 +47,7 @@ class QuantizedDecode(DecodeCase):
     def _quantized(
         self, rng: torch.Generator, name: str, width: int, heads: tuple[int, ...], by_channel: bool
     ) -> Inputs:
-        """Random quantised values [B, *heads, S·bits/8, width], their scales and zeros, of numbers of variance 1."""
+        """Random quantized values [B, *heads, S·bits/8, width], their scales and zeros, of numbers of variance 1."""
         bits, tokens = BITS[self.format], (self.batch, *heads)
         count = (self.context // self.group, width) if by_channel else (self.context, -(-width // self.group))
         if self.format == "fp8":

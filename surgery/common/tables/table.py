@@ -39,7 +39,7 @@ class Cell:
         value: exact; what files hold and pages sort by.
         below: small print, a line each.
         tone: "better", "worse" or "code"; of a row's first cell, the kind of the row.
-        mark: a colour that stands for the row in plots.
+        mark: a color that stands for the row in plots.
     """
 
     value: Any

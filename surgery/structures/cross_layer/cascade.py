@@ -1,6 +1,6 @@
 """``surgery convert --to crosslayer --method cascade``: layers read the latents of their group's earlier layers too.
 
-Those are in the cache already, and keys and values of neighbouring layers are much alike.
+Those are in the cache already, and keys and values of neighboring layers are much alike.
 """
 
 from __future__ import annotations
@@ -70,6 +70,6 @@ def _earlier_layers(opened: Source, settings: CrossLayerSettings, kept_layers: f
     if opened.stateful and not any(earlier):
         raise SurgeryError(
             "method cascade: between layers with keys and values stand others that keep a state, so that none can "
-            "read its neighbour's latents: convert --to lowrank instead"
+            "read its neighbor's latents: convert --to lowrank instead"
         )
     return tuple(earlier)

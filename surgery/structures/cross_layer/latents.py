@@ -22,7 +22,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.families.softmax import Softmax
-from surgery.model.attention_functions import normalise_heads, rotate_pairs
+from surgery.model.attention_functions import normalize_heads, rotate_pairs
 from surgery.model.cross_layer_entry import SharedLatentEntry
 from surgery.model.parts import entries_of
 from surgery.reporting.report import SourceShape
@@ -224,7 +224,7 @@ def _joint_moment(opened: LatentSource, store: BoundaryStore, start: int, stop: 
     def cached(place: int, hidden: Tensor) -> Tensor:
         scale, shift, weight, bias = maps[place]
         x = hidden.to(stream.device, stream.dtype)
-        return nn.functional.linear(x if scale is None else stream.normalise(x, scale, shift), weight, bias)
+        return nn.functional.linear(x if scale is None else stream.normalize(x, scale, shift), weight, bias)
 
     return moment_of(inputs, batch_size, cached)
 
@@ -288,7 +288,7 @@ class SimulatedLatents(SimulatedMember):
         beside = self._beside[:, place]
 
         query = own.q_proj(hidden_states).unflatten(-1, (own.num_heads, own.head_dim))
-        query = normalise_heads(own.q_norm, query)
+        query = normalize_heads(own.q_norm, query)
         query = torch.einsum("bthd,hdk->bhtk", query, own.query_up)
         content, turned = query.split((own.kv_lora_rank, own.rope_dim), dim=-1)
         logits = content @ read.mT[:, None] + rotate_pairs(turned, cos, sin) @ beside[:, None, :, : own.rope_dim].mT

@@ -4,7 +4,7 @@ Statistics come from two sweeps over calibration text and ranks from one budget;
 and carries all stages through it.
 
 In a cascade the layers of a group read the latents of the group's earlier layers beside their own: those are in the
-cache already, and keys and values of neighbouring layers are much alike.
+cache already, and keys and values of neighboring layers are much alike.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         return replanned_tensors(opened, self._writes.copied, self._writes.plan, self.kept)
 
     def _writer(self, blocks: tuple[Blocks, ...]) -> OwnLowRank:
-        # Without a window sinks are of the quantised cache.
+        # Without a window sinks are of the quantized cache.
         sinks, opened = self.asked.sinks if self.asked.window else 0, self.opened
         return OwnLowRank(opened.first, blocks, self.earlier, sinks, self.asked.window)
 

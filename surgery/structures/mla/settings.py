@@ -58,7 +58,7 @@ class ConvertSettings(StructureSettings):
         section="Method",
     )
     freqfold: int | None = setting(
-        None, "Neighbouring frequencies taken for one, in method transmla.", least=1, unset="several are tried"
+        None, "Neighboring frequencies taken for one, in method transmla.", least=1, unset="several are tried"
     )
     allocate: Literal["auto", "uniform", "spectrum"] = setting(
         "auto",
@@ -85,7 +85,7 @@ class ConvertSettings(StructureSettings):
     )
     latent_norm: Literal["auto", "tiny", "constant"] = setting(
         "auto",
-        "How stock's latent norm is neutralised.",
+        "How stock's latent norm is neutralized.",
         more="tiny needs rms_norm_eps 1e-6, constant needs biases.",
         section="Output",
     )

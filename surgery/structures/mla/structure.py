@@ -75,7 +75,7 @@ class MLA(Structure[Source, ConvertSettings]):
         refuse_longrope(opened)
         if opened.reader.stored_names and opened.family.axes and mla.METHODS[settings.method].folds:
             raise SurgeryError(
-                f"method {settings.method} takes neighbouring rotary pairs for one, and in a picture those of "
+                f"method {settings.method} takes neighboring rotary pairs for one, and in a picture those of "
                 f"{opened.family.model_type} turn by positions of different axes: leave out --method"
             )
         first = opened.first

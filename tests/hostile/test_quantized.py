@@ -1,4 +1,4 @@
-"""Quantised matrices whose parts and config do not belong together: read as something of their shape, or refused."""
+"""Quantized matrices whose parts and config do not belong together: read as something of their shape, or refused."""
 
 from functools import partial
 
@@ -7,10 +7,10 @@ import torch
 from hostile import JUNK, cases, mutated, taken_or_refused
 from hypothesis import given
 from hypothesis import strategies as st
-from quantised_checkpoints import FORMATS, KNOWN
+from quantized_checkpoints import FORMATS, KNOWN
 
-from surgery.checkpoint.dequantised_store import DequantisedStore
-from surgery.checkpoint.quantised import quantisation_of
+from surgery.checkpoint.dequantized_store import DequantizedStore
+from surgery.checkpoint.quantized import quantization_of
 from surgery.checkpoint.tensors import TensorInfo, as_bytes
 
 WEIGHT = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
@@ -59,15 +59,15 @@ def tensors(draw, parts):
 @given(st.data())
 @cases(6)
 def test_parts_that_do_not_belong_together(kind, data):
-    message, quantise = KNOWN.get(kind) or FORMATS[kind]
-    results = quantise(WEIGHT)
+    message, quantize = KNOWN.get(kind) or FORMATS[kind]
+    results = quantize(WEIGHT)
     parts = data.draw(tensors(results[0] if kind in KNOWN else results))
     config = {"quantization_config": data.draw(mutated(message, JUNK) | st.just(message)), "dtype": "bfloat16"}
     store = InMemory({MODULE + part: tensor.contiguous() for part, tensor in parts.items()})
-    result = taken_or_refused(lambda: quantisation_of(config, store))
+    result = taken_or_refused(lambda: quantization_of(config, store))
     if result is None:
         return
-    read = DequantisedStore(store, result.matrices)
+    read = DequantizedStore(store, result.matrices)
     for name, info in read.infos.items():
         out = torch.empty(info.nbytes, dtype=torch.uint8)
         taken_or_refused(partial(read.read, name, [(0, info.nbytes)], out))

@@ -1,4 +1,4 @@
-"""Weights of compressed-tensors are dequantised as they are read: against that package, and what is refused."""
+"""Weights of compressed-tensors are dequantized as they are read: against that package, and what is refused."""
 
 import json
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 from config_files import edit_config
 from conversions import convert_checkpoint
-from quantised_checkpoints import FORMATS, KNOWN, make_known, make_quantised, words
+from quantized_checkpoints import FORMATS, KNOWN, make_known, make_quantized, words
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from surgery.checkpoint import CheckpointReader
-from surgery.checkpoint.quantised.packed_columns import unpacked
+from surgery.checkpoint.quantized.packed_columns import unpacked
 from surgery.common.errors import SurgeryError
 from surgery.engines.diagnosis import diagnose
 from surgery.engines.verdict import NOT_TRIED
@@ -26,7 +26,7 @@ TOKENS = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_codes_times_scales(tmp_path, kind):
     exact = load_file(make_checkpoint(tmp_path / "exact", "llama", torch.bfloat16) / "model.safetensors")
-    reader = CheckpointReader.open(make_quantised(tmp_path / "small", "llama", kind))
+    reader = CheckpointReader.open(make_quantized(tmp_path / "small", "llama", kind))
     assert set(reader.names()) == set(exact) and reader.dequantised_from == kind.removesuffix(" plain")
     assert reader.stored_as is None
     stored, rounded = load_file(tmp_path / "small" / "model.safetensors"), 0
@@ -50,7 +50,7 @@ def test_numbers_are_codes_times_scales(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_is_that_of_compressed_tensors(tmp_path, kind):
     pytest.importorskip("compressed_tensors")
-    folder = make_quantised(tmp_path / "small", "llama", kind)
+    folder = make_quantized(tmp_path / "small", "llama", kind)
     edit_config(folder, dtype="float32")  # what ours are rounded to
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ours = AutoModelForCausalLM.from_pretrained(CheckpointReader.open(folder).model_folder(), dtype=torch.float32)
@@ -95,8 +95,8 @@ def test_numbers_are_those_of_bitsandbytes(tmp_path, nested):
     assert (ours - theirs).abs().max() <= 2**-23 * theirs.abs().max()
 
 
-def test_a_conversion_dequantises_everything(tmp_path, capsys):
-    folder = make_quantised(tmp_path / "small", "llama", "int4")
+def test_a_conversion_dequantizes_everything(tmp_path, capsys):
+    folder = make_quantized(tmp_path / "small", "llama", "int4")
     settings = find_target("lowrank").settings({"calibration": "none", "kv_ratio": 0.5})
     report = convert_checkpoint(folder, tmp_path / "out", settings).report.to_dict()
     assert report["source"]["dequantised_from"] == "int4"
@@ -108,7 +108,7 @@ def test_a_conversion_dequantises_everything(tmp_path, capsys):
 
 
 def test_no_engine_is_said_to_have_run_codes(tmp_path):
-    folder = make_quantised(tmp_path / "small", "llama", "int4")
+    folder = make_quantized(tmp_path / "small", "llama", "int4")
     assert {verdict.status for verdict in diagnose(folder).verdicts} == {NOT_TRIED}
 
 
@@ -138,7 +138,7 @@ def test_no_engine_is_said_to_have_run_codes(tmp_path):
     ],
 )
 def test_parts_that_do_not_fit_are_refused(tmp_path, kind, change, message):
-    (make_known if kind in KNOWN else make_quantised)(tmp_path / "small", "llama", kind)
+    (make_known if kind in KNOWN else make_quantized)(tmp_path / "small", "llama", kind)
     module, path = "model.layers.0.self_attn.q_proj.", tmp_path / "small" / "model.safetensors"
     tensors = load_file(path) | {module + part: value for part, value in change.items()}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, {"format": "pt"})
@@ -173,7 +173,7 @@ def test_groups_without_scales_are_refused_as_they_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "hqq"}, r"the weights are quantised \(hqq\)"),
+        ({"quant_method": "hqq"}, r"the weights are quantized \(hqq\)"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq, marlin: not read"),
         ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "gptq, rotated weights: not read"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, gemv: not read"),
@@ -188,7 +188,7 @@ def test_groups_without_scales_are_refused_as_they_are_read(tmp_path):
     ],
 )
 def test_other_formats_are_refused_by_name(tmp_path, settings, message):
-    folder = make_quantised(tmp_path / "small", "llama", "int4")
+    folder = make_quantized(tmp_path / "small", "llama", "int4")
     edit_config(folder, quantization_config=settings)
     with pytest.raises(SurgeryError, match=message):
         convert_checkpoint(folder, tmp_path / "out", find_target("gqa").settings({"calibration": "none"}))

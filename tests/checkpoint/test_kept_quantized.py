@@ -1,4 +1,4 @@
-"""--keep-quantised: attention is dequantised and converted, everything else stays as it is stored, and loads."""
+"""--keep-quantised: attention is dequantized and converted, everything else stays as it is stored, and loads."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from config_files import edit_config
 from conversions import convert_checkpoint
-from quantised_checkpoints import FORMATS, KNOWN, make_known, make_quantised
+from quantized_checkpoints import FORMATS, KNOWN, make_known, make_quantized
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
@@ -78,7 +78,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "kind", "to", "more"), CASES)
 def test_compressed_tensors_beside_converted_attention(tmp_path, family, kind, to, more):
     pytest.importorskip("compressed_tensors")
-    source = make_quantised(tmp_path / "source", family, kind)
+    source = make_quantized(tmp_path / "source", family, kind)
     convert_checkpoint(source, tmp_path / "out", settings(to, **more))
     stays_as_stored(source, tmp_path / "out")
     loads(tmp_path / "out", torch.float32)
@@ -88,9 +88,9 @@ def test_compressed_tensors_beside_converted_attention(tmp_path, family, kind, t
     "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "deepseek_v3"))]
 )
 def test_fp8_beside_converted_attention(tmp_path, family, monkeypatch):
-    monkeypatch.setattr("quantised_checkpoints.BLOCK", 8)
+    monkeypatch.setattr("quantized_checkpoints.BLOCK", 8)
     monkeypatch.setitem(FORMATS["FP8"][0], "weight_block_size", [8, 8])
-    source, out = make_quantised(tmp_path / "source", family, "FP8"), tmp_path / "out"
+    source, out = make_quantized(tmp_path / "source", family, "FP8"), tmp_path / "out"
     convert_checkpoint(source, out, settings("mla"))
     stays_as_stored(source, out)
     loads(out, torch.bfloat16)  # which transformers makes of them without a GPU
@@ -127,7 +127,7 @@ def test_bitsandbytes_beside_converted_attention(tmp_path, codes):
 
 
 def test_a_result_is_a_source_again(tmp_path):
-    source, result = make_quantised(tmp_path / "source", "llama", "int4"), tmp_path / "made"
+    source, result = make_quantized(tmp_path / "source", "llama", "int4"), tmp_path / "made"
     convert_checkpoint(source, result, settings("lowrank", kv_ratio=0.5))
     assert "Matrices outside of attention are stored in int4" in (result / "README.md").read_text()
     assert not surgery.verify(result, device="cpu", progress=False).failed
@@ -140,7 +140,7 @@ def test_a_result_is_a_source_again(tmp_path):
 
 
 def test_a_dry_run_counts_what_is_stored(tmp_path):
-    source = make_quantised(tmp_path / "source", "llama", "int4")
+    source = make_quantized(tmp_path / "source", "llama", "int4")
     entries, exact = (
         plan_conversion(source, tmp_path / "out", settings("lowrank", kv_ratio=0.5, keep_quantised=keep)).disk
         for keep in (True, False)
@@ -174,8 +174,8 @@ def test_formats_of_which_no_part_was_tried_are_refused(tmp_path, kind):
     ],
 )
 def test_what_would_not_load_is_refused(tmp_path, family, kind, message):
-    refused(make_quantised(tmp_path / "source", family, kind), message)
+    refused(make_quantized(tmp_path / "source", family, kind), message)
 
 
 def test_without_codes_there_is_nothing_to_keep(tmp_path):
-    refused(make_checkpoint(tmp_path / "source", "llama"), "keep_quantised is of quantised weights, and these are not")
+    refused(make_checkpoint(tmp_path / "source", "llama"), "keep_quantised is of quantized weights, and these are not")
