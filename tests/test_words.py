@@ -40,10 +40,11 @@ AMERICAN = re.compile(
 USERS_NAMES = re.compile(r"dequantised_from|keep[_-]quantised|\"memorised\"|honours_document_masks")
 """Names of settings and report fields in users' files, and an attribute of the remote code of old checkpoints."""
 
-PARTICIPLES = frozenset(
-    "found said given asked wanted kept told seen made held taken left done written handed_on most known named met"
-    " shown chosen tried gone got lost mixed shrunk grown begun heard fed looked".split()
-)
+PARTICIPLES = {
+    *("found", "said", "given", "asked", "wanted", "kept", "told", "seen", "made", "held", "taken", "left"),
+    *("done", "written", "handed_on", "most", "known", "named", "met", "shown", "chosen", "tried", "gone", "got"),
+    *("lost", "mixed", "shrunk", "grown", "begun", "heard", "fed", "looked"),
+}
 """Names that say how a thing came instead of what it is."""
 NAMED_SO = {
     "kept": (
