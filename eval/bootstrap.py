@@ -42,7 +42,7 @@ def paired_difference(measured: Sequence[float], baseline: Sequence[float], seed
     means = np.empty(RESAMPLES)
     # A thousand resamples at a time: ten thousand of many samples would be gigabytes.
     for start in range(0, RESAMPLES, 1000):
-        chosen = rng.integers(len(differences), size=(1000, len(differences)))
-        means[start : start + 1000] = differences[chosen].mean(axis=1)
+        indices = rng.integers(len(differences), size=(1000, len(differences)))
+        means[start : start + 1000] = differences[indices].mean(axis=1)
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Difference(float(differences.mean()), float(low), float(high), len(differences))

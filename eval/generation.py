@@ -54,17 +54,17 @@ def complete(
     config = _greedy_config(model, session.tokenizer, new_tokens)
     sizes = iter([len(batch) for batch in batches])
     with session.progress.phase(label, len(prompts), "prompt") as advance, evaluation_mode(model):
-        done = session.processes.map(partial(_generate, model, config), batches, lambda: advance(next(sizes)))
+        completions = session.processes.map(partial(_generate, model, config), batches, lambda: advance(next(sizes)))
     results: list[list[int]] = [[] for _ in prompts]
-    for index, completion in zip(order, (row for batch in done for row in batch), strict=True):
+    for index, completion in zip(order, (row for batch in completions for row in batch), strict=True):
         results[index] = completion
     return results
 
 
 def _greedy_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, new_tokens: int) -> GenerationConfig:
     own = getattr(model, "generation_config", None) or GenerationConfig()
-    named = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-    eos = sorted({int(token) for token in [*named, tokenizer.eos_token_id] if token is not None})
+    token_ids = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    eos = sorted({int(token) for token in [*token_ids, tokenizer.eos_token_id] if token is not None})
     pad = next((token for token in (tokenizer.pad_token_id, *eos) if token is not None), 0)
     return GenerationConfig(
         do_sample=False,

@@ -55,13 +55,13 @@ class Haystack:
         """
         size = len(self.units)
         start = next((place for place in range(start, start + size) if self.ends[(place - 1) % size]), start)
-        found, sentence = [], []
+        complete, sentence = [], []
         for place in range(start, start + count):
             sentence.append(self.units[place % size])
             if self.ends[place % size]:
-                found.append(self.separator.join(sentence))
+                complete.append(self.separator.join(sentence))
                 sentence = []
-        return [*found, self.separator.join(sentence)] if sentence else found
+        return [*complete, self.separator.join(sentence)] if sentence else complete
 
 
 @cache

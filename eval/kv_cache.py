@@ -14,7 +14,7 @@ from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.model.cache_argument import cache_for, returned_cache
 
 GROWTH_STEPS = 64
-"""Decoded tokens over which the growth of a cache is taken: a quantised cache may pack 32 or more tokens at a time."""
+"""Decoded tokens over which the growth of a cache is taken: a quantized cache may pack 32 or more tokens at a time."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class KVUse:
 def cache_bytes(cache: Any) -> int:
     """Bytes of every tensor that a live cache holds.
 
-    Keys, values and whatever else its layers keep (latents, quantised values and their scales, indexer keys, recurrent
+    Keys, values and whatever else its layers keep (latents, quantized values and their scales, indexer keys, recurrent
     states) are found by walking the object, so that a cache class of anyone's is counted in full. Only integer scalars
     are left out: they are position counters. Tensors that share a storage are counted once, views of it by their own
     elements: a key expanded to many heads counts as one, the window of a sliding layer as its window.
     """
-    held = plain_tensors(cache)
-    return storage_bytes(tensor for tensor in held if tensor.ndim > 0 or tensor.is_floating_point())
+    tensors = plain_tensors(cache)
+    return storage_bytes(tensor for tensor in tensors if tensor.ndim > 0 or tensor.is_floating_point())
 
 
 @torch.no_grad()
@@ -79,9 +79,9 @@ def measure_kv(
         before = cache_bytes(past)
         for token in tokens[:, -steps:].split(1, dim=1):
             _, past = forward_with_cache(model, token, past)
-    held = cache_bytes(past)
-    growth = (held - before) / (steps * batch)
-    return KVUse(context, batch, held, held / (context * batch), growth, dtype_name(model))
+    num_bytes = cache_bytes(past)
+    growth = (num_bytes - before) / (steps * batch)
+    return KVUse(context, batch, num_bytes, num_bytes / (context * batch), growth, dtype_name(model))
 
 
 def random_tokens(model: nn.Module, batch: int, length: int, seed: int = 0) -> LongTensor:

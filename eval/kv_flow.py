@@ -31,7 +31,7 @@ def measure_peak(model: PreTrainedModel, prompt: int, steps: int, chunk: int | N
     """The most bytes that keys and values take while a prompt of random tokens is read and continued, batch 1.
 
     Looked at after every `update` of a cache layer: what the whole cache holds, and the tensors that this update
-    returned as far as they are others, such as dequantised tokens, or a window and new tokens joined.
+    returned as far as they are others, such as dequantized tokens, or a window and new tokens joined.
 
     Args:
         model: any causal model that returns its cache.

@@ -31,7 +31,7 @@ NAMES = (
 # fmt: on
 """Subjects of facts. The order is part of the task: a seed picks names by their place in it."""
 
-# Every line starts and ends with a newline, so that it is tokenised alike wherever it is put.
+# Every line starts and ends with a newline, so that it is tokenized alike wherever it is put.
 FACT = "\n# The secret key of {name} is {value}.\n"
 QUESTION = "\n# Recall: the secret key of {name} is"
 ANSWER = " {value}"
@@ -115,7 +115,7 @@ def check_prompts(recall_set: RecallSet, batch_size: int) -> None:
         )
 
 
-def recall_hits(reader: LogitReader, tokens: LongTensor, asked: BoolTensor) -> list[bool]:
+def recall_hits(reader: LogitReader, tokens: LongTensor, query_mask: BoolTensor) -> list[bool]:
     """Return which prompts of one batch [B, T] are answered right, all five digits, greedily.
 
     The model sees the right answer while it is measured, and its most likely token is compared at every place of it.
@@ -124,11 +124,11 @@ def recall_hits(reader: LogitReader, tokens: LongTensor, asked: BoolTensor) -> l
     number of digits right after a first mistake may differ, and that is not counted.
 
     Args:
-        asked: [B, T], true at the tokens of the answers.
+        query_mask: [B, T], true at the tokens of the answers.
     """
-    first = int(asked.any(0).nonzero()[0])
+    first = int(query_mask.any(0).nonzero()[0])
     guess = reader.logits(reader.states(tokens)[:, first - 1 : -1]).argmax(-1).to(tokens.device)
-    hit = (guess == tokens[:, first:]) | ~asked[:, first:]
+    hit = (guess == tokens[:, first:]) | ~query_mask[:, first:]
     return hit.all(1).tolist()
 
 

@@ -20,7 +20,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
         view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         views.setdefault(key, {})[view] = tensor.numel() * tensor.element_size()
         limits[key] = storage.nbytes()
-    return sum(min(limits[key], sum(held.values())) for key, held in views.items())
+    return sum(min(limits[key], sum(ranges.values())) for key, ranges in views.items())
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:
@@ -38,15 +38,15 @@ def weight_bytes(model: nn.Module) -> int:
     return storage_bytes(weight_tensors(model))
 
 
-def _walk(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if id(value) in seen or isinstance(value, nn.Module | type):
+def _walk(value: Any, ids: set[int]) -> Iterator[Tensor]:
+    if id(value) in ids or isinstance(value, nn.Module | type):
         return
-    seen.add(id(value))
+    ids.add(id(value))
     if isinstance(value, Tensor):
         if not is_traceable_wrapper_subclass(value):
             yield value
             return
-        # Quantised tensors of torchao and quanto own no storage: they wrap codes, scales and zero points.
+        # Quantized tensors of torchao and quanto own no storage: they wrap codes, scales and zero points.
         children = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
     elif isinstance(value, Mapping):
         children = list(value.values())
@@ -55,4 +55,4 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Tensor]:
     else:
         children = list(getattr(value, "__dict__", {}).values())
     for child in children:
-        yield from _walk(child, seen)
+        yield from _walk(child, ids)

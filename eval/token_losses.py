@@ -69,10 +69,10 @@ def losses_and_divergence(
 def _losses(reader: LogitReader, states: Tensor, targets: LongTensor) -> Tensor:
     """Losses of `losses_of_states`, on the device of the logits."""
     targets, parts = targets.to(states.device), []
-    for part, wanted in _in_parts(states, targets):
+    for part, labels in _in_parts(states, targets):
         logits = reader.logits(part)
-        loss = F.cross_entropy(logits.flatten(0, 1), wanted.to(logits.device).flatten(), reduction="none")
-        parts.append(loss.view(wanted.shape))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.to(logits.device).flatten(), reduction="none")
+        parts.append(loss.view(labels.shape))
     return torch.cat(parts, dim=1)
 
 

@@ -77,13 +77,13 @@ def draw_distinct(rng: random.Random, draw: Callable[[random.Random], str], coun
     Raises:
         SurgeryError: `draw` hardly knows that many, instead of drawing for ever.
     """
-    found: dict[str, None] = {}
+    words: dict[str, None] = {}
     for _ in range(20 * count + 1000):
-        if len(found) < count:
-            found[draw(rng)] = None
-    if len(found) == count:
-        return list(found)
-    raise SurgeryError(f"{count} different words are needed and only about {len(found)} exist: use a smaller length")
+        if len(words) < count:
+            words[draw(rng)] = None
+    if len(words) == count:
+        return list(words)
+    raise SurgeryError(f"{count} different words are needed and only about {len(words)} exist: use a smaller length")
 
 
 def adjective_noun(rng: random.Random) -> str:

@@ -29,10 +29,10 @@ def interpreted() -> bool:
 
 def refusal(*tensors: Tensor | None) -> str | None:
     """Return why no kernel can run on these tensors; None if one can. None among them is skipped."""
-    given = [tensor for tensor in tensors if tensor is not None]
+    present = [tensor for tensor in tensors if tensor is not None]
     if not has_triton():
         return "triton is not installed"
-    devices = {tensor.device for tensor in given}
+    devices = {tensor.device for tensor in present}
     if len(devices) > 1:
         return f"tensors are on {', '.join(sorted(map(str, devices)))}"
     if not interpreted() and devices != {torch.device("cpu")} and torch.version.hip is not None:
@@ -40,7 +40,7 @@ def refusal(*tensors: Tensor | None) -> str | None:
     if not interpreted() and next(iter(devices)).type != "cuda":
         return f"tensors are on the {next(iter(devices)).type} device"
     # Triton's interpreter multiplies bf16 wrongly.
-    unsupported = {str(t.dtype) for t in given if t.is_floating_point() and t.dtype.itemsize > 1} - {
+    unsupported = {str(t.dtype) for t in present if t.is_floating_point() and t.dtype.itemsize > 1} - {
         str(dtype) for dtype in DTYPES if not (interpreted() and dtype == torch.bfloat16)
     }
     if unsupported:

@@ -24,8 +24,8 @@ def check_keys(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
 def check_dtypes(name: str, **tensors: Tensor) -> None:
     """Refuses tensors of several dtypes."""
     if len({tensor.dtype for tensor in tensors.values()}) > 1:
-        found = ", ".join(f"{what} is {tensor.dtype}" for what, tensor in tensors.items())
-        raise ValueError(f"{name}: {found}: one dtype is needed")
+        dtypes = ", ".join(f"{what} is {tensor.dtype}" for what, tensor in tensors.items())
+        raise ValueError(f"{name}: {dtypes}: one dtype is needed")
 
 
 def check_counts(name: str, size: int, **counts: Tensor | None) -> None:
@@ -48,7 +48,7 @@ def check_positive(name: str, **numbers: int | None) -> None:
             raise ValueError(f"{name}: {what} of {number}: at least 1 is needed")
 
 
-def too_wide(query: Tensor, value: Tensor, most: int = 256) -> str | None:
+def too_wide(query: Tensor, value: Tensor, max_width: int = 256) -> str | None:
     """Return why a kernel that holds whole heads in a tile does not take these of its arguments; None if it does."""
     widest = max(query.shape[-1], value.shape[-1])
-    return f"heads of {widest} numbers, at most {most}" if widest > most else None
+    return f"heads of {widest} numbers, at most {max_width}" if widest > max_width else None

@@ -81,10 +81,10 @@ class Launch:
     scratch: tuple[Tensor, ...] = field(default=(), repr=False)
 
     @classmethod
-    def of(cls, kernel: Any, grid: tuple[int, ...], config: Config, given: Mapping[str, Any], **others: Any) -> Launch:
-        """A launch of what the kernel's parameters are called in `others` or else in `given`."""
-        known = {**given, **others}
-        return cls(kernel, grid, {name: known[name] for name in kernel.arg_names}, config.warps, config.stages)
+    def of(cls, kernel: Any, grid: tuple[int, ...], config: Config, args: Mapping[str, Any], **others: Any) -> Launch:
+        """A launch of what the kernel's parameters are called in `others` or else in `args`."""
+        values = {**args, **others}
+        return cls(kernel, grid, {name: values[name] for name in kernel.arg_names}, config.warps, config.stages)
 
     def run(self) -> None:
         """Launches on the device of its tensors, or in Triton's interpreter under TRITON_INTERPRET=1."""
@@ -113,18 +113,18 @@ def naming(signature: inspect.Signature) -> Callable[[tuple, Mapping[str, Any]],
 
 
 def launches_of(reference: Callable, *settings: str) -> Callable:
-    """Decorates `launches(given, *, out, lse, …)`: called with the arguments of an operation, it has them in `given`.
+    """Decorates `launches(args, *, out, lse, …)`: called with the arguments of an operation, it has them in `args`.
 
     They are those of its plain reference and the settings behind them, so that no kernel spells them anew.
     """
     signature = signature_of(reference, *settings)
-    named, known = naming(signature), frozenset(signature.parameters)
+    bind, names = naming(signature), frozenset(signature.parameters)
 
     def decorate(function: Callable[..., list[Launch]]) -> Callable[..., list[Launch]]:
         @wraps(function)
         def launches(*args: Any, **kwargs: Any) -> list[Launch]:
-            own = {name: kwargs.pop(name) for name in kwargs.keys() - known}
-            return function(SimpleNamespace(**named(args, kwargs)), **own)
+            own = {name: kwargs.pop(name) for name in kwargs.keys() - names}
+            return function(SimpleNamespace(**bind(args, kwargs)), **own)
 
         return launches
 
@@ -132,7 +132,7 @@ def launches_of(reference: Callable, *settings: str) -> Callable:
 
 
 def size(tensor: Tensor, dim: int) -> Extent:
-    """The size of a dimension, to be read at every call; kernels must not specialise on it (`do_not_specialize`)."""
+    """The size of a dimension, to be read at every call; kernels must not specialize on it (`do_not_specialize`)."""
     return Extent(tensor, dim, is_stride=False)
 
 

@@ -1,6 +1,6 @@
 """Results of several operators over disjoint tokens of the same rows → the result over all of them, exactly.
 
-For tokens kept in several forms: quantised ones and the exact ones behind them, for instance.
+For tokens kept in several forms: quantized ones and the exact ones behind them, for instance.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor,
         raise ValueError(f"merge_parts: parts of other rows: {shapes}")
     logs = torch.stack(tuple(lses))
     # Detached: it cancels. -∞ - -∞ would be NaN where no part had anything to see.
-    most = logs.detach().amax(dim=0)
-    weights = (logs - most.masked_fill(most == -torch.inf, 0.0)).exp()
-    total = weights.sum(dim=0)
-    empty = ~(total > 0)
-    safe = total.masked_fill(empty, 1.0)
-    mixed = sum(weight.unsqueeze(-1) * out for weight, out in zip(weights, outs, strict=True)) / safe.unsqueeze(-1)
-    return mixed.to(outs[0].dtype), (safe.log() + most).masked_fill(empty, -torch.inf)
+    max_logit = logs.detach().amax(dim=0)
+    weights = (logs - max_logit.masked_fill(max_logit == -torch.inf, 0.0)).exp()
+    sum_exp = weights.sum(dim=0)
+    empty = ~(sum_exp > 0)
+    safe = sum_exp.masked_fill(empty, 1.0)
+    acc = sum(weight.unsqueeze(-1) * out for weight, out in zip(weights, outs, strict=True)) / safe.unsqueeze(-1)
+    return acc.to(outs[0].dtype), (safe.log() + max_logit).masked_fill(empty, -torch.inf)

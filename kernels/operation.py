@@ -28,13 +28,13 @@ class Operation:
 
     Args:
         reference: the operation in plain PyTorch; annotated, since the schema is read off its signature.
-        outputs: gives the results of a call, uninitialised: what tracing sees. A call is a namespace of all arguments.
+        outputs: gives the results of a call, uninitialized: what tracing sees. A call is a namespace of all arguments.
         unsupported: says why the kernel does not take a call; None if it does.
         check: raises ValueError for arguments of a call that do not belong together.
         kernel: the module whose `launches` are run, `<name>/kernel.py` by default; imported only then: it needs Triton.
         settings: arguments behind those of the reference that only kernels have a use for: optional integers.
         growth: dimensions that grow with a text, as `Layout` takes them.
-        free: integers that change at every step; kernels must not specialise on them.
+        free: integers that change at every step; kernels must not specialize on them.
 
     Attributes:
         registered: the operator of PyTorch.
@@ -56,15 +56,15 @@ class Operation:
         self._name, self._module = name, kernel or f"surgery.kernels.{name}.kernel"
         self._outputs, self._unsupported, self._check = outputs, unsupported, check
         signature = signature_of(reference, *settings)
-        named, given = naming(signature), len(signature.parameters) - len(settings)
-        self._reference = lambda *values: reference(*values[:given])
+        bind, num_tensors = naming(signature), len(signature.parameters) - len(settings)
+        self._reference = lambda *values: reference(*values[:num_tensors])
         tensors = {name for name, each in signature.parameters.items() if "Tensor" in str(each.annotation)}
         self._layout = Layout(tuple(signature.parameters), tensors, growth, free)
         self._plans, self._calls = Cache(), Cache()
 
         def compute(*args: Any, **kwargs: Any) -> Results:
-            known = named(args, kwargs)
-            return self._run([_plain(known[name]) for name in self._layout.names])
+            arguments = bind(args, kwargs)
+            return self._run([_plain(arguments[name]) for name in self._layout.names])
 
         compute.__signature__ = signature
         schema = torch.library.infer_schema(compute, mutates_args=())
@@ -73,7 +73,7 @@ class Operation:
         )
 
         def traced(*args: Any, **kwargs: Any) -> Results:
-            call = SimpleNamespace(**named(args, kwargs))
+            call = SimpleNamespace(**bind(args, kwargs))
             check(call)
             return outputs(call)
 

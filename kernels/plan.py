@@ -2,7 +2,7 @@
 
 Checks, configuration, splits, grids and arguments follow from dtypes, devices, shapes, strides and settings: the key of
 a plan. While a text grows, the plan stays. Of the dimension of tokens the key holds the number of bits of its size,
-since splits change at powers of two only (`split_count.py`); of strides that depend on it, what Triton specialises on.
+since splits change at powers of two only (`split_count.py`); of strides that depend on it, what Triton specializes on.
 A plan reads that size and those strides from every call.
 """
 
@@ -75,10 +75,10 @@ class Layout:
         self._paged = () if self._pages is None else self._entries(tensors, ({"pages": 1},))
 
     def _entries(self, tensors: set[str], growth: Growth) -> tuple[tuple[int, int, int], ...]:
-        grown = {name: (dim, group) for group, names in enumerate(growth) for name, dim in names.items()}
+        growing = {name: (dim, group) for group, names in enumerate(growth) for name, dim in names.items()}
         # Leaders of groups first, in the order in which the operation names them.
-        order = [*grown, *(name for name in self.names if name in tensors and name not in grown)]
-        return tuple((self.names.index(name), *grown.get(name, (-1, 0))) for name in order)
+        order = [*growing, *(name for name in self.names if name in tensors and name not in growing)]
+        return tuple((self.names.index(name), *growing.get(name, (-1, 0))) for name in order)
 
     def entries(self, values: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
         """The tensors among arguments: position, the dimension that grows or -1, and its group."""
@@ -111,7 +111,7 @@ class Layout:
                 continue
             if type(tensor) not in TENSORS or (needs_gradient and tensor.requires_grad):
                 return None
-            # Triton specialises on pointers that are multiples of 16.
+            # Triton specializes on pointers that are multiples of 16.
             key += tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
         return tuple(key)
 
@@ -141,7 +141,7 @@ class Layout:
 
 
 def _kind(stride: int) -> tuple[int, int]:
-    """Facts of a stride or half of it that Triton specialises on: multiples of 16, 1, more than 32 bits; and parity."""
+    """Facts of a stride or half of it that Triton specializes on: multiples of 16, 1, more than 32 bits; and parity."""
     return stride.bit_length(), stride % 32 if stride % 16 == 0 else 1 + stride % 2
 
 
@@ -215,8 +215,8 @@ class Plan:
 class _Starter:
     """A launch of a kernel with arguments of one kind: by Triton's dispatch once, then by the compiled kernel itself.
 
-    Triton binds and specialises arguments at every launch, which takes as long as all the rest of a call. A plan's key
-    holds what it specialises on, so that the kernel that it chose is right for every call of the plan.
+    Triton binds and specializes arguments at every launch, which takes as long as all the rest of a call. A plan's key
+    holds what it specializes on, so that the kernel that it chose is right for every call of the plan.
     """
 
     def __init__(self, launch: Launch) -> None:

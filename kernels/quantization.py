@@ -1,4 +1,4 @@
-"""Quantised values of tokens as numbers, in plain PyTorch.
+"""Quantized values of tokens as numbers, in plain PyTorch.
 
 The format is KIVI's (Liu et al., arXiv 2402.02750): integers of 8, 4 or 2 bits, c standing for c · scale + zero, or fp8
 (e4m3), c standing for c · scale. A scale is shared by `group` tokens of a channel, or by channels of a token, in
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 BITS = {"int8": 8, "int4": 4, "int2": 2, "fp8": 8}
-"""Bits of a quantised value, by format."""
+"""Bits of a quantized value, by format."""
 
 
 def dequantized(

@@ -19,5 +19,5 @@ def split_count(programs: int, tokens: int, processors: int) -> int:
     Returns:
         A power of two from 1 to `MOST_SPLITS`, so that few kernels are compiled.
     """
-    wanted = min(2 * processors // max(programs, 1), tokens // LEAST_TOKENS, MOST_SPLITS)
-    return 1 << (max(wanted, 1).bit_length() - 1)
+    count = min(2 * processors // max(programs, 1), tokens // LEAST_TOKENS, MOST_SPLITS)
+    return 1 << (max(count, 1).bit_length() - 1)

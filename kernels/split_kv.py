@@ -69,9 +69,9 @@ def with_merge(launch: Launch, parts: Tensor | None, logs: Tensor | None, out: T
 
 def merge(parts: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
     """The reference: parts [N, S, D] and logs [N, S] → [N, D] and [N]."""
-    total = logs.logsumexp(dim=-1)
-    weights = (logs - total.unsqueeze(-1)).exp().nan_to_num(0.0)  # -∞ - -∞ where there is no token at all
-    return (weights.unsqueeze(-1) * parts).sum(dim=-2), total
+    lse = logs.logsumexp(dim=-1)
+    weights = (logs - lse.unsqueeze(-1)).exp().nan_to_num(0.0)  # -∞ - -∞ where there is no token at all
+    return (weights.unsqueeze(-1) * parts).sum(dim=-2), lse
 
 
 def merge_launch(parts: Tensor, logs: Tensor, out: Tensor, log: Tensor | None) -> Launch:
@@ -102,17 +102,17 @@ def merge_kernel(parts, logs, out, log, width, SPLITS: tl.constexpr, BLOCK_S: tl
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     split = tl.arange(0, BLOCK_S)
     each = tl.load(logs + row * SPLITS + split, mask=split < SPLITS, other=-float("inf"))
-    most = tl.max(each, axis=0)
-    most = tl.where(most == -float("inf"), 0.0, most)
-    weights = tl.exp2((each - most) * LOG2E)
-    total = tl.sum(weights, axis=0)
-    there = (split < SPLITS)[:, None] & (column < width)[None, :]
-    part = tl.load(parts + (row * SPLITS + split[:, None]) * width + column[None, :], mask=there, other=0.0)
-    mixed = tl.sum(part * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * width + column, mixed.to(out.dtype.element_ty), mask=column < width)
+    m_i = tl.max(each, axis=0)
+    m_i = tl.where(m_i == -float("inf"), 0.0, m_i)
+    weights = tl.exp2((each - m_i) * LOG2E)
+    l_i = tl.sum(weights, axis=0)
+    load_mask = (split < SPLITS)[:, None] & (column < width)[None, :]
+    part = tl.load(parts + (row * SPLITS + split[:, None]) * width + column[None, :], mask=load_mask, other=0.0)
+    acc = tl.sum(part * weights[:, None], axis=0) / tl.where(l_i > 0, l_i, 1.0)
+    tl.store(out + row * width + column, acc.to(out.dtype.element_ty), mask=column < width)
     if log is not None:  # noqa: SIM102 - known when it is compiled
         if tl.program_id(1) == 0:
-            whole = tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)) * LN2, -float("inf"))
+            whole = tl.where(l_i > 0, m_i + tl.log2(tl.where(l_i > 0, l_i, 1.0)) * LN2, -float("inf"))
             tl.store(log + row, whole)
 
 

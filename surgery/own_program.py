@@ -1,4 +1,4 @@
-"""Behaviour of this project's own programs, unlike programs that import it: `surgery`, and `python -m surgery...`."""
+"""Behavior of this project's own programs, unlike programs that import it: `surgery`, and `python -m surgery...`."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def started_as_module() -> bool:
     """Return whether this process is a ``python -m surgery...`` that looks for its module, as launchers start it."""
     if sys.argv[0] != "-m":  # as it is until the module has been found
         return False
-    named = (after for option, after in pairwise(sys.orig_argv[1:]) if re.fullmatch(r"-[a-zA-Z]*m", option))
-    return next(named, "").partition(".")[0] == "surgery"
+    modules = (after for option, after in pairwise(sys.orig_argv[1:]) if re.fullmatch(r"-[a-zA-Z]*m", option))
+    return next(modules, "").partition(".")[0] == "surgery"

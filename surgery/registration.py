@@ -62,10 +62,10 @@ class _OutermostImport(MetaPathFinder):
         if name.partition(".")[0] not in PACKAGES:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        found = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
-        if found is not None and found.loader is not None:
-            self._watch(found.loader)
-        return found
+        spec_of = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
+        if spec_of is not None and spec_of.loader is not None:
+            self._watch(spec_of.loader)
+        return spec_of
 
     def _watch(self, loader: Loader) -> None:
         run = loader.exec_module

@@ -25,7 +25,7 @@ from surgery_vllm.vector_cache import VectorCache
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns neighbouring numbers x_{2i}, x_{2i+1} by an angle: x [..., ρ], cos and sin [..., ρ/2] in fp32."""
+    """Turns neighboring numbers x_{2i}, x_{2i+1} by an angle: x [..., ρ], cos and sin [..., ρ/2] in fp32."""
     even, odd = x[..., 0::2], x[..., 1::2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return turned.flatten(-2).to(x.dtype)

@@ -107,15 +107,15 @@ def main() -> None:
     parser.add_argument("--batched-tokens", type=int, help="of all requests in one pass at most [vLLM's choice]")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and cache [%(default)s]")
     parser.add_argument("--json", action="store_true", help="a row a line in JSON instead of a table")
-    said = parser.parse_args()
+    args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # the table is all of standard output
-    load = Load(said.kv_bytes, said.requests, tuple(said.prompt), said.new_tokens, said.batched_tokens)
-    if not said.json:
+    load = Load(args.kv_bytes, args.requests, tuple(args.prompt), args.new_tokens, args.batched_tokens)
+    if not args.json:
         print(HEADER)
-    for model in said.models:
+    for model in args.models:
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            row = process.submit(serve, model, load, said.dtype).result()
-        print(json.dumps(asdict(row)) if said.json else line(row), flush=True)
+            row = process.submit(serve, model, load, args.dtype).result()
+        print(json.dumps(asdict(row)) if args.json else line(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -50,10 +50,10 @@ def check_version() -> None:
     Raises:
         ValueError: its minor version is none of ``TESTED``, and the environment does not ask for it all the same.
     """
-    found = _vllm_version()
-    if found is not None and ".".join(found.split(".")[:2]) not in TESTED and os.environ.get(ANY_VERSION) != "1":
+    version = _vllm_version()
+    if version is not None and ".".join(version.split(".")[:2]) not in TESTED and os.environ.get(ANY_VERSION) != "1":
         raise ValueError(
-            f"model-surgery's plugin was tested with vLLM {', '.join(TESTED)} and this is {found}: "
+            f"model-surgery's plugin was tested with vLLM {', '.join(TESTED)} and this is {version}: "
             f"install one of those, or set {ANY_VERSION}=1 to try it"
         )
 

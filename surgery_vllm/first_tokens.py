@@ -30,7 +30,7 @@ class FirstTokensManager(SingleTypeKVCacheManager):
     """One block of every request, and null blocks after it."""
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock], *rest, **named
+        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock], *rest, **kwargs
     ) -> int:
         """Count the blocks that a request takes out of the free ones."""
         if self.req_to_blocks.get(request_id):

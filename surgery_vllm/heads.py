@@ -56,13 +56,13 @@ class HeadGroup(Attention):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
         """Return the cache spec of the heads of all layers."""
         full, streaming = block_sizes(*self.heads_of_all.values(), vllm_config.cache_config.block_size)
-        said = {"head_size": self.head_size, "dtype": self.kv_cache_torch_dtype}
-        said["num_kv_heads"] = self.heads_of_all[self.kind]
+        options = {"head_size": self.head_size, "dtype": self.kv_cache_torch_dtype}
+        options["num_kv_heads"] = self.heads_of_all[self.kind]
         if self.kind == "full":
-            return FullAttentionSpec(block_size=full, **said)
+            return FullAttentionSpec(block_size=full, **options)
         sink_window.register()
         window = {"sinks": self.layer.sinks, "sliding_window": self.layer.recent}
-        return sink_window.SinkWindowSpec(block_size=streaming, **window, **said)
+        return sink_window.SinkWindowSpec(block_size=streaming, **window, **options)
 
 
 class SplitAttention(nn.Module):
@@ -103,7 +103,7 @@ class SplitAttention(nn.Module):
         """positions [T], hidden_states [T, D] → [T, D]."""
         query, key, value = self.qkv_proj(hidden_states)[0].split(self.widths, dim=-1)
         if self.q_norm is not None:
-            query, key = self._normalised(self.q_norm, query), self._normalised(self.k_norm, key)
+            query, key = self._normalized(self.q_norm, query), self._normalized(self.k_norm, key)
         query, key = self.rotary_emb(positions, query, key)
         # Query heads follow their KV heads, of which those that see all tokens come first.
         groups = list(self.groups.values())
@@ -114,7 +114,7 @@ class SplitAttention(nn.Module):
         ]
         return self.o_proj(torch.cat(out, dim=-1))[0]
 
-    def _normalised(self, norm: nn.Module, heads: Tensor) -> Tensor:
+    def _normalized(self, norm: nn.Module, heads: Tensor) -> Tensor:
         """Heads [T, ·d], each by itself."""
         return norm(heads.unflatten(-1, (-1, self.head_dim)).contiguous()).flatten(-2)
 

@@ -25,15 +25,15 @@ def _attention(
 ) -> nn.Module:
     """Build the attention of a :class:`LlamaDecoderLayer` in place of `LlamaAttention`."""
     layer = attention_of_layers(config)[extract_layer_index(prefix)]
-    said = {"cache_config": cache_config, "bias": bias, "bias_o_proj": bias_o_proj, "prefix": prefix}
+    options = {"cache_config": cache_config, "bias": bias, "bias_o_proj": bias_o_proj, "prefix": prefix}
     if isinstance(layer, LatentEntry):
         kind = QuantizedLatentAttention if isinstance(layer, QuantizedLatentEntry) else LatentAttention
-        return kind(config, layer, **said)
+        return kind(config, layer, **options)
     if isinstance(layer, HybridEntry):
-        return SplitAttention(config, more["max_position_embeddings"], **said)
+        return SplitAttention(config, more["max_position_embeddings"], **options)
     if isinstance(layer, LowRankEntry):
-        return LowRankAttention(config, more["max_position_embeddings"], **said)
-    return LlamaAttention(config, num_kv_heads=layer.kv_heads, **said, **more)
+        return LowRankAttention(config, more["max_position_embeddings"], **options)
+    return LlamaAttention(config, num_kv_heads=layer.kv_heads, **options, **more)
 
 
 class SurgeryDecoderLayer(LlamaDecoderLayer):
@@ -65,7 +65,7 @@ class SurgeryForCausalLM(LlamaForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         if vllm_config.quant_config is not None:
-            raise ValueError("model-surgery's plugin does not serve quantised weights; leave --quantization out")
+            raise ValueError("model-surgery's plugin does not serve quantized weights; leave --quantization out")
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=SurgeryDecoderLayer)
 
     def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] = SurgeryDecoderLayer):

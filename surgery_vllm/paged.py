@@ -49,7 +49,7 @@ def latent_attention(
         rank: r.
         scale: of the scores.
         gains: which of the numbers behind r + ρ scale the scores of a token, one for each of as many groups of
-            neighbouring heads; None: none do.
+            neighboring heads; None: none do.
 
     Returns:
         [B·T, H, r], the mean of the latents by the softmax of the scores.
@@ -133,14 +133,14 @@ def mixed(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor
     return product(weights, values).view(batch, groups, tile, heads, -1).transpose(1, 2)
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """Matrices [B, G, ·, ·] times matrices.
 
     One alone is no batch: of few rows, in bfloat16, that takes PyTorch four times as long on a CPU.
     """
-    if left.shape[:2] == (1, 1):
-        return (left[0, 0] @ right[0, 0])[None, None]
-    return left @ right
+    if a.shape[:2] == (1, 1):
+        return (a[0, 0] @ b[0, 0])[None, None]
+    return a @ b
 
 
 def joined(tiles: list[Tensor]) -> Tensor:
@@ -179,5 +179,5 @@ def paged_head_attention(
 
 def gathered_heads(cache: Tensor, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values [B, G, S, d] of pages [B, ·] of a cache [pages, G, tokens of a page, 2d]."""
-    found = cache.index_select(0, pages.flatten()).unflatten(0, pages.shape)
-    return found.transpose(1, 2).flatten(2, 3).to(dtype).chunk(2, dim=-1)
+    entries = cache.index_select(0, pages.flatten()).unflatten(0, pages.shape)
+    return entries.transpose(1, 2).flatten(2, 3).to(dtype).chunk(2, dim=-1)

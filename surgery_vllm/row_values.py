@@ -44,7 +44,7 @@ def vectors_of(rows: Tensor, quantizer: TokenQuantizer, inv_freq: Tensor, first:
 
 
 def rotate(keys: Tensor, inv_freq: Tensor) -> None:
-    """Rotate shared keys [B, S, ρ], fp32, in place, by their position among the S; neighbours are a pair."""
+    """Rotate shared keys [B, S, ρ], fp32, in place, by their position among the S; neighbors are a pair."""
     angles = torch.arange(keys.shape[1], device=keys.device)[:, None] * inv_freq
     pairs = torch.view_as_complex(keys.unflatten(-1, (len(inv_freq), 2)))
     pairs.mul_(torch.polar(torch.ones_like(angles), angles))

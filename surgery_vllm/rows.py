@@ -117,8 +117,8 @@ class RowCache(PageCache):
 
 def proposed_block(cache_config: CacheConfig) -> int:
     """Tokens of a block as the user has them, or vLLM, but then at most ``SMALL_BLOCK``."""
-    chosen = cache_config.user_specified_block_size
-    return cache_config.block_size if chosen else min(cache_config.block_size, SMALL_BLOCK)
+    is_user_specified = cache_config.user_specified_block_size
+    return cache_config.block_size if is_user_specified else min(cache_config.block_size, SMALL_BLOCK)
 
 
 def check(vllm_config: VllmConfig) -> None:

@@ -82,8 +82,8 @@ def run(command: list[str]) -> int:
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         for line in process.stdout:
             print(line, end="", flush=True)
-            found = CAUSE.search(line.rstrip())
-            reason = reason or (found and found[1])
+            match = CAUSE.search(line.rstrip())
+            reason = reason or (match and match[1])
     for number, handler in before.items():
         signal.signal(number, handler)
     if process.returncode > 0:
@@ -98,14 +98,14 @@ def main() -> int:
     parser.add_argument("model", metavar="CKPT")
     parser.add_argument("--host", default="", help="[all addresses]")
     parser.add_argument("--port", type=int, default=8000, help="[%(default)s]")
-    said, flags = parser.parse_known_args()
+    args, flags = parser.parse_known_args()
     try:
-        check(said.model, said.host, said.port)
+        check(args.model, args.host, args.port)
     except Refused as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    flags += ["--port", str(said.port)] + (["--host", said.host] if said.host else [])
-    return run([sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", said.model, *flags])
+    flags += ["--port", str(args.port)] + (["--host", args.host] if args.host else [])
+    return run([sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, *flags])
 
 
 if __name__ == "__main__":

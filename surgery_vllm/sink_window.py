@@ -37,8 +37,8 @@ class SinkWindowManager(SlidingWindowManager):
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Frees the blocks between the sinks and the window of the next token."""
-        seen = super().get_num_skipped_tokens(processed_computed_tokens)
-        self._remove_blocks_in_range(request_id, self.sink_blocks, seen // self.block_size)
+        num_skipped = super().get_num_skipped_tokens(processed_computed_tokens)
+        self._remove_blocks_in_range(request_id, self.sink_blocks, num_skipped // self.block_size)
 
     @classmethod
     def reachable_block_mask(cls, *args, **more) -> None:
@@ -68,13 +68,13 @@ class SinkWindowManager(SlidingWindowManager):
             supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
             alignment_tokens=alignment_tokens,
         )
-        found = [block_pool.get_cached_block(hashes[i], kv_cache_group_ids) for i in range(max_length // size)]
+        cached_blocks = [block_pool.get_cached_block(hashes[i], kv_cache_group_ids) for i in range(max_length // size)]
         sinks = cdiv(kv_cache_spec.sinks, size)
-        for end in range(len(found), 0, -1):
+        for end in range(len(cached_blocks), 0, -1):
             window = max(end * size - kv_cache_spec.sliding_window + 1, 0) // size
             needed = {*range(min(sinks, end)), *range(window, end)}
-            if end * size % alignment_tokens == 0 and all(found[i] for i in needed):
-                blocks = [found[i] if i in needed else None for i in range(end)]
+            if end * size % alignment_tokens == 0 and all(cached_blocks[i] for i in needed):
+                blocks = [cached_blocks[i] if i in needed else None for i in range(end)]
                 groups = range(len(kv_cache_group_ids))
                 hit = tuple([block[g] if block else block_pool.null_block for block in blocks] for g in groups)
                 return hit, end * size

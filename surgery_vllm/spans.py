@@ -38,7 +38,7 @@ class Span:
     it.
 
     Attributes:
-        tokens: indices of their new tokens in the batch, one request after another; neighbours need no copy.
+        tokens: indices of their new tokens in the batch, one request after another; neighbors need no copy.
         pages: [B, ·] pages of each, as many as the longest has.
         seq_lens: [B] tokens of each, the new ones included.
         page: tokens of a page.
@@ -104,7 +104,7 @@ class Span:
         """
         sink_columns = min(-(-sinks // self.page), self.pages.shape[1])
         starts = ((queries[:, 0] - recent + 1) // self.page).clamp(min=sink_columns)
-        # So many neighbouring tokens lie in at most so many pages, wherever the first one begins; and none of them
+        # So many neighboring tokens lie in at most so many pages, wherever the first one begins; and none of them
         # outside what the shortest and the longest request see.
         tokens = queries.shape[1] + recent - 1
         earliest = (self.shortest - self.new + first - recent + 1) // self.page

@@ -55,7 +55,7 @@ def attention_of_layers(config: Any) -> list[LayerEntry]:
     if activation != "silu":
         raise NotServed(f"the activation {activation}")
     if config.kv_cache is not None:
-        raise NotServed("a cache quantised by kv_cache")
+        raise NotServed("a cache quantized by kv_cache")
     if windowed(config):
         raise NotServed("attention windows")
     for layer, entry in enumerate(config.attention_layers):

@@ -65,12 +65,12 @@ def checkpoints(tmp_path_factory):
     import torch
     from tiny_models import make_checkpoint
 
-    made: dict[tuple[str, torch.dtype], Path] = {}
+    results: dict[tuple[str, torch.dtype], Path] = {}
 
     def get(name: str, dtype: torch.dtype = torch.float32) -> Path:
-        if (name, dtype) not in made:
-            made[name, dtype] = make_checkpoint(tmp_path_factory.mktemp(name), name, dtype)
-        return made[name, dtype]
+        if (name, dtype) not in results:
+            results[name, dtype] = make_checkpoint(tmp_path_factory.mktemp(name), name, dtype)
+        return results[name, dtype]
 
     return get
 
@@ -80,13 +80,13 @@ def conversions(checkpoints, tmp_path_factory):
     """Gives what a tiny checkpoint became with some settings, converted once; to be read, not to be changed."""
     from conversions import convert_checkpoint
 
-    made = {}
+    results = {}
 
     def get(name: str, settings, dtype=None):
         source = checkpoints(name) if dtype is None else checkpoints(name, dtype)
-        if (source, settings) not in made:
-            made[source, settings] = convert_checkpoint(source, tmp_path_factory.mktemp("made") / name, settings)
-        return made[source, settings]
+        if (source, settings) not in results:
+            results[source, settings] = convert_checkpoint(source, tmp_path_factory.mktemp("made") / name, settings)
+        return results[source, settings]
 
     return get
 
@@ -96,12 +96,12 @@ def picture_models(tmp_path_factory):
     """Gives the folder of a tiny vision-language model, made once."""
     from picture_models import make_model
 
-    made: dict[str, Path] = {}
+    results: dict[str, Path] = {}
 
     def get(name: str) -> Path:
-        if name not in made:
-            made[name] = make_model(tmp_path_factory.mktemp(name), name)
-        return made[name]
+        if name not in results:
+            results[name] = make_model(tmp_path_factory.mktemp(name), name)
+        return results[name]
 
     return get
 

@@ -10,13 +10,13 @@ from surgery.inspection.inspect import inspect_checkpoint
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral_window", "mixtral"])
 def test_what_is_said_can_be_done(name, checkpoints):
     inspection = inspect_checkpoint(checkpoints(name))
-    chosen, rows = inspection.advice, [row for row in inspection.targets if row["applies"]]
-    assert chosen["quality"] in rows and chosen["smallest"]["applies"]
-    assert chosen["smallest"]["kv_ratio"] <= min(row["kv_ratio"] for row in rows if row["to"] != "hybrid")
-    assert "hybrid" not in {chosen["quality"]["to"], chosen["smallest"]["to"]}
-    for engine, row in chosen["engines"].items():
+    selection, rows = inspection.advice, [row for row in inspection.targets if row["applies"]]
+    assert selection["quality"] in rows and selection["smallest"]["applies"]
+    assert selection["smallest"]["kv_ratio"] <= min(row["kv_ratio"] for row in rows if row["to"] != "hybrid")
+    assert "hybrid" not in {selection["quality"]["to"], selection["smallest"]["to"]}
+    for engine, row in selection["engines"].items():
         assert row in rows and row["engines"][engine]["status"] in (LOADS, LOADS_WITH)
-    assert ("llama.cpp" in chosen["engines"]) == (name == "llama")
+    assert ("llama.cpp" in selection["engines"]) == (name == "llama")
 
 
 def test_where_nothing_applies_nothing_is_said(checkpoints, capsys, monkeypatch):

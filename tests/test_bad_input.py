@@ -46,7 +46,7 @@ def pickle_only(folder):
     (folder / "model.safetensors").unlink()
 
 
-def quantised(folder):
+def quantized(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(48, 16, dtype=torch.uint8)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -58,7 +58,7 @@ CASES = {
     "NaN in attention": (poison("model.layers.1.self_attn.k_proj.weight"), {}, "1.self_attn.k_proj.weight holds NaN"),
     "NaN elsewhere": (poison("model.layers.0.mlp.up_proj.weight"), {}, "up_proj|layer 0|not finite|NaN"),
     "unknown model_type": (partial(edit_config, model_type="gemma4"), {}, "model_type 'gemma4' is not supported"),
-    "quantised": (quantised, {}, "quantised .quip."),
+    "quantized": (quantized, {}, "quantized .quip."),
     "partial rotary": (
         partial(edit_config, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         {},

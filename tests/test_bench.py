@@ -71,8 +71,8 @@ def test_a_steady_step_is_that_of_a_growing_cache(tiny):
 
 def test_decoding_is_measured_for_every_model_context_and_batch(tmp_path, capsys):
     settings = DecodeSettings((16,), (1, 2), rank=24, rope_dim=8, kernels=(False,))
-    path, said = tmp_path / "decode.json", []
-    record = measure_decoding(["tiny"], settings, CPU, out=path, say=said.append)
+    path, message = tmp_path / "decode.json", []
+    record = measure_decoding(["tiny"], settings, CPU, out=path, say=message.append)
     assert json.loads(path.read_text()) == record
     measured = record["rows"]
     assert [(row["kind"], row["batch"]) for row in measured] == [("source", 1), ("source", 2), ("mla", 1), ("mla", 2)]
@@ -80,8 +80,8 @@ def test_decoding_is_measured_for_every_model_context_and_batch(tmp_path, capsys
     assert all(row["times_source"] == 1.0 for row in measured[:2])
     assert "figures say nothing of a GPU" in record["note"]
     show_decoding(record, path)
-    shown = capsys.readouterr().out
-    assert "tokens/s" in shown and "figures say nothing of a GPU" in shown
+    output = capsys.readouterr().out
+    assert "tokens/s" in output and "figures say nothing of a GPU" in output
 
 
 def test_a_checkpoint_folder_is_measured_as_it_is(tmp_path, tiny):
@@ -92,8 +92,8 @@ def test_a_checkpoint_folder_is_measured_as_it_is(tmp_path, tiny):
 
 
 def test_kernels_that_refuse_are_a_row_with_the_reason(monkeypatch):
-    done = Acceleration((), refused="tensors are on the cpu device")
-    monkeypatch.setattr("surgery.acceleration.accelerate", lambda model: done)
+    result = Acceleration((), refused="tensors are on the cpu device")
+    monkeypatch.setattr("surgery.acceleration.accelerate", lambda model: result)
     (row,) = measure_decoding(["tiny"], DecodeSettings((8,), (1,), structures=(), kernels=(True,)), CPU)["rows"]
     assert row["accelerated"] and row["skipped"] == "tensors are on the cpu device"
 
@@ -123,8 +123,8 @@ def test_kernels_without_a_gpu(tmp_path, capsys):
     record, path = measure_kernels(request, tmp_path)
     assert path == tmp_path / "kernels.json" and path.exists()
     show_kernels(record, path)
-    shown = capsys.readouterr().out
-    assert "right" in shown and "no speed on the cpu device" in shown, shown
+    output = capsys.readouterr().out
+    assert "right" in output and "no speed on the cpu device" in output, output
     for wrong, message in (
         ({"tune": True}, "--tune"),
         ({"operations": "mla"}, "unknown operation"),

@@ -1,4 +1,4 @@
-"""`--bits` with another structure: one conversion that ends in a quantised cache, and is the two steps one by one."""
+"""`--bits` with another structure: one conversion that ends in a quantized cache, and is the two steps one by one."""
 
 import json
 
@@ -45,11 +45,11 @@ def convert(to, source, out, **settings):
     ],
 )
 def test_one_conversion_is_the_two_steps(checkpoints, tmp_path, to, bits, hadamard):
-    asked = STRUCTURES[to]
+    request = STRUCTURES[to]
     source, codes = checkpoints("llama_bias", torch.float32), {"bits": bits, "hadamard": hadamard, **WEIGHTS_ONLY}
-    result = convert(to, source, tmp_path / "out", **asked, **codes)
+    result = convert(to, source, tmp_path / "out", **request, **codes)
     carrier = {"carrier": "own"} if to == "mla" else {}
-    structure = convert(to, source, tmp_path / "structure", calibration="none", **asked, **carrier)
+    structure = convert(to, source, tmp_path / "structure", calibration="none", **request, **carrier)
     steps = convert_checkpoint(structure.path, tmp_path / "steps", QuantizedSettings(**codes))
     one, two = (load_file(path / "model.safetensors") for path in (result.path, steps.path))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
@@ -78,8 +78,8 @@ def test_one_conversion_is_the_two_steps(checkpoints, tmp_path, to, bits, hadama
 
 def test_losses_of_all_stages_stand_in_one_report(checkpoints, tmp_path):
     text = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 2, "calibration": str(HELD_OUT)}
-    asked = {"method": "cascade", "group_size": 2, "rank": 24, "bits": 4, "group": 16}
-    report = convert("crosslayer", checkpoints("llama"), None, **asked, **text).report
+    settings = {"method": "cascade", "group_size": 2, "rank": 24, "bits": 4, "group": 16}
+    report = convert("crosslayer", checkpoints("llama"), None, **settings, **text).report
     losses = {row["stage"]: row["loss"] for row in report.ladder}
     assert list(losses) == ["source", "low rank", "quantized", "reloaded"]
     assert (
@@ -89,7 +89,7 @@ def test_losses_of_all_stages_stand_in_one_report(checkpoints, tmp_path):
 
 
 def test_what_holds_no_codes_is_refused_before_any_work():
-    for to, asked, message in (
+    for to, settings, message in (
         ("crosslayer", {"method": "xkv", "bits": 4}, "cascade"),
         ("mla", {"carrier": "stock", "bits": 4}, "stock"),
         ("gqa", {"carrier": "decilm", "bits": 4}, "DeciLM"),
@@ -99,12 +99,12 @@ def test_what_holds_no_codes_is_refused_before_any_work():
         ("lowrank", {"bits": 2, "group": 6}, "whole bytes"),
     ):
         with pytest.raises(SurgeryError, match=message):
-            find_target(to).settings(asked)
+            find_target(to).settings(settings)
 
 
 def test_a_dry_run_knows_the_bytes(checkpoints, tmp_path):
-    target, asked = find_target("mla"), {**STRUCTURES["mla"], "bits": 4, **WEIGHTS_ONLY}
-    plan = plan_conversion(checkpoints("llama", torch.bfloat16), tmp_path / "out", target.settings(asked))
+    target, request = find_target("mla"), {**STRUCTURES["mla"], "bits": 4, **WEIGHTS_ONLY}
+    plan = plan_conversion(checkpoints("llama", torch.bfloat16), tmp_path / "out", target.settings(request))
     # Two layers of 16 numbers: half a byte each, and a scale and a zero for 16 tokens or 4 rotated channels.
     assert plan.kv["bytes_per_token"] == 2 * (16 / 2 + 12 * 4 / 16 + 4)
     assert plan.target["model_type"] == "surgery" and not (tmp_path / "out").exists()
@@ -115,8 +115,8 @@ def test_the_budget_in_words(checkpoints, capsys):
 
     result = convert("lowrank", checkpoints("llama"), None, rank=24, bits=4, **WEIGHTS_ONLY)
     show_conversion(result)
-    shown = capsys.readouterr().out
-    assert "numbers kept" in shown and "as int4" in shown
+    output = capsys.readouterr().out
+    assert "numbers kept" in output and "as int4" in output
     assert result.path.name.endswith("-lowrank-int4")
     assert "24 latents as int4 in groups of 16" in (result.path / "README.md").read_text()
 

@@ -32,15 +32,15 @@ VERBS += [[verb, part] for verb, parts in PARTS.items() for part in parts]
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
 def test_help_has_an_example_and_no_types(verb):
-    shown = CliRunner().invoke(cli.app, [*verb, "--help"]).output
-    assert re.search(rf"Examples?:\s+surgery {' '.join(verb)} ?", shown)
-    assert not re.search(r"\[x|<\w+", shown)
+    output = CliRunner().invoke(cli.app, [*verb, "--help"]).output
+    assert re.search(rf"Examples?:\s+surgery {' '.join(verb)} ?", output)
+    assert not re.search(r"\[x|<\w+", output)
 
 
 def test_help_is_a_verb_too():
     for verb in ([], ["push"], ["bench", "decode"]):
-        shown, helped = (CliRunner().invoke(cli.app, args).output for args in (["help", *verb], [*verb, "--help"]))
-        assert shown == helped and "Usage" in shown
+        output, helped = (CliRunner().invoke(cli.app, args).output for args in (["help", *verb], [*verb, "--help"]))
+        assert output == helped and "Usage" in output
 
 
 def test_version():
@@ -70,10 +70,10 @@ def test_errors_are_one_line(case, checkpoints, tmp_path, monkeypatch, capsys):
 
 
 def test_a_process_ends_with_code_1_and_no_traceback(tmp_path):
-    done = launch("convert", tmp_path / "absent")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert re.fullmatch(r"surgery: error: .*absent: no such folder.*\n", done.stderr)
+    process = launch("convert", tmp_path / "absent")
+    assert process.returncode == 1
+    assert process.stdout == ""
+    assert re.fullmatch(r"surgery: error: .*absent: no such folder.*\n", process.stderr)
     assert launch("convert", "--no-such-flag").returncode == 2
 
 
@@ -95,10 +95,10 @@ for arguments in json.loads(sys.argv.pop()):
 
 def test_help_answers_without_torch(tmp_path):
     verbs = [[], *VERBS]
-    done = launch(json.dumps([[*verb, "--help"] for verb in verbs]), code=MISTAKES, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert answers == [[0, "", []]] * len(verbs) and done.stdout.count("Usage") == len(verbs)
+    process = launch(json.dumps([[*verb, "--help"] for verb in verbs]), code=MISTAKES, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    answers = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("[")]
+    assert answers == [[0, "", []]] * len(verbs) and process.stdout.count("Usage") == len(verbs)
 
 
 def test_mistakes_at_first_sight_cost_no_torch(tmp_path):
@@ -139,21 +139,21 @@ def test_mistakes_at_first_sight_cost_no_torch(tmp_path):
         ("bench", "decode", "absent"): "absent: no folder, and no shape either: choose llama3-8b",
         ("bench", "decode", "full", "--kernels", "mine"): "--kernels mine: choose both",
     }
-    done = launch(json.dumps(list(cases)), code=MISTAKES, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    for (arguments, message), line in zip(cases.items(), done.stdout.splitlines(), strict=True):
-        code, told, loaded = json.loads(line)
-        assert code == 1 and told.startswith("surgery: error: ") and told.count("\n") == 1, (arguments, told)
-        assert message in told and loaded == [], (arguments, told, loaded)
+    process = launch(json.dumps(list(cases)), code=MISTAKES, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    for (arguments, message), line in zip(cases.items(), process.stdout.splitlines(), strict=True):
+        code, text, loaded = json.loads(line)
+        assert code == 1 and text.startswith("surgery: error: ") and text.count("\n") == 1, (arguments, text)
+        assert message in text and loaded == [], (arguments, text, loaded)
 
 
 def test_a_dry_run_writes_nothing_and_knows_the_result(checkpoints, tmp_path, monkeypatch, capsys):
     source, before = checkpoints("llama"), listing(checkpoints("llama"))
     monkeypatch.chdir(tmp_path)
     arguments = ["convert", source, "--out", tmp_path / "out", *QUICK]
-    code, shown, _ = run_main(monkeypatch, capsys, *arguments, "--dry-run")
+    code, output, _ = run_main(monkeypatch, capsys, *arguments, "--dry-run")
     assert code == 0
-    assert "nothing is written" in " ".join(shown.split())
+    assert "nothing is written" in " ".join(output.split())
     code, printed, _ = run_main(monkeypatch, capsys, *arguments, "--dry-run", "--json")
     plan = json.loads(printed)
     assert listing(tmp_path) == [] and listing(source) == before
@@ -168,8 +168,8 @@ def test_a_dry_run_writes_nothing_and_knows_the_result(checkpoints, tmp_path, mo
     assert [(s["rope_dim"], s["rank"]) for s in plan["splits"]] == [
         (s["rope_dim"], s["rank"]) for s in report["splits"]
     ]
-    written = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
-    assert plan["disk"]["output_bytes"] == pytest.approx(written, rel=0.2)
+    names = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert plan["disk"]["output_bytes"] == pytest.approx(names, rel=0.2)
 
     again, _, err = run_main(monkeypatch, capsys, *arguments, "--dry-run")
     assert again == 1 and "exists" in err
@@ -221,10 +221,10 @@ def test_a_grid_is_known_to_load_everywhere_and_a_free_list_is_not(checkpoints, 
 
 def test_a_conversion_is_shown_with_its_reasons(checkpoints, tmp_path, monkeypatch, capsys):
     arguments = ["convert", checkpoints("qwen3"), "--out", tmp_path / "out", "--calibration", "none"]
-    code, shown, err = run_main(monkeypatch, capsys, *arguments, "--kv-ratio", "0.5")
+    code, output, err = run_main(monkeypatch, capsys, *arguments, "--kv-ratio", "0.5")
     assert code == 0
-    assert "512 B" in shown and "256 B, 50.0%" in shown
-    assert "q/k-norm" in shown and "refused: the model class of this package" in shown
-    assert "not measured" in shown
-    assert str(tmp_path / "out") in shown
-    assert "\x1b" not in shown and "convert" in err  # plain on a pipe, progress next to it
+    assert "512 B" in output and "256 B, 50.0%" in output
+    assert "q/k-norm" in output and "refused: the model class of this package" in output
+    assert "not measured" in output
+    assert str(tmp_path / "out") in output
+    assert "\x1b" not in output and "convert" in err  # plain on a pipe, progress next to it

@@ -60,9 +60,9 @@ def options_of(verb):
 
 @pytest.mark.parametrize("verb", FLAGS)
 def test_every_flag_that_was_is(verb):
-    known = options_of(verb)
-    wanted = {f"--{flag}" for flag in f"{FLAGS[verb]} {MORE_FLAGS.get(verb, '')}".split()}
-    assert wanted <= set(known)
+    reference = options_of(verb)
+    expected = {f"--{flag}" for flag in f"{FLAGS[verb]} {MORE_FLAGS.get(verb, '')}".split()}
+    assert expected <= set(reference)
 
 
 @pytest.mark.parametrize("verb", FLAGS)
@@ -102,20 +102,20 @@ def test_config_of_other_names(monkeypatch, capsys):
 
 def asked_of(monkeypatch, capsys, *arguments):
     """Settings that a `surgery convert` comes to, and what it says before that."""
-    seen = {}
+    records = {}
 
     def stop(self, source, out, settings, **options):
-        seen["settings"] = settings
+        records["settings"] = settings
         raise SurgeryError("seen enough")
 
     monkeypatch.setattr("surgery.structures.registry.Target.check_places", stop)
     code, out, err = run_main(monkeypatch, capsys, "convert", "builtin", *arguments)
     assert code == 1 and not out
-    return seen.get("settings"), err
+    return records.get("settings"), err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--to", "mla", "--rank", "8"], "--rank is for lowrank, crosslayer; --to mla has no such setting"),
         (["--window", "8"], "--window is for lowrank, crosslayer, hybrid, quantized; --to mla has no such setting"),
@@ -126,9 +126,9 @@ def asked_of(monkeypatch, capsys, *arguments):
         (["--dtype", "fp8"], "dtype 'fp8' is unknown: choose float32, bfloat16, float64"),
     ],
 )
-def test_a_wrong_flag_says_whose_it_is(arguments, told, monkeypatch, capsys):
+def test_a_wrong_flag_says_whose_it_is(arguments, message, monkeypatch, capsys):
     settings, err = asked_of(monkeypatch, capsys, *arguments)
-    assert settings is None and err.splitlines()[-1].startswith("surgery: error: ") and told in err
+    assert settings is None and err.splitlines()[-1].startswith("surgery: error: ") and message in err
 
 
 def test_a_wrong_setting_of_a_file_says_whose_it_is(tmp_path, monkeypatch, capsys):
@@ -170,31 +170,31 @@ def test_other_spellings_work_with_a_note(arguments, name, value, note, monkeypa
 
 
 def test_other_spellings_of_heads_eval_and_heal(tmp_path, monkeypatch, capsys):
-    seen = []
+    calls = []
 
     def stop(*arguments, **options):
-        seen[:] = arguments
+        calls[:] = arguments
         raise SurgeryError("seen enough")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("surgery.heads.scoring.score_heads", stop)
     arguments = ["--recent", "5", "--data", "t", "--dtype", "fp32"]
     err = run_main(monkeypatch, capsys, "heads", "builtin", *arguments)[2]
-    asked = seen[2]
-    assert (asked.recent, asked.text, asked.dtype) == (5, "t", "float32")
+    request = calls[2]
+    assert (request.recent, request.text, request.dtype) == (5, "t", "float32")
     assert "--recent is --window now" in err and "--data is --text now" in err
 
     monkeypatch.setattr("surgery.evaluation.run.evaluate", stop)
     arguments = ["--text", "a", "--text", "b,c", "--dtype", "bf16", "--tasks", "loss,recall", "--prompt", "x, y"]
     err = run_main(monkeypatch, capsys, "eval", "builtin", *arguments)[2]
-    settings = seen[0].settings
+    settings = calls[0].settings
     assert (settings.data, settings.dtype, settings.prompts) == (("a", "b,c"), "bfloat16", ("x, y",))
     assert "--text is --data now" in err
 
     monkeypatch.setattr("surgery.healing.heal.heal_checkpoint", stop)
     arguments = ["--wandb", "mine", "--text", "a", "--dtype", "bfloat16", "--max-seconds", "5", "--teacher", "builtin"]
     err = run_main(monkeypatch, capsys, "heal", "builtin", *arguments)[2]
-    settings = HealSettings(**seen[0].overrides)
+    settings = HealSettings(**calls[0].overrides)
     assert (settings.tracker, settings.project, settings.data) == ("wandb", "mine", ("a",))
     assert (settings.dtype, settings.max_seconds) == ("bf16", 5.0)
     assert "--text is --data now" in err and "--max-seconds is --max-time now" in err
@@ -224,18 +224,20 @@ def test_panels_and_targets_in_the_help_of_convert():
 
 @pytest.mark.parametrize("to", [name for name, target in TARGETS.items() if not target.fixed])
 def test_help_of_one_target_has_its_options_and_examples_alone(to, monkeypatch, capsys):
-    code, shown, _ = run_main(monkeypatch, capsys, "convert", f"--to={to}", "--help")
-    shown_flags = {found.strip("-").replace("-", "_") for found in re.findall(r"^│ (--[a-z-]+)", shown, re.MULTILINE)}
+    code, output, _ = run_main(monkeypatch, capsys, "convert", f"--to={to}", "--help")
+    shown_flags = {
+        result.strip("-").replace("-", "_") for result in re.findall(r"^│ (--[a-z-]+)", output, re.MULTILINE)
+    }
     every = {each.flag for name in TARGETS for each in settings_of(CLASSES[name]).values()}
     own = {each.flag for each in settings_of(CLASSES[to]).values() if not each.info.in_file}
     assert code == 0 and shown_flags & every == own
-    assert all(f"--to {to}" in line for line in shown.splitlines() if line.strip().startswith("surgery convert --to"))
+    assert all(f"--to {to}" in line for line in output.splitlines() if line.strip().startswith("surgery convert --to"))
 
 
 def test_defaults_are_told_in_one_way(monkeypatch, capsys):
     for verb in ("inspect", "demo", "convert", "export", "verify", "heal"):
-        _, shown, _ = run_main(monkeypatch, capsys, verb, "--help")
-        assert "default:" not in shown, verb
+        _, output, _ = run_main(monkeypatch, capsys, verb, "--help")
+        assert "default:" not in output, verb
 
 
 def test_notes_leave_standard_output_pure(checkpoints, tmp_path, monkeypatch, capsys):
@@ -246,16 +248,16 @@ def test_notes_leave_standard_output_pure(checkpoints, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--kv-ratio", "25"], "--kv-ratio 25.0 must lie between"),
         (["--dtype", "fp16"], "--dtype 'fp16' is unknown"),
         (["--max-shard-size", "3x"], "--max-shard-size '3x' is not a size"),
     ],
 )
-def test_what_is_wrong_with_a_setting_is_told_by_its_flag(flags, told, tmp_path, monkeypatch, capsys):
+def test_what_is_wrong_with_a_setting_is_told_by_its_flag(flags, message, tmp_path, monkeypatch, capsys):
     code, _, errors = run_main(monkeypatch, capsys, "convert", "builtin", "--out", tmp_path / "out", *flags)
-    assert code == 1 and f"error: {told}" in errors
+    assert code == 1 and f"error: {message}" in errors
     (tmp_path / "file.yaml").write_text(f"{flags[0][2:].replace('-', '_')}: {flags[1]}\n")
     code, _, errors = run_main(monkeypatch, capsys, "convert", "builtin", "--config", tmp_path / "file.yaml")
     assert code == 1 and "--" not in errors.partition("error: ")[2]

@@ -61,10 +61,10 @@ TRIED = [pytest.param(call, marks=[pytest.mark.slow] * (call in ALIKE)) for call
 @pytest.mark.parametrize("call", TRIED)
 def test_every_conversion_is_printed(call, source, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    code, shown, err = run_main(monkeypatch, capsys, "convert", source, "--out", out, *CALLS[call], *TEXT)
+    code, output, err = run_main(monkeypatch, capsys, "convert", source, "--out", out, *CALLS[call], *TEXT)
     assert code == 0, err
     report = json.loads((out / "surgery_report.json").read_text())
-    lines = shown.splitlines()
+    lines = output.splitlines()
     head = next(number for number, line in enumerate(lines) if line.split()[:1] == ["layer"])
     stages = list(report["layers"][0]["measured"])
     columns = re.split(r"\s{2,}", lines[head].strip())

@@ -47,8 +47,8 @@ def converted(checkpoints, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StageTracker, "__init__", remember)
             out = tmp_path_factory.mktemp("out") / f"{name}-mla"
-            asked = ConvertSettings(**{"carrier": "stock" if name in STOCK else "own", **QUICK, **settings})
-            result = convert_checkpoint(checkpoints(name, dtype), out, asked)
+            options = ConvertSettings(**{"carrier": "stock" if name in STOCK else "own", **QUICK, **settings})
+            result = convert_checkpoint(checkpoints(name, dtype), out, options)
         return result, runs[0]
 
     return get

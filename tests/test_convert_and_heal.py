@@ -60,11 +60,13 @@ def test_other_words_are_no_duration(text):
 
 def test_the_command_leaves_one_checkpoint_with_both_stages(checkpoints, tmp_path, monkeypatch, capsys):
     source, out = checkpoints("llama"), tmp_path / "out"
-    given = ("--to", "gqa", "--kv-heads", 1, "--method", "mean-pool", "--calibration", "none", "--device", "cpu")
-    code, told, error = run_main(monkeypatch, capsys, "convert", source, *given, "--out", out, "--heal", "5m", "--json")
+    inputs = ("--to", "gqa", "--kv-heads", 1, "--method", "mean-pool", "--calibration", "none", "--device", "cpu")
+    code, output, error = run_main(
+        monkeypatch, capsys, "convert", source, *inputs, "--out", out, "--heal", "5m", "--json"
+    )
     assert code == 0, error
     report = json.loads((out / "surgery_report.json").read_text())
-    assert json.loads(told)["healing"] == report["healing"] and "--heal 5m" in report["command"]
+    assert json.loads(output)["healing"] == report["healing"] and "--heal 5m" in report["command"]
     assert [row["name"] for row in report["healing"]["table"]] == ["source", "converted", "healed"]
     assert report["healing"]["steps"] == 2 and report["healing"]["settings"]["max_seconds"] == 300
     assert report["target"]["kv_heads"] == 1 and report["source"]["path"] == source.name
@@ -86,8 +88,8 @@ def test_interrupted_it_resumes_in_either_half(checkpoints, tmp_path, monkeypatc
     other = ConversionRequest(request.source, request.out, KVHeadsSettings(kv_heads=1, calibration="none"))
     with pytest.raises(SurgeryError, match="other settings"):
         convert_and_heal.convert_and_heal(other, MINUTE)
-    made = convert_and_heal.convert_and_heal(request, MINUTE)
-    after = load_file(made.path / "model.safetensors")
+    result = convert_and_heal.convert_and_heal(request, MINUTE)
+    after = load_file(result.path / "model.safetensors")
     assert any(not after[name].equal(tensor) for name, tensor in before.items())
     assert not (tmp_path / "out.healing").exists()
 
@@ -127,20 +129,20 @@ def test_what_cannot_be_healed_is_refused_before_the_conversion(checkpoints, tmp
 
 
 def test_a_dry_run_tells_of_both(checkpoints, tmp_path, monkeypatch, capsys):
-    given = ("--to", "mqa", "--calibration", "none", "--device", "cpu", "--out", tmp_path / "out", "--heal", "60")
-    code, told, error = run_main(monkeypatch, capsys, "convert", checkpoints("llama"), *given, "--dry-run", "--json")
+    inputs = ("--to", "mqa", "--calibration", "none", "--device", "cpu", "--out", tmp_path / "out", "--heal", "60")
+    code, output, error = run_main(monkeypatch, capsys, "convert", checkpoints("llama"), *inputs, "--dry-run", "--json")
     assert code == 0, error
-    plan = json.loads(told)
+    plan = json.loads(output)
     assert plan["healing"]["settings"]["max_seconds"] == 60 and plan["healing"]["estimate"]["peak_bytes"] > 0
-    code, told, error = run_main(monkeypatch, capsys, "convert", checkpoints("llama"), *given, "--dry-run")
-    assert code == 0 and "parameters train" in told
+    code, output, error = run_main(monkeypatch, capsys, "convert", checkpoints("llama"), *inputs, "--dry-run")
+    assert code == 0 and "parameters train" in output
     assert not list(tmp_path.iterdir())
 
 
 def test_from_python_the_losses_are_of_what_was_written(checkpoints, tmp_path):
-    made = surgery.convert(
+    conversion = surgery.convert(
         checkpoints("llama"), "mqa", out=tmp_path / "out", calibration="none", device="cpu", heal="1m", progress=False
     )
-    measured = {row["name"]: row["loss"] for row in made.report["healing"]["quality"]}
-    assert (made.loss_before, made.loss_after) == (measured["source"], measured["healed"])
-    assert made.kv_ratio == 0.5
+    measured = {row["name"]: row["loss"] for row in conversion.report["healing"]["quality"]}
+    assert (conversion.loss_before, conversion.loss_after) == (measured["source"], measured["healed"])
+    assert conversion.kv_ratio == 0.5

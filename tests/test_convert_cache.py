@@ -1,4 +1,4 @@
-"""`--to quantized`, end to end on tiny models: what was written is the source with a quantised cache, and says so."""
+"""`--to quantized`, end to end on tiny models: what was written is the source with a quantized cache, and says so."""
 
 import json
 
@@ -35,7 +35,7 @@ def mla(conversions):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])  # biases; norms and experts
-def test_every_family_keeps_its_weights_and_quantises_its_cache(checkpoints, tmp_path, name):
+def test_every_family_keeps_its_weights_and_quantizes_its_cache(checkpoints, tmp_path, name):
     source = checkpoints(name, torch.bfloat16)
     result = convert_checkpoint(source, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
     before, after = load_file(source / "model.safetensors"), load_file(result.path / "model.safetensors")
@@ -72,8 +72,13 @@ def test_losses_are_read_through_the_cache(checkpoints, tmp_path, bits):
     errors = [layer.measured["quantized"] for layer in report.layers]
     assert all(0 < error < (1 if bits == 2 else 0.1) for error in errors)
     assert report.previous is None
-    written = json.loads((tmp_path / "out" / "surgery_report.json").read_text())
-    assert written["target"]["kv_cache"] == {"format": settings.format, "group": 16, "window": 4, "keys": "channel"}
+    conversion_report = json.loads((tmp_path / "out" / "surgery_report.json").read_text())
+    assert conversion_report["target"]["kv_cache"] == {
+        "format": settings.format,
+        "group": 16,
+        "window": 4,
+        "keys": "channel",
+    }
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"{settings.format} in groups of 16, the last 4 tokens exact" in card
 
@@ -156,9 +161,9 @@ def test_layers_that_read_earlier_latents_run_together(tmp_path, hadamard):
     assert report.kv["source_bytes_per_token"] == 4 * sum(ranks)
 
 
-def test_what_cannot_be_quantised_is_refused(checkpoints, tmp_path):
+def test_what_cannot_be_quantized_is_refused(checkpoints, tmp_path):
     quantized = convert_checkpoint(checkpoints("llama"), tmp_path / "once", QuantizedSettings(**WEIGHTS_ONLY)).path
-    refused = ((quantized, "quantised already"), (checkpoints("mistral_window"), "sliding_attention"))
+    refused = ((quantized, "quantized already"), (checkpoints("mistral_window"), "sliding_attention"))
     for source, message in refused:
         with pytest.raises(SurgeryError, match=message):
             convert_checkpoint(source, tmp_path / "out", QuantizedSettings(**WEIGHTS_ONLY))
@@ -176,8 +181,8 @@ def test_other_bytes_than_predicted_leave_nothing(checkpoints, tmp_path, monkeyp
 
 def test_a_rotation_that_is_not_undone_is_caught(checkpoints, tmp_path, monkeypatch):
     def half(reader, config, layer):
-        found = rotated_tensors(reader, config, layer)
-        return {name: reader.tensor(name) if "v_proj" in name else tensor for name, tensor in found.items()}
+        result = rotated_tensors(reader, config, layer)
+        return {name: reader.tensor(name) if "v_proj" in name else tensor for name, tensor in result.items()}
 
     monkeypatch.setattr(stage, "rotated_tensors", half)
     with pytest.raises(SurgeryError, match="logits as written differ from the simulation"):
@@ -202,8 +207,8 @@ LOW_RANK = {
 @pytest.mark.parametrize(
     ("low_rank", "hadamard"),
     [
-        pytest.param(asked, hadamard, marks=[pytest.mark.slow] * (hadamard == (place == 0)), id=f"{name}-{hadamard}")
-        for place, (name, asked) in enumerate(LOW_RANK.items())
+        pytest.param(settings, hadamard, marks=[pytest.mark.slow] * (hadamard == (place == 0)), id=f"{name}-{hadamard}")
+        for place, (name, settings) in enumerate(LOW_RANK.items())
         for hadamard in (False, True)
     ],
 )

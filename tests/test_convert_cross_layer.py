@@ -70,9 +70,9 @@ def test_what_is_written_is_what_was_simulated(converted, checkpoints, name):
     assert losses["shared"] != losses["source"]
     model = load(result.path)
     cache = DynamicCache(config=model.config)
-    found = [model(piece, past_key_values=cache).logits for piece in text().split((20, 11, *[1] * 9), dim=1)]
+    results = [model(piece, past_key_values=cache).logits for piece in text().split((20, 11, *[1] * 9), dim=1)]
     expected = model(text()).logits
-    assert float((torch.cat(found, dim=1) - expected).abs().max() / expected.abs().max()) < 1e-4
+    assert float((torch.cat(results, dim=1) - expected).abs().max() / expected.abs().max()) < 1e-4
     # A quarter of the keys and values of two complete blocks, and 8 tokens as they were.
     width = model.model.layers[0].self_attn.width
     assert cache_bytes(cache) == 2 * 4 * (32 * 2 * width // 4 + 8 * 2 * width) == model.kv_cache_bytes(2, 40)
@@ -80,10 +80,10 @@ def test_what_is_written_is_what_was_simulated(converted, checkpoints, name):
 
 def test_the_source_is_kept_byte_for_byte(converted, checkpoints):
     source = load_file(checkpoints("qwen3") / "model.safetensors")
-    written = load_file(converted("qwen3").path / "model.safetensors")
+    tensors = load_file(converted("qwen3").path / "model.safetensors")
     new = {f"model.layers.{layer}.self_attn.basis_{part}" for layer in range(2) for part in ("down", "up")}
-    assert set(written) == set(source) | new
-    assert all(torch.equal(written[name], tensor) for name, tensor in source.items())
+    assert set(tensors) == set(source) | new
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in source.items())
 
 
 @torch.no_grad()
@@ -131,8 +131,8 @@ def test_minicache_merges_pairs_of_the_deeper_half(checkpoints, tmp_path):
 def test_half_precision_stays_half_precision(checkpoints, tmp_path):
     source = checkpoints("llama", torch.bfloat16)
     result = convert_checkpoint(source, tmp_path / "out", CrossLayerSettings(**QUICK))
-    written = load_file(result.path / "model.safetensors")
-    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    tensors = load_file(result.path / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert result.report.kv["measured_bytes_per_token"] == 2 * 16  # 64 tokens are four blocks, none is exact
 
 
@@ -171,16 +171,16 @@ def test_the_metric_of_a_latent_is_the_moment_of_its_gradient(checkpoints, tmp_p
     opened = LatentSource.open(CheckpointReader.open(path), settings)
     monkeypatch.setattr(LayerStream, "sampled_loss_gradient", lambda self, hidden, generator: torch.ones_like(hidden))
     with BoundaryStore() as store:
-        found = _metrics(opened, text(), store, settings, Progress(silent=True))
+        result = _metrics(opened, text(), store, settings, Progress(silent=True))
     model = load(path)
     model.model.norm = torch.nn.Identity()
-    seen = []
+    calls = []
     for layer in model.model.layers:
-        layer.self_attn.kv_down.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    gradients = torch.autograd.grad(model.model(text()).last_hidden_state.sum(), seen)
+        layer.self_attn.kv_down.register_forward_hook(lambda module, inputs, output: calls.append(output))
+    gradients = torch.autograd.grad(model.model(text()).last_hidden_state.sum(), calls)
     for index, gradient in enumerate(gradients):
         flat = gradient[..., : opened.rank(index)].flatten(0, 1).double()
-        assert torch.allclose(found[index], flat.T @ flat / len(flat), rtol=1e-3, atol=1e-3)
+        assert torch.allclose(result[index], flat.T @ flat / len(flat), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama_bias", marks=pytest.mark.slow), "qwen3"])
@@ -196,8 +196,8 @@ def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name)
     kv = result.report.kv
     assert kv["source_bytes_per_token"] == latent.report.kv["measured_bytes_per_token"]
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] <= 0.6 * kv["source_bytes_per_token"]
-    source, written = (load_file(folder.path / "model.safetensors") for folder in (latent, result))
-    assert all(torch.equal(written[key], tensor) for key, tensor in source.items())
+    source, files = (load_file(folder.path / "model.safetensors") for folder in (latent, result))
+    assert all(torch.equal(files[key], tensor) for key, tensor in source.items())
     with pytest.raises(SurgeryError, match="by method xkv, not minicache"):
         convert_checkpoint(latent.path, tmp_path / "no", CrossLayerSettings(method="minicache"))
     with pytest.raises(SurgeryError, match="kind cross_layer_latent"):
@@ -207,7 +207,7 @@ def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name)
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "said"),
+    ("name", "settings", "message"),
     [
         ("mistral_window", {}, "sliding window"),
         ("llama", {"calibration": "none"}, "shows in text only"),
@@ -216,7 +216,7 @@ def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name)
         ("llama", {"method": "minicache", "kv_ratio": 0.5}, "has no ratio"),
     ],
 )
-def test_impossible_requests_leave_nothing_behind(checkpoints, tmp_path, name, settings, said):
-    with pytest.raises(SurgeryError, match=said):
+def test_impossible_requests_leave_nothing_behind(checkpoints, tmp_path, name, settings, message):
+    with pytest.raises(SurgeryError, match=message):
         convert_checkpoint(checkpoints(name), tmp_path / "out", CrossLayerSettings(**{**QUICK, **settings}))
     assert list(tmp_path.iterdir()) == []

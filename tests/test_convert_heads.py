@@ -79,12 +79,12 @@ def test_the_result_is_a_plain_checkpoint_of_the_family(converted, checkpoints, 
 
 def test_everything_but_the_attention_is_copied_byte_for_byte(converted, checkpoints):
     source = load_file(checkpoints("qwen2") / "model.safetensors")
-    written = load_file(converted("qwen2").path / "model.safetensors")
-    assert set(written) == set(source)
+    tensors = load_file(converted("qwen2").path / "model.safetensors")
+    assert set(tensors) == set(source)
     for name, tensor in source.items():
         if "self_attn" not in name:
-            assert torch.equal(written[name], tensor), name
-    assert written["model.layers.0.self_attn.k_proj.bias"].shape == (8,)
+            assert torch.equal(tensors[name], tensor), name
+    assert tensors["model.layers.0.self_attn.k_proj.bias"].shape == (8,)
     assert (converted("qwen2").path / "tokenizer.json").exists()
 
 
@@ -103,24 +103,24 @@ def test_heads_that_are_equal_merge_without_loss(checkpoints, tmp_path):
     result = convert_checkpoint(source, tmp_path / "out", settings)
     tokens = torch.arange(40)[None] * 7
     with torch.no_grad():
-        expected, found = load(source)(tokens).logits, load(result.path)(tokens).logits
-    assert (found - expected).abs().max() / expected.abs().max() < 1e-5
+        expected, results = load(source)(tokens).logits, load(result.path)(tokens).logits
+    assert (results - expected).abs().max() / expected.abs().max() < 1e-5
     assert max(layer.measured["merged"] for layer in result.report.layers) < 1e-5
 
 
 def test_half_precision_stays_half_precision(checkpoints, tmp_path):
     source = checkpoints("llama", torch.bfloat16)
     result = convert_checkpoint(source, tmp_path / "out", KVHeadsSettings(**QUICK))
-    written = load_file(result.path / "model.safetensors")
-    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    tensors = load_file(result.path / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert result.report.kv["measured_bytes_per_token"] == 2 * 2 * 8 * 2
 
 
 def test_mean_pool_is_the_mean(converted, checkpoints):
     source = load_file(checkpoints("llama") / "model.safetensors")
-    written = load_file(converted("llama", method="mean-pool").path / "model.safetensors")
+    tensors = load_file(converted("llama", method="mean-pool").path / "model.safetensors")
     name = "model.layers.1.self_attn.v_proj.weight"
-    assert torch.allclose(written[name], source[name].view(2, 8, -1).mean(0), atol=1e-6)
+    assert torch.allclose(tensors[name], source[name].view(2, 8, -1).mean(0), atol=1e-6)
 
 
 def test_weights_alone(converted):
@@ -140,7 +140,7 @@ def test_report_and_card_say_what_it_is(converted):
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "told"),
+    ("name", "settings", "message"),
     [
         ("qwen3", {}, "q/k-norm"),
         ("llama", {"kv_heads": 3}, "the source's 2 can become 1"),
@@ -150,8 +150,8 @@ def test_report_and_card_say_what_it_is(converted):
         ("llama", {"carrier": "decilm"}, "no multiple of 256"),
     ],
 )
-def test_what_cannot_be_done_is_refused(checkpoints, tmp_path, name, settings, told):
-    with pytest.raises(SurgeryError, match=told):
+def test_what_cannot_be_done_is_refused(checkpoints, tmp_path, name, settings, message):
+    with pytest.raises(SurgeryError, match=message):
         convert_checkpoint(checkpoints(name), tmp_path / "out", KVHeadsSettings(**{**QUICK, **settings}))
     assert not list(tmp_path.iterdir())
 
@@ -181,11 +181,11 @@ def test_layers_may_keep_different_numbers_of_heads(converted, checkpoints, name
     assert entries == [None if count == 2 else {"kind": "grouped", "kv_heads": 1} for count in heads]
     kv = result.report.kv
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == kv["source_bytes_per_token"] * 0.75
-    kept = result.report.layers[heads.index(2)]
-    assert kept.groups == ((0,), (1,)) and kept.key_error == 0 and kept.measured["merged"] < 1e-5
-    source, written = (load_file(path / "model.safetensors") for path in (checkpoints(name), result.path))
-    untouched = [key for key in source if f"layers.{kept.layer}.self_attn" in key]
-    assert set(source) == set(written) and all(torch.equal(source[key], written[key]) for key in untouched)
+    remaining = result.report.layers[heads.index(2)]
+    assert remaining.groups == ((0,), (1,)) and remaining.key_error == 0 and remaining.measured["merged"] < 1e-5
+    source, files = (load_file(path / "model.safetensors") for path in (checkpoints(name), result.path))
+    untouched = [key for key in source if f"layers.{remaining.layer}.self_attn" in key]
+    assert set(source) == set(files) and all(torch.equal(source[key], files[key]) for key in untouched)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -245,12 +245,12 @@ def test_decilm(wide, tmp_path):
         assert [8 // block.attention.n_heads_in_group for block in twin.block_configs] == heads
         assert not twin.block_configs[0].attention.no_op and not hasattr(twin.block_configs[0].ffn, "hidden_act")
     assert json.loads(config.to_json_string())["block_configs"] == plain["block_configs"]
-    written, wanted = (load_file(path / "model.safetensors") for path in (result.path, own.path))
-    assert set(written) == set(wanted) and all(torch.equal(written[name], wanted[name]) for name in wanted)
+    files, expected = (load_file(path / "model.safetensors") for path in (result.path, own.path))
+    assert set(files) == set(expected) and all(torch.equal(files[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"model_type": "qwen2"}, "DeciLM is a Llama"),
         ({"attention_bias": True}, "biases"),
@@ -259,10 +259,10 @@ def test_decilm(wide, tmp_path):
         ({"intermediate_size": 48}, "48 is no multiple of 256; write --carrier own"),
     ],
 )
-def test_decilm_refuses_what_engines_would_read_otherwise(wide, change, told):
+def test_decilm_refuses_what_engines_would_read_otherwise(wide, change, message):
     config = json.loads((wide / "config.json").read_text())
     check(config)
-    with pytest.raises(SurgeryError, match=told):
+    with pytest.raises(SurgeryError, match=message):
         check({**config, **change})
 
 
@@ -274,8 +274,8 @@ def test_key_norm_deals_query_heads(wide, tmp_path):
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (16, 2, 4)
     assert config.model_type == "llama" and result.report.kv["ratio"] == 0.5
     queries = load_file(result.path / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
-    heard = queries.view(16, -1).abs().amax(1) > 0
-    assert heard.nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 8, 9]
+    messages = queries.view(16, -1).abs().amax(1) > 0
+    assert messages.nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 8, 9]
     assert type(load(result.path)).__name__ == "LlamaForCausalLM"
 
 
@@ -291,7 +291,7 @@ def test_key_norm_of_one_head_is_mean_pool(converted):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"allocate": "spectrum", "method": "mean-pool"}, "needs method fisher"),
         ({"allocate": "spectrum", "calibration": "none"}, "needs method fisher and text"),
@@ -299,8 +299,8 @@ def test_key_norm_of_one_head_is_mean_pool(converted):
         ({"carrier": "stock"}, "choose auto, own, decilm"),
     ],
 )
-def test_settings_that_contradict_each_other(settings, told):
-    with pytest.raises(SurgeryError, match=told):
+def test_settings_that_contradict_each_other(settings, message):
+    with pytest.raises(SurgeryError, match=message):
         KVHeadsSettings(**settings)
 
 

@@ -39,8 +39,8 @@ def pattern(tmp_path):
     return write
 
 
-def settings_of(heads, **given):
-    return HybridSettings(heads=heads, **WEIGHTS_ONLY, **given)
+def settings_of(heads, **settings):
+    return HybridSettings(heads=heads, **WEIGHTS_ONLY, **settings)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_every_family_streams_the_lowest_heads(checkpoints, pattern, tmp_path, n
         expected = plain(tokens()).logits
     logits, cached, facts = run_elsewhere(result.path, tokens(), tmp_path, trust=True)
     assert facts["class"] == "SurgeryForCausalLM"
-    for got in (logits, cached):
-        assert (got - expected).norm() / expected.norm() < 1e-4
+    for actual in (logits, cached):
+        assert (actual - expected).norm() / expected.norm() < 1e-4
     config = json.loads((result.path / "config.json").read_text())
     assert config["attention_layers"][1] is None
     assert config["attention_layers"][0]["full_heads"] == 0
@@ -82,11 +82,11 @@ def test_heads_are_moved_and_can_be_moved_back(checkpoints, pattern, tmp_path):
 
 @pytest.mark.parametrize(("ratio", "full"), [(0.99, 3), (0.6, 2), (0.2, 0)])
 def test_a_ratio_is_counted_in_bytes_at_a_context(checkpoints, pattern, tmp_path, ratio, full):
-    given = settings_of(pattern([[0.1, 0.4], [0.3, 0.2]]), kv_ratio=ratio, context=100)
-    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", given).report
-    kept = (SINKS + RECENT - 1) / 100
+    settings = settings_of(pattern([[0.1, 0.4], [0.3, 0.2]]), kv_ratio=ratio, context=100)
+    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings).report
+    entries = (SINKS + RECENT - 1) / 100
     assert report.target["full_heads"] == full
-    assert report.target["kv_ratio_at_context"] == pytest.approx((full + (4 - full) * kept) / 4)
+    assert report.target["kv_ratio_at_context"] == pytest.approx((full + (4 - full) * entries) / 4)
     assert report.target["kv_ratio_at_context"] <= ratio
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     source = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
@@ -98,8 +98,8 @@ def ratio_bytes(report, source):
 
 
 def test_decode_peak_and_footprint_are_reported_as_measured(checkpoints, pattern, tmp_path):
-    given = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.75)
-    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", given).report
+    settings = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.75)
+    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings).report
     at = report.kv["measured_at_tokens"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     source = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
@@ -109,16 +109,16 @@ def test_decode_peak_and_footprint_are_reported_as_measured(checkpoints, pattern
 
 
 def test_all_heads_stream_without_a_pattern(checkpoints, tmp_path):
-    given = HybridSettings(streaming=1, sinks=SINKS, recent=RECENT, **WEIGHTS_ONLY)
-    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", given).report
+    settings = HybridSettings(streaming=1, sinks=SINKS, recent=RECENT, **WEIGHTS_ONLY)
+    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings).report
     assert report.target["full_heads"] == 0 and report.target["method"] == "streaming-llm"
     assert all(layer.scores is None and layer.streaming_heads == (0, 1) for layer in report.layers)
 
 
 @pytest.mark.parametrize(("family", "carrier"), [("llama", "ministral"), ("qwen2", "qwen2"), ("qwen3", "qwen3")])
 def test_whole_layers_stream_in_a_stock_class(checkpoints, pattern, tmp_path, family, carrier):
-    given = settings_of(pattern([[0.1, 0.4], [0.3, 0.2]]), granularity="layer", kv_ratio=0.6, context=100)
-    report = convert_checkpoint(checkpoints(family), tmp_path / "out", given).report
+    settings = settings_of(pattern([[0.1, 0.4], [0.3, 0.2]]), granularity="layer", kv_ratio=0.6, context=100)
+    report = convert_checkpoint(checkpoints(family), tmp_path / "out", settings).report
     model, source = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "out", checkpoints(family)))
     assert model.config.model_type == carrier and report.target["full_heads"] == 2
     # The layer whose best head scores best stays whole.
@@ -138,8 +138,8 @@ def test_whole_layers_stream_in_a_stock_class(checkpoints, pattern, tmp_path, fa
 
 def test_losses_say_what_streaming_costs(checkpoints, pattern, tmp_path):
     text = {"calibration": str(HELD_OUT), "calibration_length": 64, "calibration_tokens": 256, "held_out": 2}
-    given = HybridSettings(heads=pattern([[0, 1], [3, 2]]), streaming=0.75, **text)
-    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", given).report
+    settings = HybridSettings(heads=pattern([[0, 1], [3, 2]]), streaming=0.75, **text)
+    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings).report
     losses = {row["stage"]: row["loss"] for row in report.ladder}
     assert list(losses) == ["source", "streaming", "reloaded"]
     assert losses["streaming"] == pytest.approx(losses["reloaded"], abs=1e-5)
@@ -151,8 +151,8 @@ def test_losses_say_what_streaming_costs(checkpoints, pattern, tmp_path):
 
 
 def test_compensated_heads_and_quotas(checkpoints, pattern, tmp_path):
-    given = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5, compensated=0.5, heads_multiple=2)
-    result = convert_checkpoint(checkpoints("llama"), tmp_path / "out", given)
+    settings = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5, compensated=0.5, heads_multiple=2)
+    result = convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings)
     (first, second) = result.report.layers
     assert second.full_heads == (0, 1) and first.compensated_heads == (1,) and first.streaming_heads == (0,)
     plain = AutoModelForCausalLM.from_pretrained(result.path).eval()
@@ -174,7 +174,7 @@ MADE = {
 
 
 @pytest.fixture
-def made(conversions):
+def converted(conversions):
     """Checkpoints converted before."""
     return lambda kind: conversions("llama", MADE[kind]).path
 
@@ -182,20 +182,20 @@ def made(conversions):
 @pytest.mark.parametrize(
     ("kind", "scores"), [("gqa", [[1], [0]]), ("mla", [[1, 0], [0, 0]]), ("low rank", [[0, 1], [0, 0]])]
 )
-def test_what_was_converted_before(made, pattern, tmp_path, kind, scores):
-    source = made(kind)
+def test_what_was_converted_before(converted, pattern, tmp_path, kind, scores):
+    source = converted(kind)
     result = convert_checkpoint(source, tmp_path / "out", settings_of(pattern(scores), kv_ratio=0.7, context=100))
     assert [bool(layer.full_heads) for layer in result.report.layers] == [True, False]
-    kept = (SINKS + RECENT - 1) / 100
-    assert result.report.target["kv_ratio_at_context"] == pytest.approx((1 + kept) / 2)
+    entries = (SINKS + RECENT - 1) / 100
+    assert result.report.target["kv_ratio_at_context"] == pytest.approx((1 + entries) / 2)
     assert isinstance(AutoModelForCausalLM.from_pretrained(result.path), SurgeryForCausalLM)
     assert result.report.previous["target"]["to"] in ("gqa", "mqa", "mla", "lowrank")
 
 
-def test_latents_of_one_layer_stream_together_or_not_at_all(made, pattern, tmp_path):
+def test_latents_of_one_layer_stream_together_or_not_at_all(converted, pattern, tmp_path):
     # Every layer has a head that is worth keeping, so that a budget of less than one layer keeps none.
-    given = settings_of(pattern([[1, 0], [0, 1]]), kv_ratio=0.4, context=100)
-    report = convert_checkpoint(made("mla"), tmp_path / "out", given).report
+    settings = settings_of(pattern([[1, 0], [0, 1]]), kv_ratio=0.4, context=100)
+    report = convert_checkpoint(converted("mla"), tmp_path / "out", settings).report
     assert report.target["full_heads"] == 0
 
 
@@ -204,8 +204,8 @@ def test_streaming_heads_take_fewer_bits(checkpoints, pattern, tmp_path, bits):
     hybrid = convert_checkpoint(
         checkpoints("llama"), tmp_path / "hybrid", settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5)
     )
-    given = QuantizedSettings(bits=8, streaming_bits=bits, group=8, **WEIGHTS_ONLY)
-    report = convert_checkpoint(hybrid.path, tmp_path / "out", given).report
+    settings = QuantizedSettings(bits=8, streaming_bits=bits, group=8, **WEIGHTS_ONLY)
+    report = convert_checkpoint(hybrid.path, tmp_path / "out", settings).report
     same = QuantizedSettings(bits=8, group=8, **WEIGHTS_ONLY)
     other = convert_checkpoint(hybrid.path, tmp_path / "same", same).report
     fewer = report.kv["measured_bytes_per_token"]
@@ -228,23 +228,25 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("source", "given", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_impossible_is_refused_and_leaves_nothing(made, checkpoints, pattern, tmp_path, source, given, reason):
+@pytest.mark.parametrize(("source", "inputs", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_impossible_is_refused_and_leaves_nothing(
+    converted, checkpoints, pattern, tmp_path, source, inputs, reason
+):
     files = {
         "good": pattern([[0, 1], [3, 2]]),
         "other": pattern([[0, 1]], name="other"),
         "bare": pattern([[0, 1], [3, 2]], None, None, name="bare"),
         None: None,
     }
-    settings = settings_of(files[given.get("heads", "good")], **{k: v for k, v in given.items() if k != "heads"})
-    path = made(source) if "mla" in source else checkpoints(source)
+    settings = settings_of(files[inputs.get("heads", "good")], **{k: v for k, v in inputs.items() if k != "heads"})
+    path = converted(source) if "mla" in source else checkpoints(source)
     with pytest.raises(SurgeryError, match=reason):
         convert_checkpoint(path, tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_hybrid_is_not_made_hybrid_again(checkpoints, pattern, tmp_path):
-    given = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5)
-    path = convert_checkpoint(checkpoints("llama"), tmp_path / "one", given).path
+    settings = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5)
+    path = convert_checkpoint(checkpoints("llama"), tmp_path / "one", settings).path
     with pytest.raises(SurgeryError, match="stream already"):
-        convert_checkpoint(path, tmp_path / "two", given)
+        convert_checkpoint(path, tmp_path / "two", settings)

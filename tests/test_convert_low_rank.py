@@ -62,8 +62,8 @@ def test_the_result_computes_and_caches_what_was_promised(converted, name, kind)
     if kind != "window":
         assert kv["measured_bytes_per_token"] <= kv["source_bytes_per_token"] / 4
     # The reload is compared with the simulation by the conversion itself; both must have scored the same.
-    written = EXACT_WINDOW if EXACT_WINDOW in stages else LOW_RANK
-    assert stages["reloaded"] == pytest.approx(stages[written], abs=1e-4)
+    files = EXACT_WINDOW if EXACT_WINDOW in stages else LOW_RANK
+    assert stages["reloaded"] == pytest.approx(stages[files], abs=1e-4)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "alone"), ("qwen3", "cascade"), ("llama_bias", "window")])
@@ -80,7 +80,9 @@ def test_ranks_follow_the_allocation(converted):
         for allocate in ("uniform", "spectrum")
     }
     assert len(set(ranks["uniform"])) == 1
-    assert all(sum(found) == sum(ranks["uniform"]) and not any(rank % 2 for rank in found) for found in ranks.values())
+    assert all(
+        sum(result) == sum(ranks["uniform"]) and not any(rank % 2 for rank in result) for result in ranks.values()
+    )
     assert converted("llama", kv_ratio=0.25, rank_multiple=2).report.target["ranks"] == ranks["spectrum"]
 
 

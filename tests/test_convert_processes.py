@@ -29,13 +29,13 @@ def results(out):
 
 def statistics(folder):
     """Every statistic of every layer."""
-    (kept,) = folder.iterdir()
-    layers = [torch.load(path, weights_only=True) for path in sorted(kept.glob("*.pt"))]
+    (entries,) = folder.iterdir()
+    layers = [torch.load(path, weights_only=True) for path in sorted(entries.glob("*.pt"))]
     return {
         (layer, kind, name): value
-        for layer, found in enumerate(layers)
+        for layer, result in enumerate(layers)
         for kind in ("statistics", "lags")
-        for name, value in found[kind].items()
+        for name, value in result[kind].items()
     }
 
 
@@ -46,10 +46,10 @@ def convert_alone(*verb):
 
 @pytest.mark.parametrize("limit", [(), pytest.param(("--activation-memory", "1KB"), marks=pytest.mark.slow)])
 def test_two_processes_give_the_bits_of_one(checkpoints, tmp_path, limit):
-    kept = ["--keep-statistics", tmp_path / "kept-1"], ["--keep-statistics", tmp_path / "kept-2"]
-    convert_alone(checkpoints("qwen3"), *ASKED, *kept[0], "--out", tmp_path / "one" / "small")
+    entries = ["--keep-statistics", tmp_path / "kept-1"], ["--keep-statistics", tmp_path / "kept-2"]
+    convert_alone(checkpoints("qwen3"), *ASKED, *entries[0], "--out", tmp_path / "one" / "small")
     main, other = two_forks(
-        "convert", checkpoints("qwen3"), *ASKED, *kept[1], *limit, "--out", tmp_path / "two" / "small"
+        "convert", checkpoints("qwen3"), *ASKED, *entries[1], *limit, "--out", tmp_path / "two" / "small"
     )
     assert "calibrate: backward" in main.stderr and main.stdout
     assert not other.stdout and "calibrate" not in other.stderr

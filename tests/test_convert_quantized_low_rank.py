@@ -25,10 +25,10 @@ CASCADE = CrossLayerSettings(**AUTO, method="cascade", group_size=2)
 )
 def test_the_result_computes_and_caches_what_was_promised(name, settings, conversions):
     """Plain, with biases, and with a key norm. Converting verifies logits and the bytes of the live cache."""
-    made = conversions(name, settings)
-    report = made.report
+    conversion = conversions(name, settings)
+    report = conversion.report
     assert report.target["bits"] == "auto" and report.target["first_tokens"] == 4
-    model = AutoModelForCausalLM.from_pretrained(made.path, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(conversion.path, trust_remote_code=True)
     entries = entries_of(model.config)
     assert [entry.shared_layers for entry in entries] == report.target["shared_layers"]
     assert any(report.target["shared_layers"]) == (settings is CASCADE)

@@ -22,10 +22,10 @@ AUTO = {**TEXT, "bits": "auto", "kv_ratio": 0.15, "batch_size": 4}
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_the_result_computes_and_caches_what_was_promised(name, conversions):
     """Plain, with biases, and with a key norm. Converting verifies logits and the bytes of the live cache."""
-    made = conversions(name, ConvertSettings(**AUTO))
-    report = made.report
+    conversion = conversions(name, ConvertSettings(**AUTO))
+    report = conversion.report
     assert report.target["bits"] == "auto" and report.target["first_tokens"] == FIRST_TOKENS
-    model = AutoModelForCausalLM.from_pretrained(made.path, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(conversion.path, trust_remote_code=True)
     entries = entries_of(model.config)
     rows = [entry.format.row_bytes for entry in entries]
     assert rows == report.target["row_bytes"] == [layer["row_bytes"] for layer in report.to_dict()["layers"]]

@@ -37,28 +37,28 @@ def forked_script(command: list[str], env: dict[str, str], **_) -> subprocess.Co
 
 def test_the_measuring_process_agrees_with_surgery_eval(one_core, monkeypatch):
     monkeypatch.setattr(demo.subprocess, "run", forked_script)
-    shown = replace(demo.DEMO_MODELS["builtin"], windows=2, prompts=2, length=256)
-    prompt, (measured,) = demo.measure_with_stock_transformers([demo_model()], shown)
+    output = replace(demo.DEMO_MODELS["builtin"], windows=2, prompts=2, length=256)
+    prompt, (measured,) = demo.measure_with_stock_transformers([demo_model()], output)
 
-    tokens = demo.held_out_tokens(load_tokenizer(demo_model()), shown)
+    tokens = demo.held_out_tokens(load_tokenizer(demo_model()), output)
     model = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
     assert measured.model_class == "LlamaForCausalLM"
     assert measured.loss == pytest.approx(mean_loss(model, tokens["windows"]), abs=1e-5)
     assert measured.recall == recall_accuracy(model, RecallSet(tokens["prompts"], tokens["answers"]))
     assert measured.kv_bytes_per_token == 3072 == measure_kv(model, 65).growth_per_token / 2  # fp32 here
     start = int(tokens["answers"][0].nonzero()[0])
-    written = model(tokens["prompts"][:1, :start]).logits[0, -1].argmax()
-    assert measured.completion.startswith(load_tokenizer(demo_model()).decode(written))
-    planted, _, asked = prompt.splitlines()
-    assert planted.startswith("# The secret key of ") and asked.removeprefix("# Recall: the ") in planted
+    files = model(tokens["prompts"][:1, :start]).logits[0, -1].argmax()
+    assert measured.completion.startswith(load_tokenizer(demo_model()).decode(files))
+    planted, _, request = prompt.splitlines()
+    assert planted.startswith("# The secret key of ") and request.removeprefix("# Recall: the ") in planted
 
 
 def test_the_measuring_process_cannot_import_this_package():
     # The script's own first lines, and then what a converted checkpoint's remote code or a plug-in might try.
     script = Path(demo.__file__).with_name("measure.py").read_text(encoding="utf-8")
     head = script[: script.index("import torch")]
-    done = subprocess.run([sys.executable, "-I", "-c", head + "import surgery"], capture_output=True, text=True)
-    assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr
+    process = subprocess.run([sys.executable, "-I", "-c", head + "import surgery"], capture_output=True, text=True)
+    assert process.returncode == 1 and "ModuleNotFoundError" in process.stderr
     assert "surgery" not in script[script.index("import torch") :]
 
 
@@ -66,9 +66,9 @@ def test_a_failure_of_the_measuring_process_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo_model() / file, tmp_path)
-    shown = replace(demo.DEMO_MODELS["builtin"], windows=1, prompts=1, length=256)
+    output = replace(demo.DEMO_MODELS["builtin"], windows=1, prompts=1, length=256)
     with pytest.raises(SurgeryError, match="stock transformers could not run the models") as caught:
-        demo.measure_with_stock_transformers([tmp_path], shown)
+        demo.measure_with_stock_transformers([tmp_path], output)
     assert "\n" not in str(caught.value)
 
 
@@ -88,7 +88,7 @@ def test_the_demo_ends_in_commands_that_run_as_they_stand(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     measured = demo.Measured("C", 2.0, 1.0, 1.0, "text")
     show_demo(demo.Demo(tmp_path / "surgery-demo", "builtin", "demo-model", "prompt", measured, measured, 1.0))
-    said = capsys.readouterr().out
-    assert "surgery-demo: 100.0% of the KV bytes for +0.0000 nats per token" in said
-    assert "Next: surgery eval surgery-demo --baseline builtin  " in said
-    assert "surgery convert --to mla builtin --kv-ratio 0.125" in said
+    output = capsys.readouterr().out
+    assert "surgery-demo: 100.0% of the KV bytes for +0.0000 nats per token" in output
+    assert "Next: surgery eval surgery-demo --baseline builtin  " in output
+    assert "surgery convert --to mla builtin --kv-ratio 0.125" in output

@@ -45,15 +45,15 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_reference_is_current():
-    made = tool("reference")
-    assert made.PAGE.read_text(encoding="utf-8") == made.page(), "run python tools/reference.py"
+    result = tool("reference")
+    assert result.PAGE.read_text(encoding="utf-8") == result.page(), "run python tools/reference.py"
 
 
 def test_links_out_of_the_site_are_text_there():
     site = tool("site")
     text = "[The rules](../CONTRIBUTING.md#rules), [mla](mla.md), [x](https://example.org)\n```\n[a](../nowhere)\n```\n"
-    told = site.without_outside_links(text, "page.md")
-    assert told.startswith(
+    message = site.without_outside_links(text, "page.md")
+    assert message.startswith(
         "The rules (`CONTRIBUTING.md`), [mla](mla.md), [x](https://example.org)\n```\n[a](../nowhere)"
     )
     with pytest.raises(ValueError, match="links to nowhere"):
@@ -84,8 +84,8 @@ def test_the_site_builds_without_warnings(tmp_path):
     pytest.importorskip("material", reason='pip install -e ".[docs]"')
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     silent = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # which is about mkdocs, not about the site
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=silent)
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=silent)
+    assert process.returncode == 0 and "WARNING" not in process.stderr, process.stderr[-3000:]
     assert (tmp_path / "tutorials" / "vllm" / "index.html").is_file()
 
 
@@ -110,8 +110,8 @@ def test_tutorials_run_as_printed(page, surgery_here, tmp_path):
     shell = "\n".join(body for language, body in blocks if language == "bash")
     program = "\n".join(body for language, body in blocks if language == "python")
     for command in (["bash", "-e", "-c", shell], [sys.executable, "-c", program]):
-        done = subprocess.run(command, cwd=here, env=surgery_here, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+        process = subprocess.run(command, cwd=here, env=surgery_here, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr[-3000:]
 
 
 def test_tutorials_show_no_long_work_as_runnable():
@@ -146,8 +146,8 @@ def test_notebooks_run(name, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     book = nbformat.read(DOCS / "notebooks" / f"{name}.ipynb", as_version=4)
     nbclient.NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    shown = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert any("image/svg+xml" in output.get("data", {}) for output in shown)
+    items = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert any("image/svg+xml" in output.get("data", {}) for output in items)
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)

@@ -46,12 +46,12 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_class_and_the_bytes_are_those_of_the_conversion(case, checkpoints, tmp_path):
-    family, asked = CASES[case]
+    family, request = CASES[case]
     target, source = TARGETS.get(case.split()[0], SLICE), checkpoints(family)
     if target is SLICE:
         whole = TARGETS["lowrank"].settings({"kv_ratio": 0.5, **WEIGHTS})
         source = convert_checkpoint(source, tmp_path / "whole", whole).path
-    settings = target.settings(asked)
+    settings = target.settings(request)
     plan = plan_conversion(source, tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()
     assert plan.memory["host_bytes"] > 0 and plan.work["estimated_seconds"] > 0
@@ -64,29 +64,29 @@ def test_the_class_and_the_bytes_are_those_of_the_conversion(case, checkpoints, 
     undecided = {name for name, status in forecast.items() if status == OPEN}
     assert forecast == statuses | dict.fromkeys(undecided, OPEN)
     assert undecided == ({"llama.cpp", "SGLang"} if case == "mla" else set())
-    held = report.kv["predicted_bytes_per_token"]
+    values = report.kv["predicted_bytes_per_token"]
     if plan.target["model_type"] == "surgery":
         config = json.loads((tmp_path / "out" / "config.json").read_text())
-        tokens = asked.get("context", LONG)
-        held = skeleton(config, torch.float32).kv_cache_bytes(1, tokens) / tokens
-    assert plan.kv["bytes_per_token"] == pytest.approx(held, rel=1e-4)
+        tokens = request.get("context", LONG)
+        values = skeleton(config, torch.float32).kv_cache_bytes(1, tokens) / tokens
+    assert plan.kv["bytes_per_token"] == pytest.approx(values, rel=1e-4)
 
 
 def test_too_small_a_disk_is_told_beside_the_plan(checkpoints, tmp_path, monkeypatch, capsys):
     verb = ["convert", "--to", "gqa", checkpoints("llama"), "--calibration", "none", "--kv-ratio", "0.5", "--dry-run"]
     usage = namedtuple("usage", "total used free")(10**9, 10**9 - 1000, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    code, shown, errors = run_main(monkeypatch, capsys, *verb, "--out", tmp_path / "out", "--json")
-    plan = json.loads(shown)
+    code, output, errors = run_main(monkeypatch, capsys, *verb, "--out", tmp_path / "out", "--json")
+    plan = json.loads(output)
     assert code == 1 and "the disk has 1.0 KB free" in errors and plan["refusal"] in errors
     assert plan["memory"]["host_bytes"] > 0 and plan["disk"]["output_free_bytes"] == 1000
 
 
 def most_allocated(work):
     """Bytes that tensors take at a time, at most, beyond those that were there."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
         work()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in records.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
@@ -125,9 +125,9 @@ def test_less_work_takes_less_time(checkpoints, tmp_path, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 def test_a_dry_run_for_a_gpu_needs_none(checkpoints, tmp_path, monkeypatch, capsys):
     verb = ["convert", checkpoints("llama"), "--out", tmp_path / "out", "--calibration", "none", "--device"]
-    code, shown, _ = run_main(monkeypatch, capsys, *verb, "cuda", "--dry-run")
-    assert code == 0 and "accelerator memory" in shown and "cuda is not on this machine" in shown
-    assert shown.splitlines()[-1].endswith("without --dry-run, where there is cuda")
+    code, output, _ = run_main(monkeypatch, capsys, *verb, "cuda", "--dry-run")
+    assert code == 0 and "accelerator memory" in output and "cuda is not on this machine" in output
+    assert output.splitlines()[-1].endswith("without --dry-run, where there is cuda")
     for more in (["cuda"], ["gpu0", "--dry-run"]):
         code, _, errors = run_main(monkeypatch, capsys, *verb, *more)
         assert code == 1 and f"--device {more[0]}: cannot be used here" in errors

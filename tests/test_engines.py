@@ -41,20 +41,20 @@ LLAMA = {
 }
 
 
-def said(config: dict, engine: str) -> dict:
+def verdict_of(config: dict, engine: str) -> dict:
     return engine_table(config, "ckpt")[engine]
 
 
 def test_vllm_takes_its_sizes_only():
-    whole = said(MLA, "vLLM on CUDA")
+    whole = verdict_of(MLA, "vLLM on CUDA")
     assert (whole["status"], whole["command"]) == (LOADS, "vllm serve ckpt")
     assert whole["cache_bytes_per_token"] == 2 * 576 * 2
-    mixed = said({**OWN, "attention_layers": [OWN["attention_layers"][0], None]}, "vLLM on CPU")
-    assert mixed["status"] == LOADS_WITH and "with our plugin" in mixed["reason"]
-    narrow = said({**MLA, "kv_lora_rank": 400}, "vLLM on CUDA")
+    mixture = verdict_of({**OWN, "attention_layers": [OWN["attention_layers"][0], None]}, "vLLM on CPU")
+    assert mixture["status"] == LOADS_WITH and "with our plugin" in mixture["reason"]
+    narrow = verdict_of({**MLA, "kv_lora_rank": 400}, "vLLM on CUDA")
     assert narrow["status"] == NOT_TRIED and "--attention-backend TRITON_MLA" in narrow["command"]
     for change in ({"qk_rope_head_dim": 32}, {"qk_nope_head_dim": 64, "v_head_dim": 64}):
-        refused = said({**MLA, **change}, "vLLM on CUDA")
+        refused = verdict_of({**MLA, **change}, "vLLM on CUDA")
         assert refused["status"] == REFUSED and refused["remedy"] == "convert --to mla --engine vllm"
 
 
@@ -85,9 +85,9 @@ def test_what_a_published_llava_leaves_to_its_language_models_class():
 
 def test_heads_of_a_family():
     assert Facts.of(LLAMA).cached_numbers == 2 * 2 * 2 * 8
-    assert said(LLAMA, "llama.cpp")["status"] == LOADS_WITH
-    assert said({**LLAMA, "model_type": "qwen3"}, "llama.cpp")["status"] == NOT_TRIED
-    assert said(LLAMA, "vLLM on CUDA")["status"] == NOT_TRIED
+    assert verdict_of(LLAMA, "llama.cpp")["status"] == LOADS_WITH
+    assert verdict_of({**LLAMA, "model_type": "qwen3"}, "llama.cpp")["status"] == NOT_TRIED
+    assert verdict_of(LLAMA, "vLLM on CUDA")["status"] == NOT_TRIED
 
 
 OWN = {
@@ -102,13 +102,13 @@ OWN = {
 
 
 def test_the_own_class_is_served_by_the_plugin():
-    on_cpu, on_cuda = said(OWN, "vLLM on CPU"), said(OWN, "vLLM on CUDA")
+    on_cpu, on_cuda = verdict_of(OWN, "vLLM on CPU"), verdict_of(OWN, "vLLM on CUDA")
     assert on_cpu["status"] == LOADS_WITH
     assert on_cpu["cache_bytes_per_token"] == 2 * (12 + 4 + 20 + 4)
     assert on_cuda["status"] == NOT_TRIED
     assert on_cuda["command"] == on_cpu["command"] == "python -m surgery_vllm.serve ckpt"
     assert "installed beside vLLM" in on_cuda["reason"]
-    narrow = said({**MLA, "kv_lora_rank": 400}, "vLLM on CPU")
+    narrow = verdict_of({**MLA, "kv_lora_rank": 400}, "vLLM on CPU")
     assert narrow["status"] == REFUSED and narrow["remedy"] == "convert --to mla --carrier own"
 
 
@@ -117,7 +117,7 @@ def test_another_structure_is_a_remedy_of_sources_that_engines_carry_as_mla(base
     low_rank = {"kind": "low_rank", "blocks": [{"rank": 4, "keys": [0, 1], "values": [0, 1]}]}
     config = {**OWN, "base_model_type": base, "attention_layers": [low_rank, low_rank]}
     for engine, name in (("SGLang", "sglang"), ("llama.cpp", "llama.cpp"), ("mlx-lm", "mlx")):
-        verdict = said(config, engine)
+        verdict = verdict_of(config, engine)
         assert verdict["status"] == REFUSED
         assert verdict["remedy"] == (f"convert --to mla --engine {name}" if base == "llama" else None)
 
@@ -125,7 +125,7 @@ def test_another_structure_is_a_remedy_of_sources_that_engines_carry_as_mla(base
 def test_hybrid_heads_have_bytes_per_token_and_per_request():
     hybrid = {"kind": "hybrid", "kv_heads": 2, "full_heads": 1, "compensated_heads": 0, "sinks": 4, "recent": 8}
     hybrid["head_order"] = [0, 1]
-    on_cpu = said({**OWN, "attention_layers": [hybrid, None]}, "vLLM on CPU")
+    on_cpu = verdict_of({**OWN, "attention_layers": [hybrid, None]}, "vLLM on CPU")
     keys_and_values = 2 * 8 * 2  # heads of 8, in bfloat16
     assert on_cpu["status"] == LOADS_WITH
     assert on_cpu["cache_bytes_per_token"] == 3 * keys_and_values
@@ -135,7 +135,9 @@ def test_hybrid_heads_have_bytes_per_token_and_per_request():
 def test_mla_in_bits_has_bytes_per_token_in_any_dtype_and_first_tokens_per_request():
     rows = {"kind": "quantized_latent", "kv_lora_rank": 12, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": None}
     rows |= {"latent_runs": [["5+3", 2], ["2+2+2+2", 2]], "rope_runs": [["4+4", 2]], "first_tokens": 4}
-    on_cpu, on_cuda = (said({**OWN, "attention_layers": [rows] * 2}, f"vLLM on {device}") for device in ("CPU", "CUDA"))
+    on_cpu, on_cuda = (
+        verdict_of({**OWN, "attention_layers": [rows] * 2}, f"vLLM on {device}") for device in ("CPU", "CUDA")
+    )
     assert (on_cpu["status"], on_cuda["status"]) == (LOADS_WITH, NOT_TRIED)
     assert on_cpu["cache_bytes_per_token"] == on_cuda["cache_bytes_per_token"] == 2 * 6
     assert on_cpu["cache_bytes_per_request"] == 2 * 4 * 16 * 2
@@ -143,14 +145,14 @@ def test_mla_in_bits_has_bytes_per_token_in_any_dtype_and_first_tokens_per_reque
 
 def test_what_the_plugin_does_not_serve_is_refused_by_name():
     entries = [{"kind": "cross_layer"}, None]
-    for change, told in (
+    for change, message in (
         ({"base_model_type": "mixtral"}, "the family mixtral"),
         ({"attention_layers": entries}, "attention of kind 'cross_layer' (layer 0)"),
         ({"sliding_window": 16, "max_position_embeddings": 64}, "attention windows"),
     ):
         for engine in ("vLLM on CPU", "vLLM on CUDA"):
-            refused = said({**OWN, **change}, engine)
-            assert refused["status"] == REFUSED and refused["reason"].endswith(told)
+            refused = verdict_of({**OWN, **change}, engine)
+            assert refused["status"] == REFUSED and refused["reason"].endswith(message)
             assert refused["cache_bytes_per_token"] is None
 
 
@@ -186,23 +188,26 @@ def test_an_engine_without_tied_embeddings_gets_them_twice(checkpoints, tmp_path
         settings = ConvertSettings(engine="mlx", kv_ratio=0.5, calibration="none", latent_norm="tiny")
         result = convert_checkpoint(source, tmp_path / f"out{number}", settings)
         assert result.report.verification["logit_difference_to_simulation"] < 1e-4
-        made, before = CheckpointReader.open(result.path), CheckpointReader.open(source)
-        assert before.config["tie_word_embeddings"] and not made.config["tie_word_embeddings"]
+        results, before = CheckpointReader.open(result.path), CheckpointReader.open(source)
+        assert before.config["tie_word_embeddings"] and not results.config["tie_word_embeddings"]
         embedding = before.tensor("model.embed_tokens.weight")
-        assert torch.equal(made.tensor("lm_head.weight"), embedding)
-        assert torch.equal(made.tensor("model.embed_tokens.weight"), embedding) == (eps == 1e-6)
-        assert said(made.config, "mlx-lm")["status"] == LOADS_WITH
-        tied = said({**made.config, "tie_word_embeddings": True}, "mlx-lm")
+        assert torch.equal(results.tensor("lm_head.weight"), embedding)
+        assert torch.equal(results.tensor("model.embed_tokens.weight"), embedding) == (eps == 1e-6)
+        assert verdict_of(results.config, "mlx-lm")["status"] == LOADS_WITH
+        tied = verdict_of({**results.config, "tie_word_embeddings": True}, "mlx-lm")
         assert tied["status"] == REFUSED and tied["remedy"] == "convert --to mla --engine mlx"
 
 
 def test_fewer_heads_say_how_they_rotate_where_mlx_looks(checkpoints, tmp_path):
     source = checkpoints("llama3")
-    assert "lacks beside rope_parameters" in said(json.loads((source / "config.json").read_text()), "mlx-lm")["reason"]
+    assert (
+        "lacks beside rope_parameters"
+        in verdict_of(json.loads((source / "config.json").read_text()), "mlx-lm")["reason"]
+    )
     path = convert_checkpoint(source, tmp_path / "out", KVHeadsSettings(kv_heads=1, calibration="none")).path
     config = json.loads((path / "config.json").read_text())
     assert config["rope_theta"] == 500_000.0 and config["rope_scaling"]["rope_type"] == "llama3"
-    assert said(config, "mlx-lm")["status"] == LOADS_WITH
+    assert verdict_of(config, "mlx-lm")["status"] == LOADS_WITH
     loaded, before = (AutoConfig.from_pretrained(each).rope_parameters for each in (path, source))
     assert loaded == before
 
@@ -212,8 +217,8 @@ def test_doctor_speaks_of_the_demo(checkpoints, monkeypatch, capsys):
     assert code == 0 and json.loads(out)["kind"] == "llama"
 
 
-@pytest.mark.parametrize(("name", "told"), [("qwen2", "not exported"), ("mistral_window", "attention windows")])
-def test_export_refuses_by_name(name, told, checkpoints, tmp_path):
-    with pytest.raises(SurgeryError, match=told):
+@pytest.mark.parametrize(("name", "message"), [("qwen2", "not exported"), ("mistral_window", "attention windows")])
+def test_export_refuses_by_name(name, message, checkpoints, tmp_path):
+    with pytest.raises(SurgeryError, match=message):
         export_checkpoint(checkpoints(name), "llama.cpp", tmp_path / "x.gguf")
     assert not list(tmp_path.iterdir())

@@ -19,18 +19,18 @@ CLASSES += [target.settings_class for target in TARGETS.values() if not target.f
 
 @pytest.mark.parametrize("settings_class", CLASSES)
 def test_every_setting_names_itself(settings_class):
-    tried = 0
+    attempts = 0
     for name, setting in settings_of(settings_class).items():
         wrong = {"choices": "no such choice", "least": (setting.info.least or 0) - 1, "above": setting.info.above}
         for limit, value in wrong.items():
-            known = setting.choices if limit == "choices" else getattr(setting.info, limit)
-            if known in (None, ()) or (limit != "choices" and setting.choices):
+            reference = setting.choices if limit == "choices" else getattr(setting.info, limit)
+            if reference in (None, ()) or (limit != "choices" and setting.choices):
                 continue
             with pytest.raises(SurgeryError) as caught:
                 setting.parse(value, "settings.yaml")
             assert caught.value.setting == name, (name, limit)
-            tried += 1
-    assert tried
+            attempts += 1
+    assert attempts
 
 
 def test_an_unknown_name_has_the_nearest_as_its_hint():

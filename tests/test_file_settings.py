@@ -18,11 +18,11 @@ def read(tmp_path, text, settings=ConvertSettings):
     return settings.from_file(path)
 
 
-@pytest.mark.parametrize("written", ["1e4", "10000", "1.0e4", "'10000'", "1E4", "10_000"])
-def test_a_whole_number_in_every_spelling(written, tmp_path):
-    tokens = read(tmp_path, f"calibration_tokens: {written}").calibration_tokens
+@pytest.mark.parametrize("paths", ["1e4", "10000", "1.0e4", "'10000'", "1E4", "10_000"])
+def test_a_whole_number_in_every_spelling(paths, tmp_path):
+    tokens = read(tmp_path, f"calibration_tokens: {paths}").calibration_tokens
     assert tokens == 10_000 and type(tokens) is int
-    assert read(tmp_path, f"max_tokens: {written}", HealSettings).max_tokens == 10_000
+    assert read(tmp_path, f"max_tokens: {paths}", HealSettings).max_tokens == 10_000
 
 
 def test_other_kinds(tmp_path):
@@ -37,7 +37,7 @@ def test_other_kinds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "line", "told"),
+    ("settings", "line", "message"),
     [
         (ConvertSettings, "kv_ratio: half", "kv_ratio must be a number, not 'half'"),
         (ConvertSettings, "kv_ratio: true", "kv_ratio must be a number, not true"),
@@ -54,10 +54,10 @@ def test_other_kinds(tmp_path):
         (ConvertSettings, "kv_ration: 0.5", "unknown setting 'kv_ration'; did you mean kv_ratio?"),
     ],
 )
-def test_what_is_no_setting_is_one_line(settings, line, told, tmp_path):
+def test_what_is_no_setting_is_one_line(settings, line, message, tmp_path):
     with pytest.raises(SurgeryError) as caught:
         read(tmp_path, line, settings)
-    assert told in str(caught.value) and "settings.yaml" in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "settings.yaml" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_empty_file_has_no_settings(tmp_path):

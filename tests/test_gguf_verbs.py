@@ -1,4 +1,4 @@
-"""Verbs on GGUF files: whole checkpoints come of them, and every record names what they were dequantised from."""
+"""Verbs on GGUF files: whole checkpoints come of them, and every record names what they were dequantized from."""
 
 import json
 
@@ -23,7 +23,7 @@ def source(tmp_path_factory):
 
 def test_inspect(source, monkeypatch, capsys):
     code, printed, _ = run_main(monkeypatch, capsys, "inspect", source)
-    assert code == 0 and "tiny.Q8_0.gguf (dequantised from Q8_0)" in printed
+    assert code == 0 and "tiny.Q8_0.gguf (dequantized from Q8_0)" in printed
     _, printed, _ = run_main(monkeypatch, capsys, "inspect", source.parent, "--json")
     assert json.loads(printed)["architecture"]["dequantised_from"] == "Q8_0"
 
@@ -33,16 +33,16 @@ def test_convert_and_eval(source, tmp_path, monkeypatch, capsys):
     copied.write_bytes(source.read_bytes())
     before = copied.read_bytes()
     code, printed, _ = run_main(monkeypatch, capsys, "convert", "--to", "mla", copied, "--carrier", "stock", *QUICK)
-    assert code == 0 and "tiny.Q8_0.gguf (dequantised from Q8_0) → tiny.Q8_0-mla" in printed
+    assert code == 0 and "tiny.Q8_0.gguf (dequantized from Q8_0) → tiny.Q8_0-mla" in printed
     out = tmp_path / "tiny.Q8_0-mla"
     assert out == default_output(copied, "mla")
     assert copied.read_bytes() == before
-    wanted = ["README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"]
-    assert listing(out) == [*wanted, "surgery_report.json", "tokenizer.json", "tokenizer_config.json"]
+    expected = ["README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"]
+    assert listing(out) == [*expected, "surgery_report.json", "tokenizer.json", "tokenizer_config.json"]
     assert "gguf" not in (out / "config.json").read_text() + (out / "tokenizer_config.json").read_text()
     record = json.loads((out / "surgery_report.json").read_text())["source"]
     assert record["path"] == "tiny.Q8_0.gguf" and record["dequantised_from"] == "Q8_0"
-    assert "tiny.Q8_0.gguf (dequantised from Q8_0) with its attention rewritten" in (out / "README.md").read_text()
+    assert "tiny.Q8_0.gguf (dequantized from Q8_0) with its attention rewritten" in (out / "README.md").read_text()
     tokenizer = AutoTokenizer.from_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     text = tokenizer("def f(x):", return_tensors="pt").input_ids
@@ -53,7 +53,7 @@ def test_convert_and_eval(source, tmp_path, monkeypatch, capsys):
     code, _, err = run_main(monkeypatch, capsys, "eval", out, "--baseline", copied, "--out", report, *quick)
     assert code == 0, err
     rows = json.loads((report / "report.json").read_text())["rows"]
-    assert {row["path"] for row in rows} == {"tiny.Q8_0-mla", "tiny.Q8_0.gguf (dequantised from Q8_0)"}
+    assert {row["path"] for row in rows} == {"tiny.Q8_0-mla", "tiny.Q8_0.gguf (dequantized from Q8_0)"}
 
 
 def test_the_output_may_not_replace_the_file(source, monkeypatch, capsys):

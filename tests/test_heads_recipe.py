@@ -111,7 +111,7 @@ HEADS = {"heads": {"name": "a", "source": "builtin"}}
 
 
 @pytest.mark.parametrize(
-    ("steps", "told"),
+    ("steps", "message"),
     [
         ([{"heads": {"name": "a"}}], "step a: source is missing"),
         ([{"heads": {**HEADS["heads"], "sink": 4}}], "did you mean sinks"),
@@ -119,7 +119,7 @@ HEADS = {"heads": {"name": "a", "source": "builtin"}}
         ([HEADS, {"convert": {"name": "h", "source": "builtin", "to": "hybrid", "haeds": "a"}}], "did you mean heads"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(tmp_path, steps, told):
-    with pytest.raises(SurgeryError, match=told):
+def test_mistakes_are_told_before_anything_runs(tmp_path, steps, message):
+    with pytest.raises(SurgeryError, match=message):
         run_recipe(write(tmp_path, *steps), tmp_path / "work", Progress(silent=True))
     assert not (tmp_path / "work").exists()

@@ -17,7 +17,7 @@ from tiny_models import DEMO, HELD_OUT
 from transformers import AutoModelForCausalLM
 
 from surgery.architectures.entry_factors import entry_factors
-from surgery.architectures.neutral_norm import recognised_norm
+from surgery.architectures.neutral_norm import recognized_norm
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.named_models import demo_model
 from surgery.common.errors import SurgeryError
@@ -56,7 +56,7 @@ def quick_start(monkeypatch):
 
 
 @pytest.fixture
-def made(checkpoints, conversions):
+def pair_of(checkpoints, conversions):
     """A source and what was converted from it."""
 
     def make(kind):
@@ -67,13 +67,13 @@ def made(checkpoints, conversions):
     return make
 
 
-def request(source, student, out, **given):
-    return HealRequest(str(student), out, overrides={**FEW, "teacher": str(source), **given}, measure=None)
+def request(source, student, out, **settings):
+    return HealRequest(str(student), out, overrides={**FEW, "teacher": str(source), **settings}, measure=None)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("tiny", marks=pytest.mark.slow), "constant"])
-def test_stock_mla_stays_stock(made, tmp_path, kind):
-    source, student = made(kind)
+def test_stock_mla_stays_stock(pair_of, tmp_path, kind):
+    source, student = pair_of(kind)
     healed = heal_checkpoint(request(source, student, tmp_path / "out", balanced=False))
     before, after = load_file(student / "model.safetensors"), load_file(healed.path / "model.safetensors")
     assert type(AutoModelForCausalLM.from_pretrained(healed.path)).__name__ == "DeepseekV3ForCausalLM"
@@ -82,7 +82,7 @@ def test_stock_mla_stays_stock(made, tmp_path, kind):
         prefix = f"model.layers.{layer}.self_attn."
         assert torch.equal(after[prefix + "kv_a_layernorm.weight"], before[prefix + "kv_a_layernorm.weight"])
         bias = after.get(prefix + "kv_a_proj_with_mqa.bias")
-        norm = recognised_norm(after[prefix + "kv_a_layernorm.weight"], None if bias is None else bias[:width])
+        norm = recognized_norm(after[prefix + "kv_a_layernorm.weight"], None if bias is None else bias[:width])
         assert norm.kind == kind
         weight, old = (tensors[prefix + "kv_a_proj_with_mqa.weight"][:width] for tensors in (after, before))
         assert not torch.equal(weight, old), "the latent did not train"
@@ -92,8 +92,8 @@ def test_stock_mla_stays_stock(made, tmp_path, kind):
         assert (weight - old).abs().max() <= 3 * FEW["learning_rate"] * factor * 1.01
         if norm.extra:
             assert torch.equal(weight[-1], old[-1])
-            up, held = (tensors[prefix + "kv_b_proj.weight"] for tensors in (after, before))
-            assert torch.equal(up[:, -1], held[:, -1]) and not torch.equal(up, held)
+            up, values = (tensors[prefix + "kv_b_proj.weight"] for tensors in (after, before))
+            assert torch.equal(up[:, -1], values[:, -1]) and not torch.equal(up, values)
             # Queries have biases here, by a latent that hands inputs on.
             for name in ("q_a_proj.weight", "q_a_proj.bias", "q_a_layernorm.weight"):
                 assert torch.equal(after[prefix + name], before[prefix + name])
@@ -101,11 +101,11 @@ def test_stock_mla_stays_stock(made, tmp_path, kind):
     assert before.keys() == after.keys()
 
 
-def test_the_report_and_the_card_say_what_happened(made, tmp_path, monkeypatch):
+def test_the_report_and_the_card_say_what_happened(pair_of, tmp_path, monkeypatch):
     monkeypatch.setattr("surgery.healing.heal.run_to_its_end", run_to_its_end)
-    source, student = made("gqa")
-    asked = request(source, student, tmp_path / "out")
-    healed = heal_checkpoint(HealRequest(**{**vars(asked), "measure": MEASURE}))
+    source, student = pair_of("gqa")
+    settings = request(source, student, tmp_path / "out")
+    healed = heal_checkpoint(HealRequest(**{**vars(settings), "measure": MEASURE}))
     report = json.loads((healed.path / "surgery_report.json").read_text())
     healing = report["healing"]
     assert [entry["name"] for entry in healing["quality"]] == ["source", "converted", "healed"]
@@ -141,8 +141,8 @@ def test_the_own_class_without_a_report(tmp_path, kind):
     )
 
 
-def test_a_failed_training_leaves_no_checkpoint_and_the_next_one_goes_on(made, tmp_path, monkeypatch):
-    source, student = made("gqa")
+def test_a_failed_training_leaves_no_checkpoint_and_the_next_one_goes_on(pair_of, tmp_path, monkeypatch):
+    source, student = pair_of("gqa")
     monkeypatch.setattr(healing, "run_to_its_end", lambda *_: 7)
     with pytest.raises(SurgeryError, match="exit code 7"):
         heal_checkpoint(request(source, student, tmp_path / "out"))
@@ -151,8 +151,8 @@ def test_a_failed_training_leaves_no_checkpoint_and_the_next_one_goes_on(made, t
     assert heal_checkpoint(request(source, student, tmp_path / "out")).path.is_dir()
 
 
-def test_a_finished_training_is_not_repeated_unless_it_is_restarted(made, tmp_path, monkeypatch):
-    source, student = made("gqa")
+def test_a_finished_training_is_not_repeated_unless_it_is_restarted(pair_of, tmp_path, monkeypatch):
+    source, student = pair_of("gqa")
     refuse = pytest.MonkeyPatch()
 
     def broken(*_):
@@ -177,8 +177,8 @@ def test_a_finished_training_is_not_repeated_unless_it_is_restarted(made, tmp_pa
     assert heal_checkpoint(HealRequest(**asked)).path.is_dir() and trained
 
 
-def test_a_recipe_heals_once(made, tmp_path, monkeypatch):
-    source, student = made("gqa")
+def test_a_recipe_heals_once(pair_of, tmp_path, monkeypatch):
+    source, student = pair_of("gqa")
     step = {"name": "healed", "student": str(student), "teacher": str(source), **FEW, "data": [str(HELD_OUT)]}
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps({"steps": [{"heal": step}]}))
@@ -194,8 +194,8 @@ def test_a_recipe_heals_once(made, tmp_path, monkeypatch):
         run_recipe(path, tmp_path / "work", Progress(silent=True))
 
 
-def test_refusals_come_before_training(made, tmp_path, monkeypatch, capsys):
-    source, student = made("gqa")
+def test_refusals_come_before_training(pair_of, tmp_path, monkeypatch, capsys):
+    source, student = pair_of("gqa")
     monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
@@ -208,14 +208,14 @@ def test_refusals_come_before_training(made, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_stages_stand_in_one_table(made, tmp_path):
-    source, student = made("gqa")
-    for name, given, before in (
+def test_stages_stand_in_one_table(pair_of, tmp_path):
+    source, student = pair_of("gqa")
+    for name, values, before in (
         ("layers", {"objective": {"layerwise": 1.0}, "learning_rate": 1e-3}, student),
         ("out", {"max_steps": 2}, tmp_path / "layers"),
     ):
-        asked = request(source, before, tmp_path / name, **given)
-        healed = heal_checkpoint(HealRequest(**{**vars(asked), "measure": MEASURE}))
+        settings = request(source, before, tmp_path / name, **values)
+        healed = heal_checkpoint(HealRequest(**{**vars(settings), "measure": MEASURE}))
     report = json.loads((healed.path / "surgery_report.json").read_text())["healing"]
     first = json.loads((tmp_path / "layers" / "surgery_report.json").read_text())["healing"]
     assert report["earlier"] == [first] and first["earlier"] == []
@@ -238,7 +238,7 @@ def test_stages_stand_in_one_table(made, tmp_path):
 def test_launchers_have_names(tmp_path, monkeypatch):
     fsdp2 = find_launcher("fsdp2")
     assert (fsdp2.name, is_sharded(fsdp2), is_sharded(find_launcher("cpu-2"))) == ("fsdp2.yaml", True, False)
-    assert [count_processes(*given) for given in ((None, None), (3, None), (None, fsdp2), (2, fsdp2))] == [1, 3, 8, 2]
+    assert [count_processes(*values) for values in ((None, None), (3, None), (None, fsdp2), (2, fsdp2))] == [1, 3, 8, 2]
     own = tmp_path / "own.yaml"
     own.write_text("num_processes: 4\n")
     assert count_processes(None, find_launcher(own)) == 4 and find_launcher(str(own)) == own
@@ -254,8 +254,8 @@ def test_trainings_on_a_cpu_keep_freed_memory():
     probe = "import psutil; x = bytearray(1 << 26); del x; print(psutil.Process().memory_info().rss >> 20)"
 
     def resident(environment: dict[str, str]) -> int:
-        done = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, check=True)
-        return int(done.stdout)
+        process = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, check=True)
+        return int(process.stdout)
 
     plain = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     if platform.libc_ver()[0] != "glibc":
@@ -264,8 +264,8 @@ def test_trainings_on_a_cpu_keep_freed_memory():
     assert keeps_freed_memory({"GLIBC_TUNABLES": "x"}) == {"GLIBC_TUNABLES": "x"}
 
 
-def test_a_recipe_says_how_a_training_is_launched(made, tmp_path, monkeypatch):
-    source, student = made("gqa")
+def test_a_recipe_says_how_a_training_is_launched(pair_of, tmp_path, monkeypatch):
+    source, student = pair_of("gqa")
     commands = []
 
     def run(command, environment):
@@ -274,9 +274,9 @@ def test_a_recipe_says_how_a_training_is_launched(made, tmp_path, monkeypatch):
 
     monkeypatch.setattr(healing, "run_to_its_end", run)
     path = tmp_path / "recipe.yaml"
-    for given in ({"processes": 2}, {"launcher": "fsdp2"}, {"launcher": "cpu-2", "processes": 3}):
+    for values in ({"processes": 2}, {"launcher": "fsdp2"}, {"launcher": "cpu-2", "processes": 3}):
         step = {"name": "healed", "student": str(student), "teacher": str(source), **FEW, "data": [str(HELD_OUT)]}
-        path.write_text(json.dumps({"steps": [{"heal": {**step, **given}}]}))
+        path.write_text(json.dumps({"steps": [{"heal": {**step, **values}}]}))
         with pytest.raises(SurgeryError, match="exit code 7"):
             run_recipe(path, tmp_path / "work", Progress(silent=True))
     assert "--multi_gpu" in commands[0] and commands[0][5] == "2"
@@ -288,7 +288,7 @@ HEAL_STEP = {"name": "h", "student": "s", "teacher": "t"}
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("settings", "message"),
     [
         ({"launcher": "fsdp3"}, r"step h: launcher fsdp3: .*did you mean fsdp2\?"),
         ({"processes": 0}, "step h: processes must be a whole number"),
@@ -300,16 +300,16 @@ HEAL_STEP = {"name": "h", "student": "s", "teacher": "t"}
         ({"tracker": "wandbb"}, "step h: tracker 'wandbb' is unknown; did you mean wandb|did you mean wandb"),
     ],
 )
-def test_mistakes_of_heal_steps_are_told_before_anything_runs(tmp_path, given, told):
+def test_mistakes_of_heal_steps_are_told_before_anything_runs(tmp_path, settings, message):
     path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps({"steps": [{"heal": {**HEAL_STEP, **given}}]}))
-    with pytest.raises(SurgeryError, match=told):
+    path.write_text(json.dumps({"steps": [{"heal": {**HEAL_STEP, **settings}}]}))
+    with pytest.raises(SurgeryError, match=message):
         run_recipe(path, tmp_path / "work", Progress(silent=True))
     assert not (tmp_path / "work").exists()
 
 
-def test_a_tracker_is_refused_before_the_training_is_launched(made, tmp_path, monkeypatch):
-    source, student = made("gqa")
+def test_a_tracker_is_refused_before_the_training_is_launched(pair_of, tmp_path, monkeypatch):
+    source, student = pair_of("gqa")
     monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained"))
     with pytest.raises(SurgeryError, match="tracker 'magic' is unknown"):
         heal_checkpoint(request(source, student, tmp_path / "out", tracker="magic"))
@@ -317,19 +317,19 @@ def test_a_tracker_is_refused_before_the_training_is_launched(made, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_what_trackers_write_and_evaluations_stay(made, tmp_path):
+def test_what_trackers_write_and_evaluations_stay(pair_of, tmp_path):
     pytest.importorskip("wandb")
-    source, student = made("gqa")
-    given = {"tracker": "wandb", "wandb_mode": "offline", "evaluate_every": 2, "evaluate_tasks": ["loss"]}
-    healed = heal_checkpoint(request(source, student, tmp_path / "out", evaluate_limit=1, **given))
+    source, student = pair_of("gqa")
+    settings = {"tracker": "wandb", "wandb_mode": "offline", "evaluate_every": 2, "evaluate_tasks": ["loss"]}
+    healed = heal_checkpoint(request(source, student, tmp_path / "out", evaluate_limit=1, **settings))
     assert len(list((tmp_path / "out.tracking" / "wandb").glob("offline-run-*"))) == 1
     assert [entry["step"] for entry in healed.healing["evaluations"]] == [0, 2, 3]
     assert healed.healing["wandb"]["run_id"] and "tracker_folder" not in healed.healing["settings"]
     assert not (tmp_path / "out.healing").exists()
 
 
-def test_entry_factors_are_for_stock_mla_alone(made):
-    assert entry_factors(CheckpointReader.open(made("gqa")[1])) == {}
+def test_entry_factors_are_for_stock_mla_alone(pair_of):
+    assert entry_factors(CheckpointReader.open(pair_of("gqa")[1])) == {}
 
 
 def test_the_command_that_is_composed(tmp_path):
@@ -345,8 +345,8 @@ def test_the_command_that_is_composed(tmp_path):
 
 def test_the_share_of_the_gap():
     def quality(source, converted, healed):
-        named = {"source": source, "converted": converted, "healed": healed}
-        return [{"name": name, "loss": loss} for name, loss in named.items()]
+        names = {"source": source, "converted": converted, "healed": healed}
+        return [{"name": name, "loss": loss} for name, loss in names.items()]
 
     assert gap_closed(quality(2.0, 3.0, 2.25)) == 0.75
     assert gap_closed(quality(2.0, 2.001, 1.9)) is None  # a gap in the noise
@@ -363,8 +363,8 @@ def test_builtin_is_the_model_that_ships(tmp_path, monkeypatch, capsys):
     config.write_text("teacher: builtin\n")
     builtin = str(demo_model())
     for teacher in (("--teacher", "builtin"), ("--teacher", builtin), ("--config", str(config))):
-        asked = ("heal", str(DEMO), *teacher, "--max-tokens", "9999", "--out", str(tmp_path / "out"))
-        code, out, _ = run_main(monkeypatch, capsys, *asked, "--device", "cpu", "--dry-run", "--json")
+        request = ("heal", str(DEMO), *teacher, "--max-tokens", "9999", "--out", str(tmp_path / "out"))
+        code, out, _ = run_main(monkeypatch, capsys, *request, "--device", "cpu", "--dry-run", "--json")
         assert code == 0
         plan = json.loads(out)
         plans.append((plan["settings"], plan["estimate"]))

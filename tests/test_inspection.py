@@ -108,7 +108,7 @@ def test_fewer_heads_are_a_target_unless_a_norm_stands_between(name, model_class
 
 def test_every_target_that_needs_the_own_class_says_why(inspected):
     targets = {target["command"]: target for target in inspected("llama").targets}
-    words = {"lowrank": "rebuilds", "crosslayer": "share a cache", "quantized": "quantised cache"}
+    words = {"lowrank": "rebuilds", "crosslayer": "share a cache", "quantized": "quantized cache"}
     words["hybrid --streaming 1"] = "window"
     for name, word in words.items():
         target = targets[f"surgery convert --to {name}"]
@@ -152,34 +152,34 @@ def test_a_rope_that_no_target_takes_is_a_reason_and_not_a_failure(tmp_path):
 def test_shown_and_printed_as_json(inspected, capsys):
     inspection = inspected("llama")
     show_inspection(inspection)
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown  # plain where standard output is no terminal
-    assert "256 B" in shown
+    output = capsys.readouterr().out
+    assert "\x1b" not in output  # plain where standard output is no terminal
+    assert "256 B" in output
     show_inspection(inspection, as_json=True)
     assert json.loads(capsys.readouterr().out)["architecture"]["vocabulary"] == SHAPE["vocab_size"]
 
 
-@pytest.mark.parametrize("kind", ["latent", "low_rank", "quantised"])
+@pytest.mark.parametrize("kind", ["latent", "low_rank", "quantized"])
 @torch.no_grad()
 def test_a_converted_checkpoint_says_what_it_caches(kind, tmp_path, capsys):
     source = own_models.tiny_source("llama")
-    quantised = {"kv_cache": {"format": "int8", "group": 8, "window": 0, "keys": "token"}}
+    quantized = {"kv_cache": {"format": "int8", "group": 8, "window": 0, "keys": "token"}}
     if kind == "low_rank":
         model = own_models.lossless_low_rank(source, [own_models.low_rank_entry() for _ in range(own_models.LAYERS)])
     else:
-        model = own_models.lossless_model(source, **(quantised if kind == "quantised" else {}))
+        model = own_models.lossless_model(source, **(quantized if kind == "quantized" else {}))
     model.save_pretrained(tmp_path)
     inspection = inspect_checkpoint(tmp_path)
     # As many numbers as keys and values had: 16 of each.
     assert inspection.kv["bytes_per_token"] == round(model.kv_cache_bytes(1, CONTEXTS[-1]) / CONTEXTS[-1])
-    ratio = {"quantised": 4 / (1 + 2 * 4 / 8)}.get(kind, 1.0)
+    ratio = {"quantized": 4 / (1 + 2 * 4 / 8)}.get(kind, 1.0)
     assert inspection.kv["bytes_per_token_and_layer"] == pytest.approx(128 / ratio, rel=1e-3)
     assert inspection.targets == []
     json.dumps(inspection.to_dict())
     show_inspection(inspection)
-    shown = capsys.readouterr().out
-    assert "surgery over llama" in shown
-    assert ("keys rebuilt from latents of 32" if kind == "low_rank" else "latent of 16 and 16 rotary") in shown
+    output = capsys.readouterr().out
+    assert "surgery over llama" in output
+    assert ("keys rebuilt from latents of 32" if kind == "low_rank" else "latent of 16 and 16 rotary") in output
 
 
 def test_stock_mla_is_inspected(tmp_path):

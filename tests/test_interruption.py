@@ -61,8 +61,8 @@ def test_an_interruption_names_the_work_that_is_left(files, number, code, tmp_pa
     monkeypatch.setattr(interruption, "_unfinished", [])
     monkeypatch.setattr(cli, "app", begin)
     ended, _, err = run_main(monkeypatch, capsys, "eval", "ckpt")
-    left = f"{tmp_path / 'out'} keeps the finished work" if "results/one.json" in files else "nothing was kept"
-    assert ended == code and err.startswith(f"surgery: interrupted; {left}")
+    leftovers = f"{tmp_path / 'out'} keeps the finished work" if "results/one.json" in files else "nothing was kept"
+    assert ended == code and err.startswith(f"surgery: interrupted; {leftovers}")
 
 
 def test_a_second_sigterm_does_not_stop_the_cleaning_up():

@@ -30,16 +30,16 @@ def config_of(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-def converted(source, out, to, **asked):
+def converted(source, out, to, **settings):
     """Report, tensors and config; shown as the command does it, in a table of layers that were measured and kept
     ones."""
-    made = convert_checkpoint(source, out, TARGETS[to].settings({**QUICK, **asked}))
-    show_conversion(made)
-    return made.report.to_dict(), load_file(out / "model.safetensors"), config_of(out)
+    conversion = convert_checkpoint(source, out, TARGETS[to].settings({**QUICK, **settings}))
+    show_conversion(conversion)
+    return conversion.report.to_dict(), load_file(out / "model.safetensors"), config_of(out)
 
 
 @pytest.mark.parametrize(
-    ("to", "asked"),
+    ("to", "request"),
     [
         ("lowrank", {}),
         ("lowrank", {"bits": 4}),
@@ -52,18 +52,18 @@ def converted(source, out, to, **asked):
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
 )
-def test_a_kept_layer_is_the_sources_and_counts_whole(to, asked, checkpoints, tmp_path):
+def test_a_kept_layer_is_the_sources_and_counts_whole(to, request, checkpoints, tmp_path):
     """The conversion itself has checked that the written model computes and caches what was simulated."""
     source = checkpoints("llama")
-    settings = TARGETS[to].settings({**QUICK, "keep_layers": "-1", **asked})
+    settings = TARGETS[to].settings({**QUICK, "keep_layers": "-1", **request})
     forecast = plan_conversion(source, tmp_path / "forecast", settings)
-    report, tensors, config = converted(source, tmp_path / "out", to, keep_layers="-1", **asked)
+    report, tensors, config = converted(source, tmp_path / "out", to, keep_layers="-1", **request)
     original = load_file(source / "model.safetensors")
-    kept = {name: tensor for name, tensor in original.items() if name.startswith(ATTENTION.format(1))}
-    assert len(kept) == 4 and all(torch.equal(tensors[name], tensor) for name, tensor in kept.items())
+    entries = {name: tensor for name, tensor in original.items() if name.startswith(ATTENTION.format(1))}
+    assert len(entries) == 4 and all(torch.equal(tensors[name], tensor) for name, tensor in entries.items())
     assert config["model_type"] == "surgery" and config["attention_layers"][1] is None
     assert ATTENTION.format(0) + "k_proj.weight" not in tensors
-    if "bits" not in asked:
+    if "bits" not in request:
         assert report["kv"]["measured_bytes_per_token"] == FULL * (0.5 / 2 + 1 / 2)
         assert forecast.kv["bytes_per_token"] == report["kv"]["measured_bytes_per_token"]
     assert set(report["layers"][1]["measured"]) <= {"quantized"} and report["layers"][0]["measured"]
@@ -74,8 +74,8 @@ def test_windowed_layers_stay_beside_full_ones(to, checkpoints, tmp_path, capsys
     source = checkpoints("gemma3_window")
     windows = AutoConfig.from_pretrained(source).layer_types
     report, _, config = converted(source, tmp_path / "out", to)
-    measured, shown = report["layers"][-1]["measured"], capsys.readouterr().out
-    assert not report["layers"][0]["measured"] and measured and all(stage in shown for stage in measured)
+    measured, output = report["layers"][-1]["measured"], capsys.readouterr().out
+    assert not report["layers"][0]["measured"] and measured and all(stage in output for stage in measured)
     assert [entry is None for entry in config["attention_layers"]] == [kind != "full_attention" for kind in windows]
     predicted = SurgeryConfig.from_pretrained(tmp_path / "out")
     assert predicted.layer_types == windows and report["kv"]["ratio"] == 0.75
@@ -91,8 +91,8 @@ def test_layers_of_a_state_stay_to_the_bit_and_count_nothing(checkpoints, tmp_pa
     settings = TARGETS["lowrank"].settings({**QUICK, "keep_layers": "none"})
     forecast = plan_conversion(source, tmp_path / "forecast", settings)
     report, tensors, config = converted(source, tmp_path / "out", "lowrank", keep_layers="none")
-    kept = [name for name in original if ".self_attn." not in name and name != "lm_head.weight"]
-    assert all(torch.equal(tensors[name], original[name]) for name in kept) and "mtp.fc.weight" in kept
+    entries = [name for name in original if ".self_attn." not in name and name != "lm_head.weight"]
+    assert all(torch.equal(tensors[name], original[name]) for name in entries) and "mtp.fc.weight" in entries
     assert config["attention_layers"][0] is None and config["attention_layers"][1]["kind"] == "low_rank"
     of_one = 4 * 2 * 2 * 16  # fp32, K and V, two heads of 16 numbers
     assert (
@@ -106,7 +106,7 @@ def test_layers_of_a_state_stay_to_the_bit_and_count_nothing(checkpoints, tmp_pa
     assert not any(info.values())
     with pytest.raises(SurgeryError, match="none is left to convert"):
         converted(source, tmp_path / "none", "lowrank", keep_layers="1")
-    with pytest.raises(SurgeryError, match="neighbour's latents"):
+    with pytest.raises(SurgeryError, match="neighbor's latents"):
         converted(source, tmp_path / "none", "crosslayer", method="cascade")
 
 
@@ -117,16 +117,16 @@ def test_which_layers_are_meant():
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("settings", "message"),
     [
         ("first", "give numbers such as 0,1,-1"),
         ("0,2", "keep_layers 2: the model has layers 0 to 1"),
         ("0,1", "all layers"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(asked, told, checkpoints, tmp_path):
-    with pytest.raises(SurgeryError, match=told):
-        converted(checkpoints("llama"), tmp_path / "out", "mla", keep_layers=asked)
+def test_what_cannot_be_kept_is_refused(settings, message, checkpoints, tmp_path):
+    with pytest.raises(SurgeryError, match=message):
+        converted(checkpoints("llama"), tmp_path / "out", "mla", keep_layers=settings)
     assert not (tmp_path / "out").exists()
 
 

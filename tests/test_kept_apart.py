@@ -60,19 +60,19 @@ def test_the_second_is_refused_and_the_first_ends_well(verb, places, tmp_path, m
     command, meanwhile = VERBS[verb]
     command, outputs, seconds = [part.format(**places) for part in command], tmp_path / "outputs", []
 
-    def second_first(*arguments, **named):
+    def second_first(*arguments, **kwargs):
         if not seconds:
             before = content(outputs)
             seconds.append(Fork(*command, module="surgery"))
             seconds[0].wait()
             assert content(outputs) == before
-        return at_work(*arguments, **named)
+        return at_work(*arguments, **kwargs)
 
     at_work = pkgutil.resolve_name(meanwhile)
     monkeypatch.setattr(meanwhile, second_first)
     monkeypatch.setattr(healing, "run_to_its_end", trained_here)
-    code, _, told = run_main(monkeypatch, capsys, *command)
-    assert code == 0, told
+    code, _, err = run_main(monkeypatch, capsys, *command)
+    assert code == 0, err
     (second,) = seconds
     assert second.returncode == 1 and second.stdout == ""
     *_, line = second.stderr.splitlines()

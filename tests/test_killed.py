@@ -135,7 +135,7 @@ def test_killed_at_random(verb, places, tmp_path):
     process = Fork(*command, option, whole / name, code=ALONE)
     assert process.wait() == 0, process.stderr[-3000:]
     length, drawn, killed = time.monotonic() - began, random.Random(0), 0
-    wanted, left = content(whole / name), sorted(os.listdir(whole))
+    expected, leftovers = content(whole / name), sorted(os.listdir(whole))
     while killed < KILLS:
         process = Fork(*command, option, again / name, code=ALONE)
         time.sleep(drawn.uniform(0, length))
@@ -144,10 +144,10 @@ def test_killed_at_random(verb, places, tmp_path):
         assert stopped or process.returncode == 0, process.stderr[-3000:]
         assert "damaged" not in process.stderr
         if not stopped or (verb not in GO_ON and (again / name).exists()):  # it resumed from so late that it was done
-            assert content(again / name) == wanted
+            assert content(again / name) == expected
             shutil.rmtree(again)
             again.mkdir()
     process = Fork(*command, option, again / name, code=ALONE)
     assert process.wait() == 0, process.stderr[-3000:]
-    assert content(again / name) == wanted
-    assert sorted(os.listdir(again)) == left
+    assert content(again / name) == expected
+    assert sorted(os.listdir(again)) == leftovers

@@ -63,16 +63,16 @@ def settings_of(target: str):
 
 
 @pytest.fixture
-def written(checkpoints, conversions):
+def checkpoint_paths(checkpoints, conversions):
     """A source, stock MLA and the custom class; the last two with a report."""
-    made = {name: conversions("llama", settings_of(name)).path for name in ("mla", "lowrank")}
-    return {"source": checkpoints("llama"), **made}
+    results = {name: conversions("llama", settings_of(name)).path for name in ("mla", "lowrank")}
+    return {"source": checkpoints("llama"), **results}
 
 
 @pytest.fixture
 def one_more(monkeypatch):
     """Makes the prediction wrong by an element of every token and layer, or by a byte of every token."""
-    widths, held = kv_bytes.kv_widths, SurgeryForCausalLM.kv_cache_bytes
+    widths, values = kv_bytes.kv_widths, SurgeryForCausalLM.kv_cache_bytes
 
     def wrong() -> None:
         for module in (kv_bytes, facts):
@@ -80,7 +80,7 @@ def one_more(monkeypatch):
         monkeypatch.setattr(
             SurgeryForCausalLM,
             "kv_cache_bytes",
-            lambda model, batch, tokens, prompt=None: held(model, batch, tokens, prompt) + batch * tokens,
+            lambda model, batch, tokens, prompt=None: values(model, batch, tokens, prompt) + batch * tokens,
         )
 
     return wrong
@@ -100,8 +100,8 @@ def test_a_vision_language_model_has_the_cache_of_its_decoder(name):
     config, text = (json.loads(each.to_json_string(use_diff=False)) for each in (source, source.get_text_config()))
     custom = own_config(text, layer_entries(text))
     whole = {**config, "model_type": "surgery_pictures", "text_config": custom}
-    held = [kv_bytes_of(each, torch.bfloat16)(40) for each in (config, text, custom, whole)]
-    assert held[0] > 0 and len(set(held)) == 1
+    sizes = [kv_bytes_of(each, torch.bfloat16)(40) for each in (config, text, custom, whole)]
+    assert sizes[0] > 0 and len(set(sizes)) == 1
 
 
 def test_kv_heads_by_layer_are_counted_alike_in_both_classes():
@@ -115,9 +115,9 @@ def test_kv_heads_by_layer_are_counted_alike_in_both_classes():
 def test_the_plugin_allocates_what_the_model_class_holds(name):
     base, entries = (SOURCES | HYBRIDS | IN_BITS)[name]
     config = dumped(SurgeryConfig.from_base(base(), entries))
-    found, held = Facts.of(config), kv_bytes_of(config, torch.float32)
-    assert found.not_served is None
-    assert held(1001) - held(1000) == found.cache(4)["cache_bytes_per_token"]
+    result, values = Facts.of(config), kv_bytes_of(config, torch.float32)
+    assert result.not_served is None
+    assert values(1001) - values(1000) == result.cache(4)["cache_bytes_per_token"]
 
 
 @pytest.mark.parametrize("name", [name for name in WRITTEN if name not in NO_ENTRIES])
@@ -145,34 +145,34 @@ def test_one_more_element_of_a_kind_changes_every_answer(name, monkeypatch):
     assert right[2] is None or wrong[2] > right[2]
 
 
-def answers(written, tmp_path) -> dict[str, object]:
+def answers(checkpoint_paths, tmp_path) -> dict[str, object]:
     """KV bytes by where they are shown."""
-    source, mla, own = written["source"], written["mla"], written["lowrank"]
-    inspections = {name: inspect_checkpoint(path) for name, path in written.items()}
-    found = {f"inspect {name}": inspection.kv["bytes_per_token"] for name, inspection in inspections.items()}
-    found |= {f"inspect {name}, windows": inspection.kv["bytes_at"] for name, inspection in inspections.items()}
+    source, mla, own = checkpoint_paths["source"], checkpoint_paths["mla"], checkpoint_paths["lowrank"]
+    inspections = {name: inspect_checkpoint(path) for name, path in checkpoint_paths.items()}
+    results = {f"inspect {name}": inspection.kv["bytes_per_token"] for name, inspection in inspections.items()}
+    results |= {f"inspect {name}, windows": inspection.kv["bytes_at"] for name, inspection in inspections.items()}
     targets = [target for target in inspections["source"].targets if target["applies"]]
-    found |= {f"inspect {target['command']}": target["kv_bytes_per_token"] for target in targets}
+    results |= {f"inspect {target['command']}": target["kv_bytes_per_token"] for target in targets}
     for target in TARGETS_ASKED:
         kv = plan_conversion(source, tmp_path / "out", settings_of(target)).kv
-        found |= {f"dry run {target}, {name}": kv[name] for name in ("source_bytes_per_token", "bytes_per_token")}
+        results |= {f"dry run {target}, {name}": kv[name] for name in ("source_bytes_per_token", "bytes_per_token")}
     for name, path in (("mla", mla), ("lowrank", own)):
         sliced = SLICE.settings({"kv_ratio": 0.25, **WEIGHTS})
-        found[f"slice {name}"] = plan_conversion(path, tmp_path / "out", sliced).kv["bytes_per_token"]
+        results[f"slice {name}"] = plan_conversion(path, tmp_path / "out", sliced).kv["bytes_per_token"]
     for path in (source, mla):
-        found[f"doctor {path.name}"] = diagnose(path).verdicts[0].cache_bytes_per_token
+        results[f"doctor {path.name}"] = diagnose(path).verdicts[0].cache_bytes_per_token
     plan = make_plan(source, PlanSettings(kv_ratio=0.7, allow=("quantized", "bits"), context="1k", **TEXT))
-    found |= {"plan source": plan.source["kv_bytes"], "plan row": min(row.kv_bytes for row in plan.rows)}
+    results |= {"plan source": plan.source["kv_bytes"], "plan row": min(row.kv_bytes for row in plan.rows)}
     tasks = EvalSettings(tasks="loss", windows=1, length=32, device="cpu")
     request = EvaluationRequest((f"mla={mla}", f"lowrank={own}"), str(source), tmp_path / "eval", tasks)
-    found |= {f"eval {row['name']}": row["kv"] for row in plan_evaluation(request, Progress(silent=True)).rows}
-    return found
+    results |= {f"eval {row['name']}": row["kv"] for row in plan_evaluation(request, Progress(silent=True)).rows}
+    return results
 
 
-def test_every_answer_follows_the_prediction(written, one_more, tmp_path):
-    right = answers(written, tmp_path)
+def test_every_answer_follows_the_prediction(checkpoint_paths, one_more, tmp_path):
+    right = answers(checkpoint_paths, tmp_path)
     one_more()
-    wrong = answers(written, tmp_path)
+    wrong = answers(checkpoint_paths, tmp_path)
     assert right.keys() == wrong.keys() and len(right) > 30
     assert [name for name in right if right[name] == wrong[name]] == []
 
@@ -185,19 +185,23 @@ def test_nothing_else_asks_the_model_class():
 
 
 @pytest.mark.parametrize("name", ["source", "mla", "lowrank"])
-def test_verify_finds_a_wrong_prediction(name, written, one_more):
+def test_verify_finds_a_wrong_prediction(name, checkpoint_paths, one_more):
     one_more()
-    failed = {check.name for check in verify_checkpoint(written[name], device="cpu").checks if check.outcome == FAILED}
+    failed = {
+        check.name
+        for check in verify_checkpoint(checkpoint_paths[name], device="cpu").checks
+        if check.outcome == FAILED
+    }
     assert failed == {"caches"} | ({"KV bytes"} if name != "source" else set())
 
 
 @pytest.mark.parametrize("target", [*TARGETS_ASKED, "slice mla", "slice lowrank"])
-def test_no_conversion_is_written_by_a_wrong_prediction(target, written, one_more, tmp_path):
+def test_no_conversion_is_written_by_a_wrong_prediction(target, checkpoint_paths, one_more, tmp_path):
     one_more()
     sliced = target.startswith("slice ")
     settings = SLICE.settings({"kv_ratio": 0.25, **WEIGHTS}) if sliced else settings_of(target)
     with pytest.raises(SurgeryError, match="the live cache takes"):
-        convert_checkpoint(written[target.split()[-1] if sliced else "source"], tmp_path / "out", settings)
+        convert_checkpoint(checkpoint_paths[target.split()[-1] if sliced else "source"], tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()
 
 

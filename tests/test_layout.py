@@ -84,22 +84,22 @@ def imported(file: Path) -> frozenset[str]:
 
 def imports_of(source: str, package: str) -> frozenset[str]:
     """Return the imports in the text of a module of a package."""
-    found: set[str] = set()
+    result: set[str] = set()
 
     def visit(node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
                 continue
             if isinstance(child, ast.Import):
-                found.update(alias.name for alias in child.names)
+                result.update(alias.name for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 above = package.split(".")[: len(package.split(".")) - child.level + 1] if child.level else []
                 base = ".".join([*above, *([child.module] if child.module else [])])
-                found.update(home(base, alias.name) for alias in child.names)
+                result.update(home(base, alias.name) for alias in child.names)
             visit(child)
 
     visit(ast.parse(source))
-    return frozenset(name for name in found if name.startswith("surgery."))
+    return frozenset(name for name in result if name.startswith("surgery."))
 
 
 def home(base: str, name: str) -> str:
@@ -121,7 +121,7 @@ def circles() -> list[list[str]]:
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}
     path: list[str] = []
-    found = []
+    results = []
 
     def follow(name: str) -> None:  # Tarjan's strongly connected components
         order[name] = lowest[name] = len(order)
@@ -135,12 +135,12 @@ def circles() -> list[list[str]]:
             circle = path[path.index(name) :]
             del path[path.index(name) :]
             if len(circle) > 1:
-                found.append(sorted(circle))
+                results.append(sorted(circle))
 
     for name in graph:
         if name not in order:
             follow(name)
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -233,14 +233,14 @@ def test_entries_are_read_without_torch():
     "structure", sorted(path.parent.name for path in ROOT.glob("surgery/structures/*/__init__.py"))
 )
 def test_structures_do_not_know_each_other(structure):
-    known = {
+    reference = {
         other.split(".")[2]
         for name, file in FILES.items()
         if name.startswith(f"surgery.structures.{structure}.")
         for other in imported(file)
         if other.startswith("surgery.structures.") and other.count(".") > 2
     }
-    assert known - {structure} <= BUILDS_ON.get(structure, set())
+    assert reference - {structure} <= BUILDS_ON.get(structure, set())
 
 
 SETTINGS = {target.name: target.settings_class for target in TARGETS.values() if not target.fixed}

@@ -47,15 +47,15 @@ def work(progress, count=3):
 
 def test_elsewhere_than_on_a_terminal_a_phase_is_one_line(capsys):
     work(Progress())
-    told = capsys.readouterr().err
-    assert told.startswith("2 of 5: convert: 3 layers in 0.") and told.endswith(" s\n")
-    assert len(told.splitlines()) == 1 and "\r" not in told
+    err = capsys.readouterr().err
+    assert err.startswith("2 of 5: convert: 3 layers in 0.") and err.endswith(" s\n")
+    assert len(err.splitlines()) == 1 and "\r" not in err
 
 
 def test_on_a_terminal_it_is_a_bar(capsys, terminal):
     work(Progress())
-    told = capsys.readouterr().err
-    assert "\r" in told and "2 of 5 convert" in told and "3/3" in told and "layers in" not in told
+    err = capsys.readouterr().err
+    assert "\r" in err and "2 of 5 convert" in err and "3/3" in err and "layers in" not in err
 
 
 def test_verbose_lines_have_times_and_memory_on_a_terminal_too(capsys, terminal, monkeypatch):
@@ -72,10 +72,10 @@ def test_a_phase_that_lasts_is_told_every_so_often(capsys, monkeypatch, logged_a
     with Progress().phase("read", 2**21, "B") as advance:
         advance(2**20)
         time.sleep(0.7)
-    told = capsys.readouterr().err.splitlines()
-    assert 2 <= len(told) <= 4 and told[0].startswith("read: 1.0 MiB of 2.0 MiB after 0.")
+    err_lines = capsys.readouterr().err.splitlines()
+    assert 2 <= len(err_lines) <= 4 and err_lines[0].startswith("read: 1.0 MiB of 2.0 MiB after 0.")
     events = [json.loads(line)["event"] for line in lines()]
-    assert events == ["begin", *["going"] * (len(told) - 1), "end"]
+    assert events == ["begin", *["going"] * (len(err_lines) - 1), "end"]
 
 
 def test_a_phase_that_lasts_says_what_is_left_of_it(capsys, monkeypatch):
@@ -84,8 +84,8 @@ def test_a_phase_that_lasts_says_what_is_left_of_it(capsys, monkeypatch):
     with Progress().phase("ablation", 1000, "head") as advance:
         advance()
         time.sleep(0.5)
-    told = capsys.readouterr().err.splitlines()[0]
-    assert re.fullmatch(r"ablation: 1 of 1,000 heads after 0\.\d s, about \d+ min \d\d s left", told)
+    lines = capsys.readouterr().err.splitlines()[0]
+    assert re.fullmatch(r"ablation: 1 of 1,000 heads after 0\.\d s, about \d+ min \d\d s left", lines)
 
 
 def test_the_time_left_in_all_follows_from_the_work_expected(monkeypatch, logged_as):
@@ -126,10 +126,10 @@ def test_a_phase_knows_the_memory_that_it_took():
     with progress.phase("small", 1):
         pass
     with progress.phase("large", 1):
-        held = mmap.mmap(-1, 2**27)  # new pages for sure: malloc may have some left of earlier tests
-        held[:: mmap.PAGESIZE] = bytes(2**27 // mmap.PAGESIZE)
+        values = mmap.mmap(-1, 2**27)  # new pages for sure: malloc may have some left of earlier tests
+        values[:: mmap.PAGESIZE] = bytes(2**27 // mmap.PAGESIZE)
         time.sleep(0.3)
-        held.close()
+        values.close()
     with progress.phase("small again", 1):
         pass
     assert progress.peaks["large"] >= progress.peaks["small"] + 0.9 * 2**27
@@ -172,9 +172,9 @@ def test_a_log_that_cannot_be_written_is_refused_at_once(tmp_path):
 
 def test_a_log_of_a_verb(checkpoints, tmp_path, monkeypatch, capsys):
     out, file = tmp_path / "out", tmp_path / "log.jsonl"
-    asked = ["convert", checkpoints("llama"), "--out", out, *QUICK, "--log-file", file]
-    code, _, told = run_main(monkeypatch, capsys, *asked)
-    assert code == 0 and LOG_FILE not in os.environ and "\r" not in told
+    arguments = ["convert", checkpoints("llama"), "--out", out, *QUICK, "--log-file", file]
+    code, _, err = run_main(monkeypatch, capsys, *arguments)
+    assert code == 0 and LOG_FILE not in os.environ and "\r" not in err
     events = [json.loads(line) for line in file.read_text().splitlines()]
     assert all(event["text"].endswith(" at most") for event in events if event["event"] == "end")
     assert events[0]["event"] == "command" and str(out) in events[0]["text"] and events[-1]["event"] == "done"
@@ -184,13 +184,13 @@ def test_a_log_of_a_verb(checkpoints, tmp_path, monkeypatch, capsys):
     assert {event["at"].split(" of ")[1] for event in ends} == {"6"}
     assert len({event["phase"] for event in ends}) == len(ends)
     assert [f"{event['at']}: {event['phase']}" for event in ends] == [
-        line.rsplit(": ", 1)[0] for line in told.splitlines() if " of 6: " in line
+        line.rsplit(": ", 1)[0] for line in err.splitlines() if " of 6: " in line
     ]
     report = previous_report(out)
     assert report["phase_peak_bytes"].keys() == report["seconds"].keys() >= {"convert", "verify: reload and run"}
     assert 0 < max(report["phase_peak_bytes"].values()) <= report["peak_memory_bytes"]
     assert min(report["phase_flops"].values()) > 0 and report["phase_flops"].keys() <= report["seconds"].keys()
-    code, _, _ = run_main(monkeypatch, capsys, *asked)
+    code, _, _ = run_main(monkeypatch, capsys, *arguments)
     last = json.loads(file.read_text().splitlines()[-1])
     assert code == 1 and last["event"] == "error" and "exists" in last["text"]
 

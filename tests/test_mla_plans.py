@@ -18,10 +18,10 @@ def plan(*, one_list: bool) -> list[list[int]]:
     library = SimpleNamespace(
         load=lambda layer: (SimpleNamespace(query_norm=torch.ones(2 * KV_HEADS, 4), key_norm=NORMS[layer]), None)
     )
-    method, split, kept = mla.METHODS["mha2mla"], mla.Split(rope_dim=6, rank=10), frozenset([2])
+    method, split, entries = mla.METHODS["mha2mla"], mla.Split(rope_dim=6, rank=10), frozenset([2])
     opened = SimpleNamespace(anatomy=lambda _: anatomy, layers=3)
-    found = Planner(method, opened, library, "free", kept).alike(split, one_list=one_list)
-    return [counts.tolist() for counts in found.counts]
+    result = Planner(method, opened, library, "free", entries).alike(split, one_list=one_list)
+    return [counts.tolist() for counts in result.counts]
 
 
 def test_layers_keep_the_frequencies_that_they_need():
@@ -35,13 +35,13 @@ def test_one_list_is_of_the_largest_shares_of_all_layers():
 @pytest.mark.parametrize("count", range(1, 7))
 @pytest.mark.parametrize("folds", [False, True])
 def test_the_least_of_a_valley_is_found_by_trying_few(count, folds):
-    def losses_of(tried):
-        asked.extend(plan.place for plan in tried)
-        return [abs(plan.place - least) for plan in tried]
+    def losses_of(attempts):
+        requests.extend(plan.place for plan in attempts)
+        return [abs(plan.place - least) for plan in attempts]
 
     every = [SimpleNamespace(place=place, method=SimpleNamespace(folds=folds)) for place in range(count)]
     for least in range(count):
-        asked = []
-        found = search_plans(every, losses_of)
-        assert min(found, key=found.__getitem__) == least and sorted(found) == sorted(asked)
-        assert len(asked) == count if folds else len(asked) <= most_tried(count)
+        requests = []
+        result = search_plans(every, losses_of)
+        assert min(result, key=result.__getitem__) == least and sorted(result) == sorted(requests)
+        assert len(requests) == count if folds else len(requests) <= most_tried(count)

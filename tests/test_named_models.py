@@ -31,10 +31,10 @@ def test_smollm2_is_found_without_an_import(tmp_path, monkeypatch):
 
 
 def test_smollm2_is_taken_from_the_hub_else(nothing_installed, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(hub, "download", lambda repo, **options: asked.append(repo) or tmp_path)
+    requests = []
+    monkeypatch.setattr(hub, "download", lambda repo, **options: requests.append(repo) or tmp_path)
     assert model_named("smollm2") == str(tmp_path)
-    assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
+    assert requests == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from surgery.architectures.neutral_norm import (
     TINY_EPS,
     WIDE_SCALE,
     constant_norm,
-    recognised_norm,
+    recognized_norm,
     tiny_norm,
 )
 from surgery.architectures.query_latent import query_latent
@@ -162,17 +162,17 @@ def test_the_norm_of_a_tiny_latent_is_linear_within_its_bound(rank, scale):
 
 
 @pytest.mark.parametrize("rank", [1, 12, 511])
-def test_norms_are_recognised(rank):
-    """Recognise those of this version and of earlier ones, whose constant channel had the weight of the others."""
+def test_norms_are_recognized(rank):
+    """Recognize those of this version and of earlier ones, whose constant channel had the weight of the others."""
     for norm in map(tiny_norm, (HALF_SCALE, WIDE_SCALE, OLD_SCALE)):
-        assert recognised_norm(norm.weights(rank), None) == norm
+        assert recognized_norm(norm.weights(rank), None) == norm
     norm = constant_norm(rank)
     bias = torch.zeros(rank + 1)
     bias[-1] = CONSTANT
     assert norm.weights(rank)[-1] == 0
-    assert recognised_norm(norm.weights(rank), bias) == norm
-    assert recognised_norm(torch.full((rank + 1,), norm.weight), bias) == norm
-    assert recognised_norm(torch.rand(rank), None) is None
+    assert recognized_norm(norm.weights(rank), bias) == norm
+    assert recognized_norm(torch.full((rank + 1,), norm.weight), bias) == norm
+    assert recognized_norm(torch.rand(rank), None) is None
 
 
 @pytest.mark.parametrize("input_scale", [1.0, 2.0**-7])
@@ -185,9 +185,9 @@ def test_biases_of_queries_are_exact_and_no_larger_than_weights(size, input_scal
     tensors = {name: tensor.double() for name, tensor in query_latent(query, bias, input_scale).items()}
     latent = inputs @ tensors["q_a_proj.weight"].mT + tensors["q_a_proj.bias"]
     latent = rms_norm(latent, tensors["q_a_layernorm.weight"])
-    written = tensors["q_b_proj.weight"]
-    torch.testing.assert_close(latent @ written.mT, inputs @ query.mT + bias, rtol=1e-5, atol=1e-5)
-    assert (written[:, -1].abs() <= written[:, :-1].abs().amax(1) * 1.001).all()
+    files = tensors["q_b_proj.weight"]
+    torch.testing.assert_close(latent @ files.mT, inputs @ query.mT + bias, rtol=1e-5, atol=1e-5)
+    assert (files[:, -1].abs() <= files[:, :-1].abs().amax(1) * 1.001).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -230,10 +230,10 @@ def test_convert_and_card_name_what_ruins_a_result(checkpoints, tmp_path, monkey
 
 def test_a_float16_source_becomes_what_engines_serve(checkpoints, tmp_path):
     """Its latent needs no constant, and so no bias, which engines drop."""
-    asked = {"engine": "llama.cpp", "kv_ratio": 0.5, "calibration": "none"}
+    settings = {"engine": "llama.cpp", "kv_ratio": 0.5, "calibration": "none"}
     source = checkpoints("mistral", torch.float16)
     for name, dtype in (("plain", None), ("cast", "bfloat16")):
-        result = convert_checkpoint(source, tmp_path / name, ConvertSettings(**asked, weights_dtype=dtype))
+        result = convert_checkpoint(source, tmp_path / name, ConvertSettings(**settings, weights_dtype=dtype))
         config = json.loads((result.path / "config.json").read_text())
         assert config["attention_bias"] is False and result.report.target["latent_norm"] == "tiny"
         assert config["dtype"] == (dtype or "float16")

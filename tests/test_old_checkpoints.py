@@ -22,8 +22,8 @@ TOKENS = json.loads((OLD / "tokens.json").read_text())
 def test_a_checkpoint_of_an_earlier_version_writes_what_it_did(kind):
     model = AutoModelForCausalLM.from_pretrained(OLD / kind, dtype=torch.float32).eval()
     prompt = torch.arange(3, 43)[None] * 7 % 125 + 3
-    written = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=2)
-    assert written[0, prompt.shape[1] :].tolist() == TOKENS[kind]
+    tokens = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=2)
+    assert tokens[0, prompt.shape[1] :].tolist() == TOKENS[kind]
 
 
 def test_there_is_one_of_every_kind():

@@ -288,18 +288,18 @@ class TestNames:
 def world(root: Path) -> list[Path]:
     """All kinds of what this program leaves; gives every folder that a run could touch."""
     write_result(root / "out")
-    left = Staging(root / "other", overwrite=False)
-    left.create()
-    left.claim("config.json", "chat/default.jinja")
+    leftovers = Staging(root / "other", overwrite=False)
+    leftovers.create()
+    leftovers.claim("config.json", "chat/default.jinja")
     for name in (
         "config.json",
         "chat/default.jinja",
         f"{UNFINISHED}/forward.state",
         f"{UNFINISHED}/statistics/00000.pt",
     ):
-        (left.partial / name).parent.mkdir(exist_ok=True)
-        (left.partial / name).write_text("x")
-    left._unlock()
+        (leftovers.partial / name).parent.mkdir(exist_ok=True)
+        (leftovers.partial / name).write_text("x")
+    leftovers._unlock()
     work = healing_folder(root)
     work.open()
     run = work.path / "trained.run"

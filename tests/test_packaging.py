@@ -38,9 +38,9 @@ def built(tmp_path_factory):
 
 
 def test_the_wheel_holds_two_packages_and_their_data(built):
-    held = set(zipfile.ZipFile(built[1]).namelist())
-    assert {name.split("/")[0] for name in held if ".dist-info/" not in name} == {"surgery", "surgery_vllm"}
-    (entry_points,) = (name for name in held if name.endswith(".dist-info/entry_points.txt"))
+    values = set(zipfile.ZipFile(built[1]).namelist())
+    assert {name.split("/")[0] for name in values if ".dist-info/" not in name} == {"surgery", "surgery_vllm"}
+    (entry_points,) = (name for name in values if name.endswith(".dist-info/entry_points.txt"))
     assert "[vllm.general_plugins]" in zipfile.ZipFile(built[1]).read(entry_points).decode()
     for name in (
         "surgery/kernels/mla_decode/reference.py",
@@ -60,23 +60,23 @@ def test_the_wheel_holds_two_packages_and_their_data(built):
         "surgery/assets/demo-model/model.safetensors",
         "surgery/assets/heldout-stdlib.txt",
     ):
-        assert name in held, name
+        assert name in values, name
 
 
 def test_the_sdist_has_what_the_wheel_has(built):
     """The wheel was built from it; a wheel of the repository itself holds the same."""
     with tarfile.open(built[0]) as archive:
-        held = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "pyproject.toml", "surgery/eval/report/page.css"} <= held
+        values = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "surgery/eval/report/page.css"} <= values
 
 
 @pytest.mark.slow
 def test_the_wheel_runs_away_from_the_repository(built, tmp_path):
-    said = release.try_wheel(built[1], tmp_path)
-    assert said["--version"].strip() == __version__
-    assert "Usage: surgery" in said["--help"]
-    assert "what it can become" in said["inspect builtin"] and "best in quality" in said["inspect builtin"]
-    assert "testbed-mla" in said["recipes"] and "mla-everywhere" in said["configs"]
+    message = release.try_wheel(built[1], tmp_path)
+    assert message["--version"].strip() == __version__
+    assert "Usage: surgery" in message["--help"]
+    assert "what it can become" in message["inspect builtin"] and "best in quality" in message["inspect builtin"]
+    assert "testbed-mla" in message["recipes"] and "mla-everywhere" in message["configs"]
 
 
 @pytest.fixture
@@ -91,14 +91,14 @@ def tree(tmp_path):
 
 def test_versions_must_agree(tree):
     assert release.check_versions(tree) == "1.2.0"
-    for name, old, new, told in (
+    for name, old, new, message in (
         ("CHANGELOG.md", "1.2.0 (2030-01-31)", "1.2.0 (unreleased)", "write the date"),
         ("CHANGELOG.md", "## 1.2.0", "## 1.3.0", "begins with 1.3.0"),
         ("CITATION.cff", "version: 1.2.0\n", "version: 1.1.0\n", "CITATION.cff says 1.1.0"),
     ):
         whole = (tree / name).read_text()
         (tree / name).write_text(whole[::-1].replace(old[::-1], new[::-1], 1)[::-1])
-        with pytest.raises(release.NotReady, match=told):
+        with pytest.raises(release.NotReady, match=message):
             release.check_versions(tree)
         (tree / name).write_text(whole)
 
@@ -120,16 +120,16 @@ def test_the_tree_must_be_committed_and_not_tagged(tree):
 
 
 def test_a_release_names_the_address_of_the_project(tmp_path):
-    said = {
+    settings = {
         "pyproject.toml": "[project]\n[project.urls]\n",
         "CITATION.cff": "repository-code: https://example.org\n",
         "mkdocs.yml": "repo_url: https://example.org\n",
         "SECURITY.md": "Write to security@example.org.\n",
     }
-    for name, text in said.items():
+    for name, text in settings.items():
         (tmp_path / name).write_text(text)
     release.check_address(tmp_path)
-    for name, text in said.items():
+    for name, text in settings.items():
         (tmp_path / name).write_text("# none yet\n")
         with pytest.raises(release.NotReady, match=f"{name}: no public address"):
             release.check_address(tmp_path)
@@ -166,9 +166,9 @@ def test_what_runs_on_every_push_is_what_people_are_told():
     """Installing and testing in the words of README and CONTRIBUTING.md, as `.ci/run` does."""
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
     here, site = ([step["run"] for step in job["steps"] if "run" in step] for job in jobs.values())
-    told = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+    message = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
     install, check, tests = here
-    assert install in told and check in told and f"\n{tests} " in told
+    assert install in message and check in message and f"\n{tests} " in message
     assert site[0].replace("dev,docs", "dev") == install and "tests/test_docs.py" in site[1]
     script = (ROOT / ".ci" / "run").read_text().replace("--quiet ", "")
     for part in (*install.split(" && "), *check.split(" && "), tests):
@@ -179,14 +179,14 @@ def test_what_runs_on_every_push_is_what_people_are_told():
 
 def test_both_ends_of_what_is_declared_were_tried(built):
     """docs/versions.md has a row of every pair; tools/versions.py takes every bound of the wheel for the floor."""
-    held = zipfile.ZipFile(built[1])
-    (name,) = (each for each in held.namelist() if each.endswith(".dist-info/METADATA"))
-    said = held.read(name).decode()
-    minors = re.findall(r"^Classifier: .* Python :: (3\.\d+)$", said, re.MULTILINE)
+    values = zipfile.ZipFile(built[1])
+    (name,) = (each for each in values.namelist() if each.endswith(".dist-info/METADATA"))
+    message = values.read(name).decode()
+    minors = re.findall(r"^Classifier: .* Python :: (3\.\d+)$", message, re.MULTILINE)
     assert {pair.partition(":")[0] for pair in versions.PAIRS} == set(minors)
-    assert f"\nRequires-Python: >={minors[0]}\n" in said
+    assert f"\nRequires-Python: >={minors[0]}\n" in message
     bounds = versions.floors(built[1])
-    assert all(f"Requires-Dist: {each.replace('==', '>=')}" in said.replace("[hf]", "") for each in bounds)
+    assert all(f"Requires-Dist: {each.replace('==', '>=')}" in message.replace("[hf]", "") for each in bounds)
     assert {"torch", "transformers", "pytest"} < {each.partition("==")[0] for each in bounds}
     assert not [each for each in bounds if "triton" in each]
     page = versions.PAGE.read_text(encoding="utf-8")

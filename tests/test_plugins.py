@@ -48,7 +48,7 @@ def installed(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def told(installed, tmp_path_factory):
+def runs(installed, tmp_path_factory):
     """Return the result of each command: exit code, standard output, standard error."""
     work = tmp_path_factory.mktemp("work")
     source = work / "arcee"
@@ -75,69 +75,72 @@ def told(installed, tmp_path_factory):
         "task": ["eval", str(work / "first"), "--baseline", str(source), "--tasks", "loss,entropy", *windows, *report],
     }
     wide = {"COLUMNS": "200", "TERM": "dumb"}
-    done = Fork(code=SCRIPT, stdin=json.dumps(commands), path=(installed, ROOT), environment=wide)
-    assert done.wait() == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]) | {"source": source, "converted": work / "first"}
+    result = Fork(code=SCRIPT, stdin=json.dumps(commands), path=(installed, ROOT), environment=wide)
+    assert result.wait() == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1]) | {"source": source, "converted": work / "first"}
 
 
-def test_a_structure_is_a_target_with_its_options(told):
-    code, shown, _ = told["help"]
-    assert code == 0 and "first-heads (drops KV heads)" in shown and "--keep-heads" in shown
+def test_a_structure_is_a_target_with_its_options(runs):
+    code, output, _ = runs["help"]
+    assert code == 0 and "first-heads (drops KV heads)" in output and "--keep-heads" in output
 
 
-def test_what_it_can_become_has_the_structure_too(told):
-    code, shown, err = told["inspect"]
+def test_what_it_can_become_has_the_structure_too(runs):
+    code, output, err = runs["inspect"]
     assert code == 0, err
-    assert shown.count("--to first-heads --keep-heads 1") == 2 and "first-heads --keep-heads 1: a bad idea" in shown
+    assert output.count("--to first-heads --keep-heads 1") == 2 and "first-heads --keep-heads 1: a bad idea" in output
 
 
-def test_a_method_is_one_of_the_structures(told):
-    code, shown, _ = told["methods"]
-    assert code == 0 and "first-of-group" in shown
-    code, printed, err = told["method"]
+def test_a_method_is_one_of_the_structures(runs):
+    code, output, _ = runs["methods"]
+    assert code == 0 and "first-of-group" in output
+    code, printed, err = runs["method"]
     assert code == 0, err
     report = json.loads(printed)
     assert report["target"]["method"] == "first-of-group" and report["settings"]["method"] == "first-of-group"
     # The first of two heads stays as it was, bit for bit.
-    kept, whole = (
+    entries, whole = (
         load_file(Path(folder) / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"]
-        for folder in (report["path"], told["source"])
+        for folder in (report["path"], runs["source"])
     )
-    assert torch.equal(kept, whole[: len(kept)])
+    assert torch.equal(entries, whole[: len(entries)])
 
 
-def test_a_family_and_a_structure_convert(told):
-    code, shown, err = told["family and structure"]
-    assert code == 0 and "kept heads" in shown, err
-    report = json.loads((told["converted"] / "surgery_report.json").read_text())
+def test_a_family_and_a_structure_convert(runs):
+    code, output, err = runs["family and structure"]
+    assert code == 0 and "kept heads" in output, err
+    report = json.loads((runs["converted"] / "surgery_report.json").read_text())
     assert report["target"]["called"] == "attention that reads the first KV heads only"
     assert report["kv"]["ratio"] == 0.5 and report["source"]["model_type"] == "arcee"
     assert report["kv"]["measured_bytes_per_token"] == report["kv"]["predicted_bytes_per_token"]
-    assert "attention that reads the first KV heads only" in (told["converted"] / "README.md").read_text()
-    code, shown, err = told["dry run"]
-    assert code == 0 and "50.0%" in shown, err
+    assert "attention that reads the first KV heads only" in (runs["converted"] / "README.md").read_text()
+    code, output, err = runs["dry run"]
+    assert code == 0 and "50.0%" in output, err
 
 
-def test_its_refusals_are_one_line(told):
-    for name, said in (("refused", "--keep-heads 3 does not divide 2"), ("another's setting", "--rank is for lowrank")):
-        code, _, err = told[name]
-        assert code == 1 and said in err and "Traceback" not in err
+def test_its_refusals_are_one_line(runs):
+    for name, entry in (
+        ("refused", "--keep-heads 3 does not divide 2"),
+        ("another's setting", "--rank is for lowrank"),
+    ):
+        code, _, err = runs[name]
+        assert code == 1 and entry in err and "Traceback" not in err
 
 
-def test_a_family_takes_the_own_class_too(told):
-    code, printed, err = told["family, custom class"]
+def test_a_family_takes_the_own_class_too(runs):
+    code, printed, err = runs["family, custom class"]
     assert code == 0, err
     assert json.loads(printed)["target"]["model_type"] == "surgery"
 
 
-def test_a_scorer_is_a_method(told):
-    code, printed, err = told["scorer"]
+def test_a_scorer_is_a_method(runs):
+    code, printed, err = runs["scorer"]
     assert code == 0, err
     assert json.loads(printed)["method"] == "key-size"
 
 
-def test_a_task_is_measured_compared_and_shown(told):
-    code, printed, err = told["task"]
+def test_a_task_is_measured_compared_and_shown(runs):
+    code, printed, err = runs["task"]
     assert code == 0, err
     report = json.loads(printed)
     row = next(row for row in report["rows"] if row["name"] != report["baseline"])

@@ -31,7 +31,7 @@ QUICK += ["--calibration", HELD_OUT]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """Return a source with a card of its own, of which a licence is inherited."""
+    """Return a source with a card of its own, of which a license is inherited."""
     path = make_checkpoint(tmp_path_factory.mktemp("push") / "models--org--base" / "snapshots" / "abc", "llama")
     (path / "README.md").write_text("---\nlicense: mit\nlanguage:\n- en\ntags: [theirs]\n---\n# Base\n")
     return path
@@ -50,14 +50,14 @@ def hub(monkeypatch):
 
 
 def test_all_files_of_a_result_are_pushed(converted, hub, monkeypatch, capsys):
-    code, shown, told = run_main(monkeypatch, capsys, "push", converted, "me/small")
-    assert code == 0, told
+    code, output, err = run_main(monkeypatch, capsys, "push", converted, "me/small")
+    assert code == 0, err
     repo = hub.repos["me/small"]
     assert repo["private"] and repo["commits"] == ["Converted by model-surgery"]
-    assert f"{hub.address}/me/small" in shown
-    held = {path.relative_to(converted).as_posix() for path in converted.rglob("*") if path.is_file()}
-    assert set(repo["files"]) == held
-    for name in held - {"README.md", "surgery_report.json"}:
+    assert f"{hub.address}/me/small" in output
+    names = {path.relative_to(converted).as_posix() for path in converted.rglob("*") if path.is_file()}
+    assert set(repo["files"]) == names
+    for name in names - {"README.md", "surgery_report.json"}:
         assert repo["files"][name] == (converted / name).read_bytes(), name
 
 
@@ -88,8 +88,8 @@ def published(converted, tmp_path):
 
 
 def test_paths_and_commands_are_published_without_folders(published, hub, monkeypatch, capsys):
-    code, shown, told = run_main(monkeypatch, capsys, "push", published, "me/clean", "--public")
-    assert code == 0, told
+    code, output, err = run_main(monkeypatch, capsys, "push", published, "me/clean", "--public")
+    assert code == 0, err
     files = hub.repos["me/clean"]["files"]
     for name in ("surgery_report.json", "heal.json", "heal.jsonl", "README.md", "README.source.md"):
         text = files[name].decode()
@@ -103,9 +103,9 @@ def test_paths_and_commands_are_published_without_folders(published, hub, monkey
     before = json.loads((published / "surgery_report.json").read_text())
     assert lineage(report) == lineage(before)
     assert before["settings"]["held_out_text"] == "/home/me/held.txt"  # here it stays
-    shown = " ".join(shown.split())
+    output = " ".join(output.split())
     for expected in ("held.txt", "surgery convert base", "model.safetensors", "to be seen by everybody"):
-        assert expected in shown
+        assert expected in output
 
 
 def test_a_published_checkpoint_is_verified_where_it_was_downloaded_to(published, hub, tmp_path, monkeypatch, capsys):
@@ -113,8 +113,8 @@ def test_a_published_checkpoint_is_verified_where_it_was_downloaded_to(published
     for name, content in hub.repos["me/whole"]["files"].items():
         (tmp_path / "download" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "download" / name).write_bytes(content)
-    code, _, told = run_main(monkeypatch, capsys, "verify", tmp_path / "download", "--device", "cpu")
-    assert code == 0, told
+    code, _, err = run_main(monkeypatch, capsys, "verify", tmp_path / "download", "--device", "cpu")
+    assert code == 0, err
 
 
 STRAYS = ("env", ".env", "wandb/debug.log", "optimizer.pt", "x.py", ".git/config", "chat_template.jinja", "model.gguf")
@@ -138,12 +138,12 @@ def test_stray_files_are_named_and_stay(converted, hub, tmp_path, monkeypatch, c
     (folder / "id_rsa").symlink_to("/etc/hostname")
     (folder / "env").write_text("TOKEN=1")
     before = set(hub.repos)
-    code, shown, _ = run_main(monkeypatch, capsys, "push", folder, "me/strays", "--dry-run")
-    assert code == 0 and "not uploaded: env, id_rsa" in shown and set(hub.repos) == before
+    code, output, _ = run_main(monkeypatch, capsys, "push", folder, "me/strays", "--dry-run")
+    assert code == 0 and "not uploaded: env, id_rsa" in output and set(hub.repos) == before
     assert run_main(monkeypatch, capsys, "push", folder, "me/strays")[0] == 0
     assert not {"id_rsa", "env"} & hub.repos["me/strays"]["files"].keys()
-    shown = run_main(monkeypatch, capsys, "push", folder, "me/strays", "--dry-run", "--json")[1]
-    preview = json.loads(shown)
+    output = run_main(monkeypatch, capsys, "push", folder, "me/strays", "--dry-run", "--json")[1]
+    preview = json.loads(output)
     assert preview["not_uploaded"] == ["env", "id_rsa"] and preview["files"]["model.safetensors"] > 0
 
 
@@ -208,62 +208,64 @@ def test_the_card_is_what_the_hub_reads(converted, hub, source, tmp_path, monkey
     assert (card.data.base_model, card.data.license, card.data.language) == ("org/base", "mit", ["en"])
     assert card.data.tags == ["model-surgery", report["target"]["to"], "kv-cache-compression"]
     assert card.data.model_name == "lab/small" and 'from_pretrained("lab/small"' in card.text
-    found = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    results = {result.metric_type: result.metric_value for result in card.data.eval_results}
     last = report["ladder"][-1]
-    assert found["loss"] == pytest.approx(last["loss"], abs=1e-6)
-    assert found["perplexity"] == pytest.approx(math.exp(last["loss"]), rel=1e-6)
-    assert found["kv_cache_ratio"] == report["kv"]["ratio"] == 0.5
+    assert results["loss"] == pytest.approx(last["loss"], abs=1e-6)
+    assert results["perplexity"] == pytest.approx(math.exp(last["loss"]), rel=1e-6)
+    assert results["kv_cache_ratio"] == report["kv"]["ratio"] == 0.5
 
 
 def test_a_source_that_is_no_hub_id_is_not_named(tmp_path):
-    made = make_checkpoint(tmp_path / "my model: [x]", "llama")
-    out = convert_checkpoint(made, tmp_path / "out", KVHeadsSettings(kv_heads=1, calibration="none", device="cpu")).path
+    result = make_checkpoint(tmp_path / "my model: [x]", "llama")
+    out = convert_checkpoint(
+        result, tmp_path / "out", KVHeadsSettings(kv_heads=1, calibration="none", device="cpu")
+    ).path
     head = yaml.safe_load((out / "README.md").read_text().split("---\n")[1])
     assert "base_model" not in head and head["model-index"][0]["name"] == "out"
 
 
 def test_the_base_model_can_be_named(converted, hub, monkeypatch, capsys):
-    code, shown, _ = run_main(monkeypatch, capsys, "push", converted, "me/b", "--base-model", "other/name", "--json")
-    assert code == 0 and json.loads(shown) == {"repo": "me/b", "url": f"{hub.address}/me/b"}
+    code, output, _ = run_main(monkeypatch, capsys, "push", converted, "me/b", "--base-model", "other/name", "--json")
+    assert code == 0 and json.loads(output) == {"repo": "me/b", "url": f"{hub.address}/me/b"}
     assert ModelCard(hub.repos["me/b"]["files"]["README.md"].decode()).data.base_model == "other/name"
 
 
 def test_what_is_there_is_replaced_only_when_asked(converted, hub, monkeypatch, capsys):
     hub.repos["me/c"] = {"private": False, "files": {".gitattributes": b"", "old.safetensors": b"x"}, "commits": []}
-    code, _, told = run_main(monkeypatch, capsys, "push", converted, "me/c")
-    assert code == 1 and "holds 1 files; choose another name or pass --overwrite" in told
+    code, _, err = run_main(monkeypatch, capsys, "push", converted, "me/c")
+    assert code == 1 and "holds 1 files; choose another name or pass --overwrite" in err
     assert hub.repos["me/c"]["files"].keys() == {".gitattributes", "old.safetensors"}
     assert run_main(monkeypatch, capsys, "push", converted, "me/c", "--overwrite")[0] == 0
-    held = hub.repos["me/c"]["files"]
-    assert "old.safetensors" not in held and ".gitattributes" in held and "model.safetensors" in held
+    values = hub.repos["me/c"]["files"]
+    assert "old.safetensors" not in values and ".gitattributes" in values and "model.safetensors" in values
 
 
 @pytest.mark.parametrize(
-    ("repo", "told"),
+    ("repo", "message"),
     [("small", "give org/name"), ("others/small", "you may write to me, lab")],
 )
-def test_refused_before_the_work(repo, told, converted, hub, monkeypatch, capsys):
-    code, _, said = run_main(monkeypatch, capsys, "push", converted, repo)
-    assert code == 1 and told in said and said.count("\n") == 1 and not hub.repos
+def test_refused_before_the_work(repo, message, converted, hub, monkeypatch, capsys):
+    code, _, err = run_main(monkeypatch, capsys, "push", converted, repo)
+    assert code == 1 and message in err and err.count("\n") == 1 and not hub.repos
 
 
 def test_nobody_is_logged_in(converted, hub, monkeypatch, capsys):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
-    code, _, told = run_main(monkeypatch, capsys, "push", converted, "me/x")
-    assert code == 1 and "run `hf auth login`" in told and not hub.repos
+    code, _, err = run_main(monkeypatch, capsys, "push", converted, "me/x")
+    assert code == 1 and "run `hf auth login`" in err and not hub.repos
 
 
 def test_a_refused_upload_leaves_the_checkpoint(converted, hub, monkeypatch, capsys):
     hub.refuses_commits = True
-    code, _, told = run_main(monkeypatch, capsys, "push", converted, "me/small")
-    assert code == 1 and f"`surgery push {converted} me/small` tries again" in told
+    code, _, err = run_main(monkeypatch, capsys, "push", converted, "me/small")
+    assert code == 1 and f"`surgery push {converted} me/small` tries again" in err
     assert (converted / "model.safetensors").is_file() and not hub.repos["me/small"]["files"]
 
 
 def test_only_what_we_made_is_pushed(source, hub, monkeypatch, capsys):
-    code, _, told = run_main(monkeypatch, capsys, "push", source, "me/x")
-    assert code == 1 and "has no surgery_report.json" in told and not hub.repos
+    code, _, err = run_main(monkeypatch, capsys, "push", source, "me/x")
+    assert code == 1 and "has no surgery_report.json" in err and not hub.repos
 
 
 def test_ids_of_snapshots(tmp_path):
@@ -276,10 +278,10 @@ def test_a_source_of_the_hub_is_found_again_there(converted, source, monkeypatch
     from surgery.checkpoint import CheckpointReader
     from surgery.healing import recorded_source
 
-    asked = []
-    monkeypatch.setattr(recorded_source, "download", lambda *each, **more: asked.append((each, more)) or source)
+    requests = []
+    monkeypatch.setattr(recorded_source, "download", lambda *each, **more: requests.append((each, more)) or source)
     assert recorded_source.find_source(CheckpointReader.open(converted)) == source
-    assert asked == [(("org/base",), {"revision": "abc", "allow_pickle": False})]
+    assert requests == [(("org/base",), {"revision": "abc", "allow_pickle": False})]
 
     def gone(*each, **more):
         raise SurgeryError("not reachable")

@@ -62,11 +62,11 @@ def test_a_conversion_is_the_command_line_s(checkpoints, here):
 def test_a_model_in_memory_becomes_another_and_nothing_is_written(in_memory, here):
     model, tokenizer = in_memory
     text = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-    asked = {"to": "lowrank", "rank": 24, "device": "cpu", "progress": False, **text}
-    result = surgery.convert(model, tokenizer=tokenizer, **asked)
+    settings = {"to": "lowrank", "rank": 24, "device": "cpu", "progress": False, **text}
+    result = surgery.convert(model, tokenizer=tokenizer, **settings)
     saved = here.parent / "saved"
     model.save_pretrained(saved), tokenizer.save_pretrained(saved)
-    same = surgery.convert(saved, **asked)
+    same = surgery.convert(saved, **settings)
     assert (result.loss_before, result.loss_after) == (same.loss_before, same.loss_after) != (None, None)
     assert result.report["source"]["sha256"] == same.report["source"]["sha256"]
     ids = torch.arange(12)[None]
@@ -75,8 +75,8 @@ def test_a_model_in_memory_becomes_another_and_nothing_is_written(in_memory, her
     assert result.tokenizer("def").input_ids == tokenizer("def").input_ids
     assert list(here.iterdir()) == [] and result.path.is_dir()
     temporary = result.path.parent
-    kept = result.save(here / "kept")
-    assert kept == here / "kept" and (kept / "model.safetensors").is_file()
+    entries = result.save(here / "kept")
+    assert entries == here / "kept" and (entries / "model.safetensors").is_file()
     with pytest.raises(surgery.SurgeryError, match="exists"):
         result.save(here / "kept")
     del result, same
@@ -100,21 +100,21 @@ def test_models_in_memory_are_inspected(in_memory, here):
 def test_evaluations_have_rows_a_page_and_plots(in_memory, checkpoints, here):
     model, tokenizer = in_memory
     merged = surgery.convert(checkpoints("llama"), to="mqa", **{**MERGED, "kv_heads": None})
-    found = surgery.evaluate({"merged": merged}, model, tokenizer=tokenizer, progress=False, **SMALL)
-    assert [(row.name, row.role) for row in found.rows] == [("model", "baseline"), ("merged", "checkpoint")]
-    assert found["merged"].kv_ratio == 0.5 and found["merged"].loss > 0 and found["merged"].recall is None
-    assert found.folder is None and list(here.iterdir()) == []
-    assert isinstance(found.page, Page) and "<iframe" in found._repr_html_()
-    assert "<svg" in found.plot() and found.plot("needle") is None
+    result = surgery.evaluate({"merged": merged}, model, tokenizer=tokenizer, progress=False, **SMALL)
+    assert [(row.name, row.role) for row in result.rows] == [("model", "baseline"), ("merged", "checkpoint")]
+    assert result["merged"].kv_ratio == 0.5 and result["merged"].loss > 0 and result["merged"].recall is None
+    assert result.folder is None and list(here.iterdir()) == []
+    assert isinstance(result.page, Page) and "<iframe" in result._repr_html_()
+    assert "<svg" in result.plot() and result.plot("needle") is None
     with pytest.raises(surgery.SurgeryError, match="did you mean needle"):
-        found.plot("needles")
+        result.plot("needles")
     again = surgery.evaluate([merged], out=here / "report", progress=False, **SMALL)
     assert (again.folder / "report.html").read_text() == again.page
 
 
 def test_scored_heads_make_a_hybrid(checkpoints, here):
-    source, seen = checkpoints("llama"), {"sinks": 4, "recent": 16}
-    scored = surgery.score_heads(source, "induction", **seen, length=64, samples=2, device="cpu", progress=False)
+    source, records = checkpoints("llama"), {"sinks": 4, "recent": 16}
+    scored = surgery.score_heads(source, "induction", **records, length=64, samples=2, device="cpu", progress=False)
     assert scored.scores.shape == (2, 2) and "<svg" in scored._repr_svg_() and scored.settings["sinks"] == 4
     hybrid = surgery.convert(source, to="hybrid", heads=scored, streaming=0.5, calibration="none", device="cpu",
                              progress=False)  # fmt: skip
@@ -123,7 +123,7 @@ def test_scored_heads_make_a_hybrid(checkpoints, here):
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda: surgery.convert("builtin", to="gqq"), "unknown target"),
         (lambda: surgery.convert("builtin", kv_ration=0.5), "unknown setting 'kv_ration'; did you mean kv_ratio?"),
@@ -138,10 +138,10 @@ def test_scored_heads_make_a_hybrid(checkpoints, here):
         (lambda: surgery.score_heads("builtin", "induktion"), "method 'induktion' is unknown"),
     ],
 )
-def test_mistakes_are_one_line(call, told, here):
+def test_mistakes_are_one_line(call, message, here):
     with pytest.raises(surgery.SurgeryError) as caught:
         call()
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
     assert list(here.iterdir()) == [] and not list((here.parent / "temporary").iterdir())
 
 
@@ -161,19 +161,19 @@ def test_an_output_that_is_there_is_kept(checkpoints, here):
 def test_a_healing_takes_the_source_of_what_it_is_given(in_memory, here, monkeypatch):
     monkeypatch.setattr("surgery.healing.heal.run_to_its_end", trained_here)
     model, tokenizer = in_memory
-    asked = {"length": 32, "batch_size": 2, "gradient_accumulation": 1, "held_out": 2, "max_steps": 2, "recall": 0.0}
-    asked |= {"data": [str(HELD_OUT)], "learning_rate": 1e-2, "device": "cpu", "max_tokens": None}
+    settings = {"length": 32, "batch_size": 2, "gradient_accumulation": 1, "held_out": 2, "max_steps": 2, "recall": 0.0}
+    settings |= {"data": [str(HELD_OUT)], "learning_rate": 1e-2, "device": "cpu", "max_tokens": None}
     measure = {"windows": 2, "length": 32, "recall_prompts": 1, "data": [str(HELD_OUT)]}
     model.save_pretrained(here / "source"), tokenizer.save_pretrained(here / "source")
     merged = surgery.convert("source", to="gqa", **MERGED)
-    healed = surgery.heal(merged, measure=measure, progress=False, **asked)
+    healed = surgery.heal(merged, measure=measure, progress=False, **settings)
     assert healed.report["steps"] == 2 and healed.source is merged
     assert None not in (healed.loss_source, healed.loss_before, healed.loss_after)
     assert type(healed.model).__name__ == "LlamaForCausalLM"
     assert [path.name for path in here.iterdir()] == ["source"]
     shutil.rmtree(here / "source")
     with pytest.raises(surgery.SurgeryError, match="source: no such folder"):
-        surgery.heal(merged, measure=False, progress=False, **asked)
+        surgery.heal(merged, measure=False, progress=False, **settings)
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)

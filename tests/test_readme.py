@@ -27,10 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ["smollm2", "smollm2/rows", "smollm2/healing", "smollm2/structures", "testbed"]
 
 
-def table_of_the_report(name: str, shown: tuple[str, ...]) -> dict[str, list[str]]:
+def table_of_the_report(name: str, output: tuple[str, ...]) -> dict[str, list[str]]:
     report = read_report(ROOT / "docs" / name)
-    chosen = {column.key: column for column in columns(report)}
-    return {row["name"]: [chosen[key].text(row, report) for key in shown] for row in report["rows"]}
+    selection = {column.key: column for column in columns(report)}
+    return {row["name"]: [selection[key].text(row, report) for key in output] for row in report["rows"]}
 
 
 def rows_of(text: str, heading: str) -> dict[str, list[str]]:
@@ -42,10 +42,10 @@ def rows_of(text: str, heading: str) -> dict[str, list[str]]:
 
 def test_the_table_of_results_is_the_report():
     page = rows_of((ROOT / "docs" / "results.md").read_text(encoding="utf-8"), "# What it costs")
-    shown = ("kv_bytes_per_token", "kv_ratio", "loss_change", "cached_loss", "recall", "needle", "ruler")
-    report, (_, *found) = table_of_the_report("testbed", shown), page.items()
-    assert len(found) >= 10
-    for name, cells in found:
+    output = ("kv_bytes_per_token", "kv_ratio", "loss_change", "cached_loss", "recall", "needle", "ruler")
+    report, (_, *result) = table_of_the_report("testbed", output), page.items()
+    assert len(result) >= 10
+    for name, cells in result:
         assert cells == report[name], name
 
 
@@ -58,8 +58,8 @@ def test_other_structures_of_the_real_model_are_the_reports():
 
 def test_the_table_of_the_readme_is_the_reports():
     page = rows_of((ROOT / "README.md").read_text(encoding="utf-8"), "## A real model")
-    shown = tool("readme").SHOWN
-    assert page == {"": list(shown.values())} | table_of_the_report("smollm2/rows", tuple(shown))
+    output = tool("readme").SHOWN
+    assert page == {"": list(output.values())} | table_of_the_report("smollm2/rows", tuple(output))
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -72,12 +72,12 @@ def test_the_report_is_whole(name, file):
 def test_recall_by_heads_that_stream_is_the_reports():
     rows = {row["name"]: row for row in read_report(ROOT / "docs" / "testbed")["rows"]}
     page = rows_of((ROOT / "docs" / "heads.md").read_text(encoding="utf-8"), "## On the testbed")
-    shown = {
+    items = {
         "duo": ("hybrid-12", "hybrid-6", "hybrid-3"),
         "a window in all heads": ("window 575", "window 351", "window 239"),
     }
-    assert page["KV bytes"] == [f"{rows[name]['kv']['ratio']:.1%}" for name in shown["duo"]]
-    for name, measured in shown.items():
+    assert page["KV bytes"] == [f"{rows[name]['kv']['ratio']:.1%}" for name in items["duo"]]
+    for name, measured in items.items():
         assert page[name] == [f"{rows[each]['results']['recall']['accuracy']:.2f}" for each in measured]
 
 
@@ -94,8 +94,8 @@ def test_table_and_picture_of_the_readme_are_current():
 def test_sizes_and_versions_in_the_readme_are_those_of_reports():
     text, report = (ROOT / "README.md").read_text(encoding="utf-8"), read_report(ROOT / "docs" / "smollm2")
     ratios = [row["kv"]["ratio"] for row in report["rows"] if row["role"] == "checkpoint"]
-    said = re.search(r"becomes (\d+) to (\d+) times smaller", text).groups()
-    assert said == (f"{1 / max(ratios):.0f}", str(math.floor(1 / min(ratios))))
+    match = re.search(r"becomes (\d+) to (\d+) times smaller", text).groups()
+    assert match == (f"{1 / max(ratios):.0f}", str(math.floor(1 / min(ratios))))
     assert f"torch=={report['environment']['torch'].partition('+')[0]}" in text
     assert f"| vLLM {VLLM_CHECKED.rpartition('.')[0]} |" in text
     demo = CheckpointReader.open(asset("demo-model"))
@@ -108,9 +108,9 @@ def test_figures_of_what_it_costs_are_on_the_pages_that_they_name():
     rows = re.findall(r"^\| (.+?) \| (.+?) \| \[\w+\]\((docs/[\w-]+\.md)[^|]* \|$", text, re.M)
     assert len(rows) == len([line for line in text.splitlines() if line.startswith("|")]) - 2
     for what, figures, page in rows:
-        known = re.findall(r"\d[\d,.]*", (ROOT / page).read_text(encoding="utf-8"))
-        found = re.findall(r"(?<![\w-])\d[\d,.]*(?![\w-]*B)", f"{what} {figures}")
-        assert found and not {each.rstrip(",.") for each in found} - {each.rstrip(",.") for each in known}, what
+        reference = re.findall(r"\d[\d,.]*", (ROOT / page).read_text(encoding="utf-8"))
+        matches = re.findall(r"(?<![\w-])\d[\d,.]*(?![\w-]*B)", f"{what} {figures}")
+        assert matches and not {each.rstrip(",.") for each in matches} - {each.rstrip(",.") for each in reference}, what
 
 
 def test_the_method_of_ones_own_is_forty_lines():
@@ -137,22 +137,22 @@ def test_models_and_engines_are_what_conversions_say(model, tmp_path, monkeypatc
     column = next(place for place, cell in enumerate(lines[start].split("|")) if cell.strip().startswith(model))
     rows = [[cell.strip() for cell in line.split("|")] for line in lines[start + 3 : start + 7]]
     assert [row[1].split()[0] for row in rows] == ["vLLM", "SGLang", "llama.cpp", "mlx-lm"]
-    asked = [(row[1], *found) for row in rows for found in re.findall(r"`(--to .*?)` ([✓○])", row[column])]
-    assert asked
-    for head, options, mark in asked:
+    matches = [(row[1], *result) for row in rows for result in re.findall(r"`(--to .*?)` ([✓○])", row[column])]
+    assert matches
+    for head, options, mark in matches:
         budget = [] if "gqa" in options else ["--kv-ratio", "0.5"]
         if "hybrid" in options:
             HeadPattern(torch.rand(1, 8), "needle", 4, 60).save(tmp_path / "heads")
             budget = ["--heads", tmp_path / "heads", "--streaming", "0.5"]
         if options == "--to mla":  # its bits need text, its engines do not
-            code, shown, told = run_main(monkeypatch, capsys, "inspect", tmp_path / "ckpt", "--json")
-            targets = {target["command"]: target for target in json.loads(shown)["targets"]}
+            code, output, err = run_main(monkeypatch, capsys, "inspect", tmp_path / "ckpt", "--json")
+            targets = {target["command"]: target for target in json.loads(output)["targets"]}
             engines = targets[f"surgery convert {options}"]["engines"]
         else:
             call = [*options.replace("N", "4").split(), *budget, "--calibration", "none", "--dry-run", "--json"]
-            code, shown, told = run_main(monkeypatch, capsys, "convert", tmp_path / "ckpt", *call)
-            engines = json.loads(shown)["target"]["engines"] if shown else {}
-        assert code == 0, told
-        statuses = {said["status"] for name, said in engines.items() if name.startswith(head.split()[0])}
+            code, output, err = run_main(monkeypatch, capsys, "convert", tmp_path / "ckpt", *call)
+            engines = json.loads(output)["target"]["engines"] if output else {}
+        assert code == 0, err
+        statuses = {entry["status"] for name, entry in engines.items() if name.startswith(head.split()[0])}
         assert statuses - {REFUSED}, (head, options)
         assert mark != "✓" or statuses & {LOADS, LOADS_WITH}, (head, options)

@@ -31,7 +31,7 @@ def test_logits_are_those_of_transformers_own_loader():
     assert ours.dtype == torch.bfloat16
     path = Path(reader.source)
     theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
-    # transformers takes what it dequantised for quantised still, and refuses its own float().
+    # transformers takes what it dequantized for quantized still, and refuses its own float().
     theirs = torch.nn.Module.float(theirs)
     assert torch.equal(ours.float()(tokens).logits, theirs(tokens).logits)
 
@@ -39,7 +39,7 @@ def test_logits_are_those_of_transformers_own_loader():
 def test_inspect(monkeypatch, capsys):
     code, printed, _ = run_main(monkeypatch, capsys, "inspect", "smollm2")
     assert code == 0
-    assert "(dequantised from Q4_1)" in printed and "134.5M in bfloat16" in printed
+    assert "(dequantized from Q4_1)" in printed and "134.5M in bfloat16" in printed
 
 
 @pytest.mark.slow

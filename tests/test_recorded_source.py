@@ -70,8 +70,10 @@ def test_a_healing_takes_it_unless_something_else_is_said(converted, tmp_path):
     source, merged, _ = converted
     student, progress = CheckpointReader.open(merged), Progress(silent=True)
 
-    def teacher(config=None, **given):
-        return with_teacher(HealRequest(str(merged), None, config, given), student, progress).overrides.get("teacher")
+    def teacher(config=None, **settings):
+        return with_teacher(HealRequest(str(merged), None, config, settings), student, progress).overrides.get(
+            "teacher"
+        )
 
     assert teacher() == teacher(length=64) == str(source)
     assert teacher(teacher="other") == "other"

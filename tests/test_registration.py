@@ -56,7 +56,7 @@ ALWAYS = ("program/__init__.py", "model.py")
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory) -> Callable[[str], str]:
+def run_script(tmp_path_factory) -> Callable[[str], str]:
     """Gives what a program found loaded by the package, and which class is known."""
 
     @cache
@@ -68,9 +68,9 @@ def said(tmp_path_factory) -> Callable[[str], str]:
             if name == "program/__init__.py":
                 (folder / "program" / "__main__.py").write_text("")
         arguments = ["program" if "__init__" in name else name for name in names]
-        done = subprocess.run([sys.executable, "-c", FORKS, *arguments], capture_output=True, text=True, cwd=folder)
-        assert done.returncode == 0, done.stderr
-        return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+        process = subprocess.run([sys.executable, "-c", FORKS, *arguments], capture_output=True, text=True, cwd=folder)
+        assert process.returncode == 0, process.stderr
+        return dict(line.split(" ", 1) for line in process.stdout.splitlines())
 
     def get(name: str) -> str:
         return run(ALWAYS if name in ALWAYS else tuple(other for other in PROGRAMS if other not in ALWAYS))[name]
@@ -81,6 +81,6 @@ def said(tmp_path_factory) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
 )
-def test_it_is_registered(said, name):
+def test_it_is_registered(run_script, name):
     loaded = "['torch', 'transformers']" if name in ("before.py", "model.py", "base.py") else "[]"
-    assert said(name) == f"{loaded} SurgeryForCausalLM True"
+    assert run_script(name) == f"{loaded} SurgeryForCausalLM True"

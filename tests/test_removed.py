@@ -32,7 +32,7 @@ LINES = {
     "gpu": ["inspect", "builtin", "--gpu", "h100"],
     "mixtures": ["plan", "builtin", "--mixtures", "24"],
     "peak_tflops": ["heal", "builtin", "--dry-run", "--peak-tflops", "989"],
-    "utilisation": ["heal", "builtin", "--dry-run", "--utilisation", "0.4"],
+    "utilization": ["heal", "builtin", "--dry-run", "--utilization", "0.4"],
     "stream": ["heal", "builtin", "--config", "{file}"],
     "teacher_logits": ["heal", "builtin", "--teacher-logits", "cache"],
     "teacher_top_k": ["heal", "builtin", "--teacher-top-k", "8"],

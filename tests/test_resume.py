@@ -30,9 +30,9 @@ KINDS_TRIED = ["crosslayer", *(pytest.param(kind, marks=pytest.mark.slow) for ki
 
 
 def settings_of(kind, **others):
-    asked = {**TEXT, **KINDS[kind], **others}
-    target = find_target(asked.pop("to", kind))
-    return target.settings({name: value for name, value in asked.items() if value is not None})
+    settings = {**TEXT, **KINDS[kind], **others}
+    target = find_target(settings.pop("to", kind))
+    return target.settings({name: value for name, value in settings.items() if value is not None})
 
 
 def results(out):
@@ -52,24 +52,24 @@ class Stopped(KeyboardInterrupt):
 @pytest.fixture
 def stops(monkeypatch):
     """Every state is kept, and a number of them stop the process: gives the names of those that were."""
-    taken, left = [], [None]
+    original, leftovers = [], [None]
     take = snapshots.Snapshots.take
 
     def stop(self, loop, state):
         take(self, loop, state)
-        taken.append(loop)
-        if left[0] is not None:
-            left[0] -= 1
-            if not left[0]:
+        original.append(loop)
+        if leftovers[0] is not None:
+            leftovers[0] -= 1
+            if not leftovers[0]:
                 raise Stopped
 
     monkeypatch.setattr(snapshots, "INTERVAL", 0.0)
     monkeypatch.setattr(snapshots.Snapshots, "take", stop)
 
     def after(count):
-        taken.clear()
-        left[0] = count
-        return taken
+        original.clear()
+        leftovers[0] = count
+        return original
 
     return after
 
@@ -79,8 +79,8 @@ def test_stopped_after_every_state(kind, checkpoints, tmp_path, stops):
     source, settings = checkpoints("llama"), settings_of(kind)
     states = stops(None)
     convert_checkpoint(source, tmp_path / "whole" / "small", settings)
-    whole, total, seen = results(tmp_path / "whole" / "small"), len(states), set(states)
-    assert seen == {"forward", "backward", "statistics"} | ({"layers"} if kind != "crosslayer xkv" else set())
+    whole, total, records = results(tmp_path / "whole" / "small"), len(states), set(states)
+    assert records == {"forward", "backward", "statistics"} | ({"layers"} if kind != "crosslayer xkv" else set())
     partial = tmp_path / "again" / "small.partial"
     for run in range(total + 1):
         stops(1)
@@ -175,9 +175,9 @@ def test_a_source_that_changes_meanwhile(kind, own_source, tmp_path, monkeypatch
     finish, weights = converter._finish, own_source / "model.safetensors"
 
     def meanwhile(*of):
-        found = finish(*of)
+        result = finish(*of)
         os.utime(weights) if kind == "touched" else change(weights)
-        return found
+        return result
 
     monkeypatch.setattr(converter, "_finish", meanwhile)
     if kind == "touched":
@@ -225,8 +225,8 @@ def test_another_number_of_threads_is_said(checkpoints, tmp_path, stops, capsys,
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     stops(None)
     convert_checkpoint(source, out, settings_of("gqa"), progress=Progress())
-    said = f"was begun with {threads} threads and goes on with {threads + 1}: last digits may differ"
-    assert said in capsys.readouterr().err.replace("\n", " ")
+    message = f"was begun with {threads} threads and goes on with {threads + 1}: last digits may differ"
+    assert message in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.slow
@@ -239,9 +239,9 @@ def test_goes_on_with_another_limit_of_activations(states, checkpoints, tmp_path
     stops(states)
     with pytest.raises(Stopped):
         convert_checkpoint(source, out, settings_of("lowrank", activation_memory=None if states % 2 else "1KB"))
-    taken = stops(None)
+    original = stops(None)
     convert_checkpoint(source, out, settings_of("lowrank", activation_memory="1KB" if states % 2 else None))
-    assert len(taken) == 6 - states and results(out) == results(tmp_path / "whole" / "small")
+    assert len(original) == 6 - states and results(out) == results(tmp_path / "whole" / "small")
 
 
 def test_a_resumed_run_that_fails_keeps_what_is_there(checkpoints, tmp_path, stops, monkeypatch):
@@ -251,12 +251,12 @@ def test_a_resumed_run_that_fails_keeps_what_is_there(checkpoints, tmp_path, sto
     with pytest.raises(Stopped):
         convert_checkpoint(source, out, settings_of("gqa"))
     states = stops(None)
-    kept = {path: content for path, content in content_of(tmp_path).items() if path.suffix in (".state", ".pt")}
+    entries = {path: content for path, content in content_of(tmp_path).items() if path.suffix in (".state", ".pt")}
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=10**6))
         with pytest.raises(SurgeryError, match=r"the disk has 1\.0 MB free"):
             convert_checkpoint(source, out, settings_of("gqa"))
-    assert kept and kept.items() <= content_of(tmp_path).items() and states == []
+    assert entries and entries.items() <= content_of(tmp_path).items() and states == []
     convert_checkpoint(source, out, settings_of("gqa"))
     assert "forward" not in states and os.listdir(tmp_path) == ["small"]
 

@@ -24,10 +24,10 @@ def test_files_of_holes_have_the_sizes_of_weights(tmp_path):
 @pytest.mark.slow
 def test_the_page_says_what_a_dry_run_counts(tmp_path):
     scale.make_hollow(tmp_path / "llama3-8b", scale.SHAPES["llama3-8b"])
-    found = scale.line("llama3-8b", "lowrank", scale.dry_run(tmp_path / "llama3-8b", "lowrank", []))
+    result = scale.line("llama3-8b", "lowrank", scale.dry_run(tmp_path / "llama3-8b", "lowrank", []))
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
-    (said,) = [line for line in page.splitlines() if line.startswith("| `llama3-8b` | lowrank |")]
-    assert NUMBERS.sub("", said) == NUMBERS.sub("", found)
-    for one, other in zip(NUMBERS.findall(said), NUMBERS.findall(found), strict=True):
+    (message,) = [line for line in page.splitlines() if line.startswith("| `llama3-8b` | lowrank |")]
+    assert NUMBERS.sub("", message) == NUMBERS.sub("", result)
+    for one, other in zip(NUMBERS.findall(message), NUMBERS.findall(result), strict=True):
         # What Python itself takes is in the memory; numbers are rounded.
         assert float(one.replace(",", "")) == pytest.approx(float(other.replace(",", "")), rel=0.05)

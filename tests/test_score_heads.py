@@ -169,13 +169,13 @@ def test_outputs_that_cannot_be_written_are_refused_before_scoring(source, tmp_p
     calls = stopping()
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder.safetensors").mkdir()
-    for name, told in (
+    for name, message in (
         ("file/a.safetensors", "file: File exists|Not a directory"),
         ("folder.safetensors", "is a folder"),
         ("pattern.png", r"pattern\.png\.safetensors"),
         ("pattern", r"pattern\.safetensors"),
     ):
-        with pytest.raises(SurgeryError, match=told):
+        with pytest.raises(SurgeryError, match=message):
             score_heads(source, tmp_path / name, quick(), overwrite=True)
     assert not calls
     assert listing(tmp_path) == ["file", "folder.safetensors"]
@@ -188,14 +188,14 @@ def test_an_interrupted_scoring_goes_on(source, tmp_path, stopping):
     with pytest.raises(KeyboardInterrupt):
         scored(source, out, seeds=2)
     assert not out.exists() and not out.with_suffix(".png").exists()
-    kept = {f".a.safetensors.seed{seed}.journal" for seed in (0, 1)}
-    assert kept <= set(listing(tmp_path))
+    entries = {f".a.safetensors.seed{seed}.journal" for seed in (0, 1)}
+    assert entries <= set(listing(tmp_path))
     calls = stopping()
     resumed = scored(source, out, seeds=2)
     assert len(calls) == PASSES - 4
     assert torch.equal(resumed.scores, whole.scores) and torch.equal(resumed.spread, whole.spread)
     assert resumed.data_sha256 == whole.data_sha256
-    assert not kept & set(listing(tmp_path))
+    assert not entries & set(listing(tmp_path))
 
 
 def test_another_number_of_threads_is_said(source, tmp_path, stopping, monkeypatch, capsys):
@@ -207,8 +207,8 @@ def test_another_number_of_threads_is_said(source, tmp_path, stopping, monkeypat
     stopping()
     capsys.readouterr()
     score_heads(source, out, quick(), progress=Progress())
-    said = f"was begun with {threads} threads and goes on with {threads + 1}: last digits may differ"
-    assert said in " ".join(capsys.readouterr().err.split())
+    message = f"was begun with {threads} threads and goes on with {threads + 1}: last digits may differ"
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_restarted_scoring_begins_anew(source, tmp_path, stopping):
@@ -273,8 +273,8 @@ score_heads(sys.argv[1], sys.argv[2], HeadSettings(**{QUICK!r}))
 
 def test_a_killed_scoring_goes_on(source, tmp_path, stopping):
     out = tmp_path / "a.safetensors"
-    done = Fork(source, out, code=KILLED)
-    assert done.wait() == -signal.SIGKILL, done.stderr[-2000:]
+    result = Fork(source, out, code=KILLED)
+    assert result.wait() == -signal.SIGKILL, result.stderr[-2000:]
     assert listing(tmp_path) == [".a.safetensors.seed0.journal", ".a.safetensors.surgery-lock"]
     calls = stopping()
     resumed = scored(source, out)
@@ -291,8 +291,8 @@ def test_a_killed_scoring_goes_on(source, tmp_path, stopping):
     ],
 )
 def test_offloaded_layers_give_the_same_scores(source, tmp_path, method):
-    asked = partial(scored, source, method=method, steps=2)
-    plain, offloaded = asked(tmp_path / "a.safetensors"), asked(tmp_path / "b.safetensors", offload=True)
+    request = partial(scored, source, method=method, steps=2)
+    plain, offloaded = request(tmp_path / "a.safetensors"), request(tmp_path / "b.safetensors", offload=True)
     assert torch.equal(plain.scores, offloaded.scores)
 
 
@@ -319,14 +319,14 @@ OTHERS = {
     "stock MLA": (ConvertSettings(**NONE), "heads of MLA share one latent"),
     "own MLA": (ConvertSettings(carrier="own", **NONE), "score its source"),
     "hybrid": (HybridSettings(streaming=1.0, sinks=4, recent=16, **NONE), "some of its heads stream already"),
-    "quantised": (QuantizedSettings(group=16, **NONE), "KV cache is quantised; score its source"),
+    "quantized": (QuantizedSettings(group=16, **NONE), "KV cache is quantized; score its source"),
 }
 
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_models_without_kv_heads_of_their_own_are_refused(conversions, tmp_path, what):
-    settings, told = OTHERS[what]
-    with pytest.raises(SurgeryError, match=told):
+    settings, message = OTHERS[what]
+    with pytest.raises(SurgeryError, match=message):
         scored(conversions("llama", settings).path, tmp_path / "a.safetensors")
     assert not listing(tmp_path)
 
@@ -360,10 +360,10 @@ def test_default_names(source, tmp_path):
 def test_the_verb(source, tmp_path, monkeypatch, capsys):
     arguments = [source, *FLAGS, "--method", "induction"]
     out = tmp_path / "a.safetensors"
-    code, shown, err = run_main(monkeypatch, capsys, "heads", *arguments, "--out", out)
-    assert code == 0 and "\x1b" not in shown
-    assert "scores of KV heads, method induction" in shown and "4 sinks and 16 recent tokens" in shown
-    assert f"Next: surgery convert --to hybrid {source} --heads {out} --kv-ratio" in shown and "a.png" in shown
+    code, output, err = run_main(monkeypatch, capsys, "heads", *arguments, "--out", out)
+    assert code == 0 and "\x1b" not in output
+    assert "scores of KV heads, method induction" in output and "4 sinks and 16 recent tokens" in output
+    assert f"Next: surgery convert --to hybrid {source} --heads {out} --kv-ratio" in output and "a.png" in output
     code, printed, err = run_main(
         monkeypatch, capsys, "heads", *arguments, "--out", tmp_path / "b.safetensors", "--json"
     )
@@ -405,14 +405,14 @@ def test_errors_are_one_line(case, source, tmp_path, monkeypatch, capsys):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "mute" / name).unlink()
     before = listing(tmp_path)
-    arguments, told = BAD[case]
+    arguments, message = BAD[case]
     filled = [argument.format(source=source, folder=tmp_path) for argument in arguments]
     flags = [] if case == "unknown setting" else FLAGS
     out = [] if "--out" in filled else ["--out", tmp_path / "a.safetensors"]
     code, printed, err = run_main(monkeypatch, capsys, "heads", *flags, *out, *filled)
     assert code == 1 and printed == ""
-    said = [line for line in err.splitlines() if "surgery: error: " in line]
-    assert len(said) == 1 and told in said[0] and "Traceback" not in err
+    messages = [line for line in err.splitlines() if "surgery: error: " in line]
+    assert len(messages) == 1 and message in messages[0] and "Traceback" not in err
     assert listing(tmp_path) == before
 
 
@@ -420,8 +420,8 @@ def test_errors_are_one_line(case, source, tmp_path, monkeypatch, capsys):
 def test_two_processes_give_the_scores_of_one(tmp_path):
     source = make_checkpoint(tmp_path / "source", "llama")
     out = tmp_path / "two.safetensors"
-    done = two_processes("heads", source, *FLAGS, "--seeds", 2, "--json", "--out", out)
-    report = json.loads(done.stdout)  # once, not once a process
+    result = two_processes("heads", source, *FLAGS, "--seeds", 2, "--json", "--out", out)
+    report = json.loads(result.stdout)  # once, not once a process
     one, two = scored(source, tmp_path / "one.safetensors", seeds=2), HeadPattern.load(out)
     assert torch.equal(one.scores, two.scores) and torch.equal(one.spread, two.spread)
     assert report["sha256"] == one.sha256 and one.data_sha256 == two.data_sha256

@@ -57,95 +57,97 @@ def source(tmp_path_factory):
 
 @pytest.mark.parametrize("path", VERBS, ids=" ".join)
 def test_no_name_is_broken_and_no_flag_has_a_type(path, at_eighty_columns):
-    shown = CliRunner().invoke(cli.app, [*path, "--help"]).output
-    words = set(shown.replace(",", " ").split())
+    output = CliRunner().invoke(cli.app, [*path, "--help"]).output
+    words = set(output.replace(",", " ").split())
     for each in VERBS[path].params:
         if not getattr(each, "hidden", False) and each.param_type_name == "option":
             assert next(flag for flag in each.opts if flag.startswith("--")) in words
             assert each.is_flag or (each.metavar and set(each.metavar.replace(",", " ").split()) <= words), each.opts
-    assert not re.search(r"<[\w\[\]]+>|[{}]", shown) and "--quiet" in shown
+    assert not re.search(r"<[\w\[\]]+>|[{}]", output) and "--quiet" in output
 
 
 def test_what_is_not_shown_of_a_flag_still_works(tmp_path, monkeypatch, capsys):
     for flags in (["--no-hadamard"], ["--qk-rope-head-dim", "16"]):
-        code, _, told = run_main(monkeypatch, capsys, "convert", tmp_path / "absent", *flags)
-        assert code == 1 and "no such folder" in told
+        code, _, err = run_main(monkeypatch, capsys, "convert", tmp_path / "absent", *flags)
+        assert code == 1 and "no such folder" in err
 
 
 def test_verbs_of_groups_are_suggested(monkeypatch, capsys):
-    code, _, told = run_main(monkeypatch, capsys, "bench", "decodee", "builtin")
-    assert code == 2 and "Did you mean 'decode'?" in told
+    code, _, err = run_main(monkeypatch, capsys, "bench", "decodee", "builtin")
+    assert code == 2 and "Did you mean 'decode'?" in err
 
 
 def test_completion_is_offered(monkeypatch):
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    shown = CliRunner().invoke(cli.app, ["--show-completion", "bash"])
-    assert shown.exit_code == 0 and "complete -o default" in shown.output
+    output = CliRunner().invoke(cli.app, ["--show-completion", "bash"])
+    assert output.exit_code == 0 and "complete -o default" in output.output
 
 
 def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys):
-    code, shown, told = run_main(monkeypatch, capsys, "convert", source, "--out", tmp_path / "a", *QUICK, "--quiet")
-    assert (code, told) == (0, "")
+    code, output, err = run_main(monkeypatch, capsys, "convert", source, "--out", tmp_path / "a", *QUICK, "--quiet")
+    assert (code, err) == (0, "")
     report = previous_report(tmp_path / "a")
-    lost = report["ladder"][-1]["loss"] - report["ladder"][0]["loss"]
-    lines = shown.splitlines()
+    loss_increase = report["ladder"][-1]["loss"] - report["ladder"][0]["loss"]
+    lines = output.splitlines()
     verdict = next(line for line in lines if line.startswith(f"{tmp_path / 'a'}: "))
-    kept = f"{report['kv']['ratio']:.1%} of the KV bytes"
-    assert f"{kept} for {lost:+.4f} nats per token (perplexity {math.expm1(lost):+.1%})" in verdict
+    entries = f"{report['kv']['ratio']:.1%} of the KV bytes"
+    assert f"{entries} for {loss_increase:+.4f} nats per token (perplexity {math.expm1(loss_increase):+.1%})" in verdict
     assert "loads in transformers" in verdict
     assert lines[-3] == f"Next: surgery eval {tmp_path / 'a'} --baseline {source}"
     show_made(Finished(checkpoints={"a": tmp_path / "a"}))
-    shown = capsys.readouterr().out
-    assert f"a: {kept} for {lost:+.4f}" in shown and f"\nNext: surgery eval {tmp_path / 'a'}\n" in shown
+    output = capsys.readouterr().out
+    assert f"a: {entries} for {loss_increase:+.4f}" in output and f"\nNext: surgery eval {tmp_path / 'a'}\n" in output
 
 
 def test_a_dry_run_ends_in_what_would_be_kept(monkeypatch, capsys):
-    asked = ["convert", "builtin", "--to", "gqa", "--dry-run", "--calibration", "none"]
-    code, shown, _ = run_main(monkeypatch, capsys, *asked)
-    assert code == 0 and "dry run: builtin → demo-model-gqa" in shown
-    assert "would keep 50.0% of the KV bytes; loads in transformers" in shown
-    assert shown.splitlines()[-1] == "Next: the same command without --dry-run"
+    arguments = ["convert", "builtin", "--to", "gqa", "--dry-run", "--calibration", "none"]
+    code, output, _ = run_main(monkeypatch, capsys, *arguments)
+    assert code == 0 and "dry run: builtin → demo-model-gqa" in output
+    assert "would keep 50.0% of the KV bytes; loads in transformers" in output
+    assert output.splitlines()[-1] == "Next: the same command without --dry-run"
 
 
 def test_the_last_lines_name_every_engine(source, monkeypatch, capsys):
-    asked = ["convert", source, "--engine", "sglang", "--dry-run", "--calibration", "none"]
-    code, shown, _ = run_main(monkeypatch, capsys, *asked)
-    line = next(line for line in shown.splitlines() if "would keep" in line)
+    arguments = ["convert", source, "--engine", "sglang", "--dry-run", "--calibration", "none"]
+    code, output, _ = run_main(monkeypatch, capsys, *arguments)
+    line = next(line for line in output.splitlines() if "would keep" in line)
     assert code == 0 and "; not tried in SGLang" in line
-    told = [name.strip() for part in line.split("; ")[1:] for name in re.split(" in | by |, ", part)[1:]]
-    assert sorted(told) == sorted(engine_table({"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}))
+    messages = [name.strip() for part in line.split("; ")[1:] for name in re.split(" in | by |, ", part)[1:]]
+    assert sorted(messages) == sorted(
+        engine_table({"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8})
+    )
 
 
 def test_a_recipe_is_listed_without_running(source, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     step = "convert: {name: small, source: %s, to: gqa, kv_heads: 1, calibration: none}"
     (tmp_path / "right.yaml").write_text(f"steps:\n- {step % source}\n")
-    code, shown, _ = run_main(monkeypatch, capsys, "run", "right.yaml", "--dry-run")
-    assert code == 0 and "small" in shown and os.listdir(tmp_path) == ["right.yaml"]
-    assert shown.splitlines()[-1] == "Next: the same command without --dry-run"
+    code, output, _ = run_main(monkeypatch, capsys, "run", "right.yaml", "--dry-run")
+    assert code == 0 and "small" in output and os.listdir(tmp_path) == ["right.yaml"]
+    assert output.splitlines()[-1] == "Next: the same command without --dry-run"
     (tmp_path / "wrong.yaml").write_text("steps:\n- convert: {name: a, source: builtin, kv_ration: 0.5}\n")
-    code, _, told = run_main(monkeypatch, capsys, "run", "wrong.yaml", "--dry-run")
-    assert code == 1 and "did you mean kv_ratio" in told
+    code, _, err = run_main(monkeypatch, capsys, "run", "wrong.yaml", "--dry-run")
+    assert code == 1 and "did you mean kv_ratio" in err
 
 
 def test_an_evaluation_is_told_in_words_beside_the_rivals_next_to_it():
     report = read_report(ROOT / "docs" / "testbed")
-    told = {line.partition(":")[0]: line for line in by_checkpoint(report)}
+    settings = {line.partition(":")[0]: line for line in by_checkpoint(report)}
     rows = {row["name"]: row for row in report["rows"]}
-    assert set(told) == {name for name, row in rows.items() if row["role"] == "checkpoint"}
-    for name, line in told.items():
+    assert set(settings) == {name for name, row in rows.items() if row["role"] == "checkpoint"}
+    for name, line in settings.items():
         larger = line.partition("; larger, ")[2].partition(",")[0]
         if larger:
             assert rows[larger]["role"] == "variant" and rows[larger]["kv"]["ratio"] > rows[name]["kv"]["ratio"]
         cheap = line.partition("; no larger, ")[2].partition(",")[0]
         if not cheap:
             continue
-        lost = rows[cheap]["comparison"]["loss"]["difference"]
+        loss_increase = rows[cheap]["comparison"]["loss"]["difference"]
         assert rows[cheap]["kv"]["ratio"] <= rows[name]["kv"]["ratio"]
         for other in rows.values():
             if other["role"] == "variant" and other["kv"]["ratio"] <= rows[name]["kv"]["ratio"]:
-                assert lost <= other["comparison"]["loss"]["difference"]
-    assert any("; " in line for line in told.values())
+                assert loss_increase <= other["comparison"]["loss"]["difference"]
+    assert any("; " in line for line in settings.values())
 
 
 def test_a_healing_is_told_against_what_it_began_with_and_the_source():
@@ -153,9 +155,9 @@ def test_a_healing_is_told_against_what_it_began_with_and_the_source():
     table = [
         {"name": name, "loss": loss, **row} for name, loss in (("source", 2.0), ("converted", 2.5), ("healed", 2.1))
     ]
-    told = verdicts.of_healing({"table": table})
-    assert told.startswith("healing changed -0.4000 nats per token (perplexity -33.0%), recall 0.50 → 0.50")
-    assert told.endswith("now +0.1000 nats per token (perplexity +10.5%) from the source")
+    message = verdicts.of_healing({"table": table})
+    assert message.startswith("healing changed -0.4000 nats per token (perplexity -33.0%), recall 0.50 → 0.50")
+    assert message.endswith("now +0.1000 nats per token (perplexity +10.5%) from the source")
     assert verdicts.of_healing({"table": []}) is None
 
 
@@ -183,9 +185,9 @@ def test_checks_are_counted_in_the_end(capsys):
 
 
 def test_what_is_exported_of_the_demo_model_lies_in_the_working_folder(monkeypatch, capsys):
-    code, shown, _ = run_main(monkeypatch, capsys, "doctor", "builtin")
-    assert code == 0 and shown.startswith("\nbuiltin (llama)\n")
-    assert shown.endswith("surgery export builtin --engine llama.cpp && llama-server -m demo-model.gguf\n")
+    code, output, _ = run_main(monkeypatch, capsys, "doctor", "builtin")
+    assert code == 0 and output.startswith("\nbuiltin (llama)\n")
+    assert output.endswith("surgery export builtin --engine llama.cpp && llama-server -m demo-model.gguf\n")
 
 
 def test_an_inspection_is_one_screen(tmp_path, capsys):
@@ -202,16 +204,16 @@ def test_an_inspection_is_one_screen(tmp_path, capsys):
     random_model(config).save_pretrained(tmp_path)
     inspection = inspect_checkpoint(tmp_path)
     show_inspection(inspection)
-    shown = capsys.readouterr().out
-    assert len(shown.splitlines()) <= 34
-    assert "32.0 MiB at 8k, 128.0 MiB at 32k tokens" in shown and "128k" not in shown
-    assert "no text was read" in shown
-    assert "  best in quality: --to lowrank --bits auto (25.0%)\n" in shown
-    assert "  smallest: --to lowrank --kv-ratio 0.0625 --bits auto (6.2%)\n" in shown
-    assert "  for vLLM on CPU: --to mla (25.0%), then surgery heal\n" in shown
-    assert "--to hybrid" not in shown[shown.index("what to take") :]
+    output = capsys.readouterr().out
+    assert len(output.splitlines()) <= 34
+    assert "32.0 MiB at 8k, 128.0 MiB at 32k tokens" in output and "128k" not in output
+    assert "no text was read" in output
+    assert "  best in quality: --to lowrank --bits auto (25.0%)\n" in output
+    assert "  smallest: --to lowrank --kv-ratio 0.0625 --bits auto (6.2%)\n" in output
+    assert "  for vLLM on CPU: --to mla (25.0%), then surgery heal\n" in output
+    assert "--to hybrid" not in output[output.index("what to take") :]
     # No memory and no context: of a model of few positions it would be warned of, and what fits has nothing to choose.
-    assert re.search(r"\nNext: surgery plan CKPT --kv-ratio 0.25 +what loses least at a quarter, measured\n", shown)
+    assert re.search(r"\nNext: surgery plan CKPT --kv-ratio 0.25 +what loses least at a quarter, measured\n", output)
     show_inspection(inspection, verbose=True)
     assert len(capsys.readouterr().out.splitlines()) > 60
 
@@ -235,12 +237,14 @@ def test_a_report_of_a_version_that_fitted_layers_is_still_shown():
 def test_bytes_of_what_drops_tokens_are_told_with_the_length():
     kv = {"ratio": 0.992, "peak_ratio": 1.15, "measured_at_tokens": 64}
     stages = [{"stage": stage, "loss": None, "recall": None} for stage in ("source", "reloaded")]
-    said = of_conversion({"ladder": stages, "kv": kv, "target": {"engines": {}}})
-    assert said.startswith("99.2% of the KV bytes at 64 tokens; what that cost was not measured")
+    message = of_conversion({"ladder": stages, "kv": kv, "target": {"engines": {}}})
+    assert message.startswith("99.2% of the KV bytes at 64 tokens; what that cost was not measured")
 
 
 def test_where_models_run_is_told_in_one_way():
     devices = {path: each for path, verb in VERBS.items() for each in verb.params if "--device" in each.opts}
-    told = {path: (each.metavar, each.help.partition(": ")[2]) for path, each in devices.items() if path != ("heal",)}
-    assert len(told) > 6
-    assert set(told.values()) == {("NAME", "cpu, cuda, cuda:1 …; auto is cuda if there is one. [auto]")}
+    settings = {
+        path: (each.metavar, each.help.partition(": ")[2]) for path, each in devices.items() if path != ("heal",)
+    }
+    assert len(settings) > 6
+    assert set(settings.values()) == {("NAME", "cpu, cuda, cuda:1 …; auto is cuda if there is one. [auto]")}

@@ -46,8 +46,8 @@ def trap(tmp_path_factory):
 def test_no_code_of_a_checkpoint_runs(verb, trap, tmp_path, monkeypatch, capsys):
     source, marker = trap
     out = ["--out", tmp_path / "out"] if verb[0] in ("convert", "eval") else []
-    code, _, told = run_main(monkeypatch, capsys, verb[0], source, *verb[1:], *out)
-    assert code == 0, told
+    code, _, err = run_main(monkeypatch, capsys, verb[0], source, *verb[1:], *out)
+    assert code == 0, err
     assert not marker.exists()
 
 
@@ -64,5 +64,5 @@ def test_the_trap_works(trap, monkeypatch):
 
 
 def test_the_tests_that_the_policy_names_exist():
-    named = re.findall(r"`(tests/[^`]+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
-    assert len(named) >= 6 and all((ROOT / name).is_file() for name in named), named
+    matches = re.findall(r"`(tests/[^`]+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
+    assert len(matches) >= 6 and all((ROOT / name).is_file() for name in matches), matches

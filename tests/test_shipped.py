@@ -49,10 +49,10 @@ def test_listed_and_printed(monkeypatch, capsys):
 
 def test_run_and_config_take_names(checkpoints, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    asked = []
-    monkeypatch.setattr(recipe, "run_recipe", lambda path, *_, **restart: asked.append(path) or recipe.Finished())
+    requests = []
+    monkeypatch.setattr(recipe, "run_recipe", lambda path, *_, **restart: requests.append(path) or recipe.Finished())
     assert run_main(monkeypatch, capsys, "run", "testbed-mla")[0] == 0
-    assert [path.resolve() for path in asked] == [ROOT / "recipes" / "testbed-mla.yaml"]
+    assert [path.resolve() for path in requests] == [ROOT / "recipes" / "testbed-mla.yaml"]
     code, _, err = run_main(monkeypatch, capsys, "run", "testbed-mlx")
     assert code == 1 and "did you mean testbed-mla?" in err
 

@@ -98,15 +98,15 @@ def block_ranks(path) -> list[list[int]]:
     ]
 
 
-def forget(model, whole, kept):
+def forget(model, whole, entries):
     """Let a model's attention read the first latents of every block only: no cached value changes."""
 
-    def dropped(sizes, left):
-        return torch.cat([torch.arange(size) >= keep for size, keep in zip(sizes, left, strict=True)])
+    def dropped(sizes, first):
+        return torch.cat([torch.arange(size) >= keep for size, keep in zip(sizes, first, strict=True)])
 
     with torch.no_grad():
         for index, layer in enumerate(model.model.layers):
-            attention, before, after = layer.self_attn, whole[index], kept[index]
+            attention, before, after = layer.self_attn, whole[index], entries[index]
             if hasattr(attention, "kv_b_proj"):
                 attention.kv_b_proj.weight[:, : before[0]][:, dropped(before, after)] = 0
             elif hasattr(attention, "query_up"):
@@ -114,7 +114,7 @@ def forget(model, whole, kept):
                 attention.value_up[..., dropped(before, after)] = 0
             else:
                 earlier = range(index - attention.shared_layers, index)
-                shared = [whole[i][0] for i in earlier], [kept[i][0] for i in earlier]
+                shared = [whole[i][0] for i in earlier], [entries[i][0] for i in earlier]
                 for number in range(len(before)):
                     columns = dropped([*shared[0], before[number]], [*shared[1], after[number]])
                     for ups in (attention.key_up.matrices(), attention.value_up.matrices()):
@@ -127,13 +127,13 @@ def forget(model, whole, kept):
 @torch.no_grad()
 def test_a_slice_is_the_whole_model_without_its_last_latents(converted, sliced, kind):
     result = sliced(kind)
-    whole, kept = block_ranks(converted(kind).path), block_ranks(result.path)
-    assert sum(map(sum, kept)) < sum(map(sum, whole))
-    assert all(0 < new <= old for a, b in zip(kept, whole, strict=True) for new, old in zip(a, b, strict=True))
+    whole, entries = block_ranks(converted(kind).path), block_ranks(result.path)
+    assert sum(map(sum, entries)) < sum(map(sum, whole))
+    assert all(0 < new <= old for a, b in zip(entries, whole, strict=True) for new, old in zip(a, b, strict=True))
     model = AutoModelForCausalLM.from_pretrained(converted(kind).path).eval()
-    expected = forget(model, whole, kept)(tokens()).logits
-    got = AutoModelForCausalLM.from_pretrained(result.path).eval()(tokens()).logits
-    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
+    expected = forget(model, whole, entries)(tokens()).logits
+    logits = AutoModelForCausalLM.from_pretrained(result.path).eval()(tokens()).logits
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
     stages = {row["stage"]: row["loss"] for row in result.report.ladder}
     assert list(stages) == ["before slicing", "sliced", "reloaded"]
     assert stages["before slicing"] == pytest.approx(converted(kind).report.ladder[-1]["loss"], abs=1e-5)
@@ -200,17 +200,17 @@ def test_a_slice_of_a_slice_is_a_slice(converted, sliced, kind, tmp_path):
 def test_ranks_follow_energies_or_shares(converted, sliced):
     layers = converted("joint").report.layers
     ranks = sliced("joint", allocate="spectrum").report.target["ranks"]
-    kept = min(layer.energies[rank - 1] for layer, rank in zip(layers, ranks, strict=True))
+    entries = min(layer.energies[rank - 1] for layer, rank in zip(layers, ranks, strict=True))
     dropped = [layer.energies[rank] for layer, rank in zip(layers, ranks, strict=True) if rank < sum(layer.ranks)]
-    assert all(lost <= kept for lost in dropped)
+    assert all(loss <= entries for loss in dropped)
     uniform = sliced("joint", allocate="uniform").report.target["ranks"]
     assert sum(uniform) == sum(ranks)
     shares = [rank / sum(layer.ranks) for layer, rank in zip(layers, uniform, strict=True)]
     assert max(shares) - min(shares) < 1 / min(sum(layer.ranks) for layer in layers)
     assert all(rank % 4 == 0 for rank in sliced("multiple").report.target["ranks"])
-    lost = [layer.latent_error for layer in sliced("joint", allocate="spectrum").report.layers]
+    loss = [layer.latent_error for layer in sliced("joint", allocate="spectrum").report.layers]
     expected = [sum(layer.energies[rank:]) for layer, rank in zip(layers, ranks, strict=True)]
-    assert lost == pytest.approx(expected)
+    assert loss == pytest.approx(expected)
 
 
 def test_the_best_of_several_allocations_is_taken(sliced):
@@ -288,8 +288,8 @@ def test_a_stock_checkpoint_stays_stock(converted, sliced, kind):
     assert type(AutoModelForCausalLM.from_pretrained(path)).__name__ == "DeepseekV3ForCausalLM"
     assert not list(path.glob("*.py"))
     targets = [conversion.report.target for conversion in (sliced(kind), converted(kind))]
-    said = [{name: told["status"] for name, told in target["engines"].items()} for target in targets]
-    assert said[0] == said[1] and targets[0]["latent_norm"] == targets[1]["latent_norm"]
+    messages = [{name: message["status"] for name, message in target["engines"].items()} for target in targets]
+    assert messages[0] == messages[1] and targets[0]["latent_norm"] == targets[1]["latent_norm"]
 
 
 def test_the_own_class_keeps_its_code(converted, sliced):
@@ -331,9 +331,9 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     in_bits = convert_checkpoint(joint, tmp_path / "in_bits", quantized).path
     plain = convert_checkpoint(checkpoints("llama"), tmp_path / "plain", quantized).path
     edit_config(plain, "kv_cache")
-    lost, old, real = (tmp_path / name for name in ("lost", "old", "real"))
-    shutil.copytree(joint, lost)
-    (lost / REPORT).unlink()
+    loss_increase, old, real = (tmp_path / name for name in ("lost", "old", "real"))
+    shutil.copytree(joint, loss_increase)
+    (loss_increase / REPORT).unlink()
     shutil.copytree(joint, old)
     report = json.loads((old / REPORT).read_text())
     for layer in report["layers"]:
@@ -343,9 +343,9 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     _edit(real / "model.safetensors", "model.layers.1.self_attn.kv_a_layernorm.weight", 1.5)
     for source, ratio, message in (
         (checkpoints("llama"), 0.25, "a llama checkpoint caches no latents to slice; convert it"),
-        (in_bits, 0.25, "quantised; slice the checkpoint that it was made of"),
+        (in_bits, 0.25, "quantized; slice the checkpoint that it was made of"),
         (plain, 0.25, "the family's own attention"),
-        (lost, 0.25, "which surgery slice needs"),
+        (loss_increase, 0.25, "which surgery slice needs"),
         (old, 0.25, "does not say what its latents are worth"),
         (real, 0.4, "pass a norm over all of them"),
         (joint, 0.5, "is no less"),
@@ -359,7 +359,7 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     with pytest.raises(SurgeryError, match="one rank for all layers"):
         convert_checkpoint(constant, tmp_path / "out", slice_settings(allocate="spectrum"))
     with pytest.raises(SurgeryError, match="--overwrite"):
-        convert_checkpoint(joint, lost, slice_settings())
+        convert_checkpoint(joint, loss_increase, slice_settings())
     with pytest.raises(SurgeryError, match="--kv-ratio"):
         SliceSettings()
     with pytest.raises(SurgeryError, match="choose auto, uniform, spectrum"):
@@ -367,7 +367,7 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
 
 
 def test_a_rotated_latent_has_no_order(converted, tmp_path):
-    """Even where the quantised cache itself has been taken out of the config."""
+    """Even where the quantized cache itself has been taken out of the config."""
     settings = QuantizedSettings(calibration="none", group=16, hadamard=True)
     path = convert_checkpoint(converted("joint").path, tmp_path / "rotated", settings).path
     edit_config(path, "kv_cache")

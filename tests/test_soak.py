@@ -44,15 +44,15 @@ def in_process(*arguments) -> None:
 
 def digest(out: Path) -> str:
     """Hash a checkpoint without times and durations, and an evaluation's measurements."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     if (out / "report.json").exists():
         rows = json.loads((out / "report.json").read_text())["rows"]
-        found.update(json.dumps([[row["name"], row["kv"], row["results"]["loss"]] for row in rows]).encode())
-        return found.hexdigest()
+        result.update(json.dumps([[row["name"], row["kv"], row["results"]["loss"]] for row in rows]).encode())
+        return result.hexdigest()
     for path in sorted(out.rglob("*")):
         if path.is_file() and path.name not in ("surgery_report.json", "README.md"):
-            found.update(path.relative_to(out).as_posix().encode() + path.read_bytes())
-    return found.hexdigest()
+            result.update(path.relative_to(out).as_posix().encode() + path.read_bytes())
+    return result.hexdigest()
 
 
 def resident() -> int:
@@ -73,9 +73,9 @@ def slope(values: list[int]) -> float:
 @pytest.fixture
 def operations(checkpoints, tmp_path):
     """Return the commands of `surgery`, without their outputs."""
-    source, made = checkpoints("llama"), tmp_path / "made"
+    source, result = checkpoints("llama"), tmp_path / "made"
     HeadPattern(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), "needle", 3, 20).save(tmp_path / "heads.safetensors")
-    asked = {
+    settings = {
         "mla": ["--kv-ratio", "0.5"],
         "gqa": ["--kv-heads", "1"],
         "lowrank": ["--kv-ratio", "0.5"],
@@ -83,12 +83,12 @@ def operations(checkpoints, tmp_path):
         "hybrid": ["--heads", tmp_path / "heads.safetensors", "--streaming", "0.5"],
         "quantized": ["--bits", "4"],
     }
-    found = {name: ["convert", source, "--to", name, *more, *TEXT] for name, more in asked.items()}
-    in_process(*found["lowrank"], "--out", made)
-    found["slice"] = ["slice", made, "--kv-ratio", "0.25", *TEXT]
-    found["eval"] = ["eval", made, "--baseline", source, "--tasks", "loss", "--windows", "2", "--length", "64"]
-    found["eval"] += ["--variants", "none"]
-    return found
+    results = {name: ["convert", source, "--to", name, *more, *TEXT] for name, more in settings.items()}
+    in_process(*results["lowrank"], "--out", result)
+    results["slice"] = ["slice", result, "--kv-ratio", "0.25", *TEXT]
+    results["eval"] = ["eval", result, "--baseline", source, "--tasks", "loss", "--windows", "2", "--length", "64"]
+    results["eval"] += ["--variants", "none"]
+    return results
 
 
 @pytest.mark.slow
@@ -100,13 +100,13 @@ def test_nothing_is_left_and_every_result_is_right(operations, tmp_path, monkeyp
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
-    draw, wanted, seconds, memory, ended = random.Random(SEED), {}, {}, [], 0
+    draw, expected, seconds, memory, ended = random.Random(SEED), {}, {}, [], 0
     for name, call in operations.items():
         began = time.monotonic()
         in_process(*call, "--out", work / name)
-        wanted[name], seconds[name] = digest(work / name), time.monotonic() - began
+        expected[name], seconds[name] = digest(work / name), time.monotonic() - began
         shutil.rmtree(work / name)
-    held, running = len(os.listdir("/proc/self/fd")), children()
+    values, running = len(os.listdir("/proc/self/fd")), children()
     for number in range(COUNT):
         name = draw.choice(list(operations))
         call = [*operations[name], "--out", work / name]
@@ -123,12 +123,12 @@ def test_nothing_is_left_and_every_result_is_right(operations, tmp_path, monkeyp
         else:
             in_process(*call)
             memory.append(resident())
-        assert digest(work / name) == wanted[name], (number, name)
+        assert digest(work / name) == expected[name], (number, name)
         shutil.rmtree(work / name)
         assert not list(work.iterdir()), (number, name)
         assert not list(temporary.iterdir()), (number, name)
     print(f"seed {SEED}: {COUNT} runs, {ended} ended by signals and gone on with")
-    assert len(os.listdir("/proc/self/fd")) <= held
+    assert len(os.listdir("/proc/self/fd")) <= values
     assert children() == running
     if len(memory) >= 40:
         print(f"memory: {slope(memory[len(memory) // 2 :]) / 2**20:+.3f} MiB a run")

@@ -159,8 +159,8 @@ REFUSED = {
     "another width said": (config(intermediate_size=64), "mlp.*has shape"),
     "unknown tensor": (weights(lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}), "q_proj.bias"),
     "ZeRO-3": (weights(lambda t: t | {"model.layers.0.mlp.up_proj.weight": torch.zeros(0)}), "zero_to_fp32"),
-    "integers": (weights(in_int8), "int8.*quantisation"),
-    "float8": (weights(in_fp8), "float8_e4m3fn.*quantisation"),
+    "integers": (weights(in_int8), "int8.*quantization"),
+    "float8": (weights(in_fp8), "float8_e4m3fn.*quantization"),
     "another class": (config(architectures=["MistralForCausalLM"]), "MistralForCausalLM.*LlamaForCausalLM"),
     "classifier": (config(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
 }
@@ -309,7 +309,7 @@ def test_nor_does_a_config_inside_it(tmp_path, no_kernels):
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "compressed-tensors", "mxfp4"])
-def test_a_quantisation_that_no_tensor_has_is_dropped(method, changed, source, tmp_path):
+def test_a_quantization_that_no_tensor_has_is_dropped(method, changed, source, tmp_path):
     """bfloat16 weights with what training in 4 bits left in config.json (allenai/open-instruct#149)."""
     folder = changed(config(quantization_config={"quant_method": method, "load_in_4bit": True, "bits": 4}))
     assert torch.equal(logits_of(loaded(folder)), logits_of(loaded(source)))

@@ -20,28 +20,30 @@ def shell(line, **options):
 @pytest.mark.parametrize("command", ["recipes", "recipes --json", "config mla"])
 def test_nobody_reads(command):
     """A reader that leaves at once."""
-    done = shell(f"set -o pipefail; surgery {command} | true")
-    assert (done.returncode, done.stderr) == (0, "")
+    process = shell(f"set -o pipefail; surgery {command} | true")
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("stream", ["1", "2", "0"])
 def test_closed_streams(stream):
-    done = shell(f"surgery recipes --json {stream}>&-")
-    assert done.returncode == 0 and "Traceback" not in done.stderr
-    assert (done.stdout == "") == (stream == "1")
+    process = shell(f"surgery recipes --json {stream}>&-")
+    assert process.returncode == 0 and "Traceback" not in process.stderr
+    assert (process.stdout == "") == (stream == "1")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_full_disk(command):
-    done = shell(f"surgery {command} > /dev/full")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.startswith("surgery: error: standard output: no space left") and done.stderr.count("\n") == 1
+    process = shell(f"surgery {command} > /dev/full")
+    assert process.returncode == 1 and "Traceback" not in process.stderr
+    assert (
+        process.stderr.startswith("surgery: error: standard output: no space left") and process.stderr.count("\n") == 1
+    )
 
 
 def test_a_deleted_working_folder(tmp_path):
     folder = tmp_path / "gone"
     folder.mkdir()
-    done = shell(f"rmdir {folder}; surgery inspect ckpt", cwd=folder)
-    assert done.returncode == 1 and done.stderr.startswith("surgery: error: the working folder")
-    assert done.stderr.count("\n") == 1
+    process = shell(f"rmdir {folder}; surgery inspect ckpt", cwd=folder)
+    assert process.returncode == 1 and process.stderr.startswith("surgery: error: the working folder")
+    assert process.stderr.count("\n") == 1

@@ -36,8 +36,8 @@ def test_it_goes_with_its_block_its_object_and_its_process(place):
     with TemporaryFolder("test") as folder:
         assert folder.parent == place and folder.name.startswith("surgery-test-") and len(os.listdir(place)) == 2
     assert not os.listdir(place)
-    kept = TemporaryFolder("test")
-    del kept
+    temporary = TemporaryFolder("test")
+    del temporary
     gc.collect()
     assert not os.listdir(place)
     subprocess.run([sys.executable, "-c", STAYS], check=True, capture_output=True)
@@ -91,12 +91,12 @@ def test_a_folder_with_a_users_lock_stays(place, kind):
 
 
 def test_a_forked_child_leaves_it_to_its_parent(place):
-    kept = TemporaryFolder("test")
+    folder = TemporaryFolder("test")
     child = os.fork()
     if child == 0:
-        kept.remove()
+        folder.remove()
         os._exit(0)
     os.waitpid(child, 0)
-    assert kept.path.is_dir() and len(os.listdir(place)) == 2
-    kept.remove()
+    assert folder.path.is_dir() and len(os.listdir(place)) == 2
+    folder.remove()
     assert not os.listdir(place)

@@ -55,15 +55,15 @@ def measure(tmp_path_factory):
     save_file({"text": text, "recall": prompts.tokens, "answers": prompts.answer_mask}, folder / "data.safetensors")
 
     def run(path):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-I", "-c", CHILD, str(folder / "data.safetensors"), str(path)],
             capture_output=True,
             text=True,
             check=True,
         )
-        found = json.loads(done.stdout.splitlines()[-1])
-        print(f"\n{path}: loss {found['loss'] - SOURCE_LOSS:+.4f}, recall {found['recall']:.3f}")
-        return found["class"], found["loss"] - SOURCE_LOSS, found["recall"]
+        document = json.loads(process.stdout.splitlines()[-1])
+        print(f"\n{path}: loss {document['loss'] - SOURCE_LOSS:+.4f}, recall {document['recall']:.3f}")
+        return document["class"], document["loss"] - SOURCE_LOSS, document["recall"]
 
     return run
 
@@ -75,9 +75,9 @@ def measure(tmp_path_factory):
 )
 def test_default_settings(measure, tmp_path, ratio, increase, recall):
     out = convert_checkpoint(DEMO, tmp_path / "out", ConvertSettings(kv_ratio=ratio)).path
-    loaded_as, found, found_recall = measure(out)
+    loaded_as, result, found_recall = measure(out)
     assert loaded_as == "DeepseekV3ForCausalLM"
-    assert found <= increase
+    assert result <= increase
     assert found_recall >= recall - 1e-9
 
 
@@ -97,8 +97,8 @@ def test_transmla_comes_out_where_its_public_code_does(measure, tmp_path, ratio,
         recall=0.0,
         held_out=1,
     )
-    _, found, _ = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
-    assert found == pytest.approx(published, rel=0.1)
+    _, result, _ = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
+    assert result == pytest.approx(published, rel=0.1)
 
 
 @pytest.mark.slow
@@ -113,24 +113,24 @@ def test_transmla_comes_out_where_its_public_code_does(measure, tmp_path, ratio,
     ],
 )
 def test_fewer_heads_and_low_rank(measure, tmp_path, settings, loads_as, increase, recall):
-    loaded_as, found, found_recall = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
-    assert loaded_as == loads_as and found <= increase and found_recall >= recall
+    loaded_as, result, found_recall = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
+    assert loaded_as == loads_as and result <= increase and found_recall >= recall
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group_size", "increase"), [(2, 0.05), (3, 0.03)])
 def test_shared_bases_beat_low_rank_at_an_eighth(measure, tmp_path, group_size, increase):
     settings = CrossLayerSettings(kv_ratio=0.125, group_size=group_size, block=32)
-    _, found, recall = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
-    assert found <= increase  # low rank has +0.06 there
+    _, result, recall = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
+    assert result <= increase  # low rank has +0.06 there
     assert recall >= 0.75
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["duo", "prulong"])
 def test_three_quarters_of_the_heads_can_stream(measure, tmp_path, method):
-    given = HeadSettings(method=method, sinks=16, recent=112, length=1024)
-    heads = score_heads(DEMO, tmp_path / "heads.safetensors", given).path
+    options = HeadSettings(method=method, sinks=16, recent=112, length=1024)
+    heads = score_heads(DEMO, tmp_path / "heads.safetensors", options).path
     settings = HybridSettings(heads=str(heads), streaming=0.75)
     result = convert_checkpoint(DEMO, tmp_path / "out", settings)
     loaded_as, increase, recall = measure(result.path)

@@ -22,20 +22,20 @@ print(os.environ["OMP_WAIT_POLICY"])
 
 def run(*command, **environment) -> str:
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *command],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env={**inherited, "PYTHONPATH": str(ROOT), **environment},
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("given", "found"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_the_command_line_sets_the_policy_before_torch(given, found):
-    assert run("-c", PROBE, **given) == found
+@pytest.mark.parametrize(("settings", "result"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_the_command_line_sets_the_policy_before_torch(settings, result):
+    assert run("-c", PROBE, **settings) == result
 
 
 def test_openmp_itself_reads_it(tmp_path):
@@ -48,8 +48,8 @@ def test_openmp_itself_reads_it(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_DISPLAY_ENV": "TRUE"}
     environment.pop("OMP_WAIT_POLICY", None)
-    done = subprocess.run([sys.executable, "-c", torch_loaded], capture_output=True, text=True, env=environment)
-    lines = [line for line in done.stderr.splitlines() if "OMP_WAIT_POLICY" in line]
+    process = subprocess.run([sys.executable, "-c", torch_loaded], capture_output=True, text=True, env=environment)
+    lines = [line for line in process.stderr.splitlines() if "OMP_WAIT_POLICY" in line]
     if not lines:
         pytest.skip("torch's OpenMP does not show its settings here")
     assert all("PASSIVE" in line for line in lines)
@@ -61,5 +61,5 @@ def test_a_launched_training_sets_it(tmp_path):
     probe.write_text(
         "import atexit, os\natexit.register(lambda: print(os.environ.get('OMP_WAIT_POLICY'), flush=True))\n"
     )
-    found = run("-m", "surgery.training.heal", "--help", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    assert found == "PASSIVE"
+    result = run("-m", "surgery.training.heal", "--help", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert result == "PASSIVE"

@@ -33,8 +33,8 @@ def test_screen_report_and_card_name_it(error, checkpoints, tmp_path, monkeypatc
 
     convert = MLA.convert_layers
     monkeypatch.setattr(MLA, "convert_layers", convert_layers)
-    asked = ["--to", "mla", "--kv-ratio", "0.5", "--calibration", "none", "--out", tmp_path / "out"]
-    code, screen, _ = run_main(monkeypatch, capsys, "convert", checkpoints("llama"), *asked)
+    arguments = ["--to", "mla", "--kv-ratio", "0.5", "--calibration", "none", "--out", tmp_path / "out"]
+    code, screen, _ = run_main(monkeypatch, capsys, "convert", checkpoints("llama"), *arguments)
     assert code == 0
     target = json.loads((tmp_path / "out" / "surgery_report.json").read_text())["target"]
     assert target.get("useless_layers") == ({"0": 1.25} if error > 1 else None)

@@ -32,13 +32,13 @@ KINDS = {
 
 
 @pytest.fixture
-def made(conversions):
+def converted(conversions):
     return lambda kind: conversions("llama", find_target(kind).settings({**TEXT, **KINDS[kind]})).path
 
 
 @pytest.fixture
-def copy(made, tmp_path):
-    return lambda kind: shutil.copytree(made(kind), tmp_path / kind)
+def copy(converted, tmp_path):
+    return lambda kind: shutil.copytree(converted(kind), tmp_path / kind)
 
 
 def outcomes(path):
@@ -52,8 +52,8 @@ def files_of(path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_written_passes(made, kind):
-    assert set(outcomes(made(kind)).values()) == {PASSED}
+def test_what_was_written_passes(converted, kind):
+    assert set(outcomes(converted(kind)).values()) == {PASSED}
 
 
 def test_a_card_may_be_edited(copy):
@@ -100,17 +100,17 @@ def test_a_damaged_report_is_a_fault_and_no_traceback(copy):
         (("kv", "measured_bytes_per_token"), "x"),
     ]
     for place, value in damages:
-        said = inner = json.loads(whole)
+        document = inner = json.loads(whole)
         for name in place[:-1]:
             inner = inner[name]
         inner[place[-1]] = value
-        report.write_text(json.dumps(said))
+        report.write_text(json.dumps(document))
         with pytest.raises(surgery.SurgeryError, match="damaged"):
             Recorded.beside(path)
     assert outcomes(path)["report"] == FAILED
-    said = json.loads(whole)
-    said["probe"]["tokens"][0] = 10**9
-    report.write_text(json.dumps(said))
+    document = json.loads(whole)
+    document["probe"]["tokens"][0] = 10**9
+    report.write_text(json.dumps(document))
     assert outcomes(path)["logits"] == FAILED
 
 
@@ -158,24 +158,24 @@ def test_damage_is_found(copy, damage, caught, words, monkeypatch, capsys):
     checks = {check.name: check for check in verify_checkpoint(path, device="cpu").checks}
     assert checks[caught].outcome == FAILED
     assert words in checks[caught].said
-    code, shown, errors = run_main(monkeypatch, capsys, "verify", path, "--device", "cpu")
-    assert code == 1 and "failed" in shown
+    code, output, errors = run_main(monkeypatch, capsys, "verify", path, "--device", "cpu")
+    assert code == 1 and "failed" in output
     assert errors.splitlines()[-1].startswith(f"surgery: error: {path}: ")
 
 
 def test_a_config_of_other_shapes_is_one_line(copy, monkeypatch, capsys):
     path = copy("gqa")
     edit_config(path, num_key_value_heads=2)
-    code, shown, errors = run_main(monkeypatch, capsys, "verify", path)
-    assert (code, shown) == (1, "") and "k_proj.weight has shape" in errors.splitlines()[-1]
+    code, output, errors = run_main(monkeypatch, capsys, "verify", path)
+    assert (code, output) == (1, "") and "k_proj.weight has shape" in errors.splitlines()[-1]
 
 
 def test_a_truncated_file_is_one_line(copy, monkeypatch, capsys):
     path = copy("gqa")
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    code, shown, errors = run_main(monkeypatch, capsys, "verify", path)
-    assert (code, shown) == (1, "") and "model.safetensors" in errors.splitlines()[-1]
+    code, output, errors = run_main(monkeypatch, capsys, "verify", path)
+    assert (code, output) == (1, "") and "model.safetensors" in errors.splitlines()[-1]
 
 
 READ = ("modeling_evil.py", "code.PY", "x.so", "x.so.1", "lib.dll", "a/b/m.pyc", "custom_generate/generate.txt")
@@ -210,15 +210,15 @@ def test_other_unlisted_files_are_named(copy, monkeypatch, capsys):
     for name in (*NAMED, *(f".git/objects/{number}.py" for number in range(9))):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text("x")
-    code, shown, _ = run_main(monkeypatch, capsys, "verify", path, "--json", "--device", "cpu")
-    found = json.loads(shown)
-    assert code == 0 and found["unlisted"].keys() == {*NAMED, ".git/"}
-    said = next(check["said"] for check in found["checks"] if check["name"] == "files")
-    assert all(name in said for name in NAMED) and said.count(".git") == 2  # .gitattributes
+    code, output, _ = run_main(monkeypatch, capsys, "verify", path, "--json", "--device", "cpu")
+    document = json.loads(output)
+    assert code == 0 and document["unlisted"].keys() == {*NAMED, ".git/"}
+    message = next(check["said"] for check in document["checks"] if check["name"] == "files")
+    assert all(name in message for name in NAMED) and message.count(".git") == 2  # .gitattributes
     (path / "chat_template.jinja").write_text("x")
-    code, shown, told = run_main(monkeypatch, capsys, "verify", path, "--json", "--device", "cpu")
-    assert code == 1 and json.loads(shown)["unlisted"]["chat_template.jinja"] == "template"
-    assert "chat_template.jinja (template)" in told and "wandb/debug.log" in told
+    code, output, err = run_main(monkeypatch, capsys, "verify", path, "--json", "--device", "cpu")
+    assert code == 1 and json.loads(output)["unlisted"]["chat_template.jinja"] == "template"
+    assert "chat_template.jinja (template)" in err and "wandb/debug.log" in err
 
 
 @given(st.lists(st.sampled_from((*READ, *NAMED)), unique=True))
@@ -257,22 +257,22 @@ def test_files_replaced_while_they_are_verified_are_refused(copy, monkeypatch):
     ],
 )
 def test_what_no_report_says_is_not_checked(kind):
-    found = outcomes(OLD / kind)
-    assert found.pop("files") == found.pop("KV bytes") == found.pop("logits") == NOT_CHECKED
-    assert set(found.values()) <= ({NOT_CHECKED, PASSED} if kind == "xkv-prompt" else {PASSED})
+    result = outcomes(OLD / kind)
+    assert result.pop("files") == result.pop("KV bytes") == result.pop("logits") == NOT_CHECKED
+    assert set(result.values()) <= ({NOT_CHECKED, PASSED} if kind == "xkv-prompt" else {PASSED})
 
 
-def test_the_verb_and_the_function(made, checkpoints, monkeypatch, capsys):
-    code, shown, _ = run_main(monkeypatch, capsys, "verify", made("mla"), "--json", "--device", "cpu")
-    assert code == 0 and json.loads(shown)["failed"] is False
-    assert not surgery.verify(made("mla"), device="cpu", progress=False).failed
+def test_the_verb_and_the_function(converted, checkpoints, monkeypatch, capsys):
+    code, output, _ = run_main(monkeypatch, capsys, "verify", converted("mla"), "--json", "--device", "cpu")
+    assert code == 0 and json.loads(output)["failed"] is False
+    assert not surgery.verify(converted("mla"), device="cpu", progress=False).failed
     untouched = surgery.verify(checkpoints("qwen3"), device="cpu", progress=False)
     assert {check.name for check in untouched.checks if check.outcome == PASSED} == {"numbers", "caches", "whole model"}
 
 
 def test_env_tells_versions_and_no_paths(monkeypatch, capsys):
-    code, shown, _ = run_main(monkeypatch, capsys, "env", "--json")
-    facts = json.loads(shown)
+    code, output, _ = run_main(monkeypatch, capsys, "env", "--json")
+    facts = json.loads(output)
     assert code == 0 and facts["surgery"] and facts["packages"]["torch"] and "/" not in json.dumps(facts["packages"])
-    code, shown, _ = run_main(monkeypatch, capsys, "env", "--gpu")
-    assert code == 0 and "transformers" in shown
+    code, output, _ = run_main(monkeypatch, capsys, "env", "--gpu")
+    assert code == 0 and "transformers" in output

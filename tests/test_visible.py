@@ -81,10 +81,10 @@ def test_evaluations(tmp_path, capsys):
     report["title"] = report["command"] = f"e{name}f"
     report_csv.write(report, tmp_path / "report.csv")
     show_evaluation(report, [tmp_path / f"x{name}".replace("\udcff", "")], as_json=False)
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     short = [{**row, "results": {"loss": row["results"]["loss"]}} for row in report["rows"]]
     html = page.render({**report, "rows": short})
-    for text in (report_markdown.render(report), (tmp_path / "report.csv").read_text(), shown, html):
+    for text in (report_markdown.render(report), (tmp_path / "report.csv").read_text(), output, html):
         check(text)
     print_json(report)
     printed = capsys.readouterr().out

@@ -56,13 +56,13 @@ def test_pages_change_nothing(lengths, new, scores, gains, exact, monkeypatch):
     query = torch.randn(len(lengths) * new, HEADS, RANK + ROPE, dtype=torch.float64)
     span = span_of(table, lengths, new, exact)
     with NoHostSync():
-        got = latent_attention(query, gathered(cache, span.pages), span, RANK, 0.7, gains)
+        result = latent_attention(query, gathered(cache, span.pages), span, RANK, 0.7, gains)
     expected = []
     for q, vectors in zip(query.split(new), rows, strict=True):
         scaled = torch.ones(len(vectors), 1) if gains is None else vectors[:, RANK + ROPE :][:, gains]
         expected.append(dense(q, vectors, 0.7, scaled.repeat_interleave(HEADS // scaled.shape[1], dim=1)))
     expected = torch.cat(expected)
-    torch.testing.assert_close(got, expected, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(result, expected, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("lengths", [(5, 17, 40), (1, 8)])
@@ -83,18 +83,18 @@ def test_heads_see_sinks_and_a_window(lengths, new, tile, sinks, recent, exact, 
     for request, (length, q) in enumerate(zip(lengths, query.split(new), strict=True)):
         rows = torch.randn(2, length, 2 * RANK, dtype=torch.float64)
         at, place = torch.arange(length), torch.arange(length - new, length)[:, None]
-        seen = (at <= place) & ((place - at < (recent or length)) | (at < sinks))
+        records = (at <= place) & ((place - at < (recent or length)) | (at < sinks))
         for number, piece in enumerate(rows.split(PAGE, dim=1)):
-            if seen[:, number * PAGE : (number + 1) * PAGE].any():
+            if records[:, number * PAGE : (number + 1) * PAGE].any():
                 table[request, number] = next(free)
                 cache[table[request, number], :, : piece.shape[1]] = piece
         keys, values = rows.repeat_interleave(HEADS // 2, dim=0).split(RANK, dim=-1)
-        scores = (torch.einsum("thd,hsd->hts", q, keys) * 0.7).masked_fill(~seen, -torch.inf)
+        scores = (torch.einsum("thd,hsd->hts", q, keys) * 0.7).masked_fill(~records, -torch.inf)
         expected.append(torch.einsum("hts,hsd->thd", scores.softmax(-1), values))
     span = span_of(table, lengths, new, exact)
     with NoHostSync():
-        got = paged_head_attention(query, cache, span, 0.7, sinks, recent)
-    torch.testing.assert_close(got, torch.cat(expected), atol=1e-10, rtol=1e-10)
+        result = paged_head_attention(query, cache, span, 0.7, sinks, recent)
+    torch.testing.assert_close(result, torch.cat(expected), atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("new", [1, 5])
@@ -109,10 +109,10 @@ def test_rebuilt_keys_are_read_like_cached_ones(new, exact):
         return turned.unsqueeze(1).chunk(2, dim=-1)
 
     with NoHostSync():
-        got = rebuilt_attention(query, gathered(cache, span.pages), span, 0.7, rebuild)
+        result = rebuilt_attention(query, gathered(cache, span.pages), span, 0.7, rebuild)
     turned = torch.zeros_like(cache)  # what the table says is where
     turned[span.pages] = cache[span.pages] * torch.arange(3 * PAGE).view(3, PAGE, 1)[: span.pages.shape[1]].cos()
-    torch.testing.assert_close(got, paged_head_attention(query, turned.unsqueeze(1), span, 0.7, 0, None))
+    torch.testing.assert_close(result, paged_head_attention(query, turned.unsqueeze(1), span, 0.7, 0, None))
 
 
 @pytest.mark.parametrize("shape", [(RANK,), (2, RANK)])
@@ -162,7 +162,7 @@ def test_a_batch_is_cut_by_new_tokens_length_and_room(monkeypatch):
 
 
 def test_a_span_finds_its_tokens_and_pages():
-    """Requests that are neighbours by slices, others by indices; pages up to the longest."""
+    """Requests that are neighbors by slices, others by indices; pages up to the longest."""
     table, lengths = torch.arange(12, dtype=torch.int32).view(3, 4), [9, 5, 8]
     one, pair = spans_of([2, 1, 2], lengths, table, torch.tensor(lengths), 4)
     assert (one.tokens, one.seq_lens.tolist(), one.pages.tolist()) == (slice(2, 3), [5], [[4, 5]])
@@ -171,7 +171,7 @@ def test_a_span_finds_its_tokens_and_pages():
     assert (pair.new, pair.shortest, pair.longest) == (2, 8, 9)
 
 
-def test_a_span_of_neighbours_and_of_bounds():
+def test_a_span_of_neighbors_and_of_bounds():
     lengths = torch.tensor([9, 8, 9])
     (span,) = spans_of([1, 1, 1], [10, 10, 10], torch.arange(12).view(3, 4), lengths, 4, exact=False)
     assert (span.tokens, span.shortest, span.longest) == (slice(0, 3), 1, 10)
@@ -184,13 +184,13 @@ CROSS_LAYER = {"kind": "cross_layer", "group_size": 1, "rank": 4, "block": 1, "s
 
 
 def config(**changes):
-    said = {"base_model_type": "llama", "attention_layers": [LATENT, None], "kv_cache": None}
-    said |= {"hidden_size": 32}
-    said |= {"num_key_value_heads": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    settings = {"base_model_type": "llama", "attention_layers": [LATENT, None], "kv_cache": None}
+    settings |= {"hidden_size": 32}
+    settings |= {"num_key_value_heads": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     entry = changes.pop("entry", None)
     if entry is not None:
-        said["attention_layers"] = [LATENT, entry if "kind" in entry else {**LATENT, **entry}]
-    return SimpleNamespace(**said | changes)
+        settings["attention_layers"] = [LATENT, entry if "kind" in entry else {**LATENT, **entry}]
+    return SimpleNamespace(**settings | changes)
 
 
 HYBRID = {"kind": "hybrid", "kv_heads": 2, "full_heads": 1, "compensated_heads": 0, "sinks": 4, "recent": 8}
@@ -220,11 +220,11 @@ def test_structures_that_it_serves():
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"base_model_type": "qwen3_moe"}, "family qwen3_moe"),
         ({"hidden_act": "gelu"}, "activation gelu"),
-        ({"kv_cache": {"format": "int4"}}, "quantised by kv_cache"),
+        ({"kv_cache": {"format": "int4"}}, "quantized by kv_cache"),
         ({"sliding_window": 32}, "attention windows"),
         ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}, "attention windows"),
         ({"attention_layers": [None, CROSS_LAYER]}, "kind 'cross_layer' .layer 1."),
@@ -244,15 +244,15 @@ def test_structures_that_it_serves():
         ({"entry": {"streaming": {"sinks": 4, "recent": 8}}}, "MLA with streaming"),
     ],
 )
-def test_other_structures_are_refused_by_name(changes, told):
-    with pytest.raises(ValueError, match=told):
+def test_other_structures_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
         attention_of_layers(config(**changes))
 
 
-@pytest.mark.parametrize("found", ["0.33.1", "0.3.2"])
-def test_another_vllm_is_refused(found, monkeypatch):
-    monkeypatch.setattr(plugin_config, "_vllm_version", lambda: found)
-    with pytest.raises(ValueError, match=f"tested with vLLM 0.32 and this is {found}"):
+@pytest.mark.parametrize("result", ["0.33.1", "0.3.2"])
+def test_another_vllm_is_refused(result, monkeypatch):
+    monkeypatch.setattr(plugin_config, "_vllm_version", lambda: result)
+    with pytest.raises(ValueError, match=f"tested with vLLM 0.32 and this is {result}"):
         plugin_config.check_version()
     monkeypatch.setenv(plugin_config.ANY_VERSION, "1")
     plugin_config.check_version()

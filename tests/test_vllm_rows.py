@@ -21,10 +21,10 @@ RANK, INV_FREQ = 12, torch.tensor([1.0, 0.01])
 @pytest.fixture
 def quantizer() -> TokenQuantizer:
     torch.manual_seed(0)
-    made = TokenQuantizer(TokenFormat((*LATENT, *ROPE)))
-    made.step.uniform_(4, 6).div_(made.highest + 1)
-    made.mean.normal_(0, 0.1)
-    return made
+    result = TokenQuantizer(TokenFormat((*LATENT, *ROPE)))
+    result.step.uniform_(4, 6).div_(result.highest + 1)
+    result.mean.normal_(0, 0.1)
+    return result
 
 
 @pytest.mark.parametrize("gains", [0, 2])
@@ -37,15 +37,15 @@ def test_rows_are_read_as_the_model_class_reads_them(quantizer, gains, has_first
     first[1, 2:] = torch.nan
     with NoHostSync():
         rows = rows_of(torch.cat((values, scales), dim=-1).flatten(0, 1), quantizer).unflatten(0, (2, tokens))
-        got = vectors_of(rows, quantizer, INV_FREQ, first if has_first else None, lens)
+        result = vectors_of(rows, quantizer, INV_FREQ, first if has_first else None, lens)
     assert rows.shape[-1] == quantizer.format.row_bytes + 2 * gains
     read = quantizer.read(values)
     if has_first:
         read[0, :FIRST], read[1, :2] = values[0, :FIRST], values[1, :2]
     angles = torch.arange(tokens)[:, None] * INV_FREQ
     expected = torch.cat((read[..., :RANK], rotate_pairs(read[..., RANK:], angles.cos(), angles.sin())), dim=-1)
-    torch.testing.assert_close(got[..., : RANK + 4], expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(got[..., RANK + 4 :], scales.half().float())
+    torch.testing.assert_close(result[..., : RANK + 4], expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(result[..., RANK + 4 :], scales.half().float())
 
 
 def test_slots_of_first_tokens_in_their_smaller_pages():
@@ -56,8 +56,8 @@ def test_slots_of_first_tokens_in_their_smaller_pages():
 
 def entry(runs, first=FIRST) -> QuantizedLatentEntry:
     rank = TokenFormat(runs).channels
-    named = {"rope_inv_freq": (1.0, 0.1), "key_norm_eps": None, "latent_runs": runs, "rope_runs": ROPE}
-    return QuantizedLatentEntry(kv_lora_rank=rank, first_tokens=first, **named)
+    names = {"rope_inv_freq": (1.0, 0.1), "key_norm_eps": None, "latent_runs": runs, "rope_runs": ROPE}
+    return QuantizedLatentEntry(kv_lora_rank=rank, first_tokens=first, **names)
 
 
 def test_layers_fill_a_block_and_leave_nothing_between():

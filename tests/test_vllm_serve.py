@@ -10,7 +10,7 @@ from surgery_vllm import serve
 
 
 @pytest.fixture
-def found(monkeypatch):
+def installed(monkeypatch):
     """An environment that has vLLM and our plugin."""
     monkeypatch.setattr(serve, "find_spec", lambda name: name)
     monkeypatch.setattr("surgery_vllm.config._vllm_version", lambda: "0.32.0")
@@ -21,10 +21,15 @@ def found(monkeypatch):
 @pytest.fixture
 def model(tmp_path):
     latent = {"kind": "latent", "kv_lora_rank": 4, "rope_inv_freq": [1.0], "key_norm_eps": None}
-    said = {"model_type": "surgery", "base_model_type": "llama", "num_hidden_layers": 1, "attention_layers": [latent]}
+    settings = {
+        "model_type": "surgery",
+        "base_model_type": "llama",
+        "num_hidden_layers": 1,
+        "attention_layers": [latent],
+    }
 
     def written(**changes) -> str:
-        (tmp_path / "config.json").write_text(json.dumps(said | changes))
+        (tmp_path / "config.json").write_text(json.dumps(settings | changes))
         return str(tmp_path)
 
     return written
@@ -37,7 +42,7 @@ def refusal(model: str, port: int = 0) -> str:
     return str(error.value)
 
 
-def test_what_can_be_served_is_not_refused(found, model):
+def test_what_can_be_served_is_not_refused(installed, model):
     serve.check(model(), "127.0.0.1", 0)
     serve.check(model(), "", 0)
 
@@ -46,14 +51,14 @@ def test_an_environment_without_vllm(model):
     assert "no vLLM" in refusal(model())
 
 
-def test_another_version_and_another_structure(found, model, monkeypatch):
+def test_another_version_and_another_structure(installed, model, monkeypatch):
     assert "attention of kind 'cross_layer'" in refusal(model(attention_layers=[{"kind": "cross_layer"}]))
     monkeypatch.setattr("surgery_vllm.config._vllm_version", lambda: "0.33.0")
     assert "this is 0.33.0" in refusal(model())
     serve.check(model(model_type="llama"), "127.0.0.1", 0)  # no plugin is asked of it
 
 
-def test_a_plugin_that_vllm_does_not_find(found, model, monkeypatch):
+def test_a_plugin_that_vllm_does_not_find(installed, model, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert "leaves out model_surgery" in refusal(model())
     monkeypatch.delenv("VLLM_PLUGINS")
@@ -61,15 +66,15 @@ def test_a_plugin_that_vllm_does_not_find(found, model, monkeypatch):
     assert "install model-surgery in this environment" in refusal(model())
 
 
-def test_a_port_in_use(found, model):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+def test_a_port_in_use(installed, model):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         assert f"port {port} of 127.0.0.1: Address already in use" in refusal(model(), port)
 
 
-def test_no_checkpoint(found, tmp_path):
+def test_no_checkpoint(installed, tmp_path):
     assert "no config.json" in refusal(str(tmp_path))
 
 
@@ -86,16 +91,16 @@ CHECKED = """\
 
 
 @pytest.mark.parametrize(
-    ("log", "said"),
+    ("log", "message"),
     [
         (LOG, "To serve at least one request, more is needed"),
         (CHECKED, "no such thing"),
         ("", "vLLM ended with status 3"),
     ],
 )
-def test_a_failure_ends_in_its_reason(log, said, capfd):
+def test_a_failure_ends_in_its_reason(log, message, capfd):
     assert serve.run([sys.executable, "-c", f"import sys; sys.stderr.write({log!r}); sys.exit(3)"]) == 3
     out, err = capfd.readouterr()
-    assert (out, err) == (log, f"error: {said}\n")
+    assert (out, err) == (log, f"error: {message}\n")
     assert serve.run([sys.executable, "-c", "print('ValueError: told and caught')"]) == 0
     assert capfd.readouterr().err == ""

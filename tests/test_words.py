@@ -1,13 +1,16 @@
 """Words of the repository: openings of docstrings, replaced words, lengths of sentences in the docs."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CODE = ("surgery", "surgery_vllm", "eval", "training", "kernels", "tools", "tests")
+PRODUCT = ("surgery", "surgery_vllm", "eval", "training", "kernels", "tools")
+CODE = (*PRODUCT, "tests")
 
 DOCSTRING = re.compile(r'(?:\A|:(?: *#.*)?\n) *r?"""(.+)')
 """First line of a docstring: of a module, or after the line that ends with the colon of a class or function."""
@@ -19,7 +22,7 @@ MOST_QUESTIONS = 0.02
 REPLACED = {
     r"pictures and text": "vision-language, multimodal",
     r"predict further tokens": "MTP layers",
-    r"by heart": "memorised",
+    r"by heart": "memorized",
     r"made anew|begins? anew|starts? anew": "rebuilt, from scratch",
     r"goes on from": "resumes from",
     r"one behind the other": "one after the other",
@@ -28,6 +31,37 @@ REPLACED = {
     r"met_moment|is_further|TOWERS": "gradient_weighted_moment, is_mtp_layer, MULTIMODAL",
 }
 """Words that stand nowhere in the code and the docs, and the field's word for each."""
+
+AMERICAN = re.compile(
+    r"(?i)((quant|memor|normal|token|initial|special|factor|optim|synchron|recogn|neutral)is(e[ds]?|ers?|ing|ations?)"
+    r"|colour(s|ed|ing)?|behaviours?|neighbour(s|ing)?|(un)?centre[ds]?|licences?)(?![a-z])"
+)
+"""British spellings; the repository is spelled as PyTorch's docs are."""
+USERS_NAMES = re.compile(r"dequantised_from|keep[_-]quantised|\"memorised\"|honours_document_masks")
+"""Names of settings and report fields in users' files, and an attribute of the remote code of old checkpoints."""
+
+PARTICIPLES = {
+    *("found", "said", "given", "asked", "wanted", "kept", "told", "seen", "made", "held", "taken", "left"),
+    *("done", "written", "handed_on", "most", "known", "named", "met", "shown", "chosen", "tried", "gone", "got"),
+    *("lost", "mixed", "shrunk", "grown", "begun", "heard", "fed", "looked"),
+}
+"""Names that say how a thing came instead of what it is."""
+NAMED_SO = {
+    "kept": (
+        # A setting of checkpoints, the parameter of tasks that plugins implement, and `keep_layers` of plans in files.
+        *("surgery/model/cross_layer_entry.py", "surgery/model/group_stores.py", "surgery/architectures/sliced.py"),
+        *("eval/session.py", "eval/tasks/", "surgery/structures/"),
+    ),
+    "held": ("kernels/lowrank_decode/",),  # a keyword of a public operator
+    "asked": ("surgery/planning/", "surgery/structures/", "eval/ruler/niah.py"),  # fields of plans in users' files
+    "most": ("surgery/common/setting.py", "surgery/model/left_padding.py"),  # pairs with `least`
+    "seen": ("surgery/model/",),  # an attribute of cache layers, which count all tokens that came
+    "done": ("surgery/common/phase.py", "surgery/common/progress.py"),  # `total` and `done` of a progress bar
+    "written": ("surgery/evaluation/run.py", "surgery/workflow/"),  # a public field of results
+    "said": ("surgery/inspection/checks.py",),  # a field of the report of `surgery verify`
+    "told": ("surgery/workflow/steps.py",),  # a field of what `surgery run --dry-run --json` prints
+}
+"""Participles that stay, and the files or folders that may use each."""
 
 READ = ("convert", "healing", "heads", "mla", "scale", "index", "glossary", "python", "troubleshooting", "tutorials/*")
 """Pages of docs whose sentences are short."""
@@ -68,6 +102,39 @@ def test_replaced_words_stay_replaced(sources, words):
         if pattern.search(line)
     ]
     assert not hits, f"write {REPLACED[words]}: {hits[:10]}"
+
+
+def test_spelling_is_american(sources):
+    pages = {file: file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md")}
+    hits = [
+        f"{file.relative_to(ROOT)}: {match.group()}"
+        for file, text in (sources | pages).items()
+        if file != Path(__file__).resolve() and "old_checkpoints" not in file.parts
+        for match in AMERICAN.finditer(USERS_NAMES.sub("", text))
+    ]
+    assert not hits, hits[:10]
+
+
+def _variables(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the name and line of every variable, argument and dataclass field that a module binds."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+def test_variables_are_named_by_nouns(sources):
+    hits = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file, source in sources.items()
+        if file.relative_to(ROOT).parts[0] in PRODUCT
+        for name, line in _variables(ast.parse(source))
+        if name in PARTICIPLES and not str(file.relative_to(ROOT)).startswith(NAMED_SO.get(name, ()))
+    ]
+    assert not hits, hits
 
 
 def sentence_lengths(page: str) -> list[int]:

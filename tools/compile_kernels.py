@@ -25,10 +25,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" /
 
 def cases(names: list[str]) -> Iterator[tuple[object, str]]:
     """Entries of ``COMPILED`` in the kernels' tests and the functions that give their launches, once each."""
-    from kernel_examples import found
+    from kernel_examples import collect
 
     keys = set()
-    for entry in found("COMPILED"):
+    for entry in collect("COMPILED"):
         case = getattr(entry, "values", (entry,))[0]
         if case.cases not in keys and (not names or any(name in case.cases for name in names)):
             keys.add(case.cases)

@@ -54,8 +54,8 @@ def pack(folder: Path, max_bytes: int, python: str, model: Path | None, wheels: 
         manifest = {"model": "model.gguf", "pieces": len(pieces), "sha256": digest, "commit": commit()}
         (first / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     for part in sorted(folder.glob("part-*")):
-        taken = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
-        print(f"{part}: {format_size(taken)}")
+        num_bytes = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
+        print(f"{part}: {format_size(num_bytes)}")
 
 
 def _download(name: str, python: str, folder: Path) -> list[Path]:
@@ -64,9 +64,9 @@ def _download(name: str, python: str, folder: Path) -> list[Path]:
     platforms = [word for platform in PLATFORMS for word in ("--platform", f"{platform}_x86_64")]
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
     command += ["--python-version", python, "--implementation", "cp", *platforms, name]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SurgeryError(f"{name}: pip cannot download it ({done.stderr.strip().splitlines()[-1:]})")
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise SurgeryError(f"{name}: pip cannot download it ({process.stderr.strip().splitlines()[-1:]})")
     return sorted(set(folder.glob("*.whl")) - before)
 
 

@@ -75,8 +75,8 @@ def report_of(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def newest() -> dict[str, Any] | None:
     """The latest report in docs/gpu."""
-    found = sorted(FOLDER.glob("*.json"))
-    return json.loads(found[-1].read_text(encoding="utf-8")) if found else None
+    reports = sorted(FOLDER.glob("*.json"))
+    return json.loads(reports[-1].read_text(encoding="utf-8")) if reports else None
 
 
 def write_pages(report: dict[str, Any] | None) -> None:

@@ -129,7 +129,7 @@ def run(
     """
     if max_files < 2:
         raise SurgeryError(f"--max-files {max_files}: the rows and the log are two files")
-    chosen = _chosen(steps)
+    selection = _chosen(steps)
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
@@ -140,21 +140,21 @@ def run(
         _install(wheels, work / "site")
     setup = Setup(work, device, tiny, demo_model() if tiny else model)
     _write(results, {"event": "run", "command": " ".join(sys.argv), "commit": commit(work), "tiny": tiny, **_now()})
-    for step in chosen:
-        left = seconds - (time.monotonic() - began)
-        done = work / "done" / step.name
-        if done.exists():
+    for step in selection:
+        remaining = seconds - (time.monotonic() - began)
+        marker = work / "done" / step.name
+        if marker.exists():
             continue
         if step.needs_model and setup.model is None:
             _write(results, {"event": "waits", "step": step.name, "why": "the model's parts have not all arrived"})
             continue
-        if left < LEAST:
+        if remaining < LEAST:
             _write(results, {"event": "waits", "step": step.name, "why": "no time is left in this run"})
             continue
-        limit = min(left, step.seconds * (4 if tiny else 1))
+        limit = min(remaining, step.seconds * (4 if tiny else 1))
         if _take(step, setup, limit, environment, results, out / LOG, starter):
-            done.parent.mkdir(exist_ok=True)
-            done.touch()
+            marker.parent.mkdir(exist_ok=True)
+            marker.touch()
     _write(results, {"event": "end", "seconds": round(time.monotonic() - began, 1)})
 
 
@@ -200,11 +200,11 @@ def _programs(environment: dict[str, str]) -> int:
 
 
 def _chosen(names: str | None) -> list[Step]:
-    known = {step.name: step for step in STEPS}
-    wanted = list(known) if names is None else [name.strip() for name in names.split(",")]
-    if unknown := [name for name in wanted if name not in known]:
-        raise SurgeryError(f"--steps {unknown[0]}: choose {', '.join(known)}")
-    return [known[name] for name in wanted]
+    steps = {step.name: step for step in STEPS}
+    selected_names = list(steps) if names is None else [name.strip() for name in names.split(",")]
+    if unknown := [name for name in selected_names if name not in steps]:
+        raise SurgeryError(f"--steps {unknown[0]}: choose {', '.join(steps)}")
+    return [steps[name] for name in selected_names]
 
 
 def _arrived(pack: Path, work: Path) -> Path | None:
@@ -260,9 +260,9 @@ def _environment(work: Path, device: str) -> dict[str, str]:
 def commit(work: Path | None = None) -> str | None:
     """The checkout's commit; on a machine without its history the one that was packed."""
     with suppress(OSError):
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        if done.stdout.strip():
-            return done.stdout.strip()
+        process = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        if process.stdout.strip():
+            return process.stdout.strip()
     with suppress(OSError, TypeError):
         return json.loads((work / MANIFEST).read_text(encoding="utf-8")).get("commit")
     return None

@@ -84,19 +84,19 @@ def _facts(setup: Setup, seconds: float) -> list[str]:
 
 
 def _tests(setup: Setup, seconds: float) -> list[str]:
-    chosen = ["-m", "not slow and not gpu", "-k", "merge"] if setup.tiny else ["-m", "gpu"]
+    selection = ["-m", "not slow and not gpu", "-k", "merge"] if setup.tiny else ["-m", "gpu"]
     workers = min(12, max(1, (os.cpu_count() or 2) - 2))
     folder = ROOT / "tests" / "kernels"
     where = [str(folder / "test_merge_parts.py" if setup.tiny else folder)]
-    return [*_pytest("gpu_pytest", setup, workers), *chosen, *where]
+    return [*_pytest("gpu_pytest", setup, workers), *selection, *where]
 
 
 def _compile(setup: Setup, seconds: float) -> list[str]:
     # The first kernel of all in a rehearsal: every other would take as long.
-    chosen = ["-m", "gpu", *(["-k", "test_kernel"] if setup.tiny else [])]
+    selection = ["-m", "gpu", *(["-k", "test_kernel"] if setup.tiny else [])]
     folder = ROOT / "tests" / "kernels"
     tests = [] if setup.tiny else [str(folder), f"--ignore={folder / 'bench'}"]
-    return [*_pytest("gpu_compile", setup, os.cpu_count() or 1), *chosen, CASES, *tests]
+    return [*_pytest("gpu_compile", setup, os.cpu_count() or 1), *selection, CASES, *tests]
 
 
 def _pytest(plugin: str, setup: Setup, workers: int) -> list[str]:

@@ -34,10 +34,10 @@ BEGIN, END = "<!-- made by tools/readme.py -->\n", "<!-- end -->"
 
 def hook(report: dict[str, Any]) -> str:
     """Return the sentence beneath the picture."""
-    chosen = {column.key: column for column in columns(report)}
+    columns_by_key = {column.key: column for column in columns(report)}
     source, best = (next(row for row in report["rows"] if row["name"] == name) for name in ("source", ANSWER))
     share, source_perplexity, perplexity, recall, source_recall = (
-        chosen[key].text(row, report)
+        columns_by_key[key].text(row, report)
         for key, row in (
             ("kv_ratio", best),
             ("perplexity", source),
@@ -68,19 +68,21 @@ def caption(report: dict[str, Any]) -> str:
 
 def table(report: dict[str, Any]) -> str:
     """Return the Markdown table: the source, then the other rows by their bytes."""
-    chosen = {column.key: column for column in columns(report)}
+    columns_by_key = {column.key: column for column in columns(report)}
     rows = sorted(report["rows"], key=lambda row: (row["role"] != "baseline", -row["kv"]["ratio"]))
     lines = [f"| | {' | '.join(SHOWN.values())} |", "|---|" + "---:|" * len(SHOWN)]
     for row in rows:
         name = row["name"] if row["role"] == "variant" else f"`{row['name']}`"
-        lines.append(f"| {name} | {' | '.join(chosen[key].text(row, report) for key in SHOWN)} |")
+        lines.append(f"| {name} | {' | '.join(columns_by_key[key].text(row, report) for key in SHOWN)} |")
     return "\n".join([*lines, "", caption(report), ""])
 
 
 def with_parts(readme: str, *parts: str) -> str:
     """The README with these between its marks, one after the other."""
-    left = iter(parts)
-    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: BEGIN + next(left) + END, readme, flags=re.DOTALL)
+    remaining = iter(parts)
+    return re.sub(
+        f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: BEGIN + next(remaining) + END, readme, flags=re.DOTALL
+    )
 
 
 if __name__ == "__main__":

@@ -42,9 +42,9 @@ def check_versions(root: Path = ROOT) -> str:
     """
     version = _found(root / "surgery" / "version.py", r'__version__ = "([^"]+)"')
     newest = _found(root / "CHANGELOG.md", r"^## (.+)$")
-    named, _, dated = newest.partition(" ")
-    if named != version:
-        raise NotReady(f"CHANGELOG.md begins with {named}, surgery/version.py says {version}")
+    changelog_version, _, dated = newest.partition(" ")
+    if changelog_version != version:
+        raise NotReady(f"CHANGELOG.md begins with {changelog_version}, surgery/version.py says {version}")
     if not re.fullmatch(r"\(\d{4}-\d{2}-\d{2}\)", dated):
         raise NotReady(f"CHANGELOG.md: write the date of {version}, as in `## {version} (2026-01-31)`, not {dated!r}")
     cited = _found(root / "CITATION.cff", r"^version: (.+)$")
@@ -161,12 +161,12 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def _run(command: list, folder: Path) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         [str(each) for each in command], cwd=folder, capture_output=True, text=True, env=_environment()
     )
-    if done.returncode:
-        raise NotReady(f"{' '.join(map(str, command[:4]))} failed: {done.stderr.strip()[-500:]}")
-    return done.stdout
+    if process.returncode:
+        raise NotReady(f"{' '.join(map(str, command[:4]))} failed: {process.stderr.strip()[-500:]}")
+    return process.stdout
 
 
 def _environment() -> dict[str, str]:

@@ -104,10 +104,10 @@ def make_random(folder: Path, config: dict) -> None:
 def convert(source: Path, *arguments: str) -> dict:
     """Return the output of ``surgery convert --json``."""
     command = [sys.executable, "-m", "surgery", "convert", str(source), "--out", str(source.parent / "out"), "--json"]
-    done = subprocess.run([*command, *arguments], stdout=subprocess.PIPE)
-    if not done.stdout:
+    process = subprocess.run([*command, *arguments], stdout=subprocess.PIPE)
+    if not process.stdout:
         sys.exit("the conversion failed")
-    return json.loads(done.stdout)
+    return json.loads(process.stdout)
 
 
 def dry_run(source: Path, target: str, arguments: list[str]) -> dict:

@@ -30,7 +30,7 @@ def without_outside_links(markdown: str, uri: str) -> str:
         ValueError: a link to what does not exist.
     """
 
-    def told(link: re.Match) -> str:
+    def replacement(link: re.Match) -> str:
         text, target, _ = link.groups()
         if "://" in target or target.startswith("mailto:"):
             return link[0]
@@ -42,4 +42,4 @@ def without_outside_links(markdown: str, uri: str) -> str:
         return text if place in text else f"{text} (`{place}`)"
 
     parts = FENCE.split(markdown)
-    return "".join(part if part.startswith("```") else LINK.sub(told, part) for part in parts)
+    return "".join(part if part.startswith("```") else LINK.sub(replacement, part) for part in parts)

@@ -39,7 +39,7 @@ TESTS = (
     *("tests/test_convert_hybrid.py", "tests/test_convert_cross_layer.py", "tests/test_convert_cache.py"),
     *("tests/test_slicing.py", "tests/test_tokenizer_class.py", "tests/test_old_checkpoints.py"),
     *("tests/test_python_api.py", "tests/test_heal.py"),
-    *("tests/checkpoint/test_quantised.py", "tests/checkpoint/test_kept_quantised.py", "tests/checkpoint/test_gguf.py"),
+    *("tests/checkpoint/test_quantized.py", "tests/checkpoint/test_kept_quantized.py", "tests/checkpoint/test_gguf.py"),
 )
 SHOWN = ("torch", "transformers", "huggingface_hub", "safetensors", "numpy", "accelerate", "peft", "datasets")
 IMPORTS = """
@@ -67,7 +67,7 @@ INTRODUCTION = f"""# Versions
 What `pyproject.toml` declares, tried at both ends: at the floor every requirement has its lower bound, else the
 newest that fit each other. In each environment all modules of the installed wheel are imported, and {len(TESTS)}
 files of tests run on it: the command line, conversions to every target, reload, slices, earlier checkpoints,
-evaluation, healing, quantised sources. Made by `python tools/versions.py`, on x86-64 Linux, without a GPU.
+evaluation, healing, quantized sources. Made by `python tools/versions.py`, on x86-64 Linux, without a GPU.
 
 | Python | end | {" | ".join(SHOWN)} | modules imported | tests passed | failed | skipped | date |
 |---|---|{"---|" * len(SHOWN)}---:|---:|---:|---:|---|
@@ -131,11 +131,11 @@ def try_pair(minor: str, end: str, wheel: Path, folder: Path) -> tuple[str, bool
     print(f"{minor} {end}: {modules} modules imported; not here: {', '.join(absent) or 'none'}", flush=True)
     # The console script, since `python -m pytest` would find the repository's own code before the wheel's.
     pytest = [folder / "venv" / "bin" / "pytest", "-n", "0", "-q", f"--junitxml={report}", *TESTS]
-    done = subprocess.run([str(each) for each in pytest], cwd=ROOT, env=_environment())
+    process = subprocess.run([str(each) for each in pytest], cwd=ROOT, env=_environment())
     suite = ElementTree.parse(report).getroot()[0].attrib
     failed, skipped = int(suite["failures"]) + int(suite["errors"]), int(suite["skipped"])
     counts = (modules, int(suite["tests"]) - failed - skipped, failed, skipped, date.today().isoformat())
-    return f"| {' | '.join(map(str, (versions[0], end, *versions[1:], *counts)))} |", not done.returncode
+    return f"| {' | '.join(map(str, (versions[0], end, *versions[1:], *counts)))} |", not process.returncode
 
 
 def written(rows: dict[str, str]) -> str:
@@ -165,15 +165,17 @@ def main() -> None:
 
 
 def _run(*command: object) -> str:
-    done = subprocess.run([str(each) for each in command], capture_output=True, text=True, env=_environment(), cwd="/")
-    if done.returncode:
-        sys.exit(f"versions: {' '.join(map(str, command[:4]))} failed: {_told(done)}")
-    return done.stdout
+    process = subprocess.run(
+        [str(each) for each in command], capture_output=True, text=True, env=_environment(), cwd="/"
+    )
+    if process.returncode:
+        sys.exit(f"versions: {' '.join(map(str, command[:4]))} failed: {_told(process)}")
+    return process.stdout
 
 
-def _told(done: subprocess.CompletedProcess) -> str:
+def _told(process: subprocess.CompletedProcess) -> str:
     """The end of what a command printed, without warnings."""
-    lines = (done.stdout + done.stderr).splitlines()
+    lines = (process.stdout + process.stderr).splitlines()
     return "\n".join([line for line in lines if not line.startswith("WARNING")][-30:])
 
 

@@ -6,7 +6,7 @@ of thousandths next to columns of units. Adam moves every entry by about the lea
 destroys the rows before the columns have noticed. With entries of one size on both sides both move alike.
 
 In MLA classes of families the pairs of the shared rotary key are such numbers too, read by every head's queries, where
-they are neighbours. Their latents are only after a norm that does nothing, as conversions make it: another one sees
+they are neighbors. Their latents are only after a norm that does nothing, as conversions make it: another one sees
 all latents at once, and none can be rescaled alone.
 
 The factors are powers of two, so that the student computes bit for bit what it did; but for a stock latent that stands
@@ -31,13 +31,13 @@ class _Bundle:
     """Numbers that are made and read apart from all others.
 
     Attributes:
-        made: views [r, ...] of weights and biases that make them, the weight first.
+        producers: views [r, ...] of weights and biases that make them, the weight first.
         read: views [..., r] of weights that read them.
         factors: [r], by which steps of the makers are smaller; see `surgery.training.entry_factors`.
         shared: adjacent ones that need one scale.
     """
 
-    made: list[Tensor]
+    producers: list[Tensor]
     read: list[Tensor]
     factors: Tensor | float = 1.0
     shared: int = 1
@@ -45,16 +45,18 @@ class _Bundle:
     @property
     def trains(self) -> bool:
         """Return whether both sides train."""
-        return bool(self.read) and all(map(_trains, (*self.made, *self.read)))
+        return bool(self.read) and all(map(_trains, (*self.producers, *self.read)))
 
     def rescale(self) -> int:
         """Gives both sides entries of one size; returns how many numbers that changes."""
-        rows = (self.made[0].float().square().mean(dim=1) / torch.as_tensor(self.factors).square()).to(torch.float32)
+        rows = (self.producers[0].float().square().mean(dim=1) / torch.as_tensor(self.factors).square()).to(
+            torch.float32
+        )
         columns = torch.cat([reader.float().flatten(0, -2).square() for reader in self.read]).mean(dim=0)
-        made, read = (each.view(-1, self.shared).mean(dim=1).sqrt() for each in (rows, columns))
-        wanted = torch.where((made > 0) & (read > 0), (read / made.clamp(min=1e-30)).sqrt(), 1.0)
-        scale = torch.exp2(wanted.log2().round()).repeat_interleave(self.shared)
-        for each in self.made:
+        row_rms, column_rms = (each.view(-1, self.shared).mean(dim=1).sqrt() for each in (rows, columns))
+        ratio = torch.where((row_rms > 0) & (column_rms > 0), (column_rms / row_rms.clamp(min=1e-30)).sqrt(), 1.0)
+        scale = torch.exp2(ratio.log2().round()).repeat_interleave(self.shared)
+        for each in self.producers:
             each *= scale.to(each.dtype).view(-1, *[1] * (each.ndim - 1))
         for reader in self.read:
             reader /= scale.to(reader.dtype)
@@ -67,7 +69,7 @@ def balance_latents(student: nn.Module, factors: Mapping[str, Tensor] | None = N
 
     An attention says by `latent_slices` which outputs of its `kv_down` are latents, and by `latent_readers` all that
     reads them; stock MLA is known by its names. Left as they are: latents of which a side does not train and would not
-    be written, those that other layers read too, and those behind quantised values whose scales several latents share.
+    be written, those that other layers read too, and those behind quantized values whose scales several latents share.
 
     Args:
         factors: of entries that move less than others, or never, by parameter name.
@@ -80,11 +82,11 @@ def balance_latents(student: nn.Module, factors: Mapping[str, Tensor] | None = N
         ):
             return 0
     names = {id(parameter): name for name, parameter in student.named_parameters()}
-    held = {id_: factors[name] for id_, name in names.items() if name in (factors or {})}
+    factors_by_id = {id_: factors[name] for id_, name in names.items() if name in (factors or {})}
     changed = 0
     for layer in decoder_of(student).layers:
         attention = getattr(layer, "self_attn", None)
-        bundles = _stock(attention, held) if hasattr(attention, "kv_a_proj_with_mqa") else _own(attention)
+        bundles = _stock(attention, factors_by_id) if hasattr(attention, "kv_a_proj_with_mqa") else _own(attention)
         changed += sum(bundle.rescale() for bundle in bundles if bundle.trains)
     return changed
 
@@ -95,16 +97,16 @@ def _own(attention: nn.Module | None) -> Iterator[_Bundle]:
         yield _Bundle([each[block] for each in _parameters(attention.kv_down)], readers)
 
 
-def _stock(attention: nn.Module, held: Mapping[int, Tensor]) -> Iterator[_Bundle]:
+def _stock(attention: nn.Module, factors_by_id: Mapping[int, Tensor]) -> Iterator[_Bundle]:
     """Yield the bundles of a family's MLA: latents without a norm but for those that never move, and interleaved rotary
     pairs.
 
-    Makers of latents after a norm that does nothing are `held` back, all or some.
+    Makers of latents after a norm that does nothing are held back (`factors_by_id`), all or some.
     """
     down, up = attention.kv_a_proj_with_mqa, attention.kv_b_proj.weight
     rank = up.shape[1]
-    if id(down.weight) in held:
-        moves = held[id(down.weight)][:, 0]
+    if id(down.weight) in factors_by_id:
+        moves = factors_by_id[id(down.weight)][:, 0]
         free = int((moves[:rank] > 0).sum())  # what never moves stands after the latents
         if bool((moves[:free] > 0).all()):
             yield _Bundle([each[:free] for each in _parameters(down)], [up[:, :free]], moves[:free].to(up.device))

@@ -107,8 +107,8 @@ class Checkpoints:
         """The newest whole checkpoint; see `latest`. The main process looks, all get its answer."""
         from accelerate.utils import broadcast_object_list
 
-        found = [latest(self.folder, note) if self._accelerator.is_main_process else None]
-        return broadcast_object_list(found)[0]
+        paths = [latest(self.folder, note) if self._accelerator.is_main_process else None]
+        return broadcast_object_list(paths)[0]
 
     def _save_trained(self, models: list, weights: list, folder: str) -> None:
         """Hook of accelerate: writes what trains instead of the whole model."""
@@ -119,12 +119,12 @@ class Checkpoints:
     def _load_trained(self, models: list, folder: str) -> None:
         """Hook of accelerate: reads it back."""
         model = models.pop()
-        kept, mine = load_file(Path(folder, WEIGHTS)), _training_parameters(self._accelerator, model)
-        if kept.keys() != mine.keys() or any(kept[name].shape != mine[name].shape for name in kept):
+        tensors, mine = load_file(Path(folder, WEIGHTS)), _training_parameters(self._accelerator, model)
+        if tensors.keys() != mine.keys() or any(tensors[name].shape != mine[name].shape for name in tensors):
             raise ValueError("it has other trained parameters than this run")
         with torch.no_grad():
             for name, parameter in mine.items():
-                parameter.copy_(kept[name])
+                parameter.copy_(tensors[name])
 
     def _finish(self, partial: Path, path: Path, state: Mapping[str, Any]) -> None:
         files = {
@@ -183,8 +183,8 @@ def read_state(path: Path) -> dict[str, Any] | None:
 
 
 def _training_parameters(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    named = accelerator.unwrap_model(model).named_parameters()
-    return {name: parameter for name, parameter in named if parameter.requires_grad}
+    parameters = accelerator.unwrap_model(model).named_parameters()
+    return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
 
 def _trained(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:

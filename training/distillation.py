@@ -134,41 +134,41 @@ class Distillation(nn.Module):
         if weights.layerwise:
             return combine(weights, {"layerwise": self._layerwise(batch, inputs, positions)})
         with ExitStack() as stack:
-            wanted, known = None, None
+            teacher_states, recording = None, None
             if teacher is not None and (weights.needs_teacher or matches):
                 with torch.no_grad():
-                    known = self._recording(stack, teacher.model) if matches else None
+                    recording = self._recording(stack, teacher.model) if matches else None
                     hidden = teacher.states(*inputs).flatten(0, 1).index_select(0, index)
-                wanted = States(hidden, teacher.head())
+                teacher_states = States(hidden, teacher.head())
             elif cached is not None and weights.needs_teacher:
                 length = batch.tokens.shape[1]
-                wanted = cached.map(lambda tensor: tensor[index // length, index % length])
+                teacher_states = cached.map(lambda tensor: tensor[index // length, index % length])
             own = self._recording(stack, self.student) if matches else None
             states = self._student[0].states(*inputs)
         student = States(states.flatten(0, 1).index_select(0, index), self._student[0].head())
         # The same number of chunks on every process: each gathers a sharded head.
         chunks = chunk_count(batch.labels[:, 1:].numel(), self._vocabulary)
-        losses = logit_losses(weights, student, wanted, targets, chunks=chunks, positions=positions)
+        losses = logit_losses(weights, student, teacher_states, targets, chunks=chunks, positions=positions)
         if matches:
             valid = _valid(batch)
             for name in ("hidden", "attention"):
                 if getattr(weights, name):
-                    losses[name] = matching_loss(getattr(own, name), getattr(known, name), valid, positions)
-        total, parts = combine(weights, losses)
-        if measure and wanted is not None:
+                    losses[name] = matching_loss(getattr(own, name), getattr(recording, name), valid, positions)
+        loss, parts = combine(weights, losses)
+        if measure and teacher_states is not None:
             only = ObjectiveWeights(kl=0.0, cross_entropy=1.0)
-            of_teacher = logit_losses(only, wanted, None, targets, chunks=chunks, positions=positions)
+            of_teacher = logit_losses(only, teacher_states, None, targets, chunks=chunks, positions=positions)
             parts["teacher_cross_entropy"] = of_teacher["cross_entropy"].detach()
-        return total, parts
+        return loss, parts
 
     def _layerwise(self, batch: Batch, inputs: tuple, positions: float) -> Tensor:
         """Return the distance of each attention's output from its teacher's on the same input."""
         teacher = self._teacher[0]
-        with torch.no_grad(), recorded(teacher.model, attention=True, inputs=True) as known:
+        with torch.no_grad(), recorded(teacher.model, attention=True, inputs=True) as recording:
             teacher.states(*inputs)
-        with on_teacher_inputs(self.student, known) as own:
+        with on_teacher_inputs(self.student, recording) as own:
             self._student[0].states(*inputs)
-        return matching_loss(own.attention, known.attention, _valid(batch), positions)
+        return matching_loss(own.attention, recording.attention, _valid(batch), positions)
 
     def _recording(self, stack: ExitStack, model: nn.Module) -> Recording:
         return stack.enter_context(

@@ -59,12 +59,12 @@ def factors_of(rules: Mapping[str, Any], model: nn.Module, where: str) -> dict[s
     """
     parameters = dict(model.named_parameters())
     factors: dict[str, Tensor] = {}
-    for pattern, given in rules.items():
+    for pattern, entry in rules.items():
         names = [name for name in parameters if named(pattern, name)]
         if not names:
             raise SurgeryError(f"{where}: no parameter is called {pattern!r}; {examples(parameters)}")
-        several = isinstance(given, list) and given and all(isinstance(rule, dict) for rule in given)
-        for rule in given if several else [given]:
+        several = isinstance(entry, list) and entry and all(isinstance(rule, dict) for rule in entry)
+        for rule in entry if several else [entry]:
             entries, along, factor = _rule(rule, f"{where}: {pattern!r}")
             for name in names:
                 tensor = factors.setdefault(name, torch.ones(parameters[name].shape))
@@ -85,13 +85,13 @@ def adapter_factors(factors: Mapping[str, Tensor], model: nn.Module) -> dict[str
     translated: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         module, part, _ = name.partition(".lora_A.")
-        given = factors.get(f"{module}.weight") if part else None
-        if given is None:
+        factor = factors.get(f"{module}.weight") if part else None
+        if factor is None:
             continue
-        given = given.flatten(1)
-        columns = given.amax(0) / given.amax().clamp_min(torch.finfo(given.dtype).tiny)
-        rows = given.amax(1)
-        if not torch.equal(given, rows[:, None] * columns):
+        factor = factor.flatten(1)
+        columns = factor.amax(0) / factor.amax().clamp_min(torch.finfo(factor.dtype).tiny)
+        rows = factor.amax(1)
+        if not torch.equal(factor, rows[:, None] * columns):
             raise SurgeryError(f"{module}.weight: adapters move whole rows and columns of a weight, not parts of them")
         if not bool((columns == 1).all()):
             translated[name] = columns.expand(parameter.shape).clone()
@@ -123,14 +123,14 @@ class EntryFactors:
         for name, parameter in parameters:
             if not parameter.requires_grad:
                 continue
-            given = factors.get(name)
-            if given is None:
+            factor = factors.get(name)
+            if factor is None:
                 moving += getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty one behind
                 continue
-            if given.shape != parameter.shape:
-                raise SurgeryError(f"{name}: factors are for {list(given.shape)}, it is {list(parameter.shape)}")
-            moving += int((given != 0).sum())
-            self._entries.append((parameter, _local(_sharded_like(given.to(parameter.device), parameter))))
+            if factor.shape != parameter.shape:
+                raise SurgeryError(f"{name}: factors are for {list(factor.shape)}, it is {list(parameter.shape)}")
+            moving += int((factor != 0).sum())
+            self._entries.append((parameter, _local(_sharded_like(factor.to(parameter.device), parameter))))
         if not moving:
             raise SurgeryError("nothing would train: every entry that could has the factor 0")
 

@@ -118,14 +118,14 @@ class Evaluations:
 def headline(task: str, result: dict[str, Any]) -> dict[str, Any]:
     """Return the plain numbers of a task's result for the run's log."""
     if task == "loss":
-        found = {"loss": result["loss"]}
-        return found | ({"cached_loss": result["cached"]["loss"]} if result["cached"] else {})
+        losses = {"loss": result["loss"]}
+        return losses | ({"cached_loss": result["cached"]["loss"]} if result["cached"] else {})
     return {"accuracy": result["accuracy"]}
 
 
 def scalars(evaluation: dict[str, Any]) -> dict[str, float]:
     """The numbers of `Evaluations.measure`, by `task/name`."""
-    return {f"{task}/{name}": value for task, found in evaluation.items() for name, value in found.items()}
+    return {f"{task}/{name}": value for task, results in evaluation.items() for name, value in results.items()}
 
 
 @contextmanager

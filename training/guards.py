@@ -127,21 +127,21 @@ def memory_errors(settings: HealSettings, doing: Callable[[], str]) -> Iterator[
 
 def knobs(settings: HealSettings) -> list[str]:
     """Return the settings that would take less memory, the cheapest first."""
-    found = []
+    advice = []
     if settings.batch_size > 1:
         batch, steps = settings.batch_size // 2, settings.gradient_accumulation * settings.batch_size
-        found.append(f"batch_size {batch} with gradient_accumulation {steps // batch}, which is the same step")
+        advice.append(f"batch_size {batch} with gradient_accumulation {steps // batch}, which is the same step")
     if not settings.gradient_checkpointing:
-        found.append("gradient_checkpointing true")
+        advice.append("gradient_checkpointing true")
     if settings.dtype == "fp32":
-        found.append("dtype bf16")
+        advice.append("dtype bf16")
     if settings.train in ("all", "attention"):
-        found.append('train "new" or "lora"' if settings.teacher else 'train "lora"')
+        advice.append('train "new" or "lora"' if settings.teacher else 'train "lora"')
     if settings.teacher is not None:
-        found.append("teacher_logits in place of the teacher")
-    found.append(f"a length below {settings.length}")
-    found.append("more processes with configs/accelerate/fsdp2.yaml")
-    return found
+        advice.append("teacher_logits in place of the teacher")
+    advice.append(f"a length below {settings.length}")
+    advice.append("more processes with configs/accelerate/fsdp2.yaml")
+    return advice
 
 
 def _advice(last_good: Path | None) -> str:

@@ -145,7 +145,7 @@ class _Run:
             progress.note("attention runs over whole rows: the models do not keep it inside of packed documents")
         aware = set_quantization_aware(student, settings.quantization_aware)
         if aware:
-            progress.note("training reads keys and values as the student's quantised cache gives them")
+            progress.note("training reads keys and values as the student's quantized cache gives them")
         tokenizer = tokenizer_of(student_reader, trust_remote_code=settings.trust_remote_code)
         evaluations = self._evaluations(student, tokenizer)
         data = open_data(settings, tokenizer, self.folder / "data", processes=processes, progress=progress)
@@ -169,7 +169,7 @@ class _Run:
         }
         module, optimizer = prepare(settings, self.accelerator, student, None if logits else teacher, masks)
         distillation: Distillation = self.accelerator.unwrap_model(module)
-        known = {"quantization_aware": aware, "document_masks": masks}
+        options = {"quantization_aware": aware, "document_masks": masks}
         loop = Loop(
             Training(
                 accelerator=self.accelerator,
@@ -183,7 +183,7 @@ class _Run:
                 checkpoints=Checkpoints(self.folder / "checkpoints", self.accelerator, keep_last=settings.keep_last),
                 log=self.log,
                 progress=progress,
-                identity=_identity(settings, shas, data, processes.count) | known,
+                identity=_identity(settings, shas, data, processes.count) | options,
                 cached=logits.batch if logits and distillation.needs_logits else None,
                 evaluations=evaluations,
                 keeps_best=any(entry.quantizes for entry in entries_of(student.config.get_text_config())),
@@ -196,7 +196,7 @@ class _Run:
             "student_sha256": shas[0],
             "teacher_sha256": shas[1],
             "data": data.describe(),
-            **known,
+            **options,
             **self._facts(),
             "parameters": counts,
             **_summary(loop, settings, processes.count),
@@ -293,11 +293,11 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m surgery.training.heal", description=heal.__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, help="YAML file of settings; configs/heal.yaml has all of them")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     stop_with_starter()
     code = 0
     try:
-        heal(HealSettings.from_file(given.config))
+        heal(HealSettings.from_file(options.config))
     except SurgeryError as error:
         print(f"surgery: {error}", file=sys.stderr)
         code = error.code if isinstance(error, Interrupted) else 1

@@ -115,11 +115,11 @@ class Loop:
             return False
         state = self._t.checkpoints.load(path)
         for name in sorted(self._t.identity.keys() | state["identity"].keys()):
-            value, kept = self._t.identity.get(name), state["identity"].get(name)
-            if kept != value:
+            value, saved_value = self._t.identity.get(name), state["identity"].get(name)
+            if saved_value != value:
                 raise SurgeryError.at(
                     path,
-                    f"was made with {name} {kept!r}, not {value!r}; set it back, or discard it by --restart"
+                    f"was made with {name} {saved_value!r}, not {value!r}; set it back, or discard it by --restart"
                     " (resume false), or use another out",
                 )
         # Earlier versions kept a place in streamed data, which this one does not have.
@@ -127,8 +127,8 @@ class Loop:
         self._saved_step = self.at.step
         self._t.accelerator.step = 0  # accelerate's own count of batches, which is between two steps here
         self._t.progress.note(f"resuming after step {self.at.step} from {path}")
-        if said := other_threads(state.get("threads"), torch.get_num_threads()):
-            self._t.progress.note(f"{path}: {said}")
+        if message := other_threads(state.get("threads"), torch.get_num_threads()):
+            self._t.progress.note(f"{path}: {message}")
         self._t.log.write("resume", step=self.at.step, checkpoint=str(path.name))
         return True
 
@@ -150,9 +150,9 @@ class Loop:
                 self._evaluate()
             while True:
                 batches, numbers = self._next_batches()
-                predicted, seconds, asked = self._shared(batches, stop)
-                if asked:
-                    self._interrupt(asked, stop)
+                predicted, seconds, signal = self._shared(batches, stop)
+                if signal:
+                    self._interrupt(signal, stop)
                 self.at.seconds = seconds
                 self.ended = self.ended or self._over()
                 if self.ended:
@@ -258,7 +258,7 @@ class Loop:
             group["lr"] = rate
         return rate
 
-    def _report(self, losses: dict[str, float], rate: float, norm: float, seconds: float, **said: bool) -> None:
+    def _report(self, losses: dict[str, float], rate: float, norm: float, seconds: float, **flags: bool) -> None:
         at, tokens = self.at, self._batch * self._t.settings.length
         at.step_seconds += seconds
         line = {
@@ -271,15 +271,17 @@ class Loop:
             "tokens_per_second": tokens / seconds,
             "memory_bytes": peak_memory(self._t.accelerator.device),
         }
-        self._t.log.write("step", **line, **said)
+        self._t.log.write("step", **line, **flags)
         self._t.log.track(at.step, {name: value for name, value in line.items() if name != "step"})
         if at.step % self._t.settings.log_every == 0 or at.step == 1:
             spent = at.seconds + seconds
             used = self._budget.used(at.step, at.tokens, spent)
-            left = f", about {duration(spent * (1 - used) / used)} left" if 0 < used < 1 else ""
+            remaining = f", about {duration(spent * (1 - used) / used)} left" if 0 < used < 1 else ""
             speed = f"{count(tokens / seconds)} tokens/s, {size(line['memory_bytes'])}"
             parts = ", ".join(f"{name} {value:.4g}" for name, value in losses.items() if name != "loss")
-            self._t.progress.note(f"step {at.step} ({used:.0%}{left}): loss {losses['loss']:.4g} ({parts}), {speed}")
+            self._t.progress.note(
+                f"step {at.step} ({used:.0%}{remaining}): loss {losses['loss']:.4g} ({parts}), {speed}"
+            )
 
     def _measure(self) -> None:
         """Takes the held-out loss, and decides whether it has stopped falling."""
@@ -310,7 +312,7 @@ class Loop:
 
     def _held_out_losses(self) -> tuple[dict[str, float], float]:
         """Held-out losses by name, those of slices as "cross_entropy_at_0.5"; and the mean cross-entropy of all."""
-        t, found = self._t, {}
+        t, losses = self._t, {}
         for share in self._nested.shares if self._nested is not None else (1.0,):
             with self._nested.cut(share) if self._nested is not None else nullcontext():
                 values = held_out_losses(t.accelerator, t.module, t.held_out, t.settings.batch_size, t.names)
@@ -318,9 +320,9 @@ class Loop:
                 values = {
                     f"{name}_at_{share:g}": value for name, value in values.items() if not name.startswith("teacher")
                 }
-            found |= values
-        entropies = [value for name, value in found.items() if name.split("_at_")[0] == "cross_entropy"]
-        return found, sum(entropies) / len(entropies)
+            losses |= values
+        entropies = [value for name, value in losses.items() if name.split("_at_")[0] == "cross_entropy"]
+        return losses, sum(entropies) / len(entropies)
 
     def _evaluate(self) -> None:
         """Takes the tasks of an evaluation, where there are any and this step has none yet."""
@@ -328,13 +330,13 @@ class Loop:
         if t.evaluations is None or (at.evaluations and at.evaluations[-1]["step"] == at.step):
             return
         with self._off_the_clock(f"the evaluation after step {at.step}"):
-            found = t.evaluations.measure(t.accelerator, t.module, t.accelerator.unwrap_model(t.module).student)
-        at.evaluations.append({"step": at.step, "tokens": at.tokens, **found})
+            results = t.evaluations.measure(t.accelerator, t.module, t.accelerator.unwrap_model(t.module).student)
+        at.evaluations.append({"step": at.step, "tokens": at.tokens, **results})
         t.log.write("evaluation", **at.evaluations[-1])
-        t.log.track(at.step, {f"evaluation/{name}": value for name, value in scalars(found).items()})
+        t.log.track(at.step, {f"evaluation/{name}": value for name, value in scalars(results).items()})
         parts = ", ".join(
             f"{name} {with_perplexity(value) if name.endswith('loss') else decimal(value, 4)}"
-            for name, value in scalars(found).items()
+            for name, value in scalars(results).items()
         )
         t.progress.note(f"evaluated after step {at.step}: {parts}")
 

@@ -98,16 +98,18 @@ def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Record
             if decoder.training and getattr(decoder.layers[layer], "gradient_checkpointing", False):
                 raise SurgeryError("the layer-wise stage runs without gradient checkpointing: turn it off")
             own = args[0] if args else kwargs["hidden_states"]
-            given = _same_tokens(inputs[layer], record.seen(layer), own)
-            return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
+            teacher_states = _same_tokens(inputs[layer], record.seen(layer), own)
+            return (
+                ((teacher_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": teacher_states})
+            )
 
         return give
 
     def give_output(layer: int) -> Callable[..., Any]:
         def give(module: nn.Module, args: tuple, output: Any) -> Any:
             own = first(output)
-            given = _same_tokens(outputs[layer], record.seen(layer) - own.shape[1], own)
-            return (given, *output[1:]) if isinstance(output, tuple | list) else given
+            teacher_states = _same_tokens(outputs[layer], record.seen(layer) - own.shape[1], own)
+            return (teacher_states, *output[1:]) if isinstance(output, tuple | list) else teacher_states
 
         return give
 
@@ -122,13 +124,13 @@ def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Record
 
 def _same_tokens(teacher: Tensor, start: int, own: Tensor) -> Tensor:
     """The teacher's states at the tokens of which the student has its ``own``, in its dtype and on its device."""
-    given = teacher[:, start : start + own.shape[1]]
-    if given.shape != own.shape:
+    states = teacher[:, start : start + own.shape[1]]
+    if states.shape != own.shape:
         raise SurgeryError(
-            f"hidden states {list(own.shape)} of the student, {list(given.shape)} of its teacher: layers can be matched"
-            " for the same tokens and hidden size only"
+            f"hidden states {list(own.shape)} of the student, {list(states.shape)} of its teacher: layers can be "
+            "matched for the same tokens and hidden size only"
         )
-    return given.detach().to(own)
+    return states.detach().to(own)
 
 
 def _summed_error(student: Tensor, teacher: Tensor, valid: BoolTensor | None) -> Tensor:

@@ -41,7 +41,7 @@ def set_dtypes(model: nn.Module, computed: torch.dtype) -> None:
 
 
 def set_quantization_aware(model: nn.Module, aware: bool) -> bool:
-    """Switch whether training reads the model's quantised cache; return whether it now does."""
+    """Switch whether training reads the model's quantized cache; return whether it now does."""
     if hasattr(model, "quantization_aware"):
         model.quantization_aware = aware
     return bool(getattr(model, "quantization_aware", False))

@@ -145,8 +145,8 @@ def logit_losses(
         return torch.stack([losses[name] for name in names])
 
     chunks = chunk_count(count, vocabulary) if chunks is None else chunks
-    total = summed_over_chunks(sums, list(columns.values()), chunks)
-    means = total / (max(count, 1) if positions is None else positions)
+    loss_sums = summed_over_chunks(sums, list(columns.values()), chunks)
+    means = loss_sums / (max(count, 1) if positions is None else positions)
     return dict(zip(names, means.unbind(), strict=True))
 
 

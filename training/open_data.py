@@ -1,4 +1,4 @@
-"""Data of a run from the names of its sources: tokenises what is not tokenised yet, and mixes."""
+"""Data of a run from the names of its sources: tokenizes what is not tokenized yet, and mixes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def open_data(
 ) -> HealingData:
     """Opens the data of a run; called by all its processes alike.
 
-    What is tokenised is kept in `folder`, by the main process, and read from there by all, now and after a resume.
+    What is tokenized is kept in `folder`, by the main process, and read from there by all, now and after a resume.
 
     Args:
         settings: of them `data`, `length` of a row, bos included, `held_out` rows, which are dealt to the sources like
@@ -83,7 +83,7 @@ def _token_file(
 
     def write() -> None:
         if TokenFile.read(place, identity) is None:
-            with progress.phase(f"tokenising {source.source}", None, "token") as advance:
+            with progress.phase(f"tokenizing {source.source}", None, "token") as advance:
                 TokenFile.write(place, identity, source.documents(tokenizer), source.tokens, advance)
 
     processes.from_main(write)

@@ -105,7 +105,7 @@ class Recalls:
 
 
 class PackedSequences:
-    """Rows of tokenised documents: any number of them, every epoch in another order. See `Sequences`.
+    """Rows of tokenized documents: any number of them, every epoch in another order. See `Sequences`.
 
     Attributes:
         held_out: rows of documents that no other row has, always the same for equal data and length, without planted
@@ -134,10 +134,10 @@ class PackedSequences:
         self._file, self._shape, self._seed, self._recalls = file, shape, seed, recalls
         lengths = np.asarray(file.lengths)
         order = shuffled(len(file), HELD_OUT_SEED, HELD_OUT_DOCUMENTS)
-        wanted = held_out * shape.room
-        aside = int(np.searchsorted(np.cumsum(lengths[order]), wanted)) + 1 if held_out else 0
-        kept = np.sort(order[aside:])
-        self._layout = _Layout(kept[shuffled(len(kept), seed, DOCUMENT_ORDER)], lengths, shape)
+        num_tokens = held_out * shape.room
+        aside = int(np.searchsorted(np.cumsum(lengths[order]), num_tokens)) + 1 if held_out else 0
+        indices = np.sort(order[aside:])
+        self._layout = _Layout(indices[shuffled(len(indices), seed, DOCUMENT_ORDER)], lengths, shape)
         spare = _Layout(order[:aside], lengths, shape)
         self.rows = self._layout.rows
         if not self.rows or spare.rows < held_out:
@@ -153,10 +153,10 @@ class PackedSequences:
         self.data_sha256 = digest({"documents": file.sha256, **decided})
         self._description = {
             "source": name,
-            "documents": len(kept),
+            "documents": len(indices),
             "held_out_documents": aside,
             "held_out_rows": held_out,
-            "tokens": int(lengths[kept].sum()),
+            "tokens": int(lengths[indices].sum()),
             "rows": self.rows,
             "length": shape.length,
             "recall": recalls.share if recalls else 0.0,

@@ -62,7 +62,7 @@ class Recording:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """Inputs of each attention: normalised hidden states, [B, T, D] of each."""
+        """Inputs of each attention: normalized hidden states, [B, T, D] of each."""
         return self._joined("inputs")
 
     def _joined(self, kind: str) -> list[Tensor]:
@@ -106,7 +106,7 @@ def recorded(
     decoder = decoder_of(model)
     record = Recording(len(decoder.layers))
     record._pieces = {
-        kind: [] for kind, asked in (("hidden", hidden), ("attention", attention), ("inputs", inputs)) if asked
+        kind: [] for kind, enabled in (("hidden", hidden), ("attention", attention), ("inputs", inputs)) if enabled
     }
     grad_enabled = False
 
@@ -155,8 +155,8 @@ def recorded(
 
 def attention_of(layer: nn.Module) -> nn.Module | None:
     """Return the token mixer of a decoder layer: its attention, or linear attention instead; None if it has neither."""
-    found = (getattr(layer, name, None) for name in ("self_attn", "linear_attn", "mamba"))
-    return next((module for module in found if module is not None), None)
+    candidates = (getattr(layer, name, None) for name in ("self_attn", "linear_attn", "mamba"))
+    return next((module for module in candidates if module is not None), None)
 
 
 def first(output: Any) -> Tensor:

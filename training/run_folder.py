@@ -10,8 +10,8 @@ STATE_FILES = ("*.json", "*.bin", "*.pkl", "*.pt", "*.safetensors", "latest", "z
 STATE_FILES += ("pytorch_model*/*", "pytorch_model*/.metadata", "optimizer*/*", "optimizer*/.metadata")
 """Files of a checkpoint: the loop's, accelerate's, and the shards of FSDP and DeepSpeed."""
 
-TOKEN_FILES = ("about.json", "tokens.i4", "labelled.u1", "lengths.i8")
-"""Files of a tokenised source."""
+TOKEN_FILES = ("about.json", "tokens.i4", "labeled.u1", "lengths.i8")
+"""Files of a tokenized source."""
 
 CHECKPOINT_FILES = tuple(f"{name}/{file}" for name in ("step-*", "best", "best.partial") for file in STATE_FILES)
 PROOF = ("checkpoints", "data")

@@ -70,16 +70,16 @@ def drop_later_lines(path: Path, step: int) -> None:
     with disk_errors(path):
         if not path.exists():
             return
-        kept = []
+        lines = []
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 entry = json.loads(line)
             except ValueError:
                 continue
             if entry.get("step", 0) <= step:
-                kept.append(line + "\n")
+                lines.append(line + "\n")
         with written_whole(path) as part:
-            part.write_text("".join(kept), encoding="utf-8")
+            part.write_text("".join(lines), encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

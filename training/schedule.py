@@ -35,9 +35,9 @@ def learning_rate(schedule: str, used: float, *, warmup: float = 0.0, final: flo
         return used / warmup
     if schedule == "constant":
         return 1.0
-    done = min(1.0, (used - warmup) / (1 - warmup)) if warmup < 1 else 1.0
-    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return final + (1 - final) * left
+    progress = min(1.0, (used - warmup) / (1 - warmup)) if warmup < 1 else 1.0
+    factor = 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return final + (1 - final) * factor
 
 
 @dataclass

@@ -154,7 +154,7 @@ class HealSettings(FileSettings):
     )
     compile: bool = setting(False, "Run the student's layers through torch.compile.")
     shard_teacher: bool = setting(False, "Under FSDP2, shard the teacher's layers too.")
-    quantization_aware: bool = setting(True, "Train on what the student's cache gives back, if it keeps it quantised.")
+    quantization_aware: bool = setting(True, "Train on what the student's cache gives back, if it keeps it quantized.")
     trust_remote_code: bool = setting(False, "Run model code that comes with the checkpoints.")
     seed: int = setting(0, "Seed of the order of the data and of everything else that is random.")
     eval_every: int | None = setting(
@@ -243,9 +243,9 @@ class HealSettings(FileSettings):
         """
         from surgery.training.objectives import ObjectiveWeights
 
-        given = self.objective or ({"kl": 1.0} if self.has_teacher else {"cross_entropy": 1.0})
+        objective = self.objective or ({"kl": 1.0} if self.has_teacher else {"cross_entropy": 1.0})
         # Named losses are all there are: a default that nobody asked for would be a surprise.
-        return ObjectiveWeights(**{**dict.fromkeys(LOSSES, 0.0), **given})
+        return ObjectiveWeights(**{**dict.fromkeys(LOSSES, 0.0), **objective})
 
     @property
     def has_teacher(self) -> bool:
@@ -290,8 +290,8 @@ class HealSettings(FileSettings):
         for entry in self.data:
             keys, source = (entry, entry.get("source")) if isinstance(entry, dict) else ((), entry)
             for name in (*keys, f"data {source}"):
-                if gone := removal(name):
-                    raise SurgeryError(f"{name} {gone}")
+                if reason := removal(name):
+                    raise SurgeryError(f"{name} {reason}")
 
     def _check_nested(self) -> None:
         if not self.orthogonal:

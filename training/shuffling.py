@@ -16,7 +16,7 @@ PARTS = 1000
 def shuffled(count: int, *seed: int) -> np.ndarray:
     """A permutation of 0 … count - 1, int64 [count], that the integers of `seed` decide.
 
-    Every index gets a key, a hash of itself and the seed, and the keys are sorted. The hash is the finaliser of
+    Every index gets a key, a hash of itself and the seed, and the keys are sorted. The hash is the finalizer of
     SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
     """
     state = np.zeros(1, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Sources of a run's data, and the way from each to tokenised documents."""
+"""Sources of a run's data, and the way from each to tokenized documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from surgery.common.file_settings import FileSettings
 from surgery.training.chat import ChatEncoder, holds_conversations, read_records, without_nulls
 
 FORMATS = ("auto", "text", "chat")
-TOKENISED_AT_ONCE = 64
+TOKENIZED_AT_ONCE = 64
 """Texts given to the tokenizer in one call: its own threads then have something to share."""
 
 
@@ -78,19 +78,19 @@ class TextSource(FileSettings):
 
     def identity(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Everything that decides the documents, as far as it can be known without reading them."""
-        known: dict[str, Any] = {"source": self.source, "tokens": self.tokens, "chat": self.is_chat}
-        known["tokenizer"] = _tokenizer_hash(tokenizer, chat=self.is_chat)
+        facts: dict[str, Any] = {"source": self.source, "tokens": self.tokens, "chat": self.is_chat}
+        facts["tokenizer"] = _tokenizer_hash(tokenizer, chat=self.is_chat)
         if not self.is_chat:
-            known["text_field"] = self.text_field
+            facts["text_field"] = self.text_field
         if self._ships:
-            known["python"] = sys.version
+            facts["python"] = sys.version
         elif self._is_file:
             status = self._path.stat()
-            known["file"] = [str(self._path.resolve()), status.st_size, status.st_mtime_ns]
-        return known
+            facts["file"] = [str(self._path.resolve()), status.st_size, status.st_mtime_ns]
+        return facts
 
     def documents(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-        """The tokenised documents, in the source's order; texts end with eos, conversations as their template says.
+        """The tokenized documents, in the source's order; texts end with eos, conversations as their template says.
 
         Raises:
             SurgeryError: the source cannot be read.
@@ -126,21 +126,21 @@ def parse_sources(data: Sequence[str | dict[str, Any]]) -> list[TextSource]:
 
 def fitting(sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase) -> list[TextSource]:
     """The sources with "builtin" as calibration understands it: prose and code, but for a model of code code alone."""
-    found = []
+    choices = []
     for source in sources:
         if source.source != BUILTIN or len(tokenizer) < SMALL_VOCABULARY:
-            found.append(source)
+            choices.append(source)
             continue
         for name, share in without_chat(DEFAULT).items():
             tokens = None if source.tokens is None else max(1, round(share * source.tokens))
-            found.append(replace(source, source=name, weight=share * source.weight, tokens=tokens))
-    return found
+            choices.append(replace(source, source=name, weight=share * source.weight, tokens=tokens))
+    return choices
 
 
 def encode_texts(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Tokenises texts, each ended by eos where there is one."""
+    """Tokenizes texts, each ended by eos where there is one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    while some := list(islice(texts, TOKENISED_AT_ONCE)):
+    while some := list(islice(texts, TOKENIZED_AT_ONCE)):
         for ids in tokenizer(some, add_special_tokens=False, verbose=False).input_ids:
             yield ids + end
 

@@ -129,7 +129,7 @@ class TeacherLogits:
         *,
         batch: int = 8,
         processes: Processes | None = None,
-        done: Callable[[int], Any] = int,
+        advance: Callable[[int], Any] = int,
     ) -> None:
         """Writes all that is missing; each process a share of the shards, and all wait for the last.
 
@@ -137,7 +137,7 @@ class TeacherLogits:
             states: the teacher's `States` on the sequences of these numbers, hidden [B, T, D].
             batch: sequences at a time.
             processes: that share the work; None for this one alone.
-            done: called with the number of sequences after each batch of this process.
+            advance: called with the number of sequences after each batch of this process.
 
         Raises:
             SurgeryError: a file cannot be written, or the disk has no room for what is missing.
@@ -156,7 +156,7 @@ class TeacherLogits:
             for start in range(numbers.start, numbers.stop, batch):
                 some = range(start, min(start + batch, numbers.stop))
                 pieces.append(self._top_of(states(some)))
-                done(len(some))
+                advance(len(some))
             tensors = _joined(pieces, torch.cat).map(Tensor.contiguous).tensors()
             with written_whole(self._path(numbers.start // self._rows)) as part:
                 part.write_bytes(save(tensors))
@@ -184,21 +184,21 @@ def _joined(pieces: list[TopK], join: Callable[[list[Tensor]], Tensor]) -> TopK:
     return pieces[0].of({name: join([piece.tensors()[name] for piece in pieces]) for name in pieces[0].tensors()})
 
 
-def _checked(path: Path, wanted: dict[str, Any]) -> int:
+def _checked(path: Path, expected: dict[str, Any]) -> int:
     """Sequences in a shard of the cache with that header.
 
     Raises:
-        SurgeryError: it is of another identity than ``wanted``.
+        SurgeryError: it is of another identity than ``expected``.
     """
-    found = read_json(path)
-    if found.get("format") != _FORMAT:
+    header = read_json(path)
+    if header.get("format") != _FORMAT:
         raise SurgeryError.at(path, "no header of teacher logits, or of another version; choose another folder")
     # How sequences are grouped is the cache's own affair.
-    differing = [name for name in wanted if name != "sequences_per_shard" and found.get(name) != wanted[name]]
+    differing = [name for name in expected if name != "sequences_per_shard" and header.get(name) != expected[name]]
     if differing:
-        facts = ", ".join(f"{name} {found.get(name)!r} instead of {wanted[name]!r}" for name in differing)
+        facts = ", ".join(f"{name} {header.get(name)!r} instead of {expected[name]!r}" for name in differing)
         raise SurgeryError(f"{path.parent}: holds teacher logits of something else ({facts}); choose another folder")
-    rows = found.get("sequences_per_shard")
+    rows = header.get("sequences_per_shard")
     if not isinstance(rows, int) or rows < 1:
         raise SurgeryError.at(path, f"damaged, sequences_per_shard is {rows!r}; choose another folder")
     return rows
@@ -228,22 +228,22 @@ def open_logits(
     """
     needed = settings.most_steps(processes.count) * settings.global_batch(processes.count)
     header = Path(settings.teacher_logits) / HEADER
-    known = processes.from_main(lambda: read_json(header) if header.exists() else {})
-    if teacher is None and not known:
+    header_values = processes.from_main(lambda: read_json(header) if header.exists() else {})
+    if teacher is None and not header_values:
         raise SurgeryError(f"{settings.teacher_logits}: holds no teacher logits; give the teacher too, to write them")
-    kept = known.get("sequences", needed)
-    if kept < needed:
+    num_sequences = header_values.get("sequences", needed)
+    if num_sequences < needed:
         raise SurgeryError(
-            f"{settings.teacher_logits}: has logits of {kept} sequences, the budget needs {needed}: lower max_tokens or"
-            " max_steps, or choose another folder"
+            f"{settings.teacher_logits}: has logits of {num_sequences} sequences, the budget needs {needed}: lower "
+            "max_tokens or max_steps, or choose another folder"
         )
     identity = CacheIdentity(
-        model=teacher_sha256 or known["model"],
+        model=teacher_sha256 or header_values["model"],
         data=f"{sequences.data_sha256}, attention {'inside documents' if document_masks else 'over whole rows'}",
-        sequences=kept,
+        sequences=num_sequences,
         length=settings.length,
         vocabulary=vocabulary if teacher is None else vocabulary_of(teacher),
-        k=min(settings.teacher_top_k, vocabulary) if teacher is not None else known["k"],
+        k=min(settings.teacher_top_k, vocabulary) if teacher is not None else header_values["k"],
     )
     processes.from_main(lambda: TeacherLogits(settings.teacher_logits, identity) and None)
     logits = TeacherLogits(settings.teacher_logits, identity)
@@ -260,5 +260,5 @@ def open_logits(
             return States(body.states(batch.tokens, batch.position_ids if document_masks else None), body.head())
 
         with progress.phase("teacher logits", missing, "sequence") as advance:
-            logits.fill(states, batch=settings.batch_size, processes=processes, done=advance)
+            logits.fill(states, batch=settings.batch_size, processes=processes, advance=advance)
     return logits

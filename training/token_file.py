@@ -1,4 +1,4 @@
-"""Tokenised documents on the disk, written once and mapped into memory by every run and process after that."""
+"""Tokenized documents on the disk, written once and mapped into memory by every run and process after that."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def top_k(teacher: States, k: int, dtype: torch.dtype = torch.float16, max_bytes
     values, ids, rest = [], [], []
     for hidden in teacher.hidden.tensor_split(chunk_count(len(teacher.hidden), vocabulary, max_bytes)):
         logs = log_softmax(teacher._replace(hidden=hidden).logits(), dim=-1)
-        chosen, names = logs.topk(k, dim=-1)
-        values.append(chosen.clamp(min=LEAST).to(dtype))
+        top_logs, names = logs.topk(k, dim=-1)
+        values.append(top_logs.clamp(min=LEAST).to(dtype))
         ids.append(names.int())
         rest.append(_others(logs, names).clamp(min=LEAST))
     return TopK(torch.cat(values), torch.cat(ids), torch.cat(rest), vocabulary)
@@ -96,10 +96,10 @@ def buckets(logits: Tensor, teacher: TopK) -> tuple[Tensor, Tensor]:
     ids = teacher.ids.long()
     values, rest = teacher.values.to(logits.dtype), teacher.rest.to(logits.dtype)
     logs = log_softmax(logits, dim=-1)
-    named = logs.gather(1, ids)
+    top_logs = logs.gather(1, ids)
     if teacher.whole:
-        return named, log_softmax(values, dim=-1)
-    student = torch.cat([named, _others(logs, ids)[:, None]], dim=1)
+        return top_logs, log_softmax(values, dim=-1)
+    student = torch.cat([top_logs, _others(logs, ids)[:, None]], dim=1)
     return student, log_softmax(torch.cat([values, rest[:, None]], dim=1), dim=-1)
 
 

@@ -26,9 +26,11 @@ def check_tracker(settings: HealSettings) -> None:
     from accelerate.tracking import get_available_trackers
     from accelerate.utils import LoggerType
 
-    known = [NO_TRACKER, *sorted(set(LoggerType.list()) - {"all"})]
-    if tracker not in known:
-        raise SurgeryError(f"tracker {tracker!r} is unknown: choose {', '.join(known)}{did_you_mean(tracker, known)}")
+    choices = [NO_TRACKER, *sorted(set(LoggerType.list()) - {"all"})]
+    if tracker not in choices:
+        raise SurgeryError(
+            f"tracker {tracker!r} is unknown: choose {', '.join(choices)}{did_you_mean(tracker, choices)}"
+        )
     if tracker not in map(str, get_available_trackers()):
         raise SurgeryError(f"tracker {tracker} is not installed: pip install {tracker}, or tracker none")
     if tracker == "wandb" and _is_online(settings) and not _has_key():

@@ -49,22 +49,22 @@ def choose(
     for pattern in patterns:
         if not any(named(pattern, name) for name in parameters):
             raise SurgeryError(f"train_patterns: no parameter is called {pattern!r}; {examples(parameters)}")
-    chosen = [
+    names = [
         name
         for name, parameter in parameters.items()
         if parameter.is_floating_point()
         and (_chosen(name, parameter, train, teacher_shapes) or any(named(pattern, name) for pattern in patterns))
     ]
-    if not chosen:
+    if not names:
         why = {
             "new": "the teacher has every parameter under the same name and shape",
             "attention": "no module of the model is called an attention",
         }.get(train, "the model has no parameters")
         raise SurgeryError(f"nothing would train: {why}; choose another `train`, or name parameters in train_patterns")
-    kept = set(chosen)
+    selection = set(names)
     for name, parameter in parameters.items():
-        parameter.requires_grad_(name in kept)
-    return chosen
+        parameter.requires_grad_(name in selection)
+    return names
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, modules: Sequence[str] = ()) -> nn.Module:
@@ -127,5 +127,5 @@ def _exactly(names: Sequence[str]) -> str:
 
 def examples(names: Iterable[str]) -> str:
     """A few of the names that there are, for a refusal."""
-    shown = list(names)[:3]
-    return f"there are {', '.join(shown)}..." if shown else "there are none"
+    samples = list(names)[:3]
+    return f"there are {', '.join(samples)}..." if samples else "there are none"

@@ -51,8 +51,8 @@ def change_axis(ax: Axes, values: list[float], *, linear: bool = False) -> None:
     if sizes[-1] > 12 * small and not linear:
         ax.set_yscale("symlog", linthresh=small, linscale=1.2)
         steps = [m * 10.0**power for power in range(-7, 5) for m in (1, 3)]
-        shown = [step for step in steps if small / 2.5 <= step <= sizes[-1] * 1.3]
-        ax.yaxis.set_major_locator(FixedLocator([*(-step for step in shown), 0, *shown]))
+        ticks = [step for step in steps if small / 2.5 <= step <= sizes[-1] * 1.3]
+        ax.yaxis.set_major_locator(FixedLocator([*(-step for step in ticks), 0, *ticks]))
         low, high = min(0, *values), max(0, *values)
         ax.set_ylim(1.3 * low - small / 3, 1.3 * high + small / 3)
     ax.yaxis.set_minor_locator(NullLocator())

@@ -37,18 +37,18 @@ SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
 
 def compare_with_baseline(row: ReportRow, baseline: ReportRow, seed: int) -> dict[str, Any]:
     """Paired differences of a row to the baseline's in everything that both have samples of."""
-    found = {}
+    differences = {}
     for name, samples in SAMPLES.items():
         try:
             pair = samples(row["results"]), samples(baseline["results"])
         except (KeyError, TypeError):  # not measured in one of them
             continue
-        found[name] = asdict(paired_difference(*pair, seed=seed))
+        differences[name] = asdict(paired_difference(*pair, seed=seed))
     for name, result in row["results"].items():
         other = baseline["results"].get(name)
         if isinstance(result, dict) and "headline" in result and "samples" in result and other:
-            found[name] = asdict(paired_difference(result["samples"], other["samples"], seed=seed))
-    return found
+            differences[name] = asdict(paired_difference(result["samples"], other["samples"], seed=seed))
+    return differences
 
 
 def finish(report: Report) -> Report:
@@ -126,9 +126,9 @@ def merge(reports: Sequence[Report], names: Sequence[str]) -> Report:
     for report, name in zip(reports, names, strict=True):
         _check_same(first, report, names[0], name)
         for task, settings in report["tasks"].items():
-            known = merged["tasks"].setdefault(task, settings)
-            if known != settings:
-                differing = ", ".join(k for k in {**known, **settings} if known.get(k) != settings.get(k))
+            recorded = merged["tasks"].setdefault(task, settings)
+            if recorded != settings:
+                differing = ", ".join(k for k in {**recorded, **settings} if recorded.get(k) != settings.get(k))
                 raise SurgeryError(f"{name}: task {task} was measured with other settings or data ({differing})")
         merged["baseline"] = merged["baseline"] or report["baseline"]
         for row in report["rows"]:
@@ -151,18 +151,18 @@ def _check_same(first: Report, other: Report, first_name: str, name: str) -> Non
 
 
 def _add_row(rows: list[ReportRow], row: ReportRow, report: str) -> None:
-    known = next((other for other in rows if other["name"] == row["name"]), None)
-    if known is None:
+    existing = next((other for other in rows if other["name"] == row["name"]), None)
+    if existing is None:
         rows.append({**row, "results": dict(row["results"]), "seconds": dict(row["seconds"]), "kv": dict(row["kv"])})
         return
-    if (known["sha256"], known["variant"]) != (row["sha256"], row["variant"]):
+    if (existing["sha256"], existing["variant"]) != (row["sha256"], row["variant"]):
         raise SurgeryError(
             f"{report}: {row['name']} is another model than in an earlier report; rename it: surgery eval NAME=CKPT"
         )
     for task, result in row["results"].items():
-        if task not in known["results"]:
-            known["results"][task] = result
-            known["seconds"][task] = row["seconds"].get(task)
+        if task not in existing["results"]:
+            existing["results"][task] = result
+            existing["seconds"][task] = row["seconds"].get(task)
 
 
 def _check_baselines(reports: Sequence[Report], names: Sequence[str], merged: Report) -> None:

@@ -10,9 +10,9 @@ from surgery.eval.report.plots import WIDTH
 from surgery.eval.report.style import INK, PAPER, label, styled
 from surgery.eval.report.tables import Report, ReportRow, dig
 
-COLOURS = colormaps["cividis"]  # reads the same with every kind of colour vision, and in grey
-LIMIT_COLOUR = "#d55e00"
-CELL_DARK, CELL_LIGHT = "#101010", "#ffffff"  # numbers on cells, whose colours no theme changes
+COLORS = colormaps["cividis"]  # reads the same with every kind of color vision, and in gray
+LIMIT_COLOR = "#d55e00"
+CELL_DARK, CELL_LIGHT = "#101010", "#ffffff"  # numbers on cells, whose colors no theme changes
 
 
 @styled
@@ -81,14 +81,14 @@ def _needle_panel(ax: Axes, row: ReportRow) -> None:
     ax.set_xticks([x + 0.5 for x in range(len(lengths))], [f"{length:,}" for length in lengths])
     within = sum(limit is None or length <= limit for length in lengths)
     if within < len(lengths):
-        ax.axvline(within, color=LIMIT_COLOUR, linewidth=2.5)
-        ax.set_title(f"limit {limit:,}", loc="right", fontsize=8, fontweight="normal", color=LIMIT_COLOUR)
+        ax.axvline(within, color=LIMIT_COLOR, linewidth=2.5)
+        ax.set_title(f"limit {limit:,}", loc="right", fontsize=8, fontweight="normal", color=LIMIT_COLOR)
 
 
 def _cells(ax: Axes, values: list[list[float | None]], names: list[str]) -> None:
-    """Shares of one as coloured cells with their percentage, first line on top; cells without a value stay empty."""
+    """Shares of one as colored cells with their percentage, first line on top; cells without a value stay empty."""
     numbers = [[float("nan") if value is None else value for value in line] for line in values]
-    ax.pcolormesh(numbers, cmap=COLOURS, vmin=0, vmax=1, edgecolor=PAPER, linewidth=0.8)
+    ax.pcolormesh(numbers, cmap=COLORS, vmin=0, vmax=1, edgecolor=PAPER, linewidth=0.8)
     for y, line in enumerate(values):
         for x, value in enumerate(line):
             if value is None or value != value:

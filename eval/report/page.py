@@ -87,14 +87,16 @@ SECTIONS = (
 
 
 def _sections(report: Report) -> list[Section]:
-    found = []
-    for key, title, plots, shown, folded, about in SECTIONS:
+    sections = []
+    for key, title, plots, open_makers, folded, about in SECTIONS:
         figures = [(name, figure) for name in plots if (figure := PLOTS[name].draw(report)) is not None]
         drawn = [(PLOTS[name].title, inline(figure, name, PLOTS[name].title)) for name, figure in figures]
-        made = [[table for make in makers if (table := make(report))] for makers in (shown, folded)]
-        if drawn or any(made):
-            found.append(Section(key, title, about, [Drawn(t, svg, 'class="rest"' in svg) for t, svg in drawn], *made))
-    return found
+        tables = [[table for make in makers if (table := make(report))] for makers in (open_makers, folded)]
+        if drawn or any(tables):
+            sections.append(
+                Section(key, title, about, [Drawn(t, svg, 'class="rest"' in svg) for t, svg in drawn], *tables)
+            )
+    return sections
 
 
 def _origin(report: Report) -> str:

@@ -13,22 +13,22 @@ from surgery.eval.report.tables import Report, dig
 
 def completions(report: Report) -> dict[str, list[tuple[Cell, str]]]:
     """Group the rows' completions by prompt."""
-    written: dict[str, list[tuple[Cell, str]]] = {}
+    texts: dict[str, list[tuple[Cell, str]]] = {}
     for row in report["rows"]:
         for one in dig(row, "results", "generate", "completions") or []:
-            written.setdefault(one["prompt"], []).append((name_cell(report, row), one["text"]))
-    return written
+            texts.setdefault(one["prompt"], []).append((name_cell(report, row), one["text"]))
+    return texts
 
 
 def conversions(report: Report) -> Table | None:
     """Build the table of conversions: method, command, time, peak memory and healing run of each."""
     lines = []
     for row in report["rows"]:
-        if made := row.get("conversion"):
-            what = " ".join(str(made[key]) for key in ("to", "method") if made.get(key)) or NONE
-            healed = healing_run(made) or (NONE if not made.get("healing") else "yes")
-            command = Cell(made.get("command"), tone="code")
-            lines.append((row, [what, made.get("seconds"), made.get("peak_memory_bytes"), healed, command]))
+        if conversion := row.get("conversion"):
+            what = " ".join(str(conversion[key]) for key in ("to", "method") if conversion.get(key)) or NONE
+            healed = healing_run(conversion) or (NONE if not conversion.get("healing") else "yes")
+            command = Cell(conversion.get("command"), tone="code")
+            lines.append((row, [what, conversion.get("seconds"), conversion.get("peak_memory_bytes"), healed, command]))
     columns = ["conversion", Column("time", "", duration), Column("peak memory", "", size)]
     return of_rows(report, [*columns, Column("healing run", "Run of wandb"), "command"], lines, "How rows were made")
 

@@ -25,9 +25,9 @@ def headline(report: Report) -> Table:
 
 
 def name_cell(report: Report, row: ReportRow) -> Cell:
-    """A row's name, with its colour and kind as in the plots."""
+    """A row's name, with its color and kind as in the plots."""
     look = next(look for each, look in zip(report["rows"], looks(report), strict=True) if each is row)
-    return Cell(row["name"], tone=str(row.get("role") or ""), mark=look.colour)
+    return Cell(row["name"], tone=str(row.get("role") or ""), mark=look.color)
 
 
 def of_rows(
@@ -83,8 +83,8 @@ def recall(report: Report) -> Table | None:
     for row in report["rows"]:
         if result := dig(row, "results", "recall"):
             change = dig(row, "comparison", "recall") or {}
-            told = Cell(change.get("difference"), interval(change, signed_points))
-            lines.append((row, [result.get("accuracy"), told, result.get("prompts"), result.get("length")]))
+            change_cell = Cell(change.get("difference"), interval(change, signed_points))
+            lines.append((row, [result.get("accuracy"), change_cell, result.get("prompts"), result.get("length")]))
     columns = [
         Column("keys given back", "Share of planted keys given back, all digits right", share),
         Column("change in points", "Difference to the baseline in percentage points, 95% interval", signed_points),
@@ -117,8 +117,8 @@ def lm_eval(report: Report) -> Table | None:
             samples, rest = result.get("n_samples"), (result.get("n_shot"), result.get("lm_eval"))
             for metric, measured in (result.get("metrics") or {}).items():
                 error = measured.get("stderr")
-                known = isinstance(error, int | float) and samples != 1
-                value = Cell(measured.get("value"), (f"± {error:.4f}",) if known else ())
+                has_error = isinstance(error, int | float) and samples != 1
+                value = Cell(measured.get("value"), (f"± {error:.4f}",) if has_error else ())
                 lines.append((row, [task.removeprefix("lm-eval:"), metric, value, samples, *rest]))
     value = Column("value", "± standard error", lambda v: decimal(v, 4) if isinstance(v, int | float) else str(v))
     columns = ["task", "metric", value, "samples", Column("shots", "Worked examples in the prompt"), "lm_eval"]

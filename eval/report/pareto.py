@@ -61,7 +61,7 @@ def _is_relative(report: Report) -> bool:
 
 
 def _points(report: Report, compared: str, path: tuple[str, ...], scale: float) -> list[Point]:
-    found = []
+    points = []
     for row, look in zip(report["rows"], looks(report), strict=True):
         x = dig(row, "kv", "ratio" if _is_relative(report) else "bytes_per_token")
         value, change = dig(row, *path), dig(row, "comparison", compared) or {}
@@ -72,8 +72,8 @@ def _points(report: Report, compared: str, path: tuple[str, ...], scale: float) 
             continue
         ends = bounds(change)
         low, high = ends if ends and all(map(math.isfinite, ends)) else (y, y)
-        found.append(Point(row, look, x, scale * y, scale * low, scale * high))
-    return found
+        points.append(Point(row, look, x, scale * y, scale * low, scale * high))
+    return points
 
 
 def _plot(report: Report, points: list[Point], title: str, better: str) -> Figure | None:
@@ -82,7 +82,7 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     ax = figure.add_subplot()
     best = [points[i] for i in unbeaten([(p.x, p.y) for p in points], better)]
-    shown = {id(p) for p in points if p.row.get("role") == "baseline"} | set(map(id, best))
+    labeled = {id(p) for p in points if p.row.get("role") == "baseline"} | set(map(id, best))
     ax.plot(
         [p.x for p in best],
         [p.y for p in best],
@@ -100,7 +100,7 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
         ax.plot([p.x for p in rivals], [p.y for p in rivals], **line, label="no cheap baseline is better at both")
     for point in points:
         # Interval ends are drawn as they are: a paired bootstrap interval need not hold its own estimate.
-        bar = {"color": point.look.colour, "linewidth": 1.4, "zorder": 2, "gid": None if id(point) in shown else REST}
+        bar = {"color": point.look.color, "linewidth": 1.4, "zorder": 2, "gid": None if id(point) in labeled else REST}
         ax.plot([point.x] * 2, [point.low, point.high], **bar)
         ax.plot(
             [point.x],
@@ -108,11 +108,11 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
             marker=point.look.marker,
             markersize=7,
             linestyle="none",
-            markerfacecolor="none" if point.row.get("role") == HOLLOW else point.look.colour,
-            markeredgecolor=point.look.colour,
+            markerfacecolor="none" if point.row.get("role") == HOLLOW else point.look.color,
+            markeredgecolor=point.look.color,
             markeredgewidth=1.6,
             zorder=3,
-            gid=None if id(point) in shown else FAINT,
+            gid=None if id(point) in labeled else FAINT,
         )
     if _is_relative(report):
         share_axis(ax, [p.x for p in points])
@@ -125,7 +125,7 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
         ax.set_xlabel("KV bytes a token")
     ax.set_ylabel(title)
     _legend(ax, {p.row.get("role") for p in points}, better)
-    _name_points(figure, ax, points, best, shown)
+    _name_points(figure, ax, points, best, labeled)
     return figure
 
 
@@ -139,7 +139,7 @@ def _legend(ax: Axes, roles: set, better: str) -> None:
     ax.legend(loc=corner, labelcolor=INK, title="bars: 95% intervals", alignment="left")
 
 
-def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point], shown: set[int]) -> None:
+def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point], labeled: set[int]) -> None:
     """Writes every name next to its point, at the first place around it where it covers nothing drawn before.
 
     Those that are always shown come first. A name that would cover another one wherever it stood is left out.
@@ -147,30 +147,32 @@ def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point
     figure.draw_without_rendering()
     scale = figure.dpi / 72
     marks = {id(p): ax.transData.transform((p.x, p.y)) for p in points}
-    taken = [(x - 7, y - 7, x + 7, y + 7) for x, y in marks.values()]
-    taken += _steps([marks[id(p)] for p in best])
-    named = [ax.get_legend().get_window_extent().extents]
+    boxes_of_marks = [(x - 7, y - 7, x + 7, y + 7) for x, y in marks.values()]
+    boxes_of_marks += _steps([marks[id(p)] for p in best])
+    label_boxes = [ax.get_legend().get_window_extent().extents]
     frame = ax.get_window_extent().extents
-    for point in sorted(points, key=lambda p: id(p) not in shown):
-        style = {"fontsize": 8.5, "color": INK, "zorder": 4, "gid": None if id(point) in shown else REST}
+    for point in sorted(points, key=lambda p: id(p) not in labeled):
+        style = {"fontsize": 8.5, "color": INK, "zorder": 4, "gid": None if id(point) in labeled else REST}
         text = ax.annotate(label(point.row["name"]), (point.x, point.y), (0, 0), textcoords="offset points", **style)
         extent = text.get_window_extent()
         boxes = {place: _box(marks[id(point)], extent.width, extent.height, place, scale) for place in PLACES}
-        free = [place for place in PLACES if not any(_overlap(boxes[place], other) for other in named)]
+        free = [place for place in PLACES if not any(_overlap(boxes[place], other) for other in label_boxes)]
         if not free:
             text.remove()
             continue
-        place = min(free, key=lambda p: sum(_overlap(boxes[p], t) for t in taken) + 5 * (not _inside(boxes[p], frame)))
+        place = min(
+            free, key=lambda p: sum(_overlap(boxes[p], t) for t in boxes_of_marks) + 5 * (not _inside(boxes[p], frame))
+        )
         text.set(position=place[:2], ha=place[2], va=place[3])
-        named.append(boxes[place])
+        label_boxes.append(boxes[place])
 
 
 def _box(mark: tuple, width: float, height: float, place: tuple, scale: float) -> tuple:
     """Return the box of a name at a side of its point: left, bottom, right, top in pixels."""
     dx, dy, ha, va = place
-    left = mark[0] + dx * scale - {"left": 0, "center": width / 2, "right": width}[ha]
+    x = mark[0] + dx * scale - {"left": 0, "center": width / 2, "right": width}[ha]
     bottom = mark[1] + dy * scale - {"bottom": 0, "center": height / 2, "top": height}[va]
-    return left, bottom, left + width, bottom + height
+    return x, bottom, x + width, bottom + height
 
 
 PLACES = tuple(

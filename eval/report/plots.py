@@ -131,7 +131,7 @@ def _line(ax: Axes, x: Sequence[float], y: Sequence[float | None], row: ReportRo
     y = [value if value is not None and math.isfinite(value) else math.nan for value in y]
     if all(map(math.isnan, y)):
         return
-    style = {"color": look.colour, "linestyle": look.dashes, "marker": look.marker, "markersize": 3.5}
+    style = {"color": look.color, "linestyle": look.dashes, "marker": look.marker, "markersize": 3.5}
     ax.plot(x, y, **style, label=label(row["name"]), gid=REST if look.beaten else None)
 
 
@@ -142,11 +142,11 @@ def _heights(ax: Axes) -> list[float]:
 
 def _with_legend(figure: Figure, axes: list[Axes]) -> Figure:
     """One legend below all panels, of every line that is in any of them; those that can be turned off come last."""
-    found = {text: handle for ax in axes for handle, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-    found = dict(sorted(found.items(), key=lambda each: each[1].get_gid() == REST))
+    handles = {text: handle for ax in axes for handle, text in zip(*ax.get_legend_handles_labels(), strict=True)}
+    handles = dict(sorted(handles.items(), key=lambda each: each[1].get_gid() == REST))
     style = {"ncols": 5, "handlelength": 2.6, "labelcolor": INK}
-    legend = figure.legend(found.values(), found.keys(), loc="outside lower left", **style)
-    for line, handle, text in zip(found.values(), legend.legend_handles, legend.get_texts(), strict=True):
+    legend = figure.legend(handles.values(), handles.keys(), loc="outside lower left", **style)
+    for line, handle, text in zip(handles.values(), legend.legend_handles, legend.get_texts(), strict=True):
         handle.set_gid(line.get_gid())
         text.set_gid(line.get_gid())
     return figure

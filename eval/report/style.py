@@ -1,4 +1,4 @@
-"""Style of all plots of a report: one colour a row, one set of lines, and the same bytes for the same report."""
+"""Style of all plots of a report: one color a row, one set of lines, and the same bytes for the same report."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from surgery.eval.report.verdict import compared_rows, frontier
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5d6670", "#dfe3e8", "#fefefd"
 """Text, axes, lines behind the data, ground. Used for nothing else, so that a page can put its own in their place."""
 
-# Okabe and Ito's colour-blind safe set (https://jfly.uni-koeln.de/color/) without its black and its faint yellow, and
+# Okabe and Ito's color-blind safe set (https://jfly.uni-koeln.de/color/) without its black and its faint yellow, and
 # five that are told from them by most and have a contrast of 2.5 to the light and the dark ground.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 PALETTE += ("#7a5bd0", "#8a5a34", "#8a8a12", "#a3265f", "#14a0a8")
-BASELINE_COLOUR = "#767d86"
+BASELINE_COLOR = "#767d86"
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 MARKERS = {"baseline": "D", "variant": "s", "checkpoint": "o"}
 LABEL_LENGTH = 40
@@ -70,7 +70,7 @@ STYLE = {
 class Look(NamedTuple):
     """Style of one row in every plot; those that others beat at both bytes and loss can be turned off."""
 
-    colour: str
+    color: str
     dashes: str | tuple
     marker: str
     beaten: bool = False
@@ -95,18 +95,18 @@ def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure
 
 
 def looks(report: Report) -> list[Look]:
-    """The look of each row; the baseline is grey.
+    """The look of each row; the baseline is gray.
 
-    Rows that no other beats come first, so that what is shown together unasked differs in colour; after eleven rows
-    colours come again with other dashes.
+    Rows that no other beats come first, so that what is shown together unasked differs in color; after eleven rows
+    colors come again with other dashes.
     """
     compared = [row for role in ("checkpoint", "variant") for row in compared_rows(report, role)]
     beaten = set(map(id, compared)) - set(map(id, frontier(compared)))
     drawn = sorted((row for row in report["rows"] if row.get("role") != "baseline"), key=lambda row: id(row) in beaten)
-    styles = cycle((colour, dashes) for dashes in DASHES for colour in PALETTE)
+    styles = cycle((color, dashes) for dashes in DASHES for color in PALETTE)
     style = dict(zip(map(id, drawn), styles, strict=False))
     return [
-        Look(BASELINE_COLOUR, "-", MARKERS["baseline"])
+        Look(BASELINE_COLOR, "-", MARKERS["baseline"])
         if row.get("role") == "baseline"
         else Look(*style[id(row)], MARKERS.get(row.get("role"), "o"), id(row) in beaten)
         for row in report["rows"]
@@ -115,9 +115,9 @@ def looks(report: Report) -> list[Look]:
 
 def label(text: object) -> str:
     """A name that can stand in a picture: one line of at most 40 printable characters."""
-    shown = "".join(" " if unicodedata.category(c).startswith(("C", "Z")) else c for c in str(text)).strip()
-    shown = shown if len(shown) <= LABEL_LENGTH else shown[: LABEL_LENGTH - 1] + "…"
-    return shown.replace("$", r"\$")  # matplotlib would set what is between two of them as mathematics
+    printable = "".join(" " if unicodedata.category(c).startswith(("C", "Z")) else c for c in str(text)).strip()
+    printable = printable if len(printable) <= LABEL_LENGTH else printable[: LABEL_LENGTH - 1] + "…"
+    return printable.replace("$", r"\$")  # matplotlib would set what is between two of them as mathematics
 
 
 def to_svg(figure: Figure) -> str:

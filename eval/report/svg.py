@@ -47,6 +47,6 @@ def inline(figure: Figure, prefix: str, title: str) -> Markup:
 
 
 def _themed(value: str) -> str:
-    for colour, name in THEME.items():
-        value = value.replace(colour, name)
+    for color, name in THEME.items():
+        value = value.replace(color, name)
     return value

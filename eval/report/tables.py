@@ -78,8 +78,8 @@ def columns(report: Report) -> list[Measure]:
 
 def by_bytes(report: Report) -> Report:
     """The report with its rows by the KV bytes that they hold, most first; rows that hold none known come last."""
-    held = {id(row): dig(row, "kv", "bytes_per_token") for row in report["rows"]}
-    rows = sorted(report["rows"], key=lambda row: math.inf if held[id(row)] is None else -held[id(row)])
+    bytes_of = {id(row): dig(row, "kv", "bytes_per_token") for row in report["rows"]}
+    rows = sorted(report["rows"], key=lambda row: math.inf if bytes_of[id(row)] is None else -bytes_of[id(row)])
     return {**report, "rows": rows}
 
 
@@ -90,7 +90,7 @@ def headline(report: Report, *, narrow: bool = False, name: Callable[[ReportRow]
         narrow: for a terminal: the columns that matter most, and of intervals only those of differences.
         name: what stands in a row's first cell.
     """
-    shown = [column for column in columns(report) if column.key != "name" and (column.on_terminal or not narrow)]
+    measures = [column for column in columns(report) if column.key != "name" and (column.on_terminal or not narrow)]
     rows = []
     for row in report["rows"]:
         cells = [
@@ -99,20 +99,20 @@ def headline(report: Report, *, narrow: bool = False, name: Callable[[ReportRow]
                 column.change_texts(row) if column.is_difference or not narrow else (),
                 column.verdict(row) or "",
             )
-            for column in shown
+            for column in measures
         ]
         rows.append((name(row), *cells))
     return Table(
-        [Column("", key="name"), *shown], rows, "What each row keeps and what that costs", _notes(report, shown)
+        [Column("", key="name"), *measures], rows, "What each row keeps and what that costs", _notes(report, measures)
     )
 
 
-def _notes(report: Report, shown: Sequence[Measure]) -> list[str]:
+def _notes(report: Report, measures: Sequence[Measure]) -> list[str]:
     context = next((c for row in report["rows"] if (c := dig(row, "kv", "context"))), None)
     notes = [f"KV bytes held live at {context:,} tokens, batch 1."] if context else []
     if not report.get("baseline"):
         notes.append("There is no baseline to compare with.")
-    elif any(column.compared for column in shown):
+    elif any(column.compared for column in measures):
         notes.append(
             f"Differences are to {report['baseline']}, with 95% intervals of a paired bootstrap over samples where "
             "there is more than one; those of shares in percentage points."
@@ -218,7 +218,7 @@ def _perplexity(row: ReportRow, report: Report) -> float | None:
     return perplexity(dig(row, "results", "loss", "loss"))
 
 
-def _memorised(key: str) -> Callable[[ReportRow, Report], Value]:
+def _memorized(key: str) -> Callable[[ReportRow, Report], Value]:
     return lambda row, report: dig(row, "results", "loss", "memorised", key) if report.get("baseline") else None
 
 
@@ -302,10 +302,10 @@ HEADLINE: tuple[Measure, ...] = (
     Measure("top-1", "Share of positions where the row's most likely token is the baseline's",
             share, "high", key="top1_agreement", value=_at("results", "loss", "divergence", "top1_agreement")),
     Measure("memorised", "Share of tokens that cost the baseline less than 0.1 nats: they hide damage to attention",
-            share, key="memorised", value=_memorised("share"), on_terminal=False),
-    Measure("loss, others (perplexity)", "Loss of tokens that the baseline has not memorised, nats a token",
+            share, key="memorised", value=_memorized("share"), on_terminal=False),
+    Measure("loss, others (perplexity)", "Loss of tokens that the baseline has not memorized, nats a token",
             with_perplexity, "low", key="loss_of_others", compared="loss_of_others", on_terminal=False,
-            value=_memorised("loss_of_others")),
+            value=_memorized("loss_of_others")),
     Measure("recall", "Share of planted keys given back, all digits right",
             share, "high", key="recall", value=_at("results", "recall", "accuracy"), compared="recall"),
     Measure("needle", "Share of needles found over all lengths and depths",
@@ -337,7 +337,7 @@ def _lm_eval_columns(report: Report) -> list[Measure]:
 
 def _headline_columns(report: Report) -> list[Measure]:
     """Return the columns of tasks whose results define their own headline: `surgery.eval.session.Task.run`."""
-    told = {
+    columns_by_key = {
         name: result["headline"]
         for row in report["rows"]
         for name, result in (row.get("results") or {}).items()
@@ -345,14 +345,14 @@ def _headline_columns(report: Report) -> list[Measure]:
     }
     return [
         Measure(
-            said.get("title", name),
-            said.get("about", name),
-            share if said.get("share") else lambda value: decimal(value, 4),
-            said.get("better"),
+            column.get("title", name),
+            column.get("about", name),
+            share if column.get("share") else lambda value: decimal(value, 4),
+            column.get("better"),
             key=name,
             value=_at("results", name, "headline", "value"),
             compared=name,
-            is_share=bool(said.get("share")),
+            is_share=bool(column.get("share")),
         )
-        for name, said in told.items()
+        for name, column in columns_by_key.items()
     ]

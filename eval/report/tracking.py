@@ -56,7 +56,7 @@ def log_to_wandb(
     require_wandb()
     import wandb
 
-    found = []
+    places = []
     with tempfile.TemporaryDirectory() as pictures:
         needles = save_needle_png(report, Path(pictures))
         figures = save_pngs(report, Path(pictures), PARETO)
@@ -71,12 +71,12 @@ def log_to_wandb(
                 if not number:
                     run.log({"report": wandb.Html(render(report), inject=False)})
                 run.summary.update(summary(row, report))
-                found.append(place(run, mode))
-    return found
+                places.append(place(run, mode))
+    return places
 
 
 @contextmanager
-def logged_run(project: str, mode: str, folder: Path, *, name: str, group: str | None, **given: Any) -> Iterator[Any]:
+def logged_run(project: str, mode: str, folder: Path, *, name: str, group: str | None, **config: Any) -> Iterator[Any]:
     """A run of wandb, finished at the end, and marked as failed should what is logged to it fail.
 
     Raises:
@@ -94,7 +94,7 @@ def logged_run(project: str, mode: str, folder: Path, *, name: str, group: str |
             dir=str(folder),
             mode=mode,
             settings=wandb.Settings(silent=True, console="off"),
-            **given,
+            **config,
         ) as run:
             yield run
     except wandb.Error as error:
@@ -111,15 +111,15 @@ def place(run: Any, mode: str) -> str:
 def group(row: ReportRow, report: Report) -> str | None:
     """The group of a row's run: that of the conversion and its healings; of others, such as the source with the page,
     that of all conversions in the report if they share one, else the report's title."""
-    known = {name for each in report["rows"] if (name := dig(each, "conversion", "lineage"))}
-    shared = known.pop() if len(known) == 1 else report.get("title")
+    lineages = {name for each in report["rows"] if (name := dig(each, "conversion", "lineage"))}
+    shared = lineages.pop() if len(lineages) == 1 else report.get("title")
     name = dig(row, "conversion", "lineage") or shared
     return str(name) if name else None
 
 
 def config(row: ReportRow, report: Report) -> dict[str, Any]:
     """Return the settings that determine a row's numbers. Layers of a conversion are left to a table."""
-    told = {
+    values = {
         key: report.get(key)
         for key in (
             "settings",
@@ -132,27 +132,27 @@ def config(row: ReportRow, report: Report) -> dict[str, Any]:
             "surgery_version",
         )
     }
-    told |= {key: row.get(key) for key in ("role", "path", "sha256", "class", "dtype", "variant")}
+    values |= {key: row.get(key) for key in ("role", "path", "sha256", "class", "dtype", "variant")}
     conversion = row.get("conversion")
     if conversion:
-        told["conversion"] = {key: value for key, value in conversion.items() if key != "layers"}
+        values["conversion"] = {key: value for key, value in conversion.items() if key != "layers"}
         if run := healing_run(conversion):
-            told["healing_run"] = run
-    return told
+            values["healing_run"] = run
+    return values
 
 
 def summary(row: ReportRow, report: Report) -> dict[str, float]:
     """Headline numbers by column key, ``KEY/change``, ``KEY/low`` and ``KEY/high``, and `tables.scalars`."""
-    found: dict[str, float | str | None] = {}
+    values: dict[str, float | str | None] = {}
     for column in columns(report):
         if column.key == "name":
             continue
-        found[column.key] = column.value(row, report)
+        values[column.key] = column.value(row, report)
         for key, value in (column.change(row) or {}).items():
             if not (column.is_difference and key == "difference"):
-                found[f"{column.key}/{'change' if key == 'difference' else key}"] = value
-    found |= {key.replace(".", "/"): value for key, value in scalars(row).items()}
-    return {key: value for key, value in found.items() if value is not None}
+                values[f"{column.key}/{'change' if key == 'difference' else key}"] = value
+    values |= {key.replace(".", "/"): value for key, value in scalars(row).items()}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _tables(row: ReportRow) -> Iterator[tuple[str, list[str], list[list]]]:
@@ -166,7 +166,7 @@ def _tables(row: ReportRow) -> Iterator[tuple[str, list[str], list[list]]]:
     ]
     layers = dig(row, "conversion", "layers") or []
     stages = list(dict.fromkeys(stage for layer in layers for stage in layer.get("measured") or {}))
-    found = {
+    tables = {
         "loss_by_position": (
             ["start", "end", "loss", "tokens"],
             [[part.get(key) for key in ("start", "end", "loss", "tokens")] for part in by_position],
@@ -181,6 +181,6 @@ def _tables(row: ReportRow) -> Iterator[tuple[str, list[str], list[list]]]:
             [[x.get("layer"), x.get("rank"), *(dig(x, "measured", stage) for stage in stages)] for x in layers],
         ),
     }
-    for name, (heads, data) in found.items():
+    for name, (heads, data) in tables.items():
         if data:
             yield name, heads, data

@@ -18,10 +18,10 @@ def verdict(report: Report) -> list[str]:
     if not compared:
         return []
     best, *smaller = frontier(compared)
-    told = [f"{_first(compared)}{_told(best, report)}"]
+    sentences = [f"{_first(compared)}{_told(best, report)}"]
     if smaller:
-        told.append(f"Smaller, and beaten by no checkpoint: {'; '.join(map(_briefly, smaller))}.")
-    return told
+        sentences.append(f"Smaller, and beaten by no checkpoint: {'; '.join(map(_briefly, smaller))}.")
+    return sentences
 
 
 def by_checkpoint(report: Report) -> list[str]:
@@ -55,23 +55,23 @@ def unbeaten(points: Sequence[tuple[float, float]], better: str = "low") -> list
     ("low" or "high"). Of equal points the first stays.
     """
     sign = 1 if better == "low" else -1
-    kept: list[int] = []
+    front: list[int] = []
     for index in sorted(range(len(points)), key=lambda i: (points[i][0], sign * points[i][1])):
-        if not kept or sign * points[index][1] < sign * points[kept[-1]][1]:
-            kept.append(index)
-    return kept
+        if not front or sign * points[index][1] < sign * points[front[-1]][1]:
+            front.append(index)
+    return front
 
 
 def _told(row: ReportRow, report: Report) -> str:
     baseline = baseline_of(report) or {}
-    held, change = dig(row, "kv", "bytes_per_token"), perplexity(_lost(row)) - 1
+    num_bytes, change = dig(row, "kv", "bytes_per_token"), perplexity(_lost(row)) - 1
     losses = [dig(each, "results", "loss", "loss") for each in (baseline, row)]
-    found = [dig(each, "results", "recall", "accuracy") for each in (baseline, row)]
+    recalls = [dig(each, "results", "recall", "accuracy") for each in (baseline, row)]
     parts = [
         f"{row['name']}, {share(row['kv']['ratio'])} of the KV bytes"
-        + ("" if held is None else f" ({held:,.0f} a token)"),
+        + ("" if num_bytes is None else f" ({num_bytes:,.0f} a token)"),
         f"perplexity {change:+.1%}" + ("" if None in losses else f" ({_arrow(losses)})"),
-        "" if None in found else f"recall {share(found[0])} → {share(found[1])}",
+        "" if None in recalls else f"recall {share(recalls[0])} → {share(recalls[1])}",
     ]
     rivals = _rivals(row, report).replace("; ", "; rivals next to it in bytes: ", 1)
     return ", ".join(filter(None, parts)) + rivals + "."
@@ -79,8 +79,8 @@ def _told(row: ReportRow, report: Report) -> str:
 
 def _briefly(row: ReportRow) -> str:
     recall = dig(row, "results", "recall", "accuracy")
-    found = "" if recall is None else f", recall {share(recall)}"
-    return f"{row['name']}, {share(row['kv']['ratio'])}: perplexity {perplexity(_lost(row)) - 1:+.1%}{found}"
+    recall_part = "" if recall is None else f", recall {share(recall)}"
+    return f"{row['name']}, {share(row['kv']['ratio'])}: perplexity {perplexity(_lost(row)) - 1:+.1%}{recall_part}"
 
 
 def _arrow(losses: Sequence[float]) -> str:

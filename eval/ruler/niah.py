@@ -49,9 +49,9 @@ class Needles:
         facts = {key: draw_distinct(rng, lambda rng: self._value(rng, setting), self.values) for key in keys}
         needles = [self._needle(setting, key, value) for key in keys for value in facts[key]]
         rng.shuffle(needles)
-        asked = rng.sample(keys, self.asked)
-        query = asked[0] if len(asked) == 1 else ", ".join(asked[:-1]) + ", and " + asked[-1]
-        references = tuple(value for key in asked for value in facts[key])
+        queries = rng.sample(keys, self.asked)
+        query = queries[0] if len(queries) == 1 else ", ".join(queries[:-1]) + ", and " + queries[-1]
+        references = tuple(value for key in queries for value in facts[key])
 
         several = len(references) > 1
         prompt = (domain.find_all if several else domain.find_one).format(
@@ -61,7 +61,7 @@ class Needles:
         )
         return Draft(prompt, references)
 
-    def _context(self, setting: Setting, size: int, needles: list[str], taken: set[str]) -> str:
+    def _context(self, setting: Setting, size: int, needles: list[str], used_keys: set[str]) -> str:
         domain, rng, places = setting.domain, setting.rng("haystack"), setting.rng("places")
         if self.haystack == "prose":
             lines = setting.haystack.sentences(rng.randrange(len(setting.haystack.units)), size)
@@ -71,8 +71,8 @@ class Needles:
             if self.haystack == "noise":
                 lines = [domain.noise] * size
             else:
-                keys = draw_distinct(rng, lambda rng: self._key(rng, setting), size + len(taken))
-                keys = [key for key in keys if key not in taken][:size]
+                keys = draw_distinct(rng, lambda rng: self._key(rng, setting), size + len(used_keys))
+                keys = [key for key in keys if key not in used_keys][:size]
                 values = setting.rng("distractors")
                 lines = [self._needle(setting, key, self._value(values, setting)) for key in keys]
             cuts = sorted(places.sample(range(size), len(needles)))

@@ -69,8 +69,8 @@ class Sample:
 
     def score(self, output: str) -> float:
         """RULER's score: the share of references, 0 to 1, that occur in `output`, whatever their case."""
-        found = found_in(output, self.references)
-        return sum(found) / len(found)
+        hits = found_in(output, self.references)
+        return sum(hits) / len(hits)
 
 
 def found_in(output: str, references: Sequence[str]) -> list[bool]:

@@ -95,8 +95,8 @@ def build(
 def check_tasks(names: list[str] | tuple[str, ...]) -> None:
     """Raises SurgeryError for a name that is none of the eleven."""
     for name in names:
-        if gone := removal(f"ruler_tasks {name}"):
-            raise SurgeryError(f"ruler_tasks {name} {gone}")
+        if reason := removal(f"ruler_tasks {name}"):
+            raise SurgeryError(f"ruler_tasks {name} {reason}")
         if name not in TASKS:
             raise SurgeryError(f"there is no RULER-style task {name!r}: choose from {', '.join(TASKS)}")
 

@@ -20,8 +20,8 @@ from surgery.eval.token_losses import losses_and_divergence, losses_of_states, l
 if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
 
-MEMORISED = 0.1
-"""Nats: a token that the baseline predicts at less is taken for memorised, which hides damage to attention."""
+MEMORIZED = 0.1
+"""Nats: a token that the baseline predicts at less is taken for memorized, which hides damage to attention."""
 FIRST_BUCKET = 32
 """Tokens in the first position bucket; every later one is as long as all before it."""
 
@@ -69,51 +69,51 @@ class LossTask:
     def keep(self, model: PreTrainedModel, session: Session) -> KeptPredictions:
         """Return the predictions with which later models are compared."""
         batches = self._batches(session)
-        kept: dict[int, Tensor] = {}
+        states_of: dict[int, Tensor] = {}
         losses: dict[int, Tensor] = {}
         with (
             evaluation_mode(model),
-            session.progress.phase("loss: baseline's predictions", len(batches), "batch") as done,
+            session.progress.phase("loss: baseline's predictions", len(batches), "batch") as advance,
         ):
             reader = LogitReader(model, batches[0][1])
 
             def run(batch: tuple[int, LongTensor]) -> None:
                 index, tokens = batch
                 states = reader.states(tokens)[:, :-1]
-                kept[index], losses[index] = states.cpu(), losses_of_states(reader, states, tokens[:, 1:])
+                states_of[index], losses[index] = states.cpu(), losses_of_states(reader, states, tokens[:, 1:])
 
-            session.processes.map(run, batches, done)
-        return KeptPredictions(reader.frozen_head(), kept, losses)
+            session.processes.map(run, batches, advance)
+        return KeptPredictions(reader.frozen_head(), states_of, losses)
 
     @torch.no_grad()
     def run(self, model: PreTrainedModel, session: Session, kept: KeptPredictions | None) -> dict[str, Any]:
         batches = self._batches(session)
         check_batch(batches[0][1], session.batch_size)
-        with evaluation_mode(model), session.progress.phase("loss", len(batches), "batch") as done:
+        with evaluation_mode(model), session.progress.phase("loss", len(batches), "batch") as advance:
             reader = LogitReader(model, batches[0][1])
 
             def measure(batch: tuple[int, LongTensor]) -> dict[str, np.ndarray]:
                 index, tokens = batch
                 states = reader.states(tokens)[:, :-1]
                 if kept is None:
-                    found = {"loss": losses_of_states(reader, states, tokens[:, 1:])}
+                    values = {"loss": losses_of_states(reader, states, tokens[:, 1:])}
                 else:
                     baseline = kept.head, kept.states[index]
                     compared = losses_and_divergence(reader, states, tokens[:, 1:], *baseline)
-                    found = dict(zip(("loss", "kl", "same"), compared, strict=True)) | {"baseline": kept.losses[index]}
+                    values = dict(zip(("loss", "kl", "same"), compared, strict=True)) | {"baseline": kept.losses[index]}
                 if self.decoded:
-                    found["cached"] = losses_through_cache(reader, tokens, self.decoded)
-                return {name: value.numpy() for name, value in found.items()}
+                    values["cached"] = losses_through_cache(reader, tokens, self.decoded)
+                return {name: value.numpy() for name, value in values.items()}
 
-            found = session.processes.map(measure, batches, done)
-        return self._summary({name: np.concatenate([part[name] for part in found]) for name in found[0]})
+            parts = session.processes.map(measure, batches, advance)
+        return self._summary({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
     def _batches(self, session: Session) -> list[tuple[int, LongTensor]]:
         return list(enumerate(self.text.first(session.limit).tokens.split(session.batch_size)))
 
-    def _summary(self, found: dict[str, np.ndarray]) -> dict[str, Any]:
+    def _summary(self, values: dict[str, np.ndarray]) -> dict[str, Any]:
         """The result of per-token values [N, T - 1]."""
-        losses = found["loss"].astype(np.float64)
+        losses = values["loss"].astype(np.float64)
         text = self.text.first(len(losses))
         source, size = text.source[:, 1:].numpy(), text.bytes[:, 1:].numpy()
         result = {
@@ -131,12 +131,12 @@ class LossTask:
                 {"start": start, "end": end, **_totals(losses[:, start - 1 : end - 1], size[:, start - 1 : end - 1])}
                 for start, end in position_buckets(text.tokens.shape[1])
             ],
-            "memorised": _memorised(losses, found.get("baseline", losses)),
+            "memorised": _memorized(losses, values.get("baseline", losses)),
             "cached": None,
             "divergence": None,
         }
-        if "cached" in found:
-            cached = found["cached"].astype(np.float64)
+        if "cached" in values:
+            cached = values["cached"].astype(np.float64)
             result["cached"] = {
                 "loss": float(cached.mean()),
                 "prefill": text.tokens.shape[1] - 1 - self.decoded,
@@ -147,8 +147,8 @@ class LossTask:
                 "largest_difference": float(np.abs(cached - losses).max()),
                 "per_sequence": cached.mean(axis=1).tolist(),
             }
-        if "kl" in found:
-            kl, same = found["kl"].astype(np.float64), found["same"]
+        if "kl" in values:
+            kl, same = values["kl"].astype(np.float64), values["same"]
             result["divergence"] = {
                 "kl": float(kl.mean()),
                 "kl_99": float(np.quantile(kl, 0.99)),
@@ -179,16 +179,16 @@ def _totals(losses: np.ndarray, size: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _memorised(losses: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
-    """Losses [N, T - 1] of tokens that the baseline (the model itself, where there is none) has memorised, and of the
+def _memorized(losses: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
+    """Losses [N, T - 1] of tokens that the baseline (the model itself, where there is none) has memorized, and of the
     others. "per_sequence" are the others' shares of their mean: their mean is "loss_of_others"."""
-    known = baseline < MEMORISED
-    others = int((~known).sum())
+    memorized = baseline < MEMORIZED
+    others = int((~memorized).sum())
     return {
-        "share": float(known.mean()),
-        "loss": float(losses[known].mean()) if known.any() else None,
-        "loss_of_others": float(losses[~known].mean()) if others else None,
-        "per_sequence": (np.where(known, 0.0, losses).sum(1) * len(losses) / others).tolist() if others else None,
+        "share": float(memorized.mean()),
+        "loss": float(losses[memorized].mean()) if memorized.any() else None,
+        "loss_of_others": float(losses[~memorized].mean()) if others else None,
+        "per_sequence": (np.where(memorized, 0.0, losses).sum(1) * len(losses) / others).tolist() if others else None,
     }
 
 

@@ -99,8 +99,8 @@ class NeedleHaystack:
         cut = round(size * depth / 100)
         if 0 < cut < size:
             for allowed in self._places_for_needles:
-                found = np.flatnonzero(allowed[places]) + 1
-                nearest = found[np.abs(found - cut).argmin()] if len(found) else size
+                cuts = np.flatnonzero(allowed[places]) + 1
+                nearest = cuts[np.abs(cuts - cut).argmin()] if len(cuts) else size
                 if abs(nearest - cut) <= NEAR * size:
                     return int(nearest)
         return cut
@@ -226,11 +226,11 @@ def _hits(model: PreTrainedModel, session: Session, prompts: list[NeedlePrompt],
 
 def build(data: TaskData) -> NeedleTask:
     """Build the task from the settings and texts of an evaluation."""
-    asked = data.settings
+    settings = data.settings
     return NeedleTask(
-        lengths=asked.needle_lengths or default_lengths(data.limit),
-        depths=asked.needle_depths,
-        trials=asked.needle_trials,
+        lengths=settings.needle_lengths or default_lengths(data.limit),
+        depths=settings.needle_depths,
+        trials=settings.needle_trials,
         domain=data.domain,
         haystack=data.haystack(),
     )

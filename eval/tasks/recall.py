@@ -39,10 +39,10 @@ class RecallTask:
         check_prompts(prompts, session.batch_size)
         size = session.batch_size
         batches = list(zip(prompts.tokens.split(size), prompts.answer_mask.split(size), strict=True))
-        with evaluation_mode(model), session.progress.phase("recall", len(batches), "batch") as done:
+        with evaluation_mode(model), session.progress.phase("recall", len(batches), "batch") as advance:
             reader = LogitReader(model, prompts.tokens)
-            found = session.processes.map(lambda batch: recall_hits(reader, *batch), batches, done)
-        hits = [int(hit) for batch in found for hit in batch]
+            results = session.processes.map(lambda batch: recall_hits(reader, *batch), batches, advance)
+        hits = [int(hit) for batch in results for hit in batch]
         return {
             "accuracy": sum(hits) / len(hits),
             "prompts": len(hits),
@@ -53,6 +53,6 @@ class RecallTask:
 
 def build(data: TaskData) -> RecallTask:
     """Build the task from the settings and texts of an evaluation."""
-    asked = data.settings
-    ids, seed = data.text.ids.numpy(), asked.seed + RECALL_SEED
-    return RecallTask(recall_prompts(data.tokenizer, ids, asked.recall_prompts, asked.length, seed))
+    settings = data.settings
+    ids, seed = data.text.ids.numpy(), settings.seed + RECALL_SEED
+    return RecallTask(recall_prompts(data.tokenizer, ids, settings.recall_prompts, settings.length, seed))

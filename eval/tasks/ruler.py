@@ -86,10 +86,10 @@ class RulerTask:
         haystack = domain.split(self._text())
         count = self.samples if session.limit is None else max(1, min(self.samples, session.limit))
         samples = {}
-        with session.progress.phase(f"ruler prompts, {length} tokens", len(self.tasks), "task") as done:
+        with session.progress.phase(f"ruler prompts, {length} tokens", len(self.tasks), "task") as advance:
             for task in self.tasks:
                 samples[task] = suite.build(task, session.tokenizer, length, count, session.seed, domain, haystack)
-                done()
+                advance()
         return samples
 
     def _text(self) -> str:
@@ -118,11 +118,11 @@ def _mean(values: list[float]) -> float:
 
 def build(data: TaskData) -> RulerTask:
     """Build the task from the settings and texts of an evaluation."""
-    asked = data.settings
+    settings = data.settings
     return RulerTask(
-        lengths=asked.ruler_lengths or (asked.length,),
-        samples=asked.ruler_samples,
+        lengths=settings.ruler_lengths or (settings.length,),
+        samples=settings.ruler_samples,
         domain=data.domain,
         haystack=data.haystack(),
-        tasks=asked.ruler_tasks or tuple(suite.TASKS),
+        tasks=settings.ruler_tasks or tuple(suite.TASKS),
     )

@@ -27,7 +27,7 @@ def install(
     `layers`, one for each of the model's, by formula.
 
     Raises:
-        NoVariant: the model is no decoder with a head, has a quantised cache, layers of several kinds, or heads that
+        NoVariant: the model is no decoder with a head, has a quantized cache, layers of several kinds, or heads that
             the cache cannot hold.
         SurgeryError: it is a variant already.
     """
@@ -65,7 +65,7 @@ def check_model(model: PreTrainedModel, name: str) -> None:
     if decoder is model or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise NoVariant(f"{type(model).__name__} is not a decoder with a head: {name} needs a causal language model")
     if getattr(model.config, "kv_cache", None):
-        raise NoVariant(f"the checkpoint has a quantised KV cache of its own: {name} needs the one that it was made of")
+        raise NoVariant(f"the checkpoint has a quantized KV cache of its own: {name} needs the one that it was made of")
     with refusals(NoVariant):
         check_full_attention(model.config, name)
 

@@ -198,8 +198,8 @@ def _chunked(forward: Callable, chunk: int, **call: Any) -> Any:
     """Call a decoder's `forward` on pieces that end at multiples of `chunk` tokens; returns one output."""
     cache: Cache = call[CACHE]
     name = "inputs_embeds" if call.get("input_ids") is None else "input_ids"
-    new, seen = call.get(name), cache.get_seq_length()
-    if new is None or seen % chunk + new.shape[1] <= chunk:
+    new, past_length = call.get(name), cache.get_seq_length()
+    if new is None or past_length % chunk + new.shape[1] <= chunk:
         return forward(**call)
     if call.get("output_hidden_states") or call.get("output_attentions"):
         raise SurgeryError("this cache is read in chunks, which have no hidden states or attentions of all layers")
@@ -208,8 +208,8 @@ def _chunked(forward: Callable, chunk: int, **call: Any) -> Any:
         raise SurgeryError(f"this cache is read in chunks: give a mask [batch, tokens], not {list(mask.shape)}")
     states, output, start = [], None, 0
     while start < new.shape[1]:
-        stop = min(new.shape[1], start + chunk - (seen + start) % chunk)
-        part = {name: new[:, start:stop], "attention_mask": None if mask is None else mask[:, : seen + stop]}
+        stop = min(new.shape[1], start + chunk - (past_length + start) % chunk)
+        part = {name: new[:, start:stop], "attention_mask": None if mask is None else mask[:, : past_length + stop]}
         part["position_ids"] = None if positions is None else positions[..., start:stop]
         output = forward(**call | part)
         states.append(output[0])

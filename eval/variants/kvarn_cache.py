@@ -28,7 +28,7 @@ LOG_SCALES = (-0.3, 10.0)
 
 
 class KVarNTiles(Coder):
-    """Tiles of variance-normalised values; of keys rows are channels, of values they are tokens."""
+    """Tiles of variance-normalized values; of keys rows are channels, of values they are tokens."""
 
     def __init__(self, bits: int, tile: int, *, values: bool) -> None:
         self.bits, self.tile, self.values = bits, tile, values
@@ -38,9 +38,9 @@ class KVarNTiles(Coder):
         tiles = tiles if self.values else tiles.transpose(-1, -2)
         rows, columns = balance(tiles)
         balanced = tiles / columns / rows
-        least, most = balanced.amin(-1, keepdim=True), 2**self.bits - 1
-        scale = ((balanced.amax(-1, keepdim=True) - least) / most).clamp(min=1e-10)
-        codes = ((balanced - least) / scale).round().clamp(0, most)
+        least, max_code = balanced.amin(-1, keepdim=True), 2**self.bits - 1
+        scale = ((balanced.amax(-1, keepdim=True) - least) / max_code).clamp(min=1e-10)
+        codes = ((balanced - least) / scale).round().clamp(0, max_code)
         return packed(codes, self.bits), (rows * scale).half(), (rows * least).half(), columns.half()
 
     def decode(self, parts: Parts) -> Tensor:

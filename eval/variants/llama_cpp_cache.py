@@ -5,7 +5,7 @@ Hadamard matrix first, keys by the largest power of two that divides a head and 
 (`llama_kv_cache::build_input_k_rot`, `build_input_v_rot`); others are not. Arithmetic as in ggml's
 `quantize_row_q8_0`, `_q5_0` and `_q4_0`; `tests/engines/test_llama_cpp.py` compares the perplexity.
 
-Left out: llama.cpp's attention on a CPU also quantises queries to q8_0 before it multiplies them by such keys.
+Left out: llama.cpp's attention on a CPU also quantizes queries to q8_0 before it multiplies them by such keys.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GgmlBlocks(Coder):
 
     def encode(self, tokens: Tensor) -> Parts:
         if tokens.shape[-1] % BLOCK:
-            raise ValueError(f"heads of {tokens.shape[-1]} channels: llama.cpp quantises multiples of {BLOCK}")
+            raise ValueError(f"heads of {tokens.shape[-1]} channels: llama.cpp quantizes multiples of {BLOCK}")
         if self.interleaved:
             tokens = tokens.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
         blocks = rotated(tokens, self.rotation(tokens.shape[-1])).unflatten(-1, (-1, BLOCK))

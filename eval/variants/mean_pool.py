@@ -1,4 +1,4 @@
-"""The baseline with fewer KV heads: each the mean of neighbours, as GQA checkpoints are started from MHA ones.
+"""The baseline with fewer KV heads: each the mean of neighbors, as GQA checkpoints are started from MHA ones.
 
 Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints",
 arXiv:2305.13245, who train the model further. Here nothing is trained.

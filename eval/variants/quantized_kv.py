@@ -13,16 +13,16 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 def quantize_kv(
     model: PreTrainedModel, format: str, group: int = 32, window: int = 0, keys: str = "channel"
 ) -> PreTrainedModel:
-    """Makes every attention of `model` read keys and values that are quantised as `QuantizedKVLayer` does it.
+    """Makes every attention of `model` read keys and values that are quantized as `QuantizedKVLayer` does it.
 
-    A plain forward pass reads as much of the text quantised as a cache of the whole of it holds. In a padded batch,
-    padding shares groups with the tokens next to it, so its rows are quantised a little differently than they would be
+    A plain forward pass reads as much of the text quantized as a cache of the whole of it holds. In a padded batch,
+    padding shares groups with the tokens next to it, so its rows are quantized a little differently than they would be
     alone.
 
     Args:
         format: of a number: int8, int4, int3, int2 or fp8.
         group: tokens (of keys) and channels (of values) that share a scale.
-        window: most recent tokens that stay exact; 0 quantises every complete group.
+        window: most recent tokens that stay exact; 0 quantizes every complete group.
         keys: "channel", or "token" where a latent is in the keys' place.
 
     Returns:

@@ -6,7 +6,7 @@ matrix and rounded to the Lloyd-Max centroids of N(0, 1/d), with the norm in fp1
 rounded vector back to norm 1. Values have even steps, with scale and zero in fp16 a token and head. `k8v4` has keys in
 fp8. The first two and the last two layers stay unchanged.
 
-Left out: the paper's second stage (QJL), as in vLLM; and that vLLM reads a prompt's own keys unquantised.
+Left out: the paper's second stage (QJL), as in vLLM; and that vLLM reads a prompt's own keys unquantized.
 `tests/engines/test_vllm_formats.py` compares with vLLM's kernels.
 """
 
@@ -65,9 +65,9 @@ class EvenValues(Coder):
 
     def encode(self, tokens: Tensor) -> Parts:
         tokens = tokens.float()
-        least, most = tokens.amin(-1, keepdim=True), 2**self.bits - 1
-        scale = ((tokens.amax(-1, keepdim=True) - least) / most).clamp(min=1e-8)
-        codes = ((tokens - least) / scale + 0.5).trunc().clamp(0, most)
+        least, max_code = tokens.amin(-1, keepdim=True), 2**self.bits - 1
+        scale = ((tokens.amax(-1, keepdim=True) - least) / max_code).clamp(min=1e-8)
+        codes = ((tokens - least) / scale + 0.5).trunc().clamp(0, max_code)
         return packed(codes, self.bits), scale.half(), least.half()
 
     def decode(self, parts: Parts) -> Tensor:

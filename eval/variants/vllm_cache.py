@@ -6,7 +6,7 @@ signs and a Hadamard matrix (QuaRot, arXiv:2404.00456), has a zero point besides
 of its scale. Arithmetic as in vLLM 0.32, `v1/attention/ops/int4_per_token_head.py` and
 `triton_reshape_and_cache_flash.py`; `tests/engines/test_vllm_formats.py` compares it with them.
 
-Left out: vLLM quantises queries to fp8 too where the backend multiplies in fp8, and its GPU kernels rotate in bf16.
+Left out: vLLM quantizes queries to fp8 too where the backend multiplies in fp8, and its GPU kernels rotate in bf16.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class PerTokenHead(Coder):
 
     def encode(self, tokens: Tensor) -> Parts:
         tokens = tokens.float()
-        most = FLOAT8_MAX if self.format == "fp8" else 127
-        scale = (tokens.abs().amax(-1, keepdim=True) / most).clamp(min=LEAST_SCALE)
+        max_code = FLOAT8_MAX if self.format == "fp8" else 127
+        scale = (tokens.abs().amax(-1, keepdim=True) / max_code).clamp(min=LEAST_SCALE)
         values = tokens * (1 / scale)
         return (as_fp8(values) if self.format == "fp8" else _away(values).clamp(-128, 127).to(torch.int8)), scale
 

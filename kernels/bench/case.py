@@ -155,5 +155,5 @@ class DecodeCase(Case):
         return torch.full((self.batch,), self.context, dtype=torch.int32, device=device)
 
     def _double(self, inputs: Inputs, row: int) -> Inputs:
-        taken = {name: tensor if name in self.unbatched else tensor[row : row + 1] for name, tensor in inputs.items()}
-        return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in taken.items()}
+        rows = {name: tensor if name in self.unbatched else tensor[row : row + 1] for name, tensor in inputs.items()}
+        return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in rows.items()}

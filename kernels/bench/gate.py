@@ -67,11 +67,11 @@ class Gate:
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
+def relative_error(result: Tensor, expected: Tensor) -> float:
     """Root mean square of the difference over that of what is expected; infinite where anything is not finite."""
-    if got.shape != expected.shape or not bool(got.isfinite().all()):
+    if result.shape != expected.shape or not bool(result.isfinite().all()):
         return float("inf")
-    difference = (got.double() - expected).square().mean().sqrt()
+    difference = (result.double() - expected).square().mean().sqrt()
     return float(difference / expected.square().mean().sqrt().clamp(min=1e-300))
 
 

@@ -83,11 +83,13 @@ def without_gpu() -> None:
 
 
 def decoding_calls(tokens: int) -> dict[str, Callable[[], Any]]:
-    """A step at the shapes of Llama-3-8B, by operation: one row of so many tokens, quantised ones in 4 bits."""
+    """A step at the shapes of Llama-3-8B, by operation: one row of so many tokens, quantized ones in 4 bits."""
     calls = {}
     for name in OPERATIONS:
-        found = cases([name], ["llama3-8b"], [tokens], [1], [torch.float16])
-        case = next((each for each in found if "int4" in each.variant), found[-1 if name == "lowrank_decode" else 0])
+        candidates = cases([name], ["llama3-8b"], [tokens], [1], [torch.float16])
+        case = next(
+            (each for each in candidates if "int4" in each.variant), candidates[-1 if name == "lowrank_decode" else 0]
+        )
         calls[name] = partial(case.run, case.inputs(torch.device("cpu"), 0))
     return calls
 

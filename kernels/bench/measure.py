@@ -36,13 +36,13 @@ def device_facts(device: torch.device) -> dict:
     """Return the facts of the machine for a report."""
     if device.type != "cuda":
         return {"name": "CPU", "processors": 0, "memory_bytes": 0, "l2_bytes": 0, "capability": None}
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return {
-        "name": found.name,
-        "processors": found.multi_processor_count,
-        "memory_bytes": found.total_memory,
-        "l2_bytes": found.L2_cache_size,
-        "capability": f"{found.major}.{found.minor}",
+        "name": properties.name,
+        "processors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "capability": f"{properties.major}.{properties.minor}",
     }
 
 
@@ -61,9 +61,9 @@ def _copy_rate(device: torch.device) -> dict:
 
 def _matmul_rate(device: torch.device) -> dict:
     width = 8192
-    left, right = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
-    product = torch.empty_like(left)
-    timing = time_calls([lambda: torch.mm(left, right, out=product)], device)
+    a, b = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(a)
+    timing = time_calls([lambda: torch.mm(a, b, out=product)], device)
     return {"flops_per_second": 2 * width**3 / timing.seconds, "matmul_width": width}
 
 
@@ -71,8 +71,8 @@ def sets_needed(input_bytes: int, device: torch.device) -> int:
     """Input sets so that a round through them is `ROTATION` times the L2 cache; fewer where memory is short."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     free = torch.cuda.mem_get_info(device)[0]
-    wanted = math.ceil(ROTATION * cache / max(input_bytes, 1))
-    return max(1, min(wanted, MOST_CALLS, int(0.4 * free / max(input_bytes, 1))))
+    count = math.ceil(ROTATION * cache / max(input_bytes, 1))
+    return max(1, min(count, MOST_CALLS, int(0.4 * free / max(input_bytes, 1))))
 
 
 def time_calls(calls: Sequence[Callable[[], object]], device: torch.device, *, seconds: float = 0.25) -> Timing:

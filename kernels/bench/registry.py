@@ -16,13 +16,13 @@ from surgery.kernels.bench.case import MODELS, Case
 
 def _operations() -> dict[str, type[Case]]:
     """Return the cases of every file in `operations/` by their operation."""
-    found = {}
+    operations = {}
     for file in pkgutil.iter_modules(files.__path__):
         for each in vars(import_module(f"{files.__name__}.{file.name}")).values():
             # Python 3.10 takes list[int] for an instance of type.
             if issubclass(type(each), type) and issubclass(each, Case) and not isabstract(each):
-                found[each.operation] = each
-    return found
+                operations[each.operation] = each
+    return operations
 
 
 OPERATIONS = _operations()
@@ -44,10 +44,10 @@ def cases(
         ValueError: an operation or a model that there is not.
     """
     operations, models = list(operations), list(models)
-    for what, given, known in (("operation", operations, OPERATIONS), ("shape", models, MODELS)):
-        for name in given:
-            if name not in known:
-                raise ValueError(f"unknown {what} {name!r}: choose {', '.join(known)}")
+    for what, names, choices in (("operation", operations, OPERATIONS), ("shape", models, MODELS)):
+        for name in names:
+            if name not in choices:
+                raise ValueError(f"unknown {what} {name!r}: choose {', '.join(choices)}")
     places = [
         {"model": model, "batch": batch, "context": context, "dtype": dtype, "shape": MODELS[model]}
         for dtype in dtypes

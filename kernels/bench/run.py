@@ -97,21 +97,21 @@ class Bench:
         if size > ROOM * free:
             return {**row, "skipped": f"{size / 1e9:.0f} GB of inputs, {free / 1e9:.0f} GB free"}
         inputs = case.inputs(self.device, seed=0)
-        found = gates.check(case, inputs, baselines=self.baselines and self.timed)
-        row["gate"] = found.to_dict()
-        if not found.passed or not self.timed:
+        gate = gates.check(case, inputs, baselines=self.baselines and self.timed)
+        row["gate"] = gate.to_dict()
+        if not gate.passed or not self.timed:
             return row
         sets = [inputs, *(case.inputs(self.device, seed) for seed in range(1, sets_needed(size, self.device)))]
         if self.tune and (shape := _tuned_shape(case)) not in shapes_tuned:
             shapes_tuned.add(shape)
-            row["tuning"] = self._tune(case, sets, found)
+            row["tuning"] = self._tune(case, sets, gate)
         row |= _measured(case, time_calls([_bound(case.run, one) for one in sets], self.device))
         row |= _shares(row, self.record["ceilings"])
         if self.baselines:
-            row["baselines"] = self._baselines(case, sets, found)
+            row["baselines"] = self._baselines(case, sets, gate)
         return row
 
-    def _tune(self, case: Case, sets: list[Inputs], found: gates.Gate) -> dict | None:
+    def _tune(self, case: Case, sets: list[Inputs], gate: gates.Gate) -> dict | None:
         """Tries configurations; the best is written and serves from now on."""
         began, exact = time.monotonic(), list(case.exact(sets[0]))
         limit = min(began + self.case_seconds, self._stop)
@@ -119,7 +119,7 @@ class Bench:
         def is_right() -> bool:
             with gates.poisoned():
                 out = case.run(sets[0])
-            return all(gates.relative_error(pick(out), part) <= found.tolerance for pick, part in exact)
+            return all(gates.relative_error(pick(out), part) <= gate.tolerance for pick, part in exact)
 
         best = tuning.tune(
             case.operation,
@@ -130,21 +130,21 @@ class Bench:
         )
         if best is None:
             return None
-        key, config, tried = best
+        key, config, trials = best
         if config:
             path = (self.tuned_folder or FOLDER) / f"{gpu_name(self.device)}.json"
             tuning.write_tuned(path, case.operation, key, config)
-        return {"key": key, "config": config, "tried": tried}
+        return {"key": key, "config": config, "tried": trials}
 
-    def _baselines(self, case: Case, sets: list[Inputs], found: gates.Gate) -> dict:
+    def _baselines(self, case: Case, sets: list[Inputs], gate: gates.Gate) -> dict:
         measured = {}
         for name, prepare in case.baselines().items():
-            if name in found.refused:
-                measured[name] = {"refused": found.refused[name]}
+            if name in gate.refused:
+                measured[name] = {"refused": gate.refused[name]}
                 continue
             try:
                 timing = time_calls([prepare(one) for one in sets], self.device)
-                measured[name] = {"seconds": timing.seconds, "graph": timing.graph, "error": found.library_errors[name]}
+                measured[name] = {"seconds": timing.seconds, "graph": timing.graph, "error": gate.library_errors[name]}
             except Exception as error:
                 measured[name] = {"refused": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
         return measured
@@ -152,12 +152,12 @@ class Bench:
 
 def versions() -> dict:
     """Return the versions that determine results."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    versions_of = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     try:
         import triton
     except ImportError:
-        return {**found, "triton": None}
-    return {**found, "triton": triton.__version__}
+        return {**versions_of, "triton": None}
+    return {**versions_of, "triton": triton.__version__}
 
 
 def no_speed(device: torch.device) -> str:

@@ -25,12 +25,12 @@ def numbers(text: str) -> list[int]:
     Raises:
         ValueError: a word that is no positive number.
     """
-    found = []
+    values = []
     for word in text.split(","):
         plain = word.strip().lower()
         factor = 1024 if plain.endswith("k") else 1
         digits = plain.removesuffix("k")
         if not digits.isdigit() or int(digits) < 1:
             raise ValueError(f"{word.strip()!r} is no number of tokens or rows, such as 8 or 32k")
-        found.append(int(digits) * factor)
-    return found
+        values.append(int(digits) * factor)
+    return values

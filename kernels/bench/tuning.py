@@ -47,7 +47,7 @@ def tune(
         The shape's key, the best candidate (empty: the default), and what each took; None if the operator asked for no
         configuration.
     """
-    key, best, least, tried = None, {}, float("inf"), []
+    key, best, least, trials = None, {}, float("inf"), []
     first, then = candidates(splits=splits)
     for stage in (first, then):
         base = dict(best)
@@ -58,13 +58,13 @@ def tune(
                 try:
                     seconds = seconds_of() if is_right() else None
                 except Exception as error:  # too much shared memory, a block that the kernel has no use for
-                    tried.append({"config": candidate, "refused": f"{type(error).__name__}: {str(error)[:80]}"})
+                    trials.append({"config": candidate, "refused": f"{type(error).__name__}: {str(error)[:80]}"})
                     continue
             key = keys.get(operation, key)
-            tried.append({"config": candidate, "seconds": seconds})
+            trials.append({"config": candidate, "seconds": seconds})
             if seconds is not None and seconds < least:
                 best, least = candidate, seconds
-    return None if key is None else (key, best, tried)
+    return None if key is None else (key, best, trials)
 
 
 def write_tuned(path: Path, operation: str, key: str, candidate: Candidate) -> None:

@@ -33,12 +33,12 @@ def default_config(query: Tensor, key: Tensor, value: Tensor, pages: Tensor | No
 
 
 @launches_of(grouped_query_attention, "splits")
-def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
+def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
     """The launches that fill `out` [B, T, H, v] and `lse` [B, T, H] fp32, both contiguous.
 
     The others are arguments of `gqa_decode`, the last dimension of each contiguous.
     """
-    query, key, value, pages = given.query, given.key, given.value, given.pages
+    query, key, value, pages = args.query, args.key, args.value, args.pages
     rows, tokens, heads, width = query.shape
     groups, slots, v = key.shape[1], key.shape[2], value.shape[-1]
     page, per_group = 0 if pages is None else slots, heads // groups
@@ -47,13 +47,13 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         shape = key_of(tokens=tokens, heads=heads, groups=groups, d=width, v=v, page=page, dtype=query.dtype)
         config = tuned("gqa_decode", shape, query.device, default_config(query, key, value, pages))
     blocks = triton.cdiv(tokens * per_group, config.block_rows)
-    splits = given.splits or splits_of(config, rows * groups * blocks, query, capacity, given.window)
+    splits = args.splits or splits_of(config, rows * groups * blocks, query, capacity, args.window)
     parts, logs = scratch(query, v, splits)
-    made = Launch.of(
+    launch = Launch.of(
         gqa_decode_kernel,
         (blocks * splits, groups, rows),
         config,
-        vars(given),
+        vars(args),
         out=out if parts is None else parts,
         lse=lse if logs is None else logs,
         capacity=size(key, 2) if pages is None else size(pages, 1),
@@ -72,7 +72,7 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         BLOCK_D=max(triton.next_power_of_2(width), 16),
         BLOCK_V=max(triton.next_power_of_2(v), 16),
     )
-    return with_merge(made, parts, logs, out, lse)
+    return with_merge(launch, parts, logs, out, lse)
 
 
 # These grow with a text: not worth a compilation each.
@@ -91,7 +91,7 @@ def gqa_decode_kernel(
     row = tl.program_id(2).to(tl.int64)
 
     pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    there = pair < tokens * PER_GROUP
+    row_mask = pair < tokens * PER_GROUP
     time = pair // PER_GROUP
     head = group * PER_GROUP + pair % PER_GROUP
     d = tl.arange(0, BLOCK_D)
@@ -105,7 +105,7 @@ def gqa_decode_kernel(
     begin, end = split_tokens(low // BLOCK_N * BLOCK_N, high, split, splits, BLOCK_N)
 
     at = query + row * query_b + time[:, None] * query_t + head[:, None] * query_h + d[None, :]
-    q = tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0)
+    q = tl.load(at, mask=row_mask[:, None] & (d < D)[None, :], other=0.0)
     key += group * key_g
     value += group * value_g
     if PAGE == 0:
@@ -114,12 +114,12 @@ def gqa_decode_kernel(
     else:
         pages += row * pages_b
 
-    most = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for first in range(begin, end, BLOCK_N):
         token = first + tl.arange(0, BLOCK_N)
-        held = (token >= low) & (token < end)
+        token_mask = (token >= low) & (token < end)
         if PAGE == 0:
             key_at = key + (tl.arange(0, BLOCK_N) * key_s)[:, None]
             value_at = value + (tl.arange(0, BLOCK_N) * value_s)[:, None]
@@ -131,26 +131,26 @@ def gqa_decode_kernel(
             key_at = key + page * key_b + (slot * key_s)[:, None]
             value_at = value + page * value_b + (slot * value_s)[:, None]
         else:
-            page = tl.load(pages + token // PAGE, mask=held, other=0).to(tl.int64)
+            page = tl.load(pages + token // PAGE, mask=token_mask, other=0).to(tl.int64)
             key_at = key + (page * key_b + token % PAGE * key_s)[:, None]
             value_at = value + (page * value_b + token % PAGE * value_s)[:, None]
-        k = tl.load(key_at + d[None, :], mask=held[:, None] & (d < D)[None, :], other=0.0)
+        k = tl.load(key_at + d[None, :], mask=token_mask[:, None] & (d < D)[None, :], other=0.0)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
-        seen = held[None, :] & (token[None, :] <= position[:, None])
+        mask = token_mask[None, :] & (token[None, :] <= position[:, None])
         if window is not None:
-            seen = seen & (token[None, :] > position[:, None] - window)
-        logits = tl.where(seen, logits, -float("inf"))
-        weights, most, total, shrink = softmax_step(logits, most, total, 1)
+            mask = mask & (token[None, :] > position[:, None] - window)
+        logits = tl.where(mask, logits, -float("inf"))
+        weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 1)
         # Zeros where nothing is held: weights there are 0, but 0 · NaN is not.
-        mixture = tl.load(value_at + v[None, :], mask=held[:, None] & (v < V)[None, :], other=0.0)
-        mixed = tl.dot(weights.to(mixture.dtype), mixture, mixed * shrink[:, None], input_precision="ieee")
+        mixture = tl.load(value_at + v[None, :], mask=token_mask[:, None] & (v < V)[None, :], other=0.0)
+        acc = tl.dot(weights.to(mixture.dtype), mixture, acc * alpha[:, None], input_precision="ieee")
 
     # In this order, and added up below, it takes no register more than a constant number of splits did.
     place = row * tokens * heads + time * heads + head
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    mine = there[:, None] & (v < V)[None, :]
-    tl.store(out + split * V + place[:, None] * (splits * V) + v[None, :], mixed.to(out.dtype.element_ty), mask=mine)
-    tl.store(lse + place * splits + split, log_of(most, total), mask=there)
+    acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
+    mine = row_mask[:, None] & (v < V)[None, :]
+    tl.store(out + split * V + place[:, None] * (splits * V) + v[None, :], acc.to(out.dtype.element_ty), mask=mine)
+    tl.store(lse + place * splits + split, log_of(m_i, l_i), mask=row_mask)
 
 
 @triton.jit
@@ -163,10 +163,10 @@ def row_length(lengths, row, capacity):
 
 
 @triton.jit
-def reach(starts, row, length, held, window, tokens, block, BLOCK_M: tl.constexpr, PER_GROUP: tl.constexpr):
-    """First and behind-the-last of the `held` tokens of a row that any pair of a block of rows sees."""
+def reach(starts, row, length, filled, window, tokens, block, BLOCK_M: tl.constexpr, PER_GROUP: tl.constexpr):
+    """First and behind-the-last of the `filled` tokens of a row that any pair of a block of rows sees."""
     last = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // PER_GROUP, tokens - 1)
-    high = tl.minimum(length - tokens + last + 1, held)
+    high = tl.minimum(length - tokens + last + 1, filled)
     low = high * 0
     if starts is not None:
         low = tl.maximum(low, tl.load(starts + row))

@@ -30,12 +30,12 @@ def grouped_query_attention(
         key, value = paged_tokens(key, pages), paged_tokens(value, pages)
     rows, tokens, capacity = query.shape[0], query.shape[1], key.shape[2]
     ends = all_rows(capacity, rows, query.device) if lengths is None else lengths
-    held = torch.arange(capacity, device=query.device) < ends[:, None]
-    return attention(query, key, value, scale, visible(held, ends, starts, tokens, window))
+    filled = torch.arange(capacity, device=query.device) < ends[:, None]
+    return attention(query, key, value, scale, visible(filled, ends, starts, tokens, window))
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor, gain: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor, gain: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention under a mask.
 
@@ -44,50 +44,50 @@ def attention(
         key: [B, G, S, d]
         value: [B, G, S, v]
         scale: multiplies the logits.
-        seen: boolean [B, T, S], or [B, G, T, S] by KV head. What no query sees may be NaN.
+        mask: boolean [B, T, S], or [B, G, T, S] by KV head. What no query sees may be NaN.
         gain: [B, S, n], factors on the logits of the H / n query heads of each.
     """
-    seen = seen if seen.dim() == 4 else seen[:, None]
+    mask = mask if mask.dim() == 4 else mask[:, None]
     if not key.shape[2]:  # a maximum of nothing is none; one token that nobody sees changes nothing
         key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
-        seen, gain = F.pad(seen, (0, 1)), None
+        mask, gain = F.pad(mask, (0, 1)), None
     wide = torch.promote_types(query.dtype, torch.float32)
-    anyone = seen.any(dim=2)[..., None]
+    anyone = mask.any(dim=2)[..., None]
     key, value = (tensor.to(wide).masked_fill(~anyone, 0.0) for tensor in (key, value))
     grouped = query.to(wide).unflatten(2, (key.shape[1], -1))
     logits = torch.einsum("btgrd,bgsd->btgrs", grouped, key) * scale
     if gain is not None:
-        gain = gain.to(wide).masked_fill(~seen.any(dim=(1, 2))[..., None], 0.0)
+        gain = gain.to(wide).masked_fill(~mask.any(dim=(1, 2))[..., None], 0.0)
         each = gain.repeat_interleave(query.shape[2] // gain.shape[-1], dim=-1).mT
         logits = logits * each.unflatten(1, grouped.shape[2:4])[:, None]
-    logits = logits.masked_fill(~seen.transpose(1, 2)[:, :, :, None], -torch.inf)
+    logits = logits.masked_fill(~mask.transpose(1, 2)[:, :, :, None], -torch.inf)
     # The gradients of softmax and logsumexp are NaN where there is nothing to see; these are not.
-    most = logits.detach().amax(dim=-1, keepdim=True)
-    weights = (logits - torch.where(most.isfinite(), most, 0.0)).exp()
-    total = weights.sum(dim=-1, keepdim=True)
-    some = total > 0
-    safe = torch.where(some, total, 1.0)
+    max_logit = logits.detach().amax(dim=-1, keepdim=True)
+    weights = (logits - torch.where(max_logit.isfinite(), max_logit, 0.0)).exp()
+    sum_exp = weights.sum(dim=-1, keepdim=True)
+    some = sum_exp > 0
+    safe = torch.where(some, sum_exp, 1.0)
     out = torch.einsum("btgrs,bgsv->btgrv", weights / safe, value)
-    lse = torch.where(some, safe.log() + most, -torch.inf)
+    lse = torch.where(some, safe.log() + max_logit, -torch.inf)
     return out.flatten(2, 3).to(query.dtype), lse.squeeze(-1).flatten(2, 3)
 
 
-def visible(held: Tensor, ends: Tensor, starts: Tensor | None, tokens: int, window: int | None) -> Tensor:
+def visible(filled: Tensor, ends: Tensor, starts: Tensor | None, tokens: int, window: int | None) -> Tensor:
     """Boolean [B, T, S]: which tokens the last T of each row see.
 
     Args:
-        held: boolean [B, S], tokens that are there at all.
+        filled: boolean [B, S], tokens that are there at all.
         ends: [B], tokens of each row: query t stands at `ends - T + t`.
         starts: [B], the first token of each row that is no padding; None is 0.
         tokens: T.
         window: latest tokens that a query sees, itself included; None for all.
     """
-    token = torch.arange(held.shape[1], device=held.device)
-    position = (ends[:, None] - tokens + torch.arange(tokens, device=held.device))[:, :, None]
-    seen = held[:, None] & (token <= position)
+    token = torch.arange(filled.shape[1], device=filled.device)
+    position = (ends[:, None] - tokens + torch.arange(tokens, device=filled.device))[:, :, None]
+    mask = filled[:, None] & (token <= position)
     if starts is not None:
-        seen = seen & (token >= starts[:, None, None])
-    return seen if window is None else seen & (token > position - window)
+        mask = mask & (token >= starts[:, None, None])
+    return mask if window is None else mask & (token > position - window)
 
 
 def paged_tokens(pool: Tensor, pages: Tensor) -> Tensor:
@@ -95,8 +95,8 @@ def paged_tokens(pool: Tensor, pages: Tensor) -> Tensor:
 
     Numbers of pages that a row does not use may be anything; they are read as page 0 or the last one.
     """
-    found = pool[pages.long().clamp(0, pool.shape[0] - 1)]
-    return found.movedim(1, -3).flatten(-3, -2)
+    entries = pool[pages.long().clamp(0, pool.shape[0] - 1)]
+    return entries.movedim(1, -3).flatten(-3, -2)
 
 
 def all_rows(tokens: int, rows: int, device: torch.device) -> Tensor:

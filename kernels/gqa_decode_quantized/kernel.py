@@ -82,32 +82,32 @@ def pairs_of(query: Tensor, value_scale: Tensor, config: Config) -> int:
 
 
 @launches_of(quantized_attention, "splits")
-def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
+def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
     """The launches that fill `out` [B, T, H, v] and `lse` [B, T, H] fp32, both contiguous.
 
     The others are arguments of `gqa_decode_quantized`; the last dimension of codes contiguous, the last two of scales
     and zero points.
     """
-    query, key_scale, value_codes, value_scale = given.query, given.key_scale, given.value_codes, given.value_scale
+    query, key_scale, value_codes, value_scale = args.query, args.key_scale, args.value_codes, args.value_scale
     rows, tokens, heads, d = query.shape
-    groups, v, value_groups = given.key_codes.shape[1], value_codes.shape[-1], value_scale.shape[-1]
-    format, group, keys = given.format, given.group, given.keys
+    groups, v, value_groups = args.key_codes.shape[1], value_codes.shape[-1], value_scale.shape[-1]
+    format, group, keys = args.format, args.group, args.keys
     config = config or config_of(query, value_scale, format, group, keys)
     bits, step = BITS[format], step_tokens(config, format, group, keys)
     pairs = pairs_of(query, value_scale, config)
     blocks = triton.cdiv(tokens * heads // groups, pairs)
     capacity, programs = value_scale.shape[2], rows * groups * blocks
-    splits = given.splits or splits_of(config, programs, query, capacity, given.window, waves=2)
+    splits = args.splits or splits_of(config, programs, query, capacity, args.window, waves=2)
     parts, logs = scratch(query, v, splits)
     by_channel = keys == "channel"
     key_groups = 1 if by_channel else key_scale.shape[-1]
     key_size = d if by_channel else group_size(d, key_groups)
-    made = Launch.of(
+    launch = Launch.of(
         gqa_decode_quantized_kernel,
         (blocks * splits, groups, rows),
         config,
-        vars(given),
-        key=given.key_codes,
+        vars(args),
+        key=args.key_codes,
         value=value_codes,
         out=out if parts is None else parts,
         lse=lse if logs is None else logs,
@@ -116,7 +116,7 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         tokens=tokens,
         heads=heads,
         **strides("b", "t", "h", query=query),
-        **strides("b", "g", "s", key=given.key_codes),
+        **strides("b", "g", "s", key=args.key_codes),
         **strides("b", "g", key_scale=key_scale, value_scale=value_scale),
         # The kernel reads pairs of channels.
         **{name: stride // 2 for name, stride in strides("b", "g", "s", value=value_codes).items()},
@@ -139,7 +139,7 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         BLOCK_V=max(triton.next_power_of_2(v // 2), 16),
         BLOCK_G=max(triton.next_power_of_2(value_groups), 16),
     )
-    return with_merge(made, parts, logs, out, lse)
+    return with_merge(launch, parts, logs, out, lse)
 
 
 # These grow with a text: not worth a compilation each.
@@ -165,7 +165,7 @@ def gqa_decode_quantized_kernel(
     m = tl.arange(0, BLOCK_M)
     channels = m // PAIRS
     pair = block * PAIRS + m % PAIRS
-    there = (channels < VALUE_GROUPS) & (pair < tokens * PER_GROUP)
+    row_mask = (channels < VALUE_GROUPS) & (pair < tokens * PER_GROUP)
     time = pair // PER_GROUP
     head = group * PER_GROUP + pair % PER_GROUP
     length = row_length(lengths, row, capacity + behind)
@@ -179,7 +179,7 @@ def gqa_decode_quantized_kernel(
     q = ()
     q_sum = ()
     for g in tl.static_range(KEY_GROUPS):
-        own = there[:, None] & (d < KEY_SIZE)[None, :] & (g * KEY_SIZE + d < D)[None, :]
+        own = row_mask[:, None] & (d < KEY_SIZE)[None, :] & (g * KEY_SIZE + d < D)[None, :]
         part = tl.load(at + g * KEY_SIZE, mask=own, other=0.0)
         q = q + (part,)  # noqa: RUF005 - Triton knows no other
         q_sum = q_sum + (tl.sum(part.to(tl.float32), axis=1),)  # noqa: RUF005
@@ -201,8 +201,8 @@ def gqa_decode_quantized_kernel(
     # Picks the scale of a row's group of channels; exact, as it multiplies one number by 1.
     pick = (channels[:, None] == g_of[None, :]).to(value_scale.dtype.element_ty)
 
-    most = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
     zeros = tl.zeros([BLOCK_M], tl.float32)
     unit = tl.full([BLOCK_M], 1e-30, tl.float32)
     even = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -210,7 +210,7 @@ def gqa_decode_quantized_kernel(
     for first in range(begin, end, STEP):
         byte = (i < STEP * BITS // 8) & (first + i * PLANES < end)
         logits = ()
-        now = most
+        now = m_i
         if GROUP:
             codes = tl.load(key + (i * key_s)[:, None] + d[None, :], mask=byte[:, None] & (d < D)[None, :], other=0)
             of = first // GROUP * D + d
@@ -237,11 +237,11 @@ def gqa_decode_quantized_kernel(
                     )
                     k = number(codes, plane * BITS, BITS, FLOAT).to(dtype)
                     of = token * KEY_GROUPS + g
-                    held = byte & (token < end)
-                    factor = tl.load(key_scale + of, mask=held, other=0.0).to(tl.float32)
+                    token_mask = byte & (token < end)
+                    factor = tl.load(key_scale + of, mask=token_mask, other=0.0).to(tl.float32)
                     logit += tl.dot(q[g], tl.trans(k), input_precision="ieee") * factor[None, :]
                     if not FLOAT:
-                        zero = tl.load(key_zero + of, mask=held, other=0.0).to(tl.float32)
+                        zero = tl.load(key_zero + of, mask=token_mask, other=0.0).to(tl.float32)
                         logit += q_sum[g][:, None] * zero[None, :]
                 logits = logits + (logit,)  # noqa: RUF005
         key += STEP * BITS // 8 * key_s
@@ -251,27 +251,27 @@ def gqa_decode_quantized_kernel(
         units = unit
         for plane in tl.static_range(PLANES):
             token = first + i * PLANES + plane
-            held = byte & (token >= low) & (token < end)
-            seen = held[None, :] & (token[None, :] <= position[:, None])
+            token_mask = byte & (token >= low) & (token < end)
+            mask = token_mask[None, :] & (token[None, :] <= position[:, None])
             if window is not None:
-                seen = seen & (token[None, :] > position[:, None] - window)
-            logit = tl.where(seen, logits[plane] * (scale * LOG2E), -float("inf"))
+                mask = mask & (token[None, :] > position[:, None] - window)
+            logit = tl.where(mask, logits[plane] * (scale * LOG2E), -float("inf"))
             now = tl.maximum(now, tl.max(logit, axis=1))
             masked = masked + (logit,)  # noqa: RUF005
-            factor = picked(value_scale, pick, token, held, g_of, VALUE_GROUPS)
+            factor = picked(value_scale, pick, token, token_mask, g_of, VALUE_GROUPS)
             if NARROW:
                 units = tl.maximum(units, tl.max(factor, axis=1))
             factors = factors + (factor,)  # noqa: RUF005
         base = tl.where(now == -float("inf"), 0.0, now)
-        shrink = tl.exp2(most - base)
-        most = now
-        total *= shrink
-        zeros *= shrink
+        alpha = tl.exp2(m_i - base)
+        m_i = now
+        l_i *= alpha
+        zeros *= alpha
         if NARROW:
-            shrink *= unit / units
+            alpha *= unit / units
             unit = units
-        even *= shrink[:, None]
-        odd *= shrink[:, None]
+        even *= alpha[:, None]
+        odd *= alpha[:, None]
         pairs = tl.load(
             value + (i * value_s)[:, None] + c[None, :], mask=byte[:, None] & (c < V // 2)[None, :], other=0
         )
@@ -279,10 +279,10 @@ def gqa_decode_quantized_kernel(
         for plane in tl.static_range(PLANES):
             token = first + i * PLANES + plane
             weights = tl.exp2(masked[plane] - base[:, None])
-            total += tl.sum(weights, axis=1)
+            l_i += tl.sum(weights, axis=1)
             if not FLOAT:
-                held = byte & (token >= low) & (token < end)
-                zeros += tl.sum(weights * picked(value_zero, pick, token, held, g_of, VALUE_GROUPS), axis=1)
+                token_mask = byte & (token >= low) & (token < end)
+                zeros += tl.sum(weights * picked(value_zero, pick, token, token_mask, g_of, VALUE_GROUPS), axis=1)
             weights *= factors[plane]
             if NARROW:
                 weights *= (1.0 / unit)[:, None]
@@ -290,7 +290,7 @@ def gqa_decode_quantized_kernel(
             even = tl.dot(weights, number(pairs, plane * BITS, BITS, FLOAT).to(dtype), even, input_precision="ieee")
             odd = tl.dot(weights, number(pairs, 8 + plane * BITS, BITS, FLOAT).to(dtype), odd, input_precision="ieee")
 
-    some = tl.where(total > 0, total, 1.0)
+    some = tl.where(l_i > 0, l_i, 1.0)
     if NARROW:
         even *= unit[:, None]
         odd *= unit[:, None]
@@ -298,12 +298,12 @@ def gqa_decode_quantized_kernel(
     odd = (odd + zeros[:, None]) / some[:, None]
     place = ((row * tokens + time) * heads + head) * splits + split
     column = out + place[:, None] * V + 2 * c[None, :]
-    mine = there[:, None] & (c < V // 2)[None, :]
+    mine = row_mask[:, None] & (c < V // 2)[None, :]
     right = 2 * c // VALUE_SIZE
     tl.store(column, even.to(out.dtype.element_ty), mask=mine & (right[None, :] == channels[:, None]))
     right = (2 * c + 1) // VALUE_SIZE
     tl.store(column + 1, odd.to(out.dtype.element_ty), mask=mine & (right[None, :] == channels[:, None]))
-    tl.store(lse + place, log_of(most, total), mask=there & (channels == 0))
+    tl.store(lse + place, log_of(m_i, l_i), mask=row_mask & (channels == 0))
 
 
 @triton.jit
@@ -319,9 +319,11 @@ def number(codes, shift, BITS: tl.constexpr, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def picked(factors, pick, token, held, g_of, GROUPS: tl.constexpr):
+def picked(factors, pick, token, token_mask, g_of, GROUPS: tl.constexpr):
     """[M, N] fp32: of tokens' scales or zero points, GROUPS a token, the one that each row wants."""
     each = tl.load(
-        factors + (token * GROUPS)[:, None] + g_of[None, :], mask=held[:, None] & (g_of < GROUPS)[None, :], other=0.0
+        factors + (token * GROUPS)[:, None] + g_of[None, :],
+        mask=token_mask[:, None] & (g_of < GROUPS)[None, :],
+        other=0.0,
     )
     return tl.dot(pick, tl.trans(each), input_precision="ieee")

@@ -33,9 +33,9 @@ def gqa_decode_quantized(
     behind: int = 0,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Grouped-query attention of the last T tokens of each row over those of its tokens that are quantised.
+    """Grouped-query attention of the last T tokens of each row over those of its tokens that are quantized.
 
-    Quantised are the first tokens of a row. What follows them exactly, `gqa_decode` reads (lengths and starts less the
+    Quantized are the first tokens of a row. What follows them exactly, `gqa_decode` reads (lengths and starts less the
     tokens before), and `merge_parts` makes one result of both.
 
     Args:
@@ -49,11 +49,11 @@ def gqa_decode_quantized(
         format: of a code: int8, int4, int2 (a value is code · scale + zero) or fp8 (e4m3 code · scale).
         group: tokens that share a scale of keys by channel.
         keys: what shares a scale of keys: "channel" or "token".
-        lengths: int32 [B] on the device, tokens of each row, quantised or not, new ones included; None is S + behind.
-        coded: int32 [B] on the device, how many of them are quantised; None is all S, or the length if it is less.
+        lengths: int32 [B] on the device, tokens of each row, quantized or not, new ones included; None is S + behind.
+        coded: int32 [B] on the device, how many of them are quantized; None is all S, or the length if it is less.
         starts: int32 [B] on the device, the first token of each row that is no padding; None is 0.
         window: latest tokens that a query sees, itself included; None for all.
-        behind: tokens that follow the quantised ones, where no lengths are given.
+        behind: tokens that follow the quantized ones, where no lengths are given.
         splits: programs that share the tokens of a row; None chooses by the shapes.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Grouped-query decoding over quantised keys and values, in plain PyTorch: dequantised, then attention."""
+"""Grouped-query decoding over quantized keys and values, in plain PyTorch: dequantized, then attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def quantized_attention(
     window: int | None = None,
     behind: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last T of each row's tokens over the quantised ones; arguments as of `gqa_decode_quantized`.
+    """Attention of the last T of each row's tokens over the quantized ones; arguments as of `gqa_decode_quantized`.
 
     Returns:
         out [B, T, H, v] in the query's dtype and lse [B, T, H] in float32, of float64 queries in float64.
@@ -40,5 +40,5 @@ def quantized_attention(
     capacity = key.shape[2]
     ends = all_rows(capacity + behind, rows, query.device) if lengths is None else lengths
     last = ends if coded is None else torch.minimum(ends, coded)
-    held = torch.arange(capacity, device=query.device) < last[:, None]
-    return attention(query, key, value, scale, visible(held, ends, starts, tokens, window))
+    filled = torch.arange(capacity, device=query.device) < last[:, None]
+    return attention(query, key, value, scale, visible(filled, ends, starts, tokens, window))

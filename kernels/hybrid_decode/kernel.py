@@ -42,40 +42,40 @@ def default_config(rows: int, head_size: int, dtype: torch.dtype) -> Config:
 
 
 @launches_of(hybrid_attention, "splits")
-def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
+def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
     """The launches that fill `out` [B, T, H, v] and `lse` [B, T, H], both contiguous.
 
     Other arguments as in `operator.hybrid_decode`, last dimensions contiguous.
     """
-    query, full_key, full_value = given.query, given.full_key, given.full_value
+    query, full_key, full_value = args.query, args.full_key, args.full_value
     rows, tokens, heads, head_size = query.shape
-    full, streaming = full_key.shape[1], given.streaming_key.shape[1]
+    full, streaming = full_key.shape[1], args.streaming_key.shape[1]
     per_head = heads // (full + streaming)
     value_size = full_value.shape[-1]
     if config is None:
         shape = key_of(heads=heads, full=full, streaming=streaming, head_size=head_size, dtype=query.dtype)
         config = tuned("hybrid_decode", shape, query.device, default_config(tokens * per_head, head_size, query.dtype))
     blocks = triton.cdiv(tokens * per_head, config.block_rows)
-    splits = given.splits or splits_of(config, rows * full * blocks, query, full_key.shape[2])
+    splits = args.splits or splits_of(config, rows * full * blocks, query, full_key.shape[2])
     parts, logs = scratch(query[:, :, : full * per_head], value_size, splits)
     attention = Launch.of(
         hybrid_decode_kernel,
         (blocks * rows * (full * splits + streaming),),
         config,
-        vars(given),
+        vars(args),
         out=out,
         lse=lse,
         parts=parts,
         logs=logs,
-        scale=given.scale * LOG2E.value,
+        scale=args.scale * LOG2E.value,
         rows=rows,
         tokens=tokens,
         capacity=size(full_key, 2),
-        slots=size(given.streaming_key, 2),
+        slots=size(args.streaming_key, 2),
         splits=splits,
         **strides("row", "token", "head", query=query),
         **strides("row", "head", "token", full_key=full_key, full_value=full_value),
-        **strides("row", "head", "token", streaming_key=given.streaming_key, streaming_value=given.streaming_value),
+        **strides("row", "head", "token", streaming_key=args.streaming_key, streaming_value=args.streaming_value),
         FULL=full,
         STREAMING=streaming,
         SIZE=per_head,
@@ -130,7 +130,7 @@ def hybrid_decode_kernel(
         key_token = full_key_token
         value_token = full_value_token
         first, stop = split_tokens(low, length, split, splits, BLOCK_N)
-        held = 0
+        num_sinks = 0
         shift = 0
         many = 0
         width = ALL
@@ -144,7 +144,7 @@ def hybrid_decode_kernel(
         value_token = streaming_value_token
         first = item * 0
         stop = slots
-        held = sink_slots
+        num_sinks = sink_slots
         shift = length - slots
         many = sinks
         width = recent
@@ -163,46 +163,46 @@ def hybrid_decode_kernel(
     # With one new token all rows have one mask.
     own = (length - 1) + tl.zeros([1, 1], tl.int32) if ONE_TOKEN else (length - tokens + line_token)[:, None]
 
-    most = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for base in range(first, stop, BLOCK_N):
         slot = base + tl.arange(0, BLOCK_N)
-        is_sink = slot < held
+        is_sink = slot < num_sinks
         place = tl.where(is_sink, start + slot, slot + shift)
         # A slot of the sinks is empty until its token has left the window.
-        there = (slot < stop) & (place >= low) & (~is_sink | (place < shift + held))
+        slot_mask = (slot < stop) & (place >= low) & (~is_sink | (place < shift + num_sinks))
         key = tl.load(
             keys + slot.to(tl.int64)[:, None] * key_token + number[None, :],
-            mask=there[:, None] & (number < D)[None, :],
+            mask=slot_mask[:, None] & (number < D)[None, :],
             other=0.0,
         )
         logits = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
         ahead = own - place[None, :]
         near = (ahead < width) | (place - start < many)[None, :]
-        seen = there[None, :] & (((ahead >= 0) & (place >= start)[None, :] & near) | (ahead == 0))
-        logits = tl.where(seen, logits, -float("inf"))
-        weights, most, total, shrunk = softmax_step(logits, most, total, 1)
+        mask = slot_mask[None, :] & (((ahead >= 0) & (place >= start)[None, :] & near) | (ahead == 0))
+        logits = tl.where(mask, logits, -float("inf"))
+        weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 1)
         value = tl.load(
             values + slot.to(tl.int64)[:, None] * value_token + value_number[None, :],
-            mask=there[:, None] & (value_number < V)[None, :],
+            mask=slot_mask[:, None] & (value_number < V)[None, :],
             other=0.0,
         )
-        mixed = tl.dot(weights.to(value.dtype), value, mixed * shrunk[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(value.dtype), value, acc * alpha[:, None], input_precision="ieee")
 
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    log = log_of(most, total)
-    kept = line_token < tokens
-    there = kept[:, None] & (value_number < V)[None, :]
+    acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
+    log = log_of(m_i, l_i)
+    row_mask = line_token < tokens
+    slot_mask = row_mask[:, None] & (value_number < V)[None, :]
     token_row = row64 * tokens + line_token
     if parts is not None and is_full:
         part = (token_row * (FULL * SIZE) + head) * splits + split
-        tl.store(parts + part[:, None] * V + value_number[None, :], mixed, mask=there)
-        tl.store(logs + part, log, mask=kept)
+        tl.store(parts + part[:, None] * V + value_number[None, :], acc, mask=slot_mask)
+        tl.store(logs + part, log, mask=row_mask)
     else:
         result = token_row * ((FULL + STREAMING) * SIZE) + head
-        tl.store(out + result[:, None] * V + value_number[None, :], mixed.to(out.dtype.element_ty), mask=there)
-        tl.store(lse + result, log, mask=kept)
+        tl.store(out + result[:, None] * V + value_number[None, :], acc.to(out.dtype.element_ty), mask=slot_mask)
+        tl.store(lse + result, log, mask=row_mask)
 
 
 @triton.jit

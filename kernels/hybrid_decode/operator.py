@@ -38,7 +38,7 @@ def hybrid_decode(
 
     A compensated head (RazorAttention, arXiv:2407.15891) is a streaming head whose result is merged, by
     `split_kv.merge`, with that of its mean key k̄ and value v̄ of N dropped tokens: out v̄, lse scale · q · k̄ + log N.
-    Quantised heads have to be decoded before.
+    Quantized heads have to be decoded before.
 
     Args:
         query: [B, T, H, d], those of full heads first; H / (Gf + Gs) query heads in a row follow each KV head.

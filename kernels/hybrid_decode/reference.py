@@ -39,12 +39,12 @@ def hybrid_attention(
     lengths, starts = lengths.long()[:, None], starts.long()[:, None]
     own = lengths - tokens + torch.arange(tokens, device=query.device)
     places = torch.arange(capacity, device=query.device).expand(rows, -1)
-    of_full = seen(own, places, starts, 0, None)
+    of_full = visible(own, places, starts, 0, None)
     slot = torch.arange(slots, device=query.device)
     window_start = lengths - (slots - sink_slots)
     places = torch.where(slot < sink_slots, starts + slot, window_start + slot - sink_slots)
     filled = (slot >= sink_slots) | (places < window_start)
-    of_streaming = seen(own, places, starts, sinks, recent) & filled[:, None]
+    of_streaming = visible(own, places, starts, sinks, recent) & filled[:, None]
 
     size = query.shape[2] // (full_heads + streaming_key.shape[1])
     split = full_heads * size
@@ -56,7 +56,7 @@ def hybrid_attention(
     return torch.cat(outs, dim=2), torch.cat(logs, dim=2)
 
 
-def seen(own: Tensor, places: Tensor, starts: Tensor, sinks: int | Tensor, recent: int | Tensor | None) -> Tensor:
+def visible(own: Tensor, places: Tensor, starts: Tensor, sinks: int | Tensor, recent: int | Tensor | None) -> Tensor:
     """Return the mask of the keys that a query sees: those from its row's start to itself that are sinks or recent, and
     itself.
 
@@ -72,7 +72,7 @@ def seen(own: Tensor, places: Tensor, starts: Tensor, sinks: int | Tensor, recen
         [B, T, S], bool.
     """
     own, places, starts = own[:, :, None], places[:, None], starts[:, None]
-    found = (places >= starts) & (places <= own)
+    mask = (places >= starts) & (places <= own)
     if recent is not None:
-        found &= (own - places < recent) | (places - starts < sinks)
-    return (found | (places == own)) & (places >= 0)
+        mask &= (own - places < recent) | (places - starts < sinks)
+    return (mask | (places == own)) & (places >= 0)

@@ -15,7 +15,7 @@ read, 64·G where keys and values have latents of their own. At d = 128 two head
 rate of its memory: from G = 2 on products are the limit, and a cache of G = 8 is slower to decode than the keys and
 values that it replaces.
 
-Integer and fp8 latents are dequantised as a block is loaded. Scales by channel could be folded into U, but U would be
+Integer and fp8 latents are dequantized as a block is loaded. Scales by channel could be folded into U, but U would be
 scaled anew for each group of tokens, as much work as the latents themselves; scales by token would leave the values'
 product per group of channels. The rebuilding product hides one multiplication and addition of each number.
 """
@@ -90,12 +90,12 @@ def lowrank_decode_kernel(
     query_near = tl.load(at, mask=real[:, None] & inside[None, :], other=0.0)
     query_far = tl.load(at + width, mask=real[:, None] & inside[None, :], other=0.0)
 
-    most = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    m_i = tl.full([ROWS], -float("inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
     VALUE_CHUNKS: tl.constexpr = (VALUE_RANK + CHUNK - 1) // CHUNK
-    mixed = ()
+    acc = ()
     for _ in tl.static_range(VALUE_CHUNKS):
-        mixed += (tl.zeros([CHUNK, ROWS], tl.float32),)
+        acc += (tl.zeros([CHUNK, ROWS], tl.float32),)
 
     behind = tl.minimum(tl.minimum(stop, length - window), tl.minimum(length, offset + count))
     ahead = tl.maximum(tl.maximum(low, start), offset)
@@ -135,8 +135,8 @@ def lowrank_decode_kernel(
         turned_near, turned_far = query_near, query_far
         if within is not None:
             # That `block` is in the mask keeps the compiler from holding the table in registers through the loop.
-            there = inside & (tl.zeros_like(column) + block < end)
-            near, far = turned(near, far, within, STEP, tl.arange(0, BLOCK), column, there, width)
+            slot_mask = inside & (tl.zeros_like(column) + block < end)
+            near, far = turned(near, far, within, STEP, tl.arange(0, BLOCK), column, slot_mask, width)
             cos, sin = rotation_at(within, begins, begin_rows, block, column, inside, width, STEP)
             turned_near = query_near * cos[None, :] + query_far * sin[None, :]
             turned_far = query_far * cos[None, :] - query_near * sin[None, :]
@@ -144,17 +144,17 @@ def lowrank_decode_kernel(
         logits = tl.dot(far.to(dtype), tl.trans(turned_far.to(dtype)), logits, input_precision="ieee")
         visible = filled[:, None] & (positions[:, None] <= own[None, :] - window)
         logits = tl.where(visible, logits * (scale * LOG2E), -float("inf"))
-        weights, most, total, shrink = softmax_step(logits, most, total, 0)
+        weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 0)
 
         weights = weights.to(dtype)
-        grown = ()
+        new_acc = ()
         for piece in tl.static_range(VALUE_CHUNKS):
             tile = load_latents(
                 latent, code_scale, code_zero, row, block - offset, value_first, value_rank, piece, filled, latent_row,
                 latent_token, scale_row, scale_token, BITS, GROUP, BY_CHANNEL, BLOCK, CHUNK, EVEN, dtype,
             )  # fmt: skip
-            grown += (tl.dot(tl.trans(tile), weights, mixed[piece] * shrink[None, :], input_precision="ieee"),)
-        mixed = grown
+            new_acc += (tl.dot(tl.trans(tile), weights, acc[piece] * alpha[None, :], input_precision="ieee"),)
+        acc = new_acc
 
     # The last split reads the exact tokens as well.
     if exact_key is not None:
@@ -171,12 +171,12 @@ def lowrank_decode_kernel(
             visible = visible & ~(as_rebuilt[:, None] & (positions[:, None] <= own[None, :] - window))
             visible = visible & real[None, :]
             # What no query sees may hold anything; a weight of zero would still make NaN of it.
-            seen = tl.max(visible.to(tl.int32), axis=1) > 0
-            positions = tl.where(seen, positions, 0)
+            slot_visible = tl.max(visible.to(tl.int32), axis=1) > 0
+            positions = tl.where(slot_visible, positions, 0)
             key_at = exact_key + row * key_row + head.to(tl.int64) * key_head + index.to(tl.int64) * key_token
             key_at = key_at[:, None] + column[None, :]
-            near = tl.load(key_at, mask=seen[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            far = tl.load(key_at + width, mask=seen[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            near = tl.load(key_at, mask=slot_visible[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            far = tl.load(key_at + width, mask=slot_visible[:, None] & inside[None, :], other=0.0).to(tl.float32)
             if RAW_EXACT:
                 near, far = finished(near, far, key_bias, norm_weight, norm_eps, head, column, inside, DIM)
             if within is not None:
@@ -185,30 +185,30 @@ def lowrank_decode_kernel(
             logits = tl.dot(near.to(dtype), tl.trans(query_near), input_precision="ieee")
             logits = tl.dot(far.to(dtype), tl.trans(query_far), logits, input_precision="ieee")
             logits = tl.where(visible, logits * (scale * LOG2E), -float("inf"))
-            weights, most, total, shrink = softmax_step(logits, most, total, 0)
+            weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 0)
             value_at = exact_value + row * value_row + head.to(tl.int64) * value_head + index.to(tl.int64) * value_token
             values = tl.load(
-                value_at[:, None] + wide[None, :], mask=seen[:, None] & (wide < EXACT_DIM)[None, :], other=0.0
+                value_at[:, None] + wide[None, :], mask=slot_visible[:, None] & (wide < EXACT_DIM)[None, :], other=0.0
             )
-            exact = tl.dot(tl.trans(values), weights.to(dtype), exact * shrink[None, :], input_precision="ieee")
-            rescale = rescale * shrink
+            exact = tl.dot(tl.trans(values), weights.to(dtype), exact * alpha[None, :], input_precision="ieee")
+            rescale = rescale * alpha
     else:
         rescale = tl.full([ROWS], 1.0, tl.float32)
 
-    norm = 1.0 / tl.where(total > 0, total, 1.0)
+    norm = 1.0 / tl.where(l_i > 0, l_i, 1.0)
     entry = (row * tokens + token) * (KV_HEADS * SIZE) + head * SIZE + place
     # In this order it takes no register more than a constant number of splits did.
     at = out + split * (VALUE_RANK + EXACT_DIM) + entry * (splits * (VALUE_RANK + EXACT_DIM))
     for piece in tl.static_range(VALUE_CHUNKS):
         number = piece * CHUNK + tl.arange(0, CHUNK)
-        result = mixed[piece] * (rescale * norm)[None, :]
+        result = acc[piece] * (rescale * norm)[None, :]
         mask = (number < VALUE_RANK)[:, None] & real[None, :]
         tl.store(at[None, :] + number[:, None], result.to(out.dtype.element_ty), mask=mask)
     if exact_key is not None:
         result = exact * norm[None, :]
         mask = (wide < EXACT_DIM)[:, None] & real[None, :]
         tl.store(at[None, :] + VALUE_RANK + wide[:, None], result.to(out.dtype.element_ty), mask=mask)
-    tl.store(log + entry * splits + split, log_of(most, total), mask=real)
+    tl.store(log + entry * splits + split, log_of(m_i, l_i), mask=real)
 
 
 @triton.jit

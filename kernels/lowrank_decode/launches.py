@@ -20,13 +20,13 @@ RESIDENT_BYTES = 64 * 1024
 """Up-projections of one head up to this size may stay in shared memory, larger ones pass through it for every block."""
 
 WIDE_CHUNK = 128 if tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6) else 64
-"""Numbers of a quantised latent, or of one beside exact tokens, in one product: Triton 3.6 spills at 64, 3.9 at 128."""
+"""Numbers of a quantized latent, or of one beside exact tokens, in one product: Triton 3.6 spills at 64, 3.9 at 128."""
 
 
-def chunk_of(*ranks: int, most: int = 128) -> int:
+def chunk_of(*ranks: int, max_chunk: int = 128) -> int:
     """Numbers of a latent in one product: the most that divides all ranks, or 64 (less for small ones) with a mask."""
     for chunk in (128, 64, 32):
-        if chunk <= most and all(rank % chunk == 0 for rank in ranks):
+        if chunk <= max_chunk and all(rank % chunk == 0 for rank in ranks):
             return chunk
     return max(16, min(64, triton.next_power_of_2(max(ranks))))
 
@@ -42,24 +42,26 @@ def default_config(
     resident = plain and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     if capability >= 90:
         wide = not plain and key_rank >= 256 and dtype != torch.float32
-        most = WIDE_CHUNK if wide else 64
-        return Config(block_tokens=64, chunk=chunk_of(key_rank, value_rank, most=most), warps=8)
-    most = 64 if resident and dtype == torch.float32 else 128
-    return Config(block_tokens=64 if resident else 32, chunk=chunk_of(key_rank, value_rank, most=most), warps=8)
+        max_chunk = WIDE_CHUNK if wide else 64
+        return Config(block_tokens=64, chunk=chunk_of(key_rank, value_rank, max_chunk=max_chunk), warps=8)
+    max_chunk = 64 if resident and dtype == torch.float32 else 128
+    return Config(
+        block_tokens=64 if resident else 32, chunk=chunk_of(key_rank, value_rank, max_chunk=max_chunk), warps=8
+    )
 
 
 @launches_of(lowrank_attention)
 def launches(
-    given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None, resident: bool | None = None
+    args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None, resident: bool | None = None
 ) -> list[Launch]:
     """The launches that fill `out` [B, T, H, r_v + v] and `lse` [B, T, H] fp32, both contiguous.
 
     The others are arguments of the reference; `resident` says whether U stays in shared memory, None chooses.
     """
-    query, latent, key_up, exact_key, ranges = given.query, given.latent, given.key_up, given.exact_key, given.ranges
+    query, latent, key_up, exact_key, ranges = args.query, args.latent, args.key_up, args.exact_key, args.ranges
     batch, tokens, heads, dim = query.shape
-    kv_heads, per_head, bits = key_up.shape[0], heads // key_up.shape[0], given.bits
-    exact_dim = 0 if given.exact_value is None else given.exact_value.shape[-1]
+    kv_heads, per_head, bits = key_up.shape[0], heads // key_up.shape[0], args.bits
+    exact_dim = 0 if args.exact_value is None else args.exact_value.shape[-1]
     value_rank, key_rank, dtype = out.shape[-1] - exact_dim, key_up.shape[-1], query.dtype
     if config is None:
         plain, capability = not bits and exact_key is None, capability_of(query.device)
@@ -73,32 +75,32 @@ def launches(
     splits = splits_of(config, batch * kv_heads * row_blocks, query, capacity)
     parts, logs = scratch(query, out.shape[-1], splits)
     if resident is None:
-        # Quantised latents and exact tokens leave no registers for it, but for a few tokens that share their scales.
-        room = exact_key is None and (not bits or (given.by_channel and config.block_tokens < 64))
+        # Quantized latents and exact tokens leave no registers for it, but for a few tokens that share their scales.
+        room = exact_key is None and (not bits or (args.by_channel and config.block_tokens < 64))
         resident = room and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     reads = [0, key_rank, 0, value_rank] if ranges is None else ranges
     even = {*reads[1::4], *reads[3::4]} == {key_rank, value_rank} and key_rank % config.chunk == 0
     even = even and value_rank % config.chunk == 0 and len({*reads[1::4]}) == len({*reads[3::4]}) == 1
-    made = Launch.of(
+    launch = Launch.of(
         lowrank_decode_kernel,
         (kv_heads * row_blocks, splits, batch),
         config,
-        vars(given),
+        vars(args),
         ranges=None if ranges is None else _on_device(tuple(ranges), query.device),
         out=out if parts is None else parts,
         log=lse if logs is None else logs,
-        scale=float(given.scale),
-        norm_eps=float(given.norm_eps),
+        scale=float(args.scale),
+        norm_eps=float(args.norm_eps),
         tokens=tokens,
         capacity=size(latent, 1),
         splits=splits,
-        begin_rows=0 if given.begins is None else size(given.begins, 1),
+        begin_rows=0 if args.begins is None else size(args.begins, 1),
         exact_tokens=0 if exact_key is None else size(exact_key, 2),
         **strides("row", "token", "head", query=query),
-        **strides("row", "token", latent=latent, scale=given.code_scale),
+        **strides("row", "token", latent=latent, scale=args.code_scale),
         **strides("head", "dim", up=key_up),
-        **strides("row", "head", "token", key=exact_key, value=given.exact_value),
-        **strides("row", slots=given.exact_slots),
+        **strides("row", "head", "token", key=exact_key, value=args.exact_value),
+        **strides("row", slots=args.exact_slots),
         KV_HEADS=kv_heads,
         SIZE=per_head,
         DIM=dim,
@@ -106,9 +108,9 @@ def launches(
         VALUE_RANK=value_rank,
         EXACT_DIM=exact_dim,
         BITS=bits,
-        GROUP=given.group,
-        BY_CHANNEL=given.by_channel,
-        RAW_EXACT=given.raw_exact,
+        GROUP=args.group,
+        BY_CHANNEL=args.by_channel,
+        RAW_EXACT=args.raw_exact,
         RESIDENT=resident,
         ALIGNED=math.gcd(16, *reads),
         SAME=reads[0::4] == reads[2::4] and reads[1::4] == reads[3::4],
@@ -122,7 +124,7 @@ def launches(
         EXACT_WIDTH=max(16, triton.next_power_of_2(exact_dim)),
         STEP=STEP,
     )
-    return with_merge(made, parts, logs, out, lse)
+    return with_merge(launch, parts, logs, out, lse)
 
 
 @cache

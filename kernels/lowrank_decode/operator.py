@@ -19,7 +19,7 @@ What caches of the project's classes give:
   alone; positions that hold nothing yet are -1.
 - a basis that several layers share: latents [B, S, r], as `key_up` the rows of `basis_up` that give keys, as `rebuilt`
   [sinks, start of the block], as exact tokens those of `GroupLayer` with `raw_exact`.
-- latents that are quantised but for the latest: one call over the quantised ones, with `held`, and one over the rest,
+- latents that are quantized but for the latest: one call over the quantized ones, with `held`, and one over the rest,
   with `first`; their results are merged by their lse. Exact tokens go with one of them.
 """
 
@@ -71,7 +71,7 @@ def lowrank_decode(
     ``starts`` to m, as far as such tokens are given. A token may be given in both forms; it is read in one.
 
     Args:
-        query: [B, T, H, d], normalised and rotated to its positions.
+        query: [B, T, H, d], normalized and rotated to its positions.
         latent: [B, S, R]; the last dimension contiguous. latent[:, i] is that of position ``first + i``.
         key_up: [G, d, r_k]; r_k = R without `ranges`. Query head h reads KV head h // (H // G).
         scale: multiplies the logits; with it goes what a rotary embedding multiplies its cosines by, for the keys.
@@ -122,9 +122,9 @@ def lowrank_decode_quantized(
     by_channel: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`lowrank_decode` over quantised latents, in the format of KIVI (arXiv:2402.02750).
+    """`lowrank_decode` over quantized latents, in the format of KIVI (arXiv:2402.02750).
 
-    The latest latents, which are not quantised yet, take a call of `lowrank_decode` of their own with `first` their
+    The latest latents, which are not quantized yet, take a call of `lowrank_decode` of their own with `first` their
     first position; both results are merged by their lse. Exact tokens go with one of the two.
 
     Args:
@@ -253,4 +253,4 @@ _lowrank_decode = Operation(
         {"begins": 1},
     ),
 )
-"""Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]; latents are quantised where `bits` is not 0."""
+"""Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]; latents are quantized where `bits` is not 0."""

@@ -50,7 +50,7 @@ def rotated(keys: Tensor, positions: Tensor, within: Tensor, begins: Tensor) -> 
     return torch.cat([real * cos - imag * sin, imag * cos + real * sin], dim=-1)
 
 
-def normalised(keys: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float) -> Tensor:
+def normalized(keys: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float) -> Tensor:
     """Keys [B, G, n, d] with their bias [G, d], and divided by their root mean square and scaled [d], if given."""
     if bias is not None:
         keys = keys + bias[:, None]
@@ -90,7 +90,7 @@ def lowrank_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last T queries; arguments as in `operator.lowrank_decode`, the rotation as its two tables.
 
-    Latents are quantised where `bits` is not 0.
+    Latents are quantized where `bits` is not 0.
 
     Returns:
         out and exact_out side by side, [B, T, H, r_v + v], v = 0 without exact tokens, and lse [B, T, H] in fp32.
@@ -106,7 +106,7 @@ def lowrank_attention(
     length = row + held_tokens if lengths is None else lengths.long()
     start = row if starts is None else starts.long()
     offset = row if first is None else first.long()
-    there = row + held_tokens if held is None else held.long()
+    num_held = row + held_tokens if held is None else held.long()
     low, stop = (start + sinks, length) if rebuilt is None else rebuilt.long().unbind(1)
 
     # Rows of tokens that nobody sees may hold anything, NaN included.
@@ -114,12 +114,12 @@ def lowrank_attention(
     own = (length - tokens)[:, None, None] + torch.arange(tokens, device=device)[:, None]  # [B, T, 1]
     place = positions[:, None]
     visible = (place >= torch.maximum(low, start)[:, None, None]) & (place < stop[:, None, None])
-    visible = visible & (place <= own - window) & (place < torch.minimum(offset + there, length)[:, None, None])
+    visible = visible & (place <= own - window) & (place < torch.minimum(offset + num_held, length)[:, None, None])
     latent = latent.masked_fill(~visible.any(1)[..., None], 0)
 
     reads = None if ranges is None else torch.tensor(ranges, device=device).view(-1, 4)
     keys = _keys(latent, key_up, reads)
-    keys = normalised(keys, key_bias, norm_weight, norm_eps)
+    keys = normalized(keys, key_bias, norm_weight, norm_eps)
     if within is not None:
         keys = rotated(keys, torch.where(visible.any(1), positions, 0), within, begins)
     values = _values(latent, reads, kv_heads)
@@ -128,14 +128,14 @@ def lowrank_attention(
         count = exact_key.shape[2]
         place = exact_slots.long()[:, None]
         is_rebuilt = (place >= low[:, None, None]) & (place < stop[:, None, None]) & (place <= own - window)
-        seen = (place >= start[:, None, None]) & (place >= 0) & (place <= own) & ~is_rebuilt
-        hidden = ~seen.any(1)[:, None, :, None]
+        exact_visible = (place >= start[:, None, None]) & (place >= 0) & (place <= own) & ~is_rebuilt
+        hidden = ~exact_visible.any(1)[:, None, :, None]
         exact_key, exact_value = exact_key.masked_fill(hidden, 0), exact_value.masked_fill(hidden, 0)
         if raw_exact:
-            exact_key = normalised(exact_key, key_bias, norm_weight, norm_eps)
+            exact_key = normalized(exact_key, key_bias, norm_weight, norm_eps)
         if within is not None:
             exact_key = rotated(exact_key, exact_slots.clamp(min=0).masked_fill(hidden[:, 0, :, 0], 0), within, begins)
-        keys, visible = torch.cat([keys, exact_key], dim=2), torch.cat([visible, seen], dim=2)
+        keys, visible = torch.cat([keys, exact_key], dim=2), torch.cat([visible, exact_visible], dim=2)
 
     queries = query.unflatten(2, (kv_heads, size))
     logits = torch.einsum("btgmd,bgsd->btgms", queries, keys) * scale

@@ -65,8 +65,8 @@ def default_config(
     chunk = chunk_of(rank, 32 if dtype == torch.float32 else 256 if block_rows * rank >= 64 * 512 else 64)
     # Addresses of pages, and gains, take registers too.
     is_wide_row = gains or block_rows * rank > (32 * 256 if paged else 32 * 448)
-    most = 16 if dtype == torch.float32 else 32 if is_wide_row else 64
-    for tokens, depth in ((most, 2), (min(most, 32), 2), (16, 2), (16, 1)):
+    max_tokens = 16 if dtype == torch.float32 else 32 if is_wide_row else 64
+    for tokens, depth in ((max_tokens, 2), (min(max_tokens, 32), 2), (16, 2), (16, 1)):
         # Where a token's page has to be fetched first, Triton counts every stage twice.
         config = Config(block_rows, tokens, chunk, None, warps, 1 + depth * (1 + paged))
         if shared_bytes(config, rank, rope, dtype.itemsize, paged=paged) <= shared:
@@ -74,12 +74,12 @@ def default_config(
     return config
 
 
-def chunk_of(rank: int, most: int) -> int:
-    """The widest power of two up to `most` that divides the rank into few chunks; else the last chunk is masked."""
+def chunk_of(rank: int, max_chunk: int) -> int:
+    """The widest power of 2 up to `max_chunk` that divides the rank into few chunks; else the last chunk is masked."""
     for chunk in (256, 128, 64, 32, 16):
-        if chunk <= most and rank % chunk == 0 and rank <= 16 * chunk:
+        if chunk <= max_chunk and rank % chunk == 0 and rank <= 16 * chunk:
             return chunk
-    return min(most, max(16, triton.next_power_of_2(rank)))
+    return min(max_chunk, max(16, triton.next_power_of_2(rank)))
 
 
 def shared_bytes(config: Config, rank: int, rope: int, itemsize: int, *, paged: bool = False) -> int:
@@ -103,15 +103,15 @@ def shared_limit(device: torch.device) -> int:
 
 
 @launches_of(ragged_latent_attention)
-def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
+def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
     """The launches that fill `out` [B, T, H, r] and `lse` [B, T, H] fp32, both contiguous.
 
     The others are arguments of `mla_decode`; the last dimension of each is contiguous.
     """
-    query, latent, rope_key, pages = given.query, given.latent, given.rope_key, given.pages
+    query, latent, rope_key, pages = args.query, args.latent, args.rope_key, args.pages
     batch, tokens, heads, _ = query.shape
     rank, rope = latent.shape[-1], rope_key.shape[-1]
-    gains = 0 if given.key_gain is None else given.key_gain.shape[-1]
+    gains = 0 if args.key_gain is None else args.key_gain.shape[-1]
     page = 0 if pages is None else latent.shape[1]
     capacity = latent.shape[1] if pages is None else pages.shape[1] * page
     if config is None:
@@ -120,24 +120,24 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         default = default_config(tokens * heads, rank, rope, query.dtype, shared_limit(query.device), **needs)
         config = tuned("mla_decode", shape, query.device, default)
     blocks = triton.cdiv(tokens * heads, config.block_rows)
-    splits = splits_of(config, batch * blocks, query, capacity, given.window)
+    splits = splits_of(config, batch * blocks, query, capacity, args.window)
     parts, logs = scratch(query, rank, splits)
-    made = Launch.of(
+    launch = Launch.of(
         mla_decode_kernel,
         (blocks, splits, batch),
         config,
-        vars(given),
+        vars(args),
         rope_key=rope_key if rope else None,
         out=out if parts is None else parts,
         log=lse if logs is None else logs,
-        scale=float(given.scale),
+        scale=float(args.scale),
         capacity=size(latent if pages is None else pages, 1),
         splits=splits,
         new_tokens=tokens,
         heads=heads,
         heads_per_gain=heads // gains if gains else 0,
         **strides("row", "token", "head", query=query),
-        **strides("row", "token", latent=latent, rope_key=rope_key, key_gain=given.key_gain),
+        **strides("row", "token", latent=latent, rope_key=rope_key, key_gain=args.key_gain),
         **strides("row", pages=pages),
         RANK=rank,
         ROPE=rope,
@@ -147,7 +147,7 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         BLOCK_ROWS=config.block_rows,
         BLOCK_TOKENS=config.block_tokens,
     )
-    return with_merge(made, parts, logs, out, lse)
+    return with_merge(launch, parts, logs, out, lse)
 
 
 # These grow with a text: not worth a compilation each.
@@ -169,11 +169,11 @@ def mla_decode_kernel(
     column, rope_column = tl.arange(0, CHUNK), tl.arange(0, ROPE_BLOCK)
 
     at = query + batch * query_row + new_token.to(tl.int64) * query_token + head.to(tl.int64) * query_head
-    queries, mixed = (), ()
+    queries, acc = (), ()
     for i in tl.static_range(CHUNKS):
         real_column = real[:, None] & (i * CHUNK + column < RANK)[None, :]
         queries = queries + (tl.load(at[:, None] + (i * CHUNK + column)[None, :], mask=real_column, other=0.0),)
-        mixed = mixed + (tl.zeros((BLOCK_ROWS, CHUNK), tl.float32),)
+        acc = acc + (tl.zeros((BLOCK_ROWS, CHUNK), tl.float32),)
     if ROPE > 0:
         real_rope = real[:, None] & (rope_column < ROPE)[None, :]
         rope_query = tl.load(at[:, None] + (RANK + rope_column)[None, :], mask=real_rope, other=0.0)
@@ -190,13 +190,13 @@ def mla_decode_kernel(
     low = tl.maximum(low, 0)
     start, stop = split_tokens(low, length, split, splits, BLOCK_TOKENS)
 
-    most = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    m_i = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_ROWS,), tl.float32)
     for first in range(start, stop, BLOCK_TOKENS):
         token = first + tl.arange(0, BLOCK_TOKENS)
-        there = token < stop
+        token_mask = token < stop
         if PAGE > 0:
-            base = tl.load(pages + batch * pages_row + token // PAGE, mask=there, other=0).to(tl.int64)
+            base = tl.load(pages + batch * pages_row + token // PAGE, mask=token_mask, other=0).to(tl.int64)
             place = (token % PAGE).to(tl.int64)
         else:
             base = batch
@@ -206,7 +206,7 @@ def mla_decode_kernel(
         tiles = ()
         logits = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
         for i in tl.static_range(CHUNKS):
-            tile_there = there[:, None]
+            tile_there = token_mask[:, None]
             if (i + 1) * CHUNK > RANK:
                 tile_there = tile_there & (i * CHUNK + column < RANK)[None, :]
             tile = tl.load(latent_at[:, None] + (i * CHUNK + column)[None, :], mask=tile_there, other=0.0)
@@ -214,7 +214,7 @@ def mla_decode_kernel(
             logits = tl.dot(queries[i], tl.trans(tile), logits, input_precision="ieee")
         if ROPE > 0:
             rope_at = rope_key + base * rope_key_row + place * rope_key_token
-            tile_there = there[:, None]
+            tile_there = token_mask[:, None]
             if ROPE < ROPE_BLOCK:
                 tile_there = tile_there & (rope_column < ROPE)[None, :]
             tile = tl.load(rope_at[:, None] + rope_column[None, :], mask=tile_there, other=0.0)
@@ -223,23 +223,23 @@ def mla_decode_kernel(
         logits *= scale * LOG2E
         if key_gain is not None:
             gain_at = key_gain + base * key_gain_row + place * key_gain_token
-            gain_there = real[:, None] & there[None, :]
+            gain_there = real[:, None] & token_mask[None, :]
             gain = tl.load(gain_at[None, :] + (head // heads_per_gain)[:, None], mask=gain_there, other=0.0)
             logits *= gain.to(tl.float32)
-        seen = (token[None, :] <= tl.minimum(position, stop - 1)[:, None]) & (token[None, :] >= first_seen[:, None])
-        logits = tl.where(seen, logits, -float("inf"))
+        mask = (token[None, :] <= tl.minimum(position, stop - 1)[:, None]) & (token[None, :] >= first_seen[:, None])
+        logits = tl.where(mask, logits, -float("inf"))
 
-        weights, most, total, shrink = softmax_step(logits, most, total, 1)
+        weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 1)
         weights = weights.to(latent.dtype.element_ty)
-        added = ()
+        new_acc = ()
         for i in tl.static_range(CHUNKS):
-            added = added + (tl.dot(weights, tiles[i], mixed[i] * shrink[:, None], input_precision="ieee"),)
-        mixed = added
+            new_acc = new_acc + (tl.dot(weights, tiles[i], acc[i] * alpha[:, None], input_precision="ieee"),)
+        acc = new_acc
 
-    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    inverse = 1.0 / tl.where(l_i > 0, l_i, 1.0)
     index = (batch * new_tokens * heads + row) * splits + split
     for i in tl.static_range(CHUNKS):
         real_column = real[:, None] & (i * CHUNK + column < RANK)[None, :]
-        value = (mixed[i] * inverse[:, None]).to(out.dtype.element_ty)
+        value = (acc[i] * inverse[:, None]).to(out.dtype.element_ty)
         tl.store(out + index[:, None] * RANK + (i * CHUNK + column)[None, :], value, mask=real_column)
-    tl.store(log + index, log_of(most, total), mask=real)
+    tl.store(log + index, log_of(m_i, l_i), mask=real)

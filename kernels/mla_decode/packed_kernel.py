@@ -80,17 +80,17 @@ def held_registers(config: Config, latent: Section, rope: Section) -> int:
 
 @launches_of(packed_latent_attention)
 def launches(
-    given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None, lop3: bool | None = None
+    args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None, lop3: bool | None = None
 ) -> list[Launch]:
     """Return the launches that fill `out` [B, T, H, r] and `lse` [B, T, H] fp32, both contiguous.
 
     Args:
-        given: arguments of `mla_decode_packed`; the last dimension of each is contiguous.
+        args: arguments of `mla_decode_packed`; the last dimension of each is contiguous.
         lop3: whether fields are taken out by PTX, which Triton's interpreter does not know; None asks it.
     """
-    query, rows, pages, exact, rank = given.query, given.rows, given.pages, given.exact, given.rank
+    query, rows, pages, exact, rank = args.query, args.rows, args.pages, args.exact, args.rank
     batch, tokens, heads, _ = query.shape
-    latent, rope = sections(given.fields, rank)
+    latent, rope = sections(args.fields, rank)
     gains = rows.shape[-1] - rope.lane - rope.lanes
     page = 0 if pages is None else rows.shape[1]
     capacity = rows.shape[1] if pages is None else pages.shape[1] * page
@@ -99,7 +99,7 @@ def launches(
         shape = key_of(heads=tokens * heads, planes=planes[0], rope_planes=planes[1], dtype=query.dtype)
         config = tuned("mla_decode_packed", shape, query.device, default_config(latent, rope, query.dtype))
     blocks = triton.cdiv(tokens * heads, config.block_rows)
-    splits = splits_of(config, batch * blocks, query, capacity, given.window)
+    splits = splits_of(config, batch * blocks, query, capacity, args.window)
     slots = splits + (exact is not None)
     parts = logs = None
     if slots > 1:
@@ -111,8 +111,8 @@ def launches(
     common = {
         "out": out if parts is None else parts,
         "log": lse if logs is None else logs,
-        "scale": float(given.scale),
-        "begin_rows": 0 if given.begins is None else size(given.begins, 1),
+        "scale": float(args.scale),
+        "begin_rows": 0 if args.begins is None else size(args.begins, 1),
         "capacity": size(rows if pages is None else pages, 1),
         "splits": splits,
         "slots": slots,
@@ -129,13 +129,13 @@ def launches(
         "STEP": STEP,
         "BLOCK_ROWS": config.block_rows,
     }
-    made = Launch.of(
+    launch = Launch.of(
         mla_decode_packed_kernel,
         (blocks, splits, batch),
         config,
-        vars(given),
+        vars(args),
         **common,
-        entries=channel_table(given.fields, rank, config.chunk, query.device),
+        entries=channel_table(args.fields, rank, config.chunk, query.device),
         zero=0,
         latent_lanes=latent.lanes // align,
         rope_lanes=rope.lanes // align,
@@ -151,24 +151,24 @@ def launches(
         BLOCK_TOKENS=config.block_tokens,
     )
     if parts is None:
-        return [made]
-    made = replace(made, scratch=(parts, logs))
+        return [launch]
+    launch = replace(launch, scratch=(parts, logs))
     merge = merge_launch(parts, logs, out, lse)
     if exact is None:
-        return [made, merge]
+        return [launch, merge]
     chunk = min(64, rope_block(rank))
     first = Launch.of(
         first_tokens_kernel,
         (blocks, batch),
         Config(config.block_rows, warps=4, stages=1),
-        vars(given),
+        vars(args),
         **common,
         **strides("row", "token", exact=exact, rows=rows),
         CHUNK=chunk,
         PAIR_BLOCK=rope_block((query.shape[-1] - rank) // 2),
         FIRST=FIRST_BLOCK,
     )
-    return [made, first, merge]
+    return [launch, first, merge]
 
 
 def unsupported(latent: Section, rope: Section, dtype: torch.dtype) -> str | None:
@@ -192,18 +192,18 @@ def field(lanes, masks, BYTE: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constex
     if WIDE:
         return ((lanes >> SHIFT) & mask).to(tl.float32)
     if not LOP3:
-        made = (((lanes >> SHIFT) & mask) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+        value = (((lanes >> SHIFT) & mask) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
     elif BYTE == 0:
         # Two lanes of a register at once, which the compiler does not find by itself.
-        made = tl.inline_asm_elementwise(
+        value = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, 0x64006400, 0xea;", "=r,r,r", [lanes, mask], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
-        made = tl.inline_asm_elementwise(
+        value = tl.inline_asm_elementwise(
             "{ .reg .b32 t; shr.b32 t, $1, 8; lop3.b32 $0, t, $2, 0x64006400, 0xea; }", "=r,r,r", [lanes, mask],
             dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
-    return made - 1024.0
+    return value - 1024.0
 
 
 @triton.jit
@@ -283,7 +283,7 @@ def mla_decode_packed_kernel(
             queries = queries + ((part * shrink[:, None]).to(dtype),)
             acc = acc + (tl.zeros((BLOCK_ROWS, CHUNK), tl.float32),)
 
-    turned, advance, centres, table = (), (), (), ()
+    turned, advance, centers, table = (), (), (), ()
     for i in tl.static_range(len(ROPE_PLANES)):
         entry = tl.load(entries + (len(PLANES) + i) * CHUNK + lane)
         masks = masks + ((entry & 255).to(tl.int16),)
@@ -299,7 +299,7 @@ def mla_decode_packed_kernel(
         advance = advance + (cos, sin)
         for byte in tl.static_range(2):
             _, _, factor, offset = affine(step, mean, entry, byte)
-            centres = centres + ((offset / tl.where(inside, factor, 1.0)).to(dtype),)
+            centers = centers + ((offset / tl.where(inside, factor, 1.0)).to(dtype),)
         at = within + offs_n[:, None] * PAIRS + pair[None, :]
         table = table + (tl.load(at, mask=inside[None, :], other=0.0).to(dtype),)
         table = table + (tl.load(at + STEP * PAIRS, mask=inside[None, :], other=0.0).to(dtype),)
@@ -341,7 +341,7 @@ def mla_decode_packed_kernel(
         for i in tl.static_range(len(ROPE_PLANES)):
             near = field(tiles[ROPE_PLANES[i][0]], masks[len(PLANES) + i], 0, ROPE_PLANES[i][1], WIDE, LOP3)
             far = field(tiles[ROPE_PLANES[i][0]], masks[len(PLANES) + i], 1, ROPE_PLANES[i][1], WIDE, LOP3)
-            near, far = near + centres[2 * i][None, :], far + centres[2 * i + 1][None, :]
+            near, far = near + centers[2 * i][None, :], far + centers[2 * i + 1][None, :]
             cos_n, sin_n = table[2 * i], table[2 * i + 1]
             turned_near, turned_far = turned[2 * i], turned[2 * i + 1]
             logits = tl.dot(turned_near.to(dtype), tl.trans(near * cos_n - far * sin_n), logits, input_precision="ieee")
@@ -355,8 +355,8 @@ def mla_decode_packed_kernel(
             gain_at = rows_at[None, :] + (gain_lane + head // HEADS_PER_GAIN)[:, None]
             gain = tl.load(gain_at, mask=real[:, None] & mask[None, :], other=0).to(tl.float16, bitcast=True)
             logits *= gain.to(tl.float32)
-        seen = (token[None, :] <= tl.minimum(position, stop - 1)[:, None]) & (token[None, :] >= first_seen[:, None])
-        logits = tl.where(seen, logits, -float("inf"))
+        visible = (token[None, :] <= tl.minimum(position, stop - 1)[:, None]) & (token[None, :] >= first_seen[:, None])
+        logits = tl.where(visible, logits, -float("inf"))
 
         weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 1)
         weights = weights.to(dtype)
@@ -438,10 +438,10 @@ def first_tokens_kernel(
         gain_at = rows + (base * rows_row + place * rows_token)[None, :] + (gain_lane + head // HEADS_PER_GAIN)[:, None]
         gain = tl.load(gain_at, mask=real[:, None] & mask[None, :], other=0).to(tl.float16, bitcast=True)
         logits *= gain.to(tl.float32)
-    seen = mask[None, :] & (token[None, :] <= position[:, None])
+    visible = mask[None, :] & (token[None, :] <= position[:, None])
     if window is not None:
-        seen = seen & (token[None, :] > (position - window)[:, None])
-    logits = tl.where(seen, logits, -float("inf"))
+        visible = visible & (token[None, :] > (position - window)[:, None])
+    logits = tl.where(visible, logits, -float("inf"))
     m_i = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
     weights, m_i, l_i, _ = softmax_step(logits, m_i, tl.zeros((BLOCK_ROWS,), tl.float32), 1)
     weights = (weights / tl.where(l_i > 0, l_i, 1.0)[:, None]).to(query.dtype.element_ty)

@@ -21,7 +21,7 @@ Plane = tuple[int, int]
 
 @dataclass(frozen=True)
 class Section:
-    """Neighbouring fields of a row: those of the latent, or of the shared key.
+    """Neighboring fields of a row: those of the latent, or of the shared key.
 
     Attributes:
         lane, lanes: where they begin in a row, and how many lanes they have.
@@ -58,12 +58,12 @@ def sections(fields: tuple[int, ...], rank: int) -> tuple[Section, Section]:
     for first, count, position, bits in grouped(fields):
         parts[channel >= rank].append((first, count, position, bits, channel))
         channel += count
-    made, lane = [], 0
+    result, lane = [], 0
     for part in parts:
         end = max((first + count for first, count, *_ in part), default=2 * lane) // 2
-        made.append(Section(lane, end - lane, tuple(part)))
+        result.append(Section(lane, end - lane, tuple(part)))
         lane = end
-    return made[0], made[1]
+    return result[0], result[1]
 
 
 def grouped(fields: Sequence[int]) -> list[tuple[int, int, int, int]]:

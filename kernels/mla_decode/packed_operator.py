@@ -39,7 +39,7 @@ def mla_decode_packed(
     A channel of b bits whose field holds c is `mean + step · (c - (2^b - 1) / 2)`.
 
     Args:
-        query: [B, T, H, r + ρ], the latent part first, the last ρ rotated; neighbours are rotated together.
+        query: [B, T, H, r + ρ], the latent part first, the last ρ rotated; neighbors are rotated together.
         rows: int16 [B, S, lanes], the bytes of rows in pairs; with `pages` [P, page, lanes]. Lanes after the last field
             are gains, fp16: factors on the logits of H / G heads each.
         step, mean: fp32 [r + ρ]. Both channels of a rotated pair have the step of the first.

@@ -53,8 +53,8 @@ def packed_latent_attention(
         real, imag = rope_key[..., 0::2], rope_key[..., 1::2]
         rope_key = torch.stack([real * cos - imag * sin, real * sin + imag * cos], dim=-1).flatten(-2)
     ends = all_rows(capacity, batch, query.device) if lengths is None else lengths.clamp(max=capacity)
-    seen = visible(place < ends[:, None], ends, starts, query.shape[1], window)
-    return shared_attention(query, latent, rope_key, scale, seen, gain)
+    mask = visible(place < ends[:, None], ends, starts, query.shape[1], window)
+    return shared_attention(query, latent, rope_key, scale, mask, gain)
 
 
 def unpack(rows: Tensor, fields: list[int]) -> tuple[Tensor, Tensor | None]:

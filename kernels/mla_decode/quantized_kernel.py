@@ -1,10 +1,10 @@
-r"""Absorbed latent attention over quantised tokens, whose numbers are code · scale + zero (fp8: code · scale).
+r"""Absorbed latent attention over quantized tokens, whose numbers are code · scale + zero (fp8: code · scale).
 
 As in `kernel.py`, one program takes `block_rows` query rows and one split of a row's tokens, here with tokens on the
 rows of all products: those are then matrix instructions of a warp group for 16 and 32 heads too, and accumulators
 [r, rows] have no padding. Tokens that share a byte are taken apart and stand in order again before a product.
 
-**Dequantised twice.** As keys and as values a step's tokens are loaded and dequantised anew, a chunk of the rank at a
+**Dequantized twice.** As keys and as values a step's tokens are loaded and dequantized anew, a chunk of the rank at a
 time; the second time they come from a cache of the GPU. Held from one product to the other, as `kernel.py` holds exact
 ones, they stay in registers (64 tokens of r = 512 are a quarter of the register file) and spilled in every form tried.
 That the loop over keys is not unrolled keeps the compiler from merging the two. The price is arithmetic: some ten
@@ -13,7 +13,7 @@ operations a number, which limit int8 on an H200 to about two thirds of its memo
 **Scales.** A code becomes its number in fp32, and is then rounded to the query's dtype, as the cache that hands out its
 tokens would. A group's scale is loaded once for a chunk of a step and spread over the group in registers, where groups
 and steps divide each other, else once a number. Folding scales into queries and probabilities instead (q · s before the
-product with quantised values, p · s before the other) saves no arithmetic at 32 rows and groups of 32: there are as
+product with quantized values, p · s before the other) saves no arithmetic at 32 rows and groups of 32: there are as
 many numbers in q as in the tile. It would round q · s and p · s instead of c · s.
 
 **What compiling showed** (Triton 3.9, bf16, groups of 32). On sm_90 32 rows and on sm_80 16 do without spills in every
@@ -51,7 +51,7 @@ def mla_decode_quantized_kernel(
     FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, BY_CHANNEL: tl.constexpr, GROUP: tl.constexpr,
     ROPE_GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS query rows against one split of the quantised tokens of one row of the batch."""
+    """One program: BLOCK_ROWS query rows against one split of the quantized tokens of one row of the batch."""
     CHUNKS: tl.constexpr = (RANK + CHUNK - 1) // CHUNK
     ROPE_CHUNKS: tl.constexpr = (ROPE + ROPE_CHUNK - 1) // ROPE_CHUNK
     dtype = query.dtype.element_ty
@@ -71,8 +71,8 @@ def mla_decode_quantized_kernel(
         rope_zeros += batch * rope_zeros_row
 
     capacity *= 8 // BITS
-    held = capacity if coded is None else tl.minimum(tl.load(coded + batch), capacity)
-    length = held if lengths is None else tl.load(lengths + batch)
+    num_coded = capacity if coded is None else tl.minimum(tl.load(coded + batch), capacity)
+    length = num_coded if lengths is None else tl.load(lengths + batch)
     position = length - new_tokens + new_token
     low = 0 if starts is None else tl.load(starts + batch)
     first_seen = tl.zeros((BLOCK_ROWS,), tl.int32) + low
@@ -82,27 +82,29 @@ def mla_decode_quantized_kernel(
     low = tl.maximum(low, 0)
     # Steps begin at multiples of a step, so that one begins with a byte, and lies within a group if groups are longer.
     start, stop = split_tokens(
-        low // BLOCK_TOKENS * BLOCK_TOKENS, tl.minimum(held, length), split, splits, BLOCK_TOKENS
+        low // BLOCK_TOKENS * BLOCK_TOKENS, tl.minimum(num_coded, length), split, splits, BLOCK_TOKENS
     )
 
-    most = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_ROWS,), tl.float32)
-    mixed = ()
+    m_i = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_ROWS,), tl.float32)
+    acc = ()
     for _ in tl.static_range(CHUNKS):
-        mixed = mixed + (tl.zeros((CHUNK, BLOCK_ROWS), tl.float32),)
+        acc = acc + (tl.zeros((CHUNK, BLOCK_ROWS), tl.float32),)
     for first in range(start, stop, BLOCK_TOKENS):
         logits = tl.zeros((BLOCK_TOKENS, BLOCK_ROWS), tl.float32)
         for i in range(CHUNKS):
-            there = real[:, None] & (i * CHUNK + column < RANK)[None, :]
-            part = tl.load(query_at[:, None] + (i * CHUNK + column)[None, :], mask=there, other=0.0)
+            load_mask = real[:, None] & (i * CHUNK + column < RANK)[None, :]
+            part = tl.load(query_at[:, None] + (i * CHUNK + column)[None, :], mask=load_mask, other=0.0)
             tile = numbers(
                 codes, codes_token, scales, scales_token, zeros, zeros_token, first, low, stop, i,
                 RANK, CHUNK, BITS, FP8, NATIVE_FP8, BY_CHANNEL, GROUP, BLOCK_TOKENS,
             )  # fmt: skip
             logits = tl.dot(tile.to(dtype), tl.trans(part), logits, input_precision="ieee")
         for i in tl.static_range(ROPE_CHUNKS):
-            there = real[:, None] & (i * ROPE_CHUNK + rope_column < ROPE)[None, :]
-            part = tl.load(query_at[:, None] + (RANK + i * ROPE_CHUNK + rope_column)[None, :], mask=there, other=0.0)
+            load_mask = real[:, None] & (i * ROPE_CHUNK + rope_column < ROPE)[None, :]
+            part = tl.load(
+                query_at[:, None] + (RANK + i * ROPE_CHUNK + rope_column)[None, :], mask=load_mask, other=0.0
+            )
             tile = numbers(
                 rope_codes, rope_codes_token, rope_scales, rope_scales_token, rope_zeros, rope_zeros_token, first, low,
                 stop, i, ROPE, ROPE_CHUNK, BITS, FP8, NATIVE_FP8, False, ROPE_GROUP, BLOCK_TOKENS,
@@ -113,31 +115,31 @@ def mla_decode_quantized_kernel(
         logits *= scale * LOG2E
         if key_gain is not None:
             gain_at = key_gain + batch * key_gain_row + token.to(tl.int64) * key_gain_token
-            there = real[None, :] & ((token < stop) & (token >= low))[:, None]
-            gain = tl.load(gain_at[:, None] + (head // heads_per_gain)[None, :], mask=there, other=0.0)
+            load_mask = real[None, :] & ((token < stop) & (token >= low))[:, None]
+            gain = tl.load(gain_at[:, None] + (head // heads_per_gain)[None, :], mask=load_mask, other=0.0)
             logits *= gain.to(tl.float32)
-        seen = (token[:, None] <= tl.minimum(position, stop - 1)[None, :]) & (token[:, None] >= first_seen[None, :])
-        logits = tl.where(seen, logits, -float("inf"))
+        mask = (token[:, None] <= tl.minimum(position, stop - 1)[None, :]) & (token[:, None] >= first_seen[None, :])
+        logits = tl.where(mask, logits, -float("inf"))
 
-        weights, most, total, shrink = softmax_step(logits, most, total, 0)
+        weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 0)
         weights = weights.to(dtype)
-        added = ()
+        new_acc = ()
         for i in tl.static_range(CHUNKS):
             tile = numbers(
                 codes, codes_token, scales, scales_token, zeros, zeros_token, first, low, stop, i,
                 RANK, CHUNK, BITS, FP8, NATIVE_FP8, BY_CHANNEL, GROUP, BLOCK_TOKENS,
             )  # fmt: skip
             values = tl.trans(tile.to(dtype))
-            added = added + (tl.dot(values, weights, mixed[i] * shrink[None, :], input_precision="ieee"),)
-        mixed = added
+            new_acc = new_acc + (tl.dot(values, weights, acc[i] * alpha[None, :], input_precision="ieee"),)
+        acc = new_acc
 
-    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    inverse = 1.0 / tl.where(l_i > 0, l_i, 1.0)
     index = (batch * new_tokens * heads + row) * splits + split
     for i in tl.static_range(CHUNKS):
-        there = real[None, :] & (i * CHUNK + column < RANK)[:, None]
-        value = (mixed[i] * inverse[None, :]).to(out.dtype.element_ty)
-        tl.store(out + index[None, :] * RANK + (i * CHUNK + column)[:, None], value, mask=there)
-    tl.store(log + index, log_of(most, total), mask=real)
+        load_mask = real[None, :] & (i * CHUNK + column < RANK)[:, None]
+        value = (acc[i] * inverse[None, :]).to(out.dtype.element_ty)
+        tl.store(out + index[None, :] * RANK + (i * CHUNK + column)[:, None], value, mask=load_mask)
+    tl.store(log + index, log_of(m_i, l_i), mask=real)
 
 
 @triton.jit
@@ -151,10 +153,10 @@ def numbers(
     BYTES: tl.constexpr = BLOCK // PER_BYTE
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     byte = first // PER_BYTE + tl.arange(0, BYTES)
-    there = ((byte * PER_BYTE < stop) & (byte * PER_BYTE + PER_BYTE > low))[:, None]
+    load_mask = ((byte * PER_BYTE < stop) & (byte * PER_BYTE + PER_BYTE > low))[:, None]
     if WIDTH % CHUNK != 0:
-        there = there & (column < WIDTH)[None, :]
-    tile = tl.load((codes + byte.to(tl.int64) * codes_token)[:, None] + column[None, :], mask=there, other=0)
+        load_mask = load_mask & (column < WIDTH)[None, :]
+    tile = tl.load((codes + byte.to(tl.int64) * codes_token)[:, None] + column[None, :], mask=load_mask, other=0)
     if BITS == 4:
         tile = tl.join(tile & 15, tile >> 4)
     elif BITS == 2:
@@ -166,17 +168,17 @@ def numbers(
 
     # The arithmetic of `gqa_decode_quantized` would be a tenth more instructions here: the codes are apart already.
     if not FP8:
-        made = tile.to(tl.float32)
+        values = tile.to(tl.float32)
     elif NATIVE_FP8:
-        made = tile.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        values = tile.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         # The bits of e4m3 within those of fp16 are the number, 2^8 times too small.
         wide = tile.to(tl.int16)
-        made = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    made *= spread(scales, scales_token, first, low, stop, chunk, WIDTH, CHUNK, BY_CHANNEL, GROUP, BLOCK)
+        values = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    values *= spread(scales, scales_token, first, low, stop, chunk, WIDTH, CHUNK, BY_CHANNEL, GROUP, BLOCK)
     if zeros is not None:
-        made += spread(zeros, zeros_token, first, low, stop, chunk, WIDTH, CHUNK, BY_CHANNEL, GROUP, BLOCK)
-    return made
+        values += spread(zeros, zeros_token, first, low, stop, chunk, WIDTH, CHUNK, BY_CHANNEL, GROUP, BLOCK)
+    return values
 
 
 @triton.jit
@@ -188,47 +190,49 @@ def spread(
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = (column < WIDTH)[None, :]
     token = first + tl.arange(0, BLOCK)
-    there = ((token < stop) & (token >= low))[:, None]
+    token_mask = ((token < stop) & (token >= low))[:, None]
     if BY_CHANNEL and GROUP % BLOCK == 0:
         at = scales + first // GROUP * scales_token
         factor = tl.load(at + column[None, :], mask=inside, other=0.0).to(tl.float32)
     elif BY_CHANNEL and BLOCK % GROUP == 0:
         GROUPS: tl.constexpr = BLOCK // GROUP
         group = first // GROUP + tl.arange(0, GROUPS)
-        wanted = ((group * GROUP < stop) & (group * GROUP + GROUP > low))[:, None]
+        group_mask = ((group * GROUP < stop) & (group * GROUP + GROUP > low))[:, None]
         at = (scales + group.to(tl.int64) * scales_token)[:, None]
-        factor = tl.load(at + column[None, :], mask=wanted & inside, other=0.0).to(tl.float32)
+        factor = tl.load(at + column[None, :], mask=group_mask & inside, other=0.0).to(tl.float32)
         factor = tl.reshape(tl.broadcast_to(factor[:, None, :], (GROUPS, GROUP, CHUNK)), (BLOCK, CHUNK))
     elif BY_CHANNEL:
         at = (scales + (token // GROUP).to(tl.int64) * scales_token)[:, None]
-        factor = tl.load(at + column[None, :], mask=there & inside, other=0.0).to(tl.float32)
+        factor = tl.load(at + column[None, :], mask=token_mask & inside, other=0.0).to(tl.float32)
     elif GROUP % CHUNK == 0:
         at = (scales + token.to(tl.int64) * scales_token)[:, None]
-        factor = tl.load(at + chunk * CHUNK // GROUP, mask=there, other=0.0).to(tl.float32)
+        factor = tl.load(at + chunk * CHUNK // GROUP, mask=token_mask, other=0.0).to(tl.float32)
     elif CHUNK % GROUP == 0:
         PARTS: tl.constexpr = CHUNK // GROUP
         part = chunk * PARTS + tl.arange(0, PARTS)
         at = (scales + token.to(tl.int64) * scales_token)[:, None]
-        factor = tl.load(at + part[None, :], mask=there & (part * GROUP < WIDTH)[None, :], other=0.0).to(tl.float32)
+        factor = tl.load(at + part[None, :], mask=token_mask & (part * GROUP < WIDTH)[None, :], other=0.0).to(
+            tl.float32
+        )
         factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (BLOCK, PARTS, GROUP)), (BLOCK, CHUNK))
     else:
         at = (scales + token.to(tl.int64) * scales_token)[:, None]
-        factor = tl.load(at + (column // GROUP)[None, :], mask=there & inside, other=0.0).to(tl.float32)
+        factor = tl.load(at + (column // GROUP)[None, :], mask=token_mask & inside, other=0.0).to(tl.float32)
     return factor
 
 
 @launches_of(quantized_latent_attention)
 def launches(
-    given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None, native_fp8: bool | None = None
+    args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None, native_fp8: bool | None = None
 ) -> list[Launch]:
     """The launches that fill `out` [B, T, H, r] and `lse` [B, T, H] fp32, both contiguous.
 
     Args:
-        given: arguments of `mla_decode_quantized`; the last dimension of each is contiguous.
+        args: arguments of `mla_decode_quantized`; the last dimension of each is contiguous.
         native_fp8: whether the GPU converts e4m3 itself, as from sm_89 on; None asks it.
     """
-    query, codes, rope_codes, key_gain = given.query, given.codes, given.rope_codes, given.key_gain
-    format, group, by_channel = given.format, given.group, given.by_channel
+    query, codes, rope_codes, key_gain = args.query, args.codes, args.rope_codes, args.key_gain
+    format, group, by_channel = args.format, args.group, args.by_channel
     batch, tokens, heads, _ = query.shape
     rank, rope, bits = codes.shape[-1], rope_codes.shape[-1], BITS[format]
     gains = 0 if key_gain is None else key_gain.shape[-1]
@@ -240,25 +244,25 @@ def launches(
     if native_fp8 is None:
         native_fp8 = query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) >= (8, 9)
     capacity, blocks = codes.shape[1] * 8 // bits, triton.cdiv(tokens * heads, config.block_rows)
-    splits = splits_of(config, batch * blocks, query, capacity, given.window)
+    splits = splits_of(config, batch * blocks, query, capacity, args.window)
     parts, logs = scratch(query, rank, splits)
-    rope_scales = given.rope_scales
-    made = Launch.of(
+    rope_scales = args.rope_scales
+    launch = Launch.of(
         mla_decode_quantized_kernel,
         (blocks, splits, batch),
         config,
-        vars(given),
+        vars(args),
         out=out if parts is None else parts,
         log=lse if logs is None else logs,
-        scale=float(given.scale),
+        scale=float(args.scale),
         capacity=size(codes, 1),
         splits=splits,
         new_tokens=tokens,
         heads=heads,
         heads_per_gain=heads // gains if gains else 0,
         **strides("row", "token", "head", query=query),
-        **strides("row", "token", codes=codes, scales=given.scales, zeros=given.zeros, key_gain=key_gain),
-        **strides("row", "token", rope_codes=rope_codes, rope_scales=rope_scales, rope_zeros=given.rope_zeros),
+        **strides("row", "token", codes=codes, scales=args.scales, zeros=args.zeros, key_gain=key_gain),
+        **strides("row", "token", rope_codes=rope_codes, rope_scales=rope_scales, rope_zeros=args.rope_zeros),
         RANK=rank,
         ROPE=rope,
         CHUNK=config.chunk,
@@ -267,12 +271,12 @@ def launches(
         FP8=format == "fp8",
         NATIVE_FP8=native_fp8,
         BY_CHANNEL=by_channel,
-        GROUP=group if by_channel else group_size(rank, given.scales.shape[-1]),
+        GROUP=group if by_channel else group_size(rank, args.scales.shape[-1]),
         ROPE_GROUP=group_size(rope, rope_scales.shape[-1]),
         BLOCK_ROWS=config.block_rows,
         BLOCK_TOKENS=config.block_tokens,
     )
-    return with_merge(made, parts, logs, out, lse)
+    return with_merge(launch, parts, logs, out, lse)
 
 
 def default_config(rows: int, rank: int, shared: int = HOPPER_SHARED) -> Config:
@@ -284,7 +288,7 @@ def default_config(rows: int, rank: int, shared: int = HOPPER_SHARED) -> Config:
 def unsupported(rank: int, group: int, by_channel: bool, dtype: torch.dtype) -> str | None:
     """Return why no GPU runs this: the compiled program spills, or was not checked; None if neither."""
     if rank > 512:
-        return f"the kernel for quantised tokens of a rank of {rank} was not looked at above 512"
+        return f"the kernel for quantized tokens of a rank of {rank} was not looked at above 512"
     if group % 32 or (not by_channel and group_size(rank, -(-rank // group)) % 32):
         return f"the kernel wants groups that are multiples of 32, not {group}"
     return "no kernel for fp32 queries over codes" if dtype == torch.float32 else None

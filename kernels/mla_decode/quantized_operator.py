@@ -1,4 +1,4 @@
-"""`mla_decode_quantized`: absorbed latent attention over a quantised cache, as an operator of PyTorch."""
+"""`mla_decode_quantized`: absorbed latent attention over a quantized cache, as an operator of PyTorch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def mla_decode_quantized(
     key_gain: Tensor | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The share that quantised tokens have in the attention of the last T tokens of each row.
+    """The share that quantized tokens have in the attention of the last T tokens of each row.
 
-    Quantised are the oldest tokens of a row; what is exact stands behind them. Attention over the whole row is the
+    Quantized are the oldest tokens of a row; what is exact stands behind them. Attention over the whole row is the
     merge (`split_kv.merge`) of this result with `mla_decode`'s over the exact tokens.
 
     Args:
@@ -48,8 +48,8 @@ def mla_decode_quantized(
         format: int8, int4, int2 or fp8 (e4m3).
         group: tokens of a channel, or at most so many channels of a token, that share a scale.
         by_channel: whether the latents' scales are those of channels.
-        lengths: int32 [B], all tokens of each row, exact and new ones included; None where all are quantised.
-        coded: int32 [B], how many tokens of each row are quantised; None for all S.
+        lengths: int32 [B], all tokens of each row, exact and new ones included; None where all are quantized.
+        coded: int32 [B], how many tokens of each row are quantized; None for all S.
         starts: int32 [B], the first token that is no padding; None for 0.
         key_gain: [B, S, G] factor on the logits of the H / G heads of each group.
         window: how many latest tokens a query sees, itself included; None for all.
@@ -80,19 +80,19 @@ def _check(call: SimpleNamespace) -> None:
     width = codes.shape[-1] + rope_codes.shape[-1]
     if query.dim() != 4 or query.shape[0] != codes.shape[0] or query.shape[-1] != width:
         raise ValueError(f"{name}: query {list(query.shape)}: [{codes.shape[0]}, T, H, {width}] is needed")
-    batch, total = codes.shape[0], codes.shape[1] * per_byte
+    batch, num_tokens = codes.shape[0], codes.shape[1] * per_byte
     for what, scale_, zero, columns, channel in (
         ("scales", call.scales, call.zeros, codes.shape[-1], call.by_channel),
         ("rope_scales", call.rope_scales, call.rope_zeros, rope_codes.shape[-1], False),
     ):
-        wanted = (batch, total // group, columns) if channel else (batch, total, -(-columns // group))
-        if tuple(scale_.shape) != wanted or (channel and total % group):
+        shape = (batch, num_tokens // group, columns) if channel else (batch, num_tokens, -(-columns // group))
+        if tuple(scale_.shape) != shape or (channel and num_tokens % group):
             raise ValueError(
-                f"{name}: {what} {list(scale_.shape)} of {total} tokens of {columns}: {list(wanted)} is needed"
+                f"{name}: {what} {list(scale_.shape)} of {num_tokens} tokens of {columns}: {list(shape)} is needed"
             )
         if (zero is None) != (format == "fp8") or (zero is not None and zero.shape != scale_.shape):
             raise ValueError(f"{name}: zeros of the shape of {what} belong to integers, none to fp8")
-    check_gain(name, query, call.key_gain, (batch, total))
+    check_gain(name, query, call.key_gain, (batch, num_tokens))
     check_counts(name, batch, lengths=call.lengths, coded=call.coded, starts=call.starts)
     check_positive(name, window=call.window)
 

@@ -1,4 +1,4 @@
-"""Latent attention over quantised tokens in plain PyTorch: what `quantized_kernel` must reproduce."""
+"""Latent attention over quantized tokens in plain PyTorch: what `quantized_kernel` must reproduce."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def quantized_latent_attention(
     rope_key = dequantized(rope_codes, rope_scales, rope_zeros, BITS[format], None, wide)
     rows, capacity = latent.shape[:2]
     count = all_rows(capacity, rows, query.device) if coded is None else coded.clamp(max=capacity)
-    held = torch.arange(capacity, device=query.device) < count[:, None]
-    seen = visible(held, count if lengths is None else lengths, starts, query.shape[1], window)
-    return shared_attention(query, latent, rope_key, scale, seen, key_gain)
+    filled = torch.arange(capacity, device=query.device) < count[:, None]
+    mask = visible(filled, count if lengths is None else lengths, starts, query.shape[1], window)
+    return shared_attention(query, latent, rope_key, scale, mask, key_gain)

@@ -12,10 +12,10 @@ from torch import Tensor
 from surgery.kernels.gqa_decode.reference import all_rows, attention, paged_tokens, visible
 
 
-def causal_mask(tokens: int, total: int, window: int | None, device: torch.device) -> Tensor:
-    """Boolean [tokens, total]: which of ``total`` keys each of the last ``tokens`` positions may see."""
-    query_position = torch.arange(total - tokens, total, device=device)[:, None]
-    key_position = torch.arange(total, device=device)[None]
+def causal_mask(tokens: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    """Boolean [tokens, length]: which of ``length`` keys each of the last ``tokens`` positions may see."""
+    query_position = torch.arange(length - tokens, length, device=device)[:, None]
+    key_position = torch.arange(length, device=device)[None]
     visible = key_position <= query_position
     return visible if window is None else visible & (key_position > query_position - window)
 
@@ -41,14 +41,14 @@ def ragged_latent_attention(
         key_gain = None if key_gain is None else paged_tokens(key_gain, pages)
     rows, capacity = latent.shape[:2]
     ends = all_rows(capacity, rows, query.device) if lengths is None else lengths.clamp(max=capacity)
-    held = torch.arange(capacity, device=query.device) < ends[:, None]
-    seen = visible(held, ends, starts, query.shape[1], window)
-    return shared_attention(query, latent, rope_key, scale, seen, key_gain)
+    filled = torch.arange(capacity, device=query.device) < ends[:, None]
+    mask = visible(filled, ends, starts, query.shape[1], window)
+    return shared_attention(query, latent, rope_key, scale, mask, key_gain)
 
 
 def shared_attention(
-    query: Tensor, latent: Tensor, rope_key: Tensor, scale: float, seen: Tensor, key_gain: Tensor | None
+    query: Tensor, latent: Tensor, rope_key: Tensor, scale: float, mask: Tensor, key_gain: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Attention under a mask [B, T, S] in which all heads have one key and one value; → [B, T, H, r] and [B, T, H]."""
     key, value = torch.cat([latent, rope_key], dim=-1)[:, None], latent[:, None]
-    return attention(query, key, value, scale, seen, key_gain)
+    return attention(query, key, value, scale, mask, key_gain)

@@ -88,9 +88,9 @@ def _check_mask(mask: Tensor | None, key: Tensor) -> None:
 
 def _padding(mask: Tensor) -> dict[str, Tensor]:
     """`starts` and `lengths` of a mask [B, S] whose tokens stand together."""
-    there = (mask != 0).int()
-    starts = there.argmax(1)
-    return {"starts": starts.int(), "lengths": (starts + there.sum(1)).int()}
+    present = (mask != 0).int()
+    starts = present.argmax(1)
+    return {"starts": starts.int(), "lengths": (starts + present.sum(1)).int()}
 
 
 def _mask(query: Tensor, key: Tensor, documents: Tensor | None, masks: dict[str, Any]) -> Tensor | None:

@@ -48,7 +48,7 @@ def default_configs(itemsize: int, capability: int) -> BackwardConfigs:
 
 @launches_of(prefill_attention)
 def backward_launches(
-    given: SimpleNamespace,
+    args: SimpleNamespace,
     *,
     out: Tensor,
     lse: Tensor,
@@ -66,7 +66,7 @@ def backward_launches(
         grad_lse: [B, H, T] fp32, contiguous; None for zeros.
         delta: scratch [B, H, T] fp32, contiguous.
     """
-    query, key, value = given.query, given.key, given.value
+    query, key, value = args.query, args.key, args.value
     batch, heads, tokens, _ = query.shape
     kv_heads, positions, value_width = value.shape[1:]
     if configs is None:
@@ -75,7 +75,7 @@ def backward_launches(
             keys=tuned("mla_prefill_keys", shape, query.device, default.keys),
             queries=tuned("mla_prefill_queries", shape, query.device, default.queries),
         )
-    common = shared(given) | strides("batch", "token", "head", grad=grad_out)
+    common = shared(args) | strides("batch", "token", "head", grad=grad_out)
     common |= {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse, "delta": delta}
     for name, gradient in zip(("grad_query", "grad_key", "grad_value"), gradients, strict=True):
         common |= {name: gradient, **strides("batch", "head", "token", **{name: gradient})}
@@ -107,9 +107,9 @@ def delta_kernel(
     grad_out += batch * grad_batch + head * grad_head + block * grad_token
     out += ((batch * tokens + block) * heads + head) * V
     grad = load_part(grad_out, grad_token, row, inside, 0, SIZE, V, True).to(tl.float32)
-    mixed = load_part(out, heads * V, row, inside, 0, SIZE, V, True).to(tl.float32)
+    o = load_part(out, heads * V, row, inside, 0, SIZE, V, True).to(tl.float32)
     place = (batch * heads + head) * tokens + block + row
-    result = tl.sum(grad * mixed, axis=1)
+    result = tl.sum(grad * o, axis=1)
     if grad_lse is not None:
         result -= tl.load(grad_lse + place, mask=inside, other=0.0)
     tl.store(delta + place, result, mask=inside)
@@ -136,21 +136,21 @@ def keys_kernel(
     first, behind, offset = row_limits(starts, lengths, offsets, batch, tokens, positions)
     row = tl.arange(0, BLOCK_K)
     position = block + row
-    there = (position >= first) & (position < behind)
+    key_mask = (position >= first) & (position < behind)
     begin, end = query_range(
         block, first, behind, offset, window, bounds, bounds_size, tokens, CAUSAL, BLOCK_Q, BLOCK_K
     )
 
     key += batch * key_batch + kv_head * key_head + tl.cast(block, tl.int64) * key_token
     value += batch * value_batch + kv_head * value_head + tl.cast(block, tl.int64) * value_token
-    key0 = load_part(key, key_token, row, there, 0, K0, K, True)
+    key0 = load_part(key, key_token, row, key_mask, 0, K0, K, True)
     key1 = key0
     if K1 > 0:
-        key1 = load_part(key, key_token, row, there, K0, K1, K, True)
-    value0 = load_part(value, value_token, row, there, 0, V0, V, True)
+        key1 = load_part(key, key_token, row, key_mask, K0, K1, K, True)
+    value0 = load_part(value, value_token, row, key_mask, 0, V0, V, True)
     value1 = value0
     if V1 > 0:
-        value1 = load_part(value, value_token, row, there, V0, V1, V, True)
+        value1 = load_part(value, value_token, row, key_mask, V0, V1, V, True)
     sum_key0 = tl.zeros([BLOCK_K, K0], tl.float32)
     sum_key1 = tl.zeros([BLOCK_K, K1 if K1 > 0 else 16], tl.float32)
     sum_value0 = tl.zeros([BLOCK_K, V0], tl.float32)
@@ -180,8 +180,8 @@ def keys_kernel(
         if K1 > 0:
             query1 = load_part(queries, query_token, query_row, asks, K0, K1, K, True)
             logits = tl.dot(key1, tl.trans(query1), acc=logits, input_precision="ieee")
-        seen = (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :]) & asks[None, :]
-        weights = tl.where(seen, tl.exp2(logits * scale2 - log2[None, :]), 0.0)
+        mask = (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :]) & asks[None, :]
+        weights = tl.where(mask, tl.exp2(logits * scale2 - log2[None, :]), 0.0)
 
         grad0 = load_part(grads, grad_token, query_row, asks, 0, V0, V, True)
         narrow = weights.to(grad0.dtype)
@@ -254,23 +254,23 @@ def queries_kernel(
     row = tl.arange(0, BLOCK_Q)
     token = block.to(tl.int32) + row
     inside = token < tokens
-    low, high, there = interval(offset + token, first, behind, window, bounds, bounds_size, CAUSAL)
-    there = there & inside
-    begin, _, _, end = key_blocks(low, high, there, positions, BLOCK_K)
+    low, high, row_mask = interval(offset + token, first, behind, window, bounds, bounds_size, CAUSAL)
+    row_mask = row_mask & inside
+    begin, _, _, end = key_blocks(low, high, row_mask, positions, BLOCK_K)
 
     query += batch * query_batch + head * query_head + block * query_token
     grad_out += batch * grad_batch + head * grad_head + block * grad_token
-    query0 = load_part(query, query_token, row, there, 0, K0, K, True)
+    query0 = load_part(query, query_token, row, row_mask, 0, K0, K, True)
     query1 = query0
     if K1 > 0:
-        query1 = load_part(query, query_token, row, there, K0, K1, K, True)
-    grad0 = load_part(grad_out, grad_token, row, there, 0, V0, V, True)
+        query1 = load_part(query, query_token, row, row_mask, K0, K1, K, True)
+    grad0 = load_part(grad_out, grad_token, row, row_mask, 0, V0, V, True)
     grad1 = grad0
     if V1 > 0:
-        grad1 = load_part(grad_out, grad_token, row, there, V0, V1, V, True)
+        grad1 = load_part(grad_out, grad_token, row, row_mask, V0, V1, V, True)
     place = (batch * heads + head) * tokens + token
-    log2 = tl.load(lse + place, mask=there, other=0.0) * LOG2E
-    shift = tl.load(delta + place, mask=there, other=0.0)
+    log2 = tl.load(lse + place, mask=row_mask, other=0.0) * LOG2E
+    shift = tl.load(delta + place, mask=row_mask, other=0.0)
     sum0 = tl.zeros([BLOCK_Q, K0], tl.float32)
     sum1 = tl.zeros([BLOCK_Q, K1 if K1 > 0 else 16], tl.float32)
 
@@ -278,27 +278,27 @@ def queries_kernel(
     scale2 = scale * LOG2E
     for start in tl.range(begin, end, BLOCK_K):
         position = start + key_row
-        given = (position >= first) & (position < behind)
+        key_mask = (position >= first) & (position < behind)
         keys = key + tl.cast(start, tl.int64) * key_token
         values = value + tl.cast(start, tl.int64) * value_token
-        key0 = load_part(keys, key_token, key_row, given, 0, K0, K, True)
+        key0 = load_part(keys, key_token, key_row, key_mask, 0, K0, K, True)
         logits = tl.dot(query0, tl.trans(key0), input_precision="ieee")
         if K1 > 0:
-            key1 = load_part(keys, key_token, key_row, given, K0, K1, K, True)
+            key1 = load_part(keys, key_token, key_row, key_mask, K0, K1, K, True)
             logits = tl.dot(query1, tl.trans(key1), acc=logits, input_precision="ieee")
-        value0 = load_part(values, value_token, key_row, given, 0, V0, V, True)
+        value0 = load_part(values, value_token, key_row, key_mask, 0, V0, V, True)
         grad_weights = tl.dot(grad0, tl.trans(value0), input_precision="ieee")
         if V1 > 0:
-            value1 = load_part(values, value_token, key_row, given, V0, V1, V, True)
+            value1 = load_part(values, value_token, key_row, key_mask, V0, V1, V, True)
             grad_weights = tl.dot(grad1, tl.trans(value1), acc=grad_weights, input_precision="ieee")
-        seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
-        weights = tl.where(seen, tl.exp2(logits * scale2 - log2[:, None]), 0.0)
+        mask = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
+        weights = tl.where(mask, tl.exp2(logits * scale2 - log2[:, None]), 0.0)
         grad_logits = (weights * (grad_weights - shift[:, None])).to(key0.dtype)
         sum0 = tl.dot(grad_logits, key0, acc=sum0, input_precision="ieee")
         if K1 > 0:
             sum1 = tl.dot(grad_logits, key1, acc=sum1, input_precision="ieee")
 
     grad_query += batch * grad_query_batch + head * grad_query_head + block * grad_query_token
-    store_part(grad_query, grad_query_token, row, inside, tl.where(there[:, None], sum0 * scale, 0.0), 0, K0, K)
+    store_part(grad_query, grad_query_token, row, inside, tl.where(row_mask[:, None], sum0 * scale, 0.0), 0, K0, K)
     if K1 > 0:
-        store_part(grad_query, grad_query_token, row, inside, tl.where(there[:, None], sum1 * scale, 0.0), K0, K1, K)
+        store_part(grad_query, grad_query_token, row, inside, tl.where(row_mask[:, None], sum1 * scale, 0.0), K0, K1, K)

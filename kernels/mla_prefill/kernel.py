@@ -43,37 +43,37 @@ def shape_of(query: Tensor, key: Tensor, value: Tensor) -> str:
     return key_of(heads=query.shape[1], kv_heads=key.shape[1], **widths, dtype=query.dtype)
 
 
-def shared(given: SimpleNamespace) -> dict:
+def shared(args: SimpleNamespace) -> dict:
     """Arguments of the kernels of both passes: who sees what, and how queries, keys and values lie."""
-    query, key, value = given.query, given.key, given.value
+    query, key, value = args.query, args.key, args.value
     return {
-        **vars(given),
-        "bounds_size": 0 if given.bounds is None else given.bounds[0].numel(),
+        **vars(args),
+        "bounds_size": 0 if args.bounds is None else args.bounds[0].numel(),
         "tokens": query.shape[2],
         "positions": key.shape[2],
         "heads": query.shape[1],
         **strides("batch", "head", "token", query=query, key=key, value=value),
         "GROUP": query.shape[1] // key.shape[1],
-        "CAUSAL": given.causal,
+        "CAUSAL": args.causal,
         **dict(zip(("K", "K0", "K1"), (query.shape[-1], *parts_of(query.shape[-1])), strict=True)),
         **dict(zip(("V", "V0", "V1"), (value.shape[-1], *parts_of(value.shape[-1])), strict=True)),
     }
 
 
 @launches_of(prefill_attention)
-def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
+def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
     """The launch that fills `out` [B, T, H, v] and `lse` [B, H, T] fp32, contiguous; see `operator.mla_prefill`.
 
     The last strides of query, key and value must be 1.
     """
-    query, key, value = given.query, given.key, given.value
+    query, key, value = args.query, args.key, args.value
     batch, heads, tokens, _ = query.shape
     if config is None:
         default = default_config(query.dtype.itemsize, capability_of(query.device))
         config = tuned("mla_prefill", shape_of(query, key, value), query.device, default)
     grid = (triton.cdiv(tokens, config.block_rows), heads, batch)
-    made = {"out": out, "lse": lse, "BLOCK_Q": config.block_rows, "BLOCK_K": config.block_tokens}
-    return [Launch.of(forward_kernel, grid, config, shared(given), **made)]
+    options = {"out": out, "lse": lse, "BLOCK_Q": config.block_rows, "BLOCK_K": config.block_tokens}
+    return [Launch.of(forward_kernel, grid, config, shared(args), **options)]
 
 
 @triton.jit
@@ -96,51 +96,51 @@ def forward_kernel(
     row = tl.arange(0, BLOCK_Q)
     token = block.to(tl.int32) + row
     inside = token < tokens
-    low, high, there = interval(offset + token, first, behind, window, bounds, bounds_size, CAUSAL)
-    there = there & inside
-    begin, full_begin, full_end, end = key_blocks(low, high, there, positions, BLOCK_K)
+    low, high, row_mask = interval(offset + token, first, behind, window, bounds, bounds_size, CAUSAL)
+    row_mask = row_mask & inside
+    begin, full_begin, full_end, end = key_blocks(low, high, row_mask, positions, BLOCK_K)
 
     query += batch * query_batch + head * query_head + block * query_token
-    query0 = load_part(query, query_token, row, there, 0, K0, K, True)
+    query0 = load_part(query, query_token, row, row_mask, 0, K0, K, True)
     query1 = query0
     if K1 > 0:
-        query1 = load_part(query, query_token, row, there, K0, K1, K, True)
+        query1 = load_part(query, query_token, row, row_mask, K0, K1, K, True)
     scale2 = scale * LOG2E
-    most = tl.full([BLOCK_Q], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    mixed0 = tl.zeros([BLOCK_Q, V0], tl.float32)
-    mixed1 = tl.zeros([BLOCK_Q, V1 if V1 > 0 else 16], tl.float32)
+    m_i = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_Q], tl.float32)
+    acc0 = tl.zeros([BLOCK_Q, V0], tl.float32)
+    acc1 = tl.zeros([BLOCK_Q, V1 if V1 > 0 else 16], tl.float32)
 
     # Without anything that hides the first keys there is nothing to mask there.
     if window is not None or starts is not None or bounds is not None:
-        mixed0, mixed1, most, total = attend(
-            mixed0, mixed1, most, total, query0, query1, key, value, key_token, value_token,
+        acc0, acc1, m_i, l_i = attend(
+            acc0, acc1, m_i, l_i, query0, query1, key, value, key_token, value_token,
             begin, tl.minimum(full_begin, end), first, behind, low, high, scale2,
             K, K0, K1, V, V0, V1, BLOCK_K, True,
         )  # fmt: skip
-    mixed0, mixed1, most, total = attend(
-        mixed0, mixed1, most, total, query0, query1, key, value, key_token, value_token,
+    acc0, acc1, m_i, l_i = attend(
+        acc0, acc1, m_i, l_i, query0, query1, key, value, key_token, value_token,
         full_begin, full_end, first, behind, low, high, scale2,
         K, K0, K1, V, V0, V1, BLOCK_K, False,
     )  # fmt: skip
-    mixed0, mixed1, most, total = attend(
-        mixed0, mixed1, most, total, query0, query1, key, value, key_token, value_token,
+    acc0, acc1, m_i, l_i = attend(
+        acc0, acc1, m_i, l_i, query0, query1, key, value, key_token, value_token,
         full_end, end, first, behind, low, high, scale2,
         K, K0, K1, V, V0, V1, BLOCK_K, True,
     )  # fmt: skip
 
-    total = tl.where(there, total, 0.0)
-    share = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
-    tl.store(lse + (batch * heads + head) * tokens + token, log_of(most, total), mask=inside)
+    l_i = tl.where(row_mask, l_i, 0.0)
+    share = tl.where(l_i > 0, 1.0 / tl.where(l_i > 0, l_i, 1.0), 0.0)
+    tl.store(lse + (batch * heads + head) * tokens + token, log_of(m_i, l_i), mask=inside)
     out += (batch * tokens + block) * heads * V + head * V
-    store_part(out, heads * V, row, inside, mixed0 * share[:, None], 0, V0, V)
+    store_part(out, heads * V, row, inside, acc0 * share[:, None], 0, V0, V)
     if V1 > 0:
-        store_part(out, heads * V, row, inside, mixed1 * share[:, None], V0, V1, V)
+        store_part(out, heads * V, row, inside, acc1 * share[:, None], V0, V1, V)
 
 
 @triton.jit
 def attend(
-    mixed0, mixed1, most, total, query0, query1, key, value, key_token, value_token,
+    acc0, acc1, m_i, l_i, query0, query1, key, value, key_token, value_token,
     begin, end, first, behind, low, high, scale2,
     K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_K: tl.constexpr, MASK: tl.constexpr,
@@ -149,31 +149,31 @@ def attend(
     row = tl.arange(0, BLOCK_K)
     for start in tl.range(begin, end, BLOCK_K):
         position = start + row
-        there = (position >= first) & (position < behind)
+        key_mask = (position >= first) & (position < behind)
         keys = key + tl.cast(start, tl.int64) * key_token
         values = value + tl.cast(start, tl.int64) * value_token
         logits = tl.dot(
-            query0, tl.trans(load_part(keys, key_token, row, there, 0, K0, K, MASK)), input_precision="ieee"
+            query0, tl.trans(load_part(keys, key_token, row, key_mask, 0, K0, K, MASK)), input_precision="ieee"
         )
         if K1 > 0:
-            part = load_part(keys, key_token, row, there, K0, K1, K, MASK)
+            part = load_part(keys, key_token, row, key_mask, K0, K1, K, MASK)
             logits = tl.dot(query1, tl.trans(part), acc=logits, input_precision="ieee")
         if MASK:
-            seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
-            logits = tl.where(seen, logits, -float("inf"))
-        new = tl.maximum(most, tl.max(logits, axis=1) * scale2)
+            mask = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
+            logits = tl.where(mask, logits, -float("inf"))
+        new = tl.maximum(m_i, tl.max(logits, axis=1) * scale2)
         # A query that has seen nothing yet has no maximum to subtract.
         least = tl.where(new == -float("inf"), 0.0, new) if MASK else new
         weights = tl.exp2(logits * scale2 - least[:, None])
-        decay = tl.exp2(most - least)
-        total = total * decay + tl.sum(weights, axis=1)
-        most = new
+        alpha = tl.exp2(m_i - least)
+        l_i = l_i * alpha + tl.sum(weights, axis=1)
+        m_i = new
         weights = weights.to(value.dtype.element_ty)
-        mixed0 = mixed0 * decay[:, None]
-        mixed0 = tl.dot(
-            weights, load_part(values, value_token, row, there, 0, V0, V, MASK), acc=mixed0, input_precision="ieee"
+        acc0 = acc0 * alpha[:, None]
+        acc0 = tl.dot(
+            weights, load_part(values, value_token, row, key_mask, 0, V0, V, MASK), acc=acc0, input_precision="ieee"
         )
         if V1 > 0:
-            part = load_part(values, value_token, row, there, V0, V1, V, MASK)
-            mixed1 = tl.dot(weights, part, acc=mixed1 * decay[:, None], input_precision="ieee")
-    return mixed0, mixed1, most, total
+            part = load_part(values, value_token, row, key_mask, V0, V1, V, MASK)
+            acc1 = tl.dot(weights, part, acc=acc1 * alpha[:, None], input_precision="ieee")
+    return acc0, acc1, m_i, l_i

@@ -55,10 +55,10 @@ def mla_prefill(
     """
     bounds = None
     if documents is not None:
-        wanted = (key.shape[0], key.shape[2])
-        if documents.shape != wanted or documents.dtype != torch.int32:
-            found = f"{documents.dtype} {list(documents.shape)}"
-            raise ValueError(f"mla_prefill: documents is {found}, int32 {list(wanted)} is needed")
+        shape = (key.shape[0], key.shape[2])
+        if documents.shape != shape or documents.dtype != torch.int32:
+            description = f"{documents.dtype} {list(documents.shape)}"
+            raise ValueError(f"mla_prefill: documents is {description}, int32 {list(shape)} is needed")
         bounds = document_bounds(documents)
     return _mla_prefill(query, key, value, float(scale), causal, window, starts, lengths, bounds, offsets)
 
@@ -119,8 +119,8 @@ def _mla_prefill_backward(
     grad_out, query, key, value = map(side_by_side, (grad_out, query, key, value))
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     delta = torch.empty_like(lse)
-    made = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse, "delta": delta}
-    for launch in backward_launches(query, key, value, scale, *masks, **made, gradients=gradients):
+    tensors = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse, "delta": delta}
+    for launch in backward_launches(query, key, value, scale, *masks, **tensors, gradients=gradients):
         launch.run()
     return gradients
 

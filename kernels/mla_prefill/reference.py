@@ -90,24 +90,24 @@ def prefill_attention(
     Returns:
         [B, T, H, v] in the dtype of `query`, and [B, H, T] in fp32 (fp64 for fp64).
     """
-    dtype, given = torch.float32 if query.dtype in DTYPES else query.dtype, query.dtype
+    dtype, out_dtype = torch.float32 if query.dtype in DTYPES else query.dtype, query.dtype
     batch, heads, tokens, _ = query.shape
     kv_heads, positions = key.shape[1:3]
     visible = visible_positions(
         tokens, positions, causal, window, starts, lengths, bounds, offsets, device=query.device
     )
     sees = visible.any(-1)[:, None, None]  # [B or 1, 1, 1, T]
-    seen = visible.any(-2)[:, None, :, None]  # [B or 1, 1, S, 1]
+    is_visible = visible.any(-2)[:, None, :, None]  # [B or 1, 1, S, 1]
     # What is not seen may hold NaN.
     query = query.to(dtype).unflatten(1, (kv_heads, heads // kv_heads)).masked_fill(~sees[..., None], 0)
-    key, value = key.to(dtype).masked_fill(~seen, 0), value.to(dtype).masked_fill(~seen, 0)
+    key, value = key.to(dtype).masked_fill(~is_visible, 0), value.to(dtype).masked_fill(~is_visible, 0)
     visible = visible[:, None, None]
     logits = torch.einsum("bkgtc,bksc->bkgts", query, key) * scale
     logits = logits.masked_fill(~visible, -torch.inf).masked_fill(~sees[..., None], 0)
     log = logits.logsumexp(-1)
     weights = (logits - log[..., None]).exp().masked_fill(~visible, 0)
-    mixed = torch.einsum("bkgts,bksv->btkgv", weights, value)
-    out = mixed.reshape(batch, tokens, heads, value.shape[-1]).to(given)
+    attn_output = torch.einsum("bkgts,bksv->btkgv", weights, value)
+    out = attn_output.reshape(batch, tokens, heads, value.shape[-1]).to(out_dtype)
     return out, log.masked_fill(~sees, -torch.inf).flatten(1, 2).contiguous()
 
 
@@ -129,14 +129,14 @@ def prefill_gradients(
         grad_lse: [B, H, T]; None for zeros.
         masks: as those of `prefill_attention`, in order.
     """
-    given, dtype = query.dtype, torch.float32 if query.dtype in DTYPES else query.dtype
+    out_dtype, dtype = query.dtype, torch.float32 if query.dtype in DTYPES else query.dtype
     kv_heads, positions = key.shape[1:3]
     visible = visible_positions(query.shape[2], positions, *masks, device=query.device)
-    sees, seen = visible.any(-1)[:, None, None, :, None], visible.any(-2)[:, None, :, None]
+    sees, is_visible = visible.any(-1)[:, None, None, :, None], visible.any(-2)[:, None, :, None]
     visible = visible[:, None, None]
     query = query.to(dtype).unflatten(1, (kv_heads, -1)).masked_fill(~sees, 0)
     grad = grad_out.to(dtype).transpose(1, 2).unflatten(1, (kv_heads, -1)).masked_fill(~sees, 0)
-    key, value = key.to(dtype).masked_fill(~seen, 0), value.to(dtype).masked_fill(~seen, 0)
+    key, value = key.to(dtype).masked_fill(~is_visible, 0), value.to(dtype).masked_fill(~is_visible, 0)
     logits = torch.einsum("bkgtc,bksc->bkgts", query, key) * scale
     logits = logits.masked_fill(~visible, -torch.inf).masked_fill(~sees, 0)
     weights = logits.softmax(-1).masked_fill(~visible, 0)
@@ -148,4 +148,4 @@ def prefill_gradients(
     grad_query = torch.einsum("bkgts,bksc->bkgtc", grad_logits, key).flatten(1, 2)
     grad_key = torch.einsum("bkgts,bkgtc->bksc", grad_logits, query)
     grad_value = torch.einsum("bkgts,bkgtv->bksv", weights, grad)
-    return grad_query.to(given), grad_key.to(given), grad_value.to(given)
+    return grad_query.to(out_dtype), grad_key.to(out_dtype), grad_value.to(out_dtype)

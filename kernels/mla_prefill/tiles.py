@@ -19,13 +19,13 @@ def parts_of(width: int) -> tuple[int, int]:
 
 @triton.jit
 def load_part(
-    base, stride, row, there, FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr
+    base, stride, row, row_mask, FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr
 ):
     """Numbers FROM to FROM + SIZE of rows, zero behind WIDTH and, with MASK, in rows that are not there."""
     column = FROM + tl.arange(0, SIZE)
     place = base + row[:, None] * stride + column[None, :]
     if MASK:
-        tile = tl.load(place, mask=there[:, None] & (column < WIDTH)[None, :], other=0.0)
+        tile = tl.load(place, mask=row_mask[:, None] & (column < WIDTH)[None, :], other=0.0)
     elif FROM + SIZE > WIDTH:
         tile = tl.load(place, mask=(column < WIDTH)[None, :], other=0.0)
     else:
@@ -34,11 +34,11 @@ def load_part(
 
 
 @triton.jit
-def store_part(base, stride, row, there, tile, FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def store_part(base, stride, row, row_mask, tile, FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Writes what `load_part` reads."""
     column = FROM + tl.arange(0, SIZE)
     place = base + row[:, None] * stride + column[None, :]
-    tl.store(place, tile.to(base.dtype.element_ty), mask=there[:, None] & (column < WIDTH)[None, :])
+    tl.store(place, tile.to(base.dtype.element_ty), mask=row_mask[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def interval(position, first, behind, window, bounds, bounds_size, CAUSAL: tl.co
 
     `bounds` is the row's part of the first of two planes, each `bounds_size` long.
     """
-    there = (position >= first) & (position < behind)
+    mask = (position >= first) & (position < behind)
     low = tl.zeros_like(position) + first
     high = tl.zeros_like(position) + behind
     if CAUSAL:
@@ -70,24 +70,24 @@ def interval(position, first, behind, window, bounds, bounds_size, CAUSAL: tl.co
     if window is not None:
         low = tl.maximum(low, position - window + 1)
     if bounds is not None:
-        low = tl.maximum(low, tl.load(bounds + position, mask=there, other=0))
+        low = tl.maximum(low, tl.load(bounds + position, mask=mask, other=0))
         if not CAUSAL:
-            high = tl.minimum(high, tl.load(bounds + bounds_size + position, mask=there, other=0))
-    return low, high, there
+            high = tl.minimum(high, tl.load(bounds + bounds_size + position, mask=mask, other=0))
+    return low, high, mask
 
 
 @triton.jit
-def key_blocks(low, high, there, positions, BLOCK: tl.constexpr):
+def key_blocks(low, high, mask, positions, BLOCK: tl.constexpr):
     """Return the bounds of the loop of a block of queries over keys: its begin, the begin and end of keys that all see,
     its end.
 
     All but the end are multiples of BLOCK, and they ascend; keys between the second and the third need no mask.
     Queries that are none count for nothing.
     """
-    begin = tl.min(tl.where(there, low, positions), axis=0) // BLOCK * BLOCK
-    end = tl.max(tl.where(there, high, 0), axis=0)
-    full_begin = tl.cdiv(tl.max(tl.where(there, low, 0), axis=0), BLOCK) * BLOCK
-    full_end = tl.min(tl.where(there, high, positions), axis=0) // BLOCK * BLOCK
+    begin = tl.min(tl.where(mask, low, positions), axis=0) // BLOCK * BLOCK
+    end = tl.max(tl.where(mask, high, 0), axis=0)
+    full_begin = tl.cdiv(tl.max(tl.where(mask, low, 0), axis=0), BLOCK) * BLOCK
+    full_end = tl.min(tl.where(mask, high, positions), axis=0) // BLOCK * BLOCK
     full_begin = tl.minimum(tl.maximum(full_begin, begin), tl.maximum(end, begin))
     full_end = tl.maximum(tl.minimum(full_end, end), full_begin)
     return begin, full_begin, full_end, end

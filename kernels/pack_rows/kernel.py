@@ -23,24 +23,24 @@ ROUNDING = tl.constexpr(12582912.0)
 
 
 @launches_of(packed_rows)
-def launches(given: SimpleNamespace, *, out: Tensor) -> list[Launch]:
+def launches(args: SimpleNamespace, *, out: Tensor) -> list[Launch]:
     """The launch that fills `out` uint8 [B, T, bytes], contiguous."""
-    batch, tokens, _ = given.values.shape
-    width, table = out.shape[-1], field_table(tuple(given.fields), out.device)
-    made = Launch.of(
+    batch, tokens, _ = args.values.shape
+    width, table = out.shape[-1], field_table(tuple(args.fields), out.device)
+    launch = Launch.of(
         pack_rows_kernel,
         (batch * tokens, triton.cdiv(width, BLOCK)),
         Config(warps=4, stages=1),
-        vars(given),
+        vars(args),
         out=out,
         table=table,
         width=width,
         tokens=tokens,
-        **strides("row", "token", values=given.values),
+        **strides("row", "token", values=args.values),
         SLOTS=table.shape[0],
         BLOCK=BLOCK,
     )
-    return [made]
+    return [launch]
 
 
 @cache
@@ -55,8 +55,8 @@ def field_table(fields: tuple[int, ...], device: torch.device) -> Tensor:
         for place in range(count):
             entries[first + place].append((channel + place) * 64 + position * 8 + bits - 1)
         channel += count
-    most = max(map(len, entries))
-    padded = [each + [-1] * (most - len(each)) for each in entries]
+    length = max(map(len, entries))
+    padded = [each + [-1] * (length - len(each)) for each in entries]
     return torch.tensor(padded, dtype=torch.int32, device=device).T.contiguous()
 
 

@@ -35,12 +35,12 @@ def default_config(head_size: int, dtype: torch.dtype) -> Config:
 
 
 @launches_of(sink_recent_attention)
-def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
+def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
     """The launch that fills `out` [B, T, H, v] and `lse` [B, H, T], contiguous.
 
     Other arguments as in `operator.sink_recent_prefill`, last dimensions contiguous.
     """
-    query, key, value = given.query, given.key, given.value
+    query, key, value = args.query, args.key, args.value
     rows, heads, tokens, head_size = query.shape
     groups, positions = key.shape[1:3]
     value_size = value.shape[-1]
@@ -48,14 +48,14 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         widest = max(head_size, value_size)
         shape = key_of(heads=heads, groups=groups, head_size=widest, dtype=query.dtype)
         config = tuned("sink_recent_prefill", shape, query.device, default_config(widest, query.dtype))
-    made = Launch.of(
+    launch = Launch.of(
         sink_recent_prefill_kernel,
         (rows * heads, triton.cdiv(tokens, config.block_rows)),
         config,
-        vars(given),
+        vars(args),
         out=out,
         lse=lse,
-        scale=given.scale * LOG2E.value,
+        scale=args.scale * LOG2E.value,
         tokens=tokens,
         positions=positions,
         **strides("row", "head", "token", query=query, key=key, value=value),
@@ -68,7 +68,7 @@ def launches(given: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config
         BLOCK_D=max(16, triton.next_power_of_2(head_size)),
         BLOCK_V=max(16, triton.next_power_of_2(value_size)),
     )
-    return [made]
+    return [launch]
 
 
 @triton.jit(do_not_specialize=["tokens", "positions"])
@@ -117,47 +117,47 @@ def sink_recent_prefill_kernel(
     keys = key + row64 * key_row + group64 * key_head + number[None, :]
     values = value + row64 * value_row + group64 * value_head + value_number[None, :]
 
-    most = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for tile in range(0, outer_tiles):
         behind = tile - sink_tiles
         base = tl.where(behind < 0, start + tile * BLOCK_N, window + behind * BLOCK_N)
         base += tl.where(behind < edge_tiles, 0, first - inner)
         place = base + tl.arange(0, BLOCK_N)
         # Padding among the new tokens sees itself.
-        there = (place < tl.where(behind < 0, sink_stop, stop)) & (place >= tl.minimum(start, first))
+        key_mask = (place < tl.where(behind < 0, sink_stop, stop)) & (place >= tl.minimum(start, first))
         k = tl.load(
-            keys + place.to(tl.int64)[:, None] * key_token, mask=there[:, None] & (number < D)[None, :], other=0.0
+            keys + place.to(tl.int64)[:, None] * key_token, mask=key_mask[:, None] & (number < D)[None, :], other=0.0
         )
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         ahead = own[:, None] - place[None, :]
         near = (ahead < width) | (place - start < many)[None, :]
-        seen = there[None, :] & (((ahead >= 0) & (place >= start)[None, :] & near) | (ahead == 0))
-        logits = tl.where(seen, logits, -float("inf"))
-        weights, most, total, shrunk = softmax_step(logits, most, total, 1)
+        mask = key_mask[None, :] & (((ahead >= 0) & (place >= start)[None, :] & near) | (ahead == 0))
+        logits = tl.where(mask, logits, -float("inf"))
+        weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 1)
         v = tl.load(
             values + place.to(tl.int64)[:, None] * value_token,
-            mask=there[:, None] & (value_number < V)[None, :],
+            mask=key_mask[:, None] & (value_number < V)[None, :],
             other=0.0,
         )
-        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrunk[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     # The diagonal was among these: every query has seen something.
     for base in range(inner, first, BLOCK_N):
         place = base + tl.arange(0, BLOCK_N)
         k = tl.load(keys + place.to(tl.int64)[:, None] * key_token, mask=(number < D)[None, :], other=0.0)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        weights, most, total, shrunk = softmax_step(logits, most, total, 1, SEEN=True)
+        weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 1, SEEN=True)
         v = tl.load(values + place.to(tl.int64)[:, None] * value_token, mask=(value_number < V)[None, :], other=0.0)
-        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrunk[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
 
-    kept = line < tokens
-    total = tl.where(kept, total, 1.0)
-    mixed = mixed / total[:, None]
+    row_mask = line < tokens
+    l_i = tl.where(row_mask, l_i, 1.0)
+    acc = acc / l_i[:, None]
     result = (row64 * tokens + line) * HEADS + head
     tl.store(
         out + result[:, None] * V + value_number[None, :],
-        mixed.to(out.dtype.element_ty),
-        mask=kept[:, None] & (value_number < V)[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=row_mask[:, None] & (value_number < V)[None, :],
     )
-    tl.store(lse + (row64 * HEADS + head) * tokens + line, (most + tl.log2(total)) * LN2, mask=kept)
+    tl.store(lse + (row64 * HEADS + head) * tokens + line, (m_i + tl.log2(l_i)) * LN2, mask=row_mask)

@@ -39,7 +39,7 @@ def step_error(model: PreTrainedModel, before: Tensor | None) -> Tensor | float:
         cache = returned_cache(output)
         logits.append(output.logits[:, -1].float())
     model.train(training)
-    found = torch.stack(logits, dim=1)
+    stepwise = torch.stack(logits, dim=1)
     if before is None:
-        return found
-    return float((found - before).square().mean().sqrt() / before.square().mean().sqrt())
+        return stepwise
+    return float((stepwise - before).square().mean().sqrt() / before.square().mean().sqrt())

@@ -86,11 +86,11 @@ def cross_layer_kernel(
     return lifted(out, up_value, exact_out, value_bias)
 
 
-def _row_facts(reading: Reading, seen: int, rows: int) -> tuple[Tensor, ...]:
+def _row_facts(reading: Reading, past_length: int, rows: int) -> tuple[Tensor, ...]:
     """Lengths and first latents [B], rebuilt positions [B, 2] and slots of exact tokens [B, E] of rows, int32."""
     low, stop = reading.rebuilt
     device, dtype = reading.exact.device, torch.int32
     lengths, first, behind = (
-        torch.full((rows,), number, dtype=dtype, device=device) for number in (seen, low, max(low, stop))
+        torch.full((rows,), number, dtype=dtype, device=device) for number in (past_length, low, max(low, stop))
     )
     return lengths, first, torch.stack([first, behind], dim=1), reading.exact.to(dtype).repeat(rows, 1)

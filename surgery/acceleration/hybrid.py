@@ -15,7 +15,7 @@ from surgery.model.plain_cache import PlainLayer
 def hybrid_kernel(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layer: HybridLayer) -> Tensor | None:
     """Outputs [B, T, H, d] of rotated query [B, H, T, d] and new keys and values [B, G, T, d]; None where no kernel is.
 
-    Compensated heads, quantised ones, and later chunks of a long prompt are left to the module.
+    Compensated heads, quantized ones, and later chunks of a long prompt are left to the module.
     """
     full, queries = module.full_heads, query.shape[2]
     if not is_step(module, query, 1) or module.compensated_heads:
@@ -44,8 +44,8 @@ def _step(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layer: HybridLayer, starts: Tensor | None
 ) -> Tensor:
     full = module.full_heads
-    seen = layer.get_seq_length() + query.shape[2]
-    held_key, held_value = (each.new_empty(len(each), 0, seen, each.shape[-1]) for each in (key, value))
+    kv_length = layer.get_seq_length() + query.shape[2]
+    held_key, held_value = (each.new_empty(len(each), 0, kv_length, each.shape[-1]) for each in (key, value))
     few_key, few_value = (each[:, :0] for each in (key, value))
     sink_slots = 0
     if full:

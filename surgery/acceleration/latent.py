@@ -34,7 +34,7 @@ def latent_kernel(
         return None
     layer = cache.layers[module.layer_idx]
     quantized = isinstance(layer, QuantizedKVLayer)
-    # With a key norm gains are quantised too.
+    # With a key norm gains are quantized too.
     if quantized and (module.key_norm_eps is not None or not layer.of_one_format):
         return None
     query = query.transpose(1, 2)
@@ -52,7 +52,7 @@ def latent_kernel(
 
 
 def _quantized(query: Tensor, layer: QuantizedKVLayer, starts: Tensor | None, scale: float) -> Tensor:
-    """Quantised tokens and the exact ones behind them, each read as it is."""
+    """Quantized tokens and the exact ones behind them, each read as it is."""
     latents, rope = layer.key_codes, layer.value_codes
 
     def exact_part() -> tuple[Tensor, Tensor]:
@@ -60,12 +60,12 @@ def _quantized(query: Tensor, layer: QuantizedKVLayer, starts: Tensor | None, sc
         return mla_decode(query, layer.keys[:, 0], layer.values[:, 0], scale, starts=behind)
 
     def quantized_part() -> tuple[Tensor, Tensor]:
-        held = [None if each is None else each[:, 0] for each in (latents.codes, latents.scale, latents.zero)]
-        held += [None if each is None else each[:, 0] for each in (rope.codes, rope.scale, rope.zero)]
+        parts = [None if each is None else each[:, 0] for each in (latents.codes, latents.scale, latents.zero)]
+        parts += [None if each is None else each[:, 0] for each in (rope.codes, rope.scale, rope.zero)]
         length = latents.tokens + layer.keys.shape[-2]
         return mla_decode_quantized(
             query,
-            *held,
+            *parts,
             scale,
             format=layer.format,
             group=layer.group,

@@ -119,12 +119,12 @@ def lifted(out: Tensor, value_up: Tensor, exact: Tensor | None, bias: Tensor | N
 
 def rotation_of(rotary: nn.Module, config: object, slots: int) -> tuple[Tensor, Tensor]:
     """Tables for a model's rotary embedding, made once for its whole context, and anew for texts beyond it."""
-    held = getattr(rotary, "_surgery_tables", None)
-    if held is None or held[0] < slots or held[1][0].device != rotary.inv_freq.device:
-        most = max(slots, getattr(config, "max_position_embeddings", 0) or 0)
-        held = most, rotation_tables(rotary.inv_freq, most)
-        rotary._surgery_tables = held
-    return held[1]
+    tables = getattr(rotary, "_surgery_tables", None)
+    if tables is None or tables[0] < slots or tables[1][0].device != rotary.inv_freq.device:
+        size = max(slots, getattr(config, "max_position_embeddings", 0) or 0)
+        tables = size, rotation_tables(rotary.inv_freq, size)
+        rotary._surgery_tables = tables
+    return tables[1]
 
 
 def stacked_ups(
@@ -137,10 +137,10 @@ def stacked_ups(
     """
     weights = [*module.key_up.matrices().values(), *module.value_up.matrices().values()]
     state = tuple((weight.data_ptr(), weight._version) for weight in weights)
-    held = module.__dict__.get("_surgery_ups")
-    if held is None or held[0] != state:
-        held = module.__dict__["_surgery_ups"] = state, _stack(module)
-    return held[1]
+    entry = module.__dict__.get("_surgery_ups")
+    if entry is None or entry[0] != state:
+        entry = module.__dict__["_surgery_ups"] = state, _stack(module)
+    return entry[1]
 
 
 def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, int, int, int]] | None]:
@@ -166,7 +166,7 @@ def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, in
 def _quantized(
     query: Tensor, layer: QuantizedKVLayer, key_up: Tensor, scale: float, starts: Tensor | None, reading: dict
 ) -> Tensor:
-    """Mixed latents of a quantised layer: the quantised ones and the exact ones behind them, each read as they are."""
+    """Mixed latents of a quantized layer: the quantized ones and the exact ones behind them, each read as they are."""
     latents = layer.key_codes
     length = latents.tokens + layer.keys.shape[-2]
     lengths = torch.full((len(query),), length, dtype=torch.int32, device=query.device)
@@ -200,11 +200,11 @@ def _quantized(
 
 def _filled_slots(layer: ExactWindowLayer, queries: int, device: torch.device) -> Tensor:
     """Slots of the exact tokens that `update` will return, int32 [B, E]; -1 of those that nothing belongs to yet."""
-    held = layer.exact
+    window = layer.exact
 
     def make() -> Tensor:
         slots = layer.slots(queries, device)
-        empty = (torch.arange(slots.shape[1], device=device) < held.sink_slots) & (slots >= held.window_start)
+        empty = (torch.arange(slots.shape[1], device=device) < window.sink_slots) & (slots >= window.window_start)
         return slots.masked_fill(empty, -1).to(torch.int32)
 
-    return held.once((_filled_slots, queries), device, make)
+    return window.once((_filled_slots, queries), device, make)

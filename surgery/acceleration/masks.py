@@ -38,10 +38,10 @@ def row_bounds(
 
 
 def _bounds(mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    seen = mask[:, 0, -1]
-    if seen.dtype != torch.bool:
-        seen = seen > torch.finfo(mask.dtype).min / 2
-    seen = seen.expand(rows, -1).to(torch.int32)
-    starts = seen.argmax(dim=-1)
-    lengths = seen.shape[-1] - seen.flip(-1).argmax(dim=-1)
+    visible = mask[:, 0, -1]
+    if visible.dtype != torch.bool:
+        visible = visible > torch.finfo(mask.dtype).min / 2
+    visible = visible.expand(rows, -1).to(torch.int32)
+    starts = visible.argmax(dim=-1)
+    lengths = visible.shape[-1] - visible.flip(-1).argmax(dim=-1)
     return lengths.to(torch.int32), starts.to(torch.int32)

@@ -50,7 +50,7 @@ def surgery_attention(
 
     Args:
         key, value: of a stock MLA module under `accelerate` the latents [B, 1, S, r] and rotated keys [B, 1, S, ρ]; of
-            a quantised cache what it holds.
+            a quantized cache what it holds.
         attention_mask: [B or 1, 1, T, S] as transformers makes it for SDPA, or None.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -80,8 +80,8 @@ def _absorbed(
     content, position = query.transpose(1, 2).split([nope, query.shape[-1] - nope], dim=-1)
     absorbed = torch.cat([torch.einsum("bthn,hnr->bthr", content, up[:, :nope]), position], dim=-1)
     lengths, starts = row_bounds(mask, len(query), query.shape[2], latent.shape[2], query.device)
-    mixed, _ = mla_decode(absorbed, latent[:, 0], rope_key[:, 0], scale, lengths=lengths, starts=starts)
-    return torch.einsum("bthr,hvr->bthv", mixed, up[:, nope:])
+    attn_output, _ = mla_decode(absorbed, latent[:, 0], rope_key[:, 0], scale, lengths=lengths, starts=starts)
+    return torch.einsum("bthr,hvr->bthv", attn_output, up[:, nope:])
 
 
 def _forgets(module: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Steps of decoding over quantised caches: read as they are stored, the exact tokens behind them beside them."""
+"""Steps of decoding over quantized caches: read as they are stored, the exact tokens behind them beside them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from surgery.model.cache_argument import CACHE
 from surgery.model.quantized_cache import QuantizedKVLayer
 
 QuantizedKeys = QuantizedKVLayer
-"""Result of a quantised layer's update in the place of keys and of values: the layer itself."""
+"""Result of a quantized layer's update in the place of keys and of values: the layer itself."""
 
 
 def ask_for_quantized(module: nn.Module, args: tuple, call: dict[str, Any]) -> None:
-    """Forward pre-hook of an attention: its cache layer hands on quantised values where kernels will read them."""
+    """Forward pre-hook of an attention: its cache layer hands on quantized values where kernels will read them."""
     cache = call.get(CACHE)
     layer = None if cache is None or module.layer_idx >= len(cache.layers) else cache.layers[module.layer_idx]
     if isinstance(layer, QuantizedKVLayer):
@@ -64,7 +64,7 @@ def of_both(
     exact_part: Callable[[], tuple[Tensor, Tensor]],
     quantized_part: Callable[[], tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """The out of a layer's quantised tokens and of the exact ones behind them, where it has either.
+    """The out of a layer's quantized tokens and of the exact ones behind them, where it has either.
 
     Args:
         exact_part, quantized_part: give (out, lse) of theirs, and are called if there are such tokens.

@@ -1,4 +1,4 @@
-"""The custom model class around unchanged attention, with a quantised cache; and what a rotation can be folded into."""
+"""The custom model class around unchanged attention, with a quantized cache; and what a rotation can be folded into."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from surgery.model.low_rank_entry import LowRankEntry
 from surgery.model.parts import entries_of
 from surgery.transforms.hadamard import hadamard, rotate_latent, rotate_values
 
-REASON = "no stock class keeps a quantised cache by itself"
+REASON = "no stock class keeps a quantized cache by itself"
 
 
 def check_quantizable(path: Path, config) -> None:
-    """Raises SurgeryError if a model's cache is quantised already, forgets tokens, or is shared by layers."""
+    """Raises SurgeryError if a model's cache is quantized already, forgets tokens, or is shared by layers."""
     from surgery.model.cache_layer import check_full_attention
 
     try:
-        check_full_attention(config, "a quantised KV cache")
+        check_full_attention(config, "a quantized KV cache")
     except ValueError as error:
         raise SurgeryError.at(path, f"{error}") from None
     if getattr(config, "base_model_type", config.model_type) in OUTPUT_GATES:
         raise SurgeryError.at(
-            path, "values before a gate cannot be rotated, which a quantised cache needs. Leave --bits out"
+            path, "values before a gate cannot be rotated, which a quantized cache needs. Leave --bits out"
         )
     if getattr(config, "kv_cache", None):
-        raise SurgeryError.at(path, "its KV cache is quantised already; convert the checkpoint that it was made of")
+        raise SurgeryError.at(path, "its KV cache is quantized already; convert the checkpoint that it was made of")
     for index, entry in enumerate(entries_of(config)):
         if entry.shares_cache or entry.quantizes:
-            raise SurgeryError.at(path, f"layer {index} has {entry.kind} attention, whose cache cannot be quantised")
+            raise SurgeryError.at(path, f"layer {index} has {entry.kind} attention, whose cache cannot be quantized")
 
 
 def rotated_tensors(reader: CheckpointReader, config, layer: int) -> dict[str, Tensor]:

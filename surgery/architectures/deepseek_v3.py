@@ -3,7 +3,7 @@
 What the stock class fixes, and how a converted layer meets it:
 
 - softmax scale ``(nope + rope)^-1/2``: folded into the up-projection of the keys and the rotary queries;
-- an RMS norm on the latent: neutralised (:mod:`surgery.architectures.neutral_norm`);
+- an RMS norm on the latent: neutralized (:mod:`surgery.architectures.neutral_norm`);
 - a tiny latent, which would take weights too small for float16 and for the scales of quantized weights: the norm
   before the attention is scaled down instead, and queries and rotary keys are scaled up;
 - rotary pairs interleaved: rows permuted;
@@ -50,7 +50,7 @@ def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, bes
     """
     reasons = [] if beside is None else [f"the source has {beside}"]
     if spec.key_norm_eps is not None:
-        reasons.append("the source normalises queries and keys per head (q/k-norm)")
+        reasons.append("the source normalizes queries and keys per head (q/k-norm)")
     if experts:
         reasons.append("the source is a mixture of experts with another router")
     if mlp_bias:
@@ -74,7 +74,7 @@ class StockMLA:
     """Writes one conversion as ``deepseek_v3``.
 
     Attributes:
-        norm: how the latent's norm is neutralised.
+        norm: how the latent's norm is neutralized.
         rescale: what the residual stream is multiplied by, 1.0 if the source's eps serves.
         head_sizes: unrotated, rotated and value numbers of a head as they are written, zeros after the model's own;
             None: no zeros.

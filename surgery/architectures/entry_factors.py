@@ -1,7 +1,7 @@
 """Tensors that training must leave unchanged or scale, so that a checkpoint's class goes on computing what it is meant
 to.
 
-Stock MLA classes normalise the latent, and conversions make that norm the identity (:mod:`.neutral_norm`). Its weight
+Stock MLA classes normalize the latent, and conversions make that norm the identity (:mod:`.neutral_norm`). Its weight
 must not move, nor a channel that is constant, nor what reads it: after the norm it may be in the thousands, and one
 step of an optimizer would drown all else. Latents that were scaled down to be small next to the norm's eps must move in
 proportion to their size, and so must what is larger where the inputs are smaller.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from surgery.architectures.deepseek_v3 import INPUT_NORM, MODEL_TYPE
-from surgery.architectures.neutral_norm import OLD_SCALE, NeutralNorm, recognised_norm
+from surgery.architectures.neutral_norm import OLD_SCALE, NeutralNorm, recognized_norm
 from surgery.checkpoint import CheckpointReader
 from surgery.families.base import ATTENTION_PREFIX
 
@@ -42,7 +42,7 @@ def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
         prefix = ATTENTION_PREFIX.format(layer=layer)
         weight, bias = prefix + "kv_a_proj_with_mqa.weight", prefix + "kv_a_proj_with_mqa.bias"
         biases = reader.tensor(bias)[:width] if bias in reader else None
-        norm = recognised_norm(reader.tensor(prefix + "kv_a_layernorm.weight"), biases)
+        norm = recognized_norm(reader.tensor(prefix + "kv_a_layernorm.weight"), biases)
         if norm is None:  # a norm that does something, as in DeepSeek's own models
             continue
         rules[prefix + "kv_a_layernorm.weight"] = True

@@ -75,7 +75,7 @@ class StreamableModel:
             )
         if config.get("kv_cache"):
             raise SurgeryError.at(
-                path, "its KV cache is quantised; make the checkpoint that it was made of hybrid first"
+                path, "its KV cache is quantized; make the checkpoint that it was made of hybrid first"
             )
         if config.get("base_model_type", config["model_type"]) in LEARNED_SINKS:
             raise SurgeryError.at(path, "it has learned sinks, which streaming heads do not know; convert --to gqa")

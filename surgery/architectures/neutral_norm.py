@@ -1,6 +1,6 @@
 """Making an RMS norm that cannot be left out do nothing.
 
-Stock MLA classes normalise the latent. Two ways to turn that norm into the identity:
+Stock MLA classes normalize the latent. Two ways to turn that norm into the identity:
 
 - tiny latent: the latent is so small that the norm's eps is nearly all that counts, and the norm nearly linear. Needs
   an eps that all engines agree on: transformers fixes the latent norm's at 1e-6, others read ``rms_norm_eps``.
@@ -96,7 +96,7 @@ def neutral_norm(kind: str, rank: int, dtype: torch.dtype) -> NeutralNorm:
     raise SurgeryError(f"unknown latent norm {kind!r}: choose tiny or constant")
 
 
-def recognised_norm(weight: Tensor, bias: Tensor | None) -> NeutralNorm | None:
+def recognized_norm(weight: Tensor, bias: Tensor | None) -> NeutralNorm | None:
     """The neutral norm of a checkpoint, by the norm's weight [r + extra] and the latent's bias [r + extra], if any.
 
     None if it is a norm that does something. Earlier versions wrote the same weight for the constant channel too.

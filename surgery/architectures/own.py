@@ -60,7 +60,7 @@ class OwnMLA:
 
     def tensors(self, layer: int, converted: LatentLayer) -> dict[str, Tensor]:
         """A layer's new tensors, as planned."""
-        spec, order = self.spec, converted.neighbouring()
+        spec, order = self.spec, converted.neighboring()
         factor = converted.source.rope_factor**2  # the rest of the scale is the class's own
         result = {
             "kv_down.weight": converted.down[order],

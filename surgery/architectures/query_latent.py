@@ -1,4 +1,4 @@
-"""Queries with biases in a class that has none: a full-rank query latent [x ; 1], its norm neutralised.
+"""Queries with biases in a class that has none: a full-rank query latent [x ; 1], its norm neutralized.
 
 The class has biases on what makes latents, so a constant channel does both: it is the 1, and it dwarfs x in the norm.
 """

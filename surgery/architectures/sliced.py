@@ -2,7 +2,7 @@
 
 Conversions put the latents of a block in the order of what they are worth, so the first of them are the best smaller
 model (nested ranks, MatryoshkaKV, arXiv:2410.14731) and slicing is a choice of rows and columns: no number changes but,
-in a stock class whose norm is neutralised by a constant channel, the factor that the norm leaves behind.
+in a stock class whose norm is neutralized by a constant channel, the factor that the norm leaves behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from surgery.architectures import deepseek_v3
-from surgery.architectures.neutral_norm import NeutralNorm, constant_norm, recognised_norm
+from surgery.architectures.neutral_norm import NeutralNorm, constant_norm, recognized_norm
 from surgery.architectures.own_class import layer_entries
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.common.errors import SurgeryError
@@ -56,7 +56,7 @@ class LatentModel:
 
     Attributes:
         config: its config.json.
-        norm: how the stock class's latent norm is neutralised; None in the custom model class, which has none.
+        norm: how the stock class's latent norm is neutralized; None in the custom model class, which has none.
     """
 
     config: dict
@@ -79,7 +79,7 @@ class LatentModel:
             )
         if config.get("kv_cache"):
             raise SurgeryError.at(
-                path, "its KV cache is quantised; slice the checkpoint that it was made of, and quantise that"
+                path, "its KV cache is quantized; slice the checkpoint that it was made of, and quantize that"
             )
         for index, entry in enumerate(layer_entries(config)):
             if not entry.ranks or entry.quantizes:
@@ -224,7 +224,7 @@ def _firsts(sizes: Iterable[int], counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _stock_norm(path: Path, reader: CheckpointReader) -> NeutralNorm:
-    """Return the way to neutralise a stock checkpoint's latent norms.
+    """Return the way to neutralize a stock checkpoint's latent norms.
 
     Raises:
         SurgeryError: one of them is a real norm, as in DeepSeek's own models.
@@ -234,7 +234,7 @@ def _stock_norm(path: Path, reader: CheckpointReader) -> NeutralNorm:
         prefix = ATTENTION_PREFIX.format(layer=layer)
         bias = prefix + "kv_a_proj_with_mqa.bias"
         weight = reader.tensor(prefix + "kv_a_layernorm.weight")
-        norms.add(recognised_norm(weight, reader.tensor(bias)[:width] if bias in reader else None))
+        norms.add(recognized_norm(weight, reader.tensor(bias)[:width] if bias in reader else None))
     if len(norms) != 1 or None in norms:
         raise SurgeryError.at(
             path,

@@ -22,7 +22,7 @@ class MLASpec:
     query_bias: bool
     latent_bias: bool  # the source has a key or value bias
     output_bias: bool
-    key_norm_eps: float | None  # the source normalises queries and keys per head
+    key_norm_eps: float | None  # the source normalizes queries and keys per head
     windows: tuple[int | None, ...]
     input_lengths: tuple[float, ...]  # per layer: what inputs of its attention have, the norm's weight as a vector
 

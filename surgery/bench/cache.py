@@ -48,7 +48,7 @@ def filled_cache(model, batch: int, context: int, device: torch.device, steps: i
     """A cache of any kind with `context` random tokens in each of `batch` rows.
 
     Plain keys and values are filled at random, without a prompt, and do not grow: see :class:`SteadyLayer`. Every other
-    cache (quantised values, windows, latents that layers share) is filled as the model fills it, by reading random
+    cache (quantized values, windows, latents that layers share) is filled as the model fills it, by reading random
     tokens. It grows with every step, in memory that is allocated for `steps` of them before.
     """
     if is_plain(model, device):

@@ -154,18 +154,18 @@ def _rows(
         if accelerated:
             from surgery.acceleration import accelerate
 
-            done = accelerate(model)
-            if done.refused:
-                yield {**place, "skipped": done.refused}
+            acceleration = accelerate(model)
+            if acceleration.refused:
+                yield {**place, "skipped": acceleration.refused}
                 return
-            place |= {"layers": sorted(set(done.layers)), "logit_error": done.error}
+            place |= {"layers": sorted(set(acceleration.layers)), "logit_error": acceleration.error}
         for context in settings.contexts:
-            tried: set[int] = set()
+            batches: set[int] = set()
             for batch in settings.batches:
                 if time.monotonic() - began > settings.seconds:
                     return
                 at = {**place, "context": context}
-                row = _row(model, at, batch, device, tried)
+                row = _row(model, at, batch, device, batches)
                 if row is not None:
                     yield row
     except (ImportError, SurgeryError, ValueError) as error:
@@ -175,11 +175,11 @@ def _rows(
         free_memory()
 
 
-def _row(model: Any, place: dict, requested: int | None, device: torch.device, tried: set[int]) -> dict | None:
+def _row(model: Any, place: dict, requested: int | None, device: torch.device, batches: set[int]) -> dict | None:
     """One measurement; the largest batch is looked for downwards. None if that batch was measured already."""
     batch = requested or _largest(model, place["context"], device)
-    while batch not in tried:
-        tried.add(batch)
+    while batch not in batches:
+        batches.add(batch)
         measurement = unless_out_of_memory(lambda batch=batch: _measure(model, batch, place["context"], device))
         free_memory()
         if not isinstance(measurement, OutOfMemory):

@@ -20,7 +20,7 @@ PROMPTS = (
     "Write a short letter to my landlord about a dripping tap.",
     "What are the main causes of the First World War?",
     "How does a bicycle stay upright while it is moving?",
-    "Summarise the plot of Romeo and Juliet in five sentences.",
+    "Summarize the plot of Romeo and Juliet in five sentences.",
     "Write a Python function that returns the second largest number of a list.",
     "I have 3 boxes with 14 pencils each and give away 9 pencils. How many are left? Show your steps.",
     "Which is better for a small flat, a dog or a cat? Weigh both sides.",
@@ -52,7 +52,7 @@ PROMPTS = (
     "A train leaves at 14:35 and arrives at 17:10. How long is the journey?",
     "What are the arguments for and against a four-day working week?",
     "Explain how photosynthesis works, from light to sugar.",
-    "Give feedback on this sentence: The utilisation of complex words impedes comprehension.",
+    "Give feedback on this sentence: The utilization of complex words impedes comprehension.",
     "What should I know before I visit Japan for the first time?",
     "Write a bash command that counts the lines of all .txt files in a folder, and explain it.",
 )
@@ -62,13 +62,13 @@ HELD_OUT_PROMPTS = (
     "What is inflation, and whom does it hurt most?",
     "How would you sort a million numbers that do not fit in memory?",
     "Describe the life of a medieval blacksmith in one day.",
-    "My neighbour plays loud music at night. What can I do before I call the police?",
+    "My neighbor plays loud music at night. What can I do before I call the police?",
     "Explain the difference between a virus and a bacterium.",
     "Write a limerick about a cat who wanted to fly.",
     "What are black holes, and how do we know that they exist?",
     "Give me three ideas for a birthday party of six-year-olds in the rain.",
     "If a shirt costs 40 euros after a discount of 20 percent, what did it cost before?",
-    "Summarise the advantages of learning a musical instrument as an adult.",
+    "Summarize the advantages of learning a musical instrument as an adult.",
     "Write a class in Python for a bank account with deposit and withdrawal.",
     "How did the printing press change Europe?",
     "What is a healthy breakfast for someone who has no time to cook?",
@@ -101,12 +101,12 @@ def sample_conversations(
     template = ChatTemplate(tokenizer)
     encoded = [_prompt_ids(tokenizer, template, prompt) for prompt in prompts]
     rng = random.Random(seed)
-    left = tokens
+    remaining = tokens
 
     def grow(more: int) -> None:
-        nonlocal left
-        more = min(more, left)  # the last answers may be more than is needed
-        left -= more
+        nonlocal remaining
+        more = min(more, remaining)  # the last answers may be more than is needed
+        remaining -= more
         if more:
             advance(more)
 
@@ -114,9 +114,9 @@ def sample_conversations(
     while (lacking := tokens - sum(map(len, replies))) > 0:
         # As many at once as will do if replies are a third as long as they may be: another round costs far more steps.
         count = min(len(encoded), 1 + lacking // (REPLY // 3 + min(map(len, encoded))))
-        chosen = rng.sample(encoded, count)
-        replies += sample_replies(model, chosen, REPLY, ends, rng.getrandbits(32), grow)
-        grow(sum(map(len, chosen)))
+        questions = rng.sample(encoded, count)
+        replies += sample_replies(model, questions, REPLY, ends, rng.getrandbits(32), grow)
+        grow(sum(map(len, questions)))
     return replies
 
 
@@ -127,6 +127,6 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, prom
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Tokens that end a reply: those that the model's generation config or the tokenizer name."""
-    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    named = named if isinstance(named, list) else [named]
-    return {int(token) for token in [*named, tokenizer.eos_token_id] if token is not None}
+    token_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    token_ids = token_ids if isinstance(token_ids, list) else [token_ids]
+    return {int(token) for token in [*token_ids, tokenizer.eos_token_id] if token is not None}

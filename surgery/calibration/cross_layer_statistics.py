@@ -42,7 +42,7 @@ def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, ba
 
     def cached(place: int, hidden: Tensor) -> Tensor:
         x, shift = hidden.to(stream.device, stream.dtype), shifts[place]
-        z = (stream.normalise(x) if normed else x) @ rows[place].mT
+        z = (stream.normalize(x) if normed else x) @ rows[place].mT
         return z if shift is None else z + shift
 
     return moment_of(inputs, batch_size, cached)
@@ -72,7 +72,7 @@ def _latent_moment(opened: Source, store: BoundaryStore, start: int, stop: int, 
 
     def cached(place: int, hidden: Tensor) -> Tensor:
         layer, norm = layers[place], norms[place]
-        latent = layer.latent(stream.normalise(hidden.to(stream.device, stream.dtype), *norm))
+        latent = layer.latent(stream.normalize(hidden.to(stream.device, stream.dtype), *norm))
         return latent * layer.gain(latent)
 
     return moment_of(inputs, batch_size, cached)

@@ -34,11 +34,11 @@ windows drawn from them differ."""
 
 INSTALLED = {PROSE: installed_prose, CODE: installed_code}
 MOST_MODULES = 64
-"""Modules of installed code that are read at most: enough for many windows, and cheap to tokenise."""
+"""Modules of installed code that are read at most: enough for many windows, and cheap to tokenize."""
 
 
 def default_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return the default texts of a model: the files that ship, which real language models have memorised, for a model
+    """Return the default texts of a model: the files that ship, which real language models have memorized, for a model
     of code such as the demo's, and prose and code of what is installed for others."""
     return (BUILTIN,) if len(tokenizer) < SMALL_VOCABULARY else (PROSE, CODE)
 

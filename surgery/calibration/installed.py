@@ -40,10 +40,10 @@ def installed_prose(seed: int) -> Iterator[tuple[str, str]]:
     order = sorted(name for name in distributions if name.split()[0] != OWN)
     random.Random(seed).shuffle(order)
     described = {name: _description(distributions[name]) for name in order}
-    seen: set[str] = set()
+    texts: set[str] = set()
     for name in sorted(order, key=lambda name: not _is_recent(distributions[name], described[name])):
-        fresh = [paragraph for paragraph in dict.fromkeys(paragraphs(described[name])) if paragraph not in seen]
-        seen.update(fresh)
+        fresh = [paragraph for paragraph in dict.fromkeys(paragraphs(described[name])) if paragraph not in texts]
+        texts.update(fresh)
         document = "\n\n".join(fresh)[:MOST_OF_ONE]
         if len(document) >= LEAST_DOCUMENT:
             yield name, document
@@ -67,12 +67,12 @@ def installed_docstrings(seed: int) -> Iterator[str]:
     packages = sorted({name for name in metadata.packages_distributions() if name.isidentifier()} - left_out)
     modules = [path for package in packages for path in _sources(package)]
     random.Random(seed).shuffle(modules)
-    seen = {
+    texts = {
         paragraph for distribution in metadata.distributions() for paragraph in paragraphs(_description(distribution))
     }  # what is held out as prose
     for path in modules:
-        fresh = [text for text in dict.fromkeys(paragraphs(docstrings(path.read_bytes()))) if text not in seen]
-        seen.update(fresh)
+        fresh = [text for text in dict.fromkeys(paragraphs(docstrings(path.read_bytes()))) if text not in texts]
+        texts.update(fresh)
         document = "\n\n".join(fresh)[:MOST_OF_ONE]
         if len(document) >= LEAST_DOCUMENT:
             yield document

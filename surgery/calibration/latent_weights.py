@@ -33,9 +33,9 @@ def latent_weight_statistics(anatomy: LatentAnatomy, input_scale: Tensor) -> Lay
     content, rotated = query_moment[:, :unrotated, :unrotated], query_moment[:, unrotated:, unrotated:]
     key_up, value_up = anatomy.up[:, :unrotated], anatomy.up[:, unrotated:]
     out = anatomy.o.permute(1, 0, 2)  # [H, D, e]
-    met = [(up.mT @ energy @ up).sum(0) for up, energy in ((key_up, content), (value_up, out.mT @ out))]
+    grams = [(up.mT @ energy @ up).sum(0) for up, energy in ((key_up, content), (value_up, out.mT @ out))]
     tiny = torch.finfo(rows.dtype).tiny
-    gradient = torch.block_diag(rotated.sum(0), sum(part / part.trace().clamp_min(tiny) for part in met))
+    gradient = torch.block_diag(rotated.sum(0), sum(part / part.trace().clamp_min(tiny) for part in grams))
 
     query_energy = rotated.diagonal(dim1=-2, dim2=-1)
     return LayerStatistics(

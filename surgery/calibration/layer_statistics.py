@@ -99,9 +99,9 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
             lags = None
             if basis_of is not None:
                 # Evenly spread, so that text with and without planted recalls is in it.
-                chosen = torch.linspace(0, len(tokens) - 1, min(LAG_SEQUENCES, len(tokens))).long().tolist()
+                indices = torch.linspace(0, len(tokens) - 1, min(LAG_SEQUENCES, len(tokens))).long().tolist()
                 basis = processes.from_main(lambda layer=layer: basis_of(layer.anatomy, layer.statistics))
-                lags = lag_statistics(layer.anatomy, basis, parts.gather(layer.inputs, chosen), processes)
+                lags = lag_statistics(layer.anatomy, basis, parts.gather(layer.inputs, indices), processes)
             processes.from_main(lambda layer=layer, lags=lags: library.save(layer.index, layer.statistics, lags))
             advance(reached - layer.index)
             reached = layer.index

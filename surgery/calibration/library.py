@@ -32,8 +32,8 @@ class StatisticsLibrary(LayerFiles):
             stored = torch.load(self._path(layer, ".pt"), weights_only=True)
             lags = LagStatistics(**stored["lags"]) if stored["lags"] else None
             # Earlier versions kept moments of the attention's output too.
-            known = {each.name for each in fields(LayerStatistics)}
-            moments = {name: value for name, value in stored["statistics"].items() if name in known}
+            names = {each.name for each in fields(LayerStatistics)}
+            moments = {name: value for name, value in stored["statistics"].items() if name in names}
             self._last = layer, (LayerStatistics(**moments), lags)
         return self._last[1]
 
@@ -69,9 +69,9 @@ def weight_statistics(anatomy: AttentionAnatomy, input_scale: Tensor) -> LayerSt
     query_moment = query @ query.mT  # [H, d, d]
     if anatomy.q_bias is not None and anatomy.q_norm is None:
         query_moment = query_moment + anatomy.q_bias[:, :, None] * anatomy.q_bias[:, None]
-    keys = _normalised(query_moment.unflatten(0, (groups, repeat)).sum(1))
+    keys = _normalized(query_moment.unflatten(0, (groups, repeat)).sum(1))
     out = anatomy.o.permute(1, 0, 2)  # [H, D, e]
-    values = _normalised((out.mT @ out).unflatten(0, (groups, repeat)).sum(1))
+    values = _normalized((out.mT @ out).unflatten(0, (groups, repeat)).sum(1))
     gradient = torch.block_diag(*keys, *values)
 
     def pair_norm(energy: Tensor) -> Tensor:
@@ -115,6 +115,6 @@ def _query_energy(basis, statistics: LayerStatistics) -> Tensor:
     return statistics.query_norm.square().T[basis.frequency]
 
 
-def _normalised(blocks: Tensor) -> list[Tensor]:
+def _normalized(blocks: Tensor) -> list[Tensor]:
     trace = blocks.diagonal(dim1=-2, dim2=-1).sum()
     return list(blocks / trace.clamp_min(torch.finfo(blocks.dtype).tiny))

@@ -29,7 +29,7 @@ from surgery.calibration.sequences import (
     lacks,
     pool_size,
     token_hash,
-    tokenised,
+    tokenized,
 )
 from surgery.calibration.text import BUILTIN, iter_documents
 from surgery.common.errors import SurgeryError
@@ -192,14 +192,14 @@ def named_text(
             yield text
 
     if held_out:
-        fill(Pool(0), other, tokenised(tokenizer, noted()))
+        fill(Pool(0), other, tokenized(tokenizer, noted()))
     if lacks(other):
         # Few packages describe themselves at length here: other documents of the calibration's own text, then.
         sources.clear()
         other = Pool(other.target)
-        fill(calibration, other, tokenised(tokenizer, documents(seed)))
+        fill(calibration, other, tokenized(tokenizer, documents(seed)))
     elif count:
-        fill(calibration, Pool(0), tokenised(tokenizer, documents(seed)))
+        fill(calibration, Pool(0), tokenized(tokenizer, documents(seed)))
     for pool in (calibration, other):
         if lacks(pool):
             raise SurgeryError(

@@ -32,7 +32,7 @@ class Parts:
     Attributes:
         count: of parts.
         own: those of this process.
-        held: how many sequences this process has.
+        num_local: how many sequences this process has.
     """
 
     def __init__(self, sequences: int, batch_size: int, processes: Processes = ALONE):
@@ -41,11 +41,11 @@ class Parts:
         ends = [len(batches) * part // self.count for part in range(self.count + 1)]
         self._batches = [batches[begin:end] for begin, end in pairwise(ends)]
         self.own = range(processes.rank, self.count, processes.count)
-        self.held, self._before = 0, {}  # the latter: sequences of others before a part
+        self.num_local, self._before = 0, {}  # the latter: sequences of others before a part
         for part in self.own:
             rows = self.rows(part)
-            self._before[part] = rows.start - self.held
-            self.held += rows.stop - rows.start
+            self._before[part] = rows.start - self.num_local
+            self.num_local += rows.stop - rows.start
 
     def rows(self, part: int) -> slice:
         """Sequences of a part, among all."""
@@ -64,7 +64,7 @@ class Parts:
 
     def pick(self, tensor: Tensor, memory: ActivationMemory) -> Tensor:
         """A copy of those rows of [N, ...] that are this process's."""
-        picked = memory.empty((self.held, *tensor.shape[1:]), tensor.dtype, tensor.device)
+        picked = memory.empty((self.num_local, *tensor.shape[1:]), tensor.dtype, tensor.device)
         for part in self.own:
             for rows, own in self.batches(part):
                 picked[own] = tensor[rows]
@@ -74,11 +74,11 @@ class Parts:
     def gather(self, own: Tensor, sequences: Sequence[int]) -> Tensor:
         """Some sequences of all, in their order, on every process, from the rows [n, ...] that each has."""
 
-        def chosen(part: int) -> list[Tensor]:
+        def rows_of(part: int) -> list[Tensor]:
             rows, begin = self.rows(part), self.own_rows(part).start
             return [own[begin + each - rows.start] for each in sequences if rows.start <= each < rows.stop]
 
-        results = self.processes.map(chosen, range(self.count))
+        results = self.processes.map(rows_of, range(self.count))
         return torch.stack([sequence for part in results for sequence in part])
 
     def whole(self, own: Tensor) -> Tensor | None:

@@ -21,7 +21,7 @@ SENTENCES = (
         "What is the access code of the {thing}? The access code of the {thing} is {value}.",
     ),
     ("Last year the {thing} was sold for {value} dollars.", "How much was paid for the {thing}? {value} dollars."),
-    ("The {thing} has the number {value} in the catalogue.", "As said above, the number of the {thing} is {value}."),
+    ("The {thing} has the number {value} in the catalog.", "As said above, the number of the {thing} is {value}."),
 )
 
 

@@ -1,7 +1,7 @@
 """Prose that every Python has, to calibrate on, and how prose is told from what stands around it.
 
 The text is the language reference behind `help()` and the docstrings of the standard library. Models have read much of
-it: what they have memorised hides damage to attention, which is why the share of such tokens is measured and reported
+it: what they have memorized hides damage to attention, which is why the share of such tokens is measured and reported
 (`surgery.calibration.texts`), and why losses are measured on other text (`surgery.calibration.installed`).
 """
 

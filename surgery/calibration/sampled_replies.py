@@ -63,16 +63,16 @@ def _sample(
     drawn one of `ends`. No row needs padding: the longer ones are fed while the shorter ones draw already."""
     device = next(model.parameters()).device
     ids = torch.cat([ids, ids.new_full((len(ids), length - ids.shape[1]), FREE)], dim=1)
-    drawn, cache, fed = ids[:, : int((ids != FREE).sum(1).min())], None, 0
+    drawn, cache, past_length = ids[:, : int((ids != FREE).sum(1).min())], None, 0
     ended = torch.zeros(len(ids), dtype=torch.bool)
     stops = torch.tensor(sorted(ends), dtype=torch.long)
     while drawn.shape[1] < length and not ended.all():
-        output = model(input_ids=drawn[:, fed:].to(device), use_cache=True, **cache_for(model, cache))
-        cache, fed = returned_cache(output), drawn.shape[1]
-        known = ids[:, fed : fed + 1]
-        token = torch.where(known == FREE, _draw(output.logits[:, -1], generator), known)
-        advance(int(((known == FREE)[:, 0] & ~ended).sum()))
-        ended |= (known == FREE)[:, 0] & torch.isin(token[:, 0], stops)
+        output = model(input_ids=drawn[:, past_length:].to(device), use_cache=True, **cache_for(model, cache))
+        cache, past_length = returned_cache(output), drawn.shape[1]
+        prompt_token = ids[:, past_length : past_length + 1]
+        token = torch.where(prompt_token == FREE, _draw(output.logits[:, -1], generator), prompt_token)
+        advance(int(((prompt_token == FREE)[:, 0] & ~ended).sum()))
+        ended |= (prompt_token == FREE)[:, 0] & torch.isin(token[:, 0], stops)
         drawn = torch.cat([drawn, token], dim=1)
     return drawn
 

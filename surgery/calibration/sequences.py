@@ -126,7 +126,7 @@ def build_calibration(
 ) -> CalibrationSet:
     """Builds calibration and held-out sequences from a text source.
 
-    Documents are tokenised one by one, until there is enough, into two streams: each goes to the one that lacks more,
+    Documents are tokenized one by one, until there is enough, into two streams: each goes to the one that lacks more,
     so no document is in both. Windows are then drawn at random from the streams.
 
     Args:
@@ -141,7 +141,7 @@ def build_calibration(
     count, length, seed, held_out = request.count, request.length, request.seed, request.held_out
 
     calibration, other = Pool(pool_size(count, length)), Pool(pool_size(held_out, length))
-    fill(calibration, other, tokenised(tokenizer, iter_documents(source, seed=seed, text_field=request.text_field)))
+    fill(calibration, other, tokenized(tokenizer, iter_documents(source, seed=seed, text_field=request.text_field)))
     _check_pools(calibration, other, source)
 
     windows = Windows(length, request.recall, bos, tokenizer, random.Random(seed))
@@ -175,14 +175,14 @@ def pool_size(count: int, length: int) -> int:
     return SPREAD * count * length + 1 if count else 0
 
 
-def tokenised(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iterator[list[int]]:
+def tokenized(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iterator[list[int]]:
     """Documents as token ids, each ended by eos; one that was cut before is not cut again."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    known = _cut_by(tokenizer)
+    token_cache = _cut_by(tokenizer)
     for text in documents:
-        if text not in known:
-            known[text] = tokenize(tokenizer, text)
-        yield known[text] + end
+        if text not in token_cache:
+            token_cache[text] = tokenize(tokenizer, text)
+        yield token_cache[text] + end
 
 
 def _cut_by(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:

@@ -91,7 +91,7 @@ class ConversionSettings(FileSettings):
     )
 
     quantizes: ClassVar[bool] = False
-    """Whether the result keeps a quantised cache."""
+    """Whether the result keeps a quantized cache."""
 
     @classmethod
     def needless(cls, option: Callable[[str], str | None]) -> str | None:

@@ -35,7 +35,7 @@ LAG_BYTES = 2**30
 
 @dataclass
 class LayerStatistics:
-    """Uncentred second moments of one layer in float64, keys before rotation (and before a key norm's inverse RMS).
+    """Uncentered second moments of one layer in float64, keys before rotation (and before a key norm's inverse RMS).
 
     ``z = [k ; v]`` stacks all KV heads: G d numbers of keys, head after head, then G e of values.
     """
@@ -142,13 +142,13 @@ class MomentAccumulator:
         _add(sums, "key_norm", precision.total(to_complex(k.float()).abs() * gain, (0, 1)))
         if self._gradients:
             k_grad, v_grad = projection.k.grad[:, body], projection.v.grad[:, body]
-            met = {"rows": rows, "gradients": _rows(k_grad, v_grad)}
-            _add(sums, "gradient", precision.gram(met["gradients"]))
+            moments = {"rows": rows, "gradients": _rows(k_grad, v_grad)}
+            _add(sums, "gradient", precision.gram(moments["gradients"]))
             if self._key_norm is not None:
                 raw = raw_key_gradient(k, k_grad, key_gain, self._key_norm.weight)
-                met["raw_gradients"] = _rows(raw, v_grad)
-                _add(sums, "raw_gradient", precision.gram(met["raw_gradients"]))
-            for name, batch in met.items():
+                moments["raw_gradients"] = _rows(raw, v_grad)
+                _add(sums, "raw_gradient", precision.gram(moments["raw_gradients"]))
+            for name, batch in moments.items():
                 self._held[name][part].append(self._hold(batch))
         if inputs is not None:
             x = inputs.detach()[:, body].flatten(0, 1)
@@ -201,7 +201,7 @@ def sums_bytes(width: int, *, gradients: bool, key_norm: bool = False) -> int:
 
     Args:
         width: n, keys and values of a token; of MLA its latent.
-        key_norm: keys are normalised, and gradients taken after the norm too.
+        key_norm: keys are normalized, and gradients taken after the norm too.
     """
     matrices = 1 + gradients * (1 + key_norm)
     return 2 * 8 * matrices * width**2

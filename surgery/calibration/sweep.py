@@ -89,7 +89,7 @@ class BoundaryStore(LayerFiles):
     def embed(self, stream: LayerStream, tokens: Tensor, batch_size: int, parts: Parts | None = None) -> Tensor:
         """Token embeddings of [N, T], or of a process's own sequences, for a sweep to go on with: [n, T, D]."""
         parts = parts or Parts(len(tokens), batch_size)
-        shape = (parts.held, tokens.shape[1], stream.config.hidden_size)
+        shape = (parts.num_local, tokens.shape[1], stream.config.hidden_size)
         hidden = self.memory.empty(shape, stream.dtype, stream.device)
         for part in parts.own:
             for rows, own in parts.batches(part):
@@ -215,7 +215,7 @@ def _swept(
         processes=parts.processes,
         first=first,
     )
-    inputs = store.memory.empty((parts.held, *hidden.shape[1:]), stream.dtype)
+    inputs = store.memory.empty((parts.num_local, *hidden.shape[1:]), stream.dtype)
 
     def add(part: int) -> None:
         for rows, own in parts.batches(part):

@@ -239,9 +239,9 @@ def open_dataset(source: str) -> Any:
     except ImportError as error:
         raise SurgeryError(f"{source}: no such file, and for datasets: pip install datasets") from error
     is_folder = Path(name).expanduser().is_dir()
-    chosen = f"{name}, {f'config {config}, ' if config else ''}split {split}"
+    label = f"{name}, {f'config {config}, ' if config else ''}split {split}"
     name, origin = (str(Path(name).expanduser()), "local folder") if is_folder else (name, "Hugging Face Hub")
-    print(f"surgery: streaming the dataset {visible(chosen)}, from the {origin}", file=sys.stderr)
+    print(f"surgery: streaming the dataset {visible(label)}, from the {origin}", file=sys.stderr)
     with dataset_errors(source):
         return datasets.load_dataset(name, config, split=split, streaming=True)
 

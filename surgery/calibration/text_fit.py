@@ -9,7 +9,7 @@ from torch import Tensor
 
 from surgery.common.human import perplexity, perplexity_text
 from surgery.common.progress import Progress
-from surgery.eval.tasks.loss import MEMORISED
+from surgery.eval.tasks.loss import MEMORIZED
 from surgery.running.layer_stream import LayerStream, blocks_of
 
 SEQUENCES = 4
@@ -17,7 +17,7 @@ SEQUENCES = 4
 TOKENS = 256
 """The first tokens of each: enough to see that a text does not fit, for a small part of a pass over all of it."""
 FAR_OFF, BY_HEART = 5.0, 0.3
-"""Mean losses beyond which a text does not fit: the source cannot read it, or has memorised it."""
+"""Mean losses beyond which a text does not fit: the source cannot read it, or has memorized it."""
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def measure_fit(
         texts: by what they are used for; ``order``: the kind of each sequence; None: all are of one, called "text".
 
     Returns:
-        By use and kind "loss" (nats per token), "memorised" (share of tokens below `MEMORISED`), "tokens" that were
+        By use and kind "loss" (nats per token), "memorised" (share of tokens below `MEMORIZED`), "tokens" that were
         predicted.
     """
     texts = {use: tokens[:SEQUENCES, :TOKENS] for use, tokens in texts.items()}
@@ -57,8 +57,8 @@ def _by_kind(losses: Tensor, order: Sequence[str] | None) -> dict[str, dict[str,
     fit = {}
     for kind in dict.fromkeys(kinds):
         own = losses[[place for place, other in enumerate(kinds) if other == kind]]
-        memorised = (own < MEMORISED).double().mean()
-        fit[kind] = {"loss": float(own.mean()), "memorised": float(memorised), "tokens": own.numel()}
+        memorized = (own < MEMORIZED).double().mean()
+        fit[kind] = {"loss": float(own.mean()), "memorised": float(memorized), "tokens": own.numel()}
     return fit
 
 
@@ -76,7 +76,7 @@ def misfits(fit: dict[str, dict[str, float]], *, chats: bool) -> list[str]:
             lines.append(f"{loss_text}: it was not trained on such text; give --calibration text that it has learned")
         elif measured["loss"] < BY_HEART:
             lines.append(
-                f"{loss_text}: it has memorised this text, which hides damage. Give other text with --calibration"
+                f"{loss_text}: it has memorized this text, which hides damage. Give other text with --calibration"
             )
     if chats:
         lines.append("the source is a model for conversations and calibrated without: add chat=0.2 to --calibration")

@@ -59,7 +59,7 @@ def load_texts(
     planted: bool = True,
     held_out_length: int | None = None,
 ) -> Texts:
-    """Tokenises what the settings name, and measures how well the source knows it.
+    """Tokenizes what the settings name, and measures how well the source knows it.
 
     Args:
         run_source: without it nothing is measured, and prose stands in the place of the source's own conversations.

@@ -88,13 +88,13 @@ class CarriedFiles:
         """Names of carried code."""
         return [name for name in self.names if kind_of(name) is Kind.CODE]
 
-    def record(self, written: Collection[str]) -> dict[str, list[str]]:
+    def record(self, names: Collection[str]) -> dict[str, list[str]]:
         """Return the report's record of the files.
 
         Args:
-            written: names of all files of the result; one of those is not left out, it was replaced.
+            names: those of all files of the result; one of those is not left out, it was replaced.
         """
-        replaced = {CARD, SOURCE_CARD, *written}
+        replaced = {CARD, SOURCE_CARD, *names}
         return {
             "templates": [name for name in self.names if kind_of(name) is Kind.TEMPLATE],
             "code": self.code,

@@ -53,7 +53,7 @@ _LOADED = (
     *("normalizer.json", "*.model", "tokenizer.model.v*", "*.tiktoken", "*.spm", "generation_config.json"),
     *("configuration.json", "processor_config.json", "*preprocessor_config.json", "*_processor_config.json"),
 )
-_DOCUMENTS = ("readme", "license", "licence", "copying", "notice", "use_policy", "citation", "model_card", "eula")
+_DOCUMENTS = ("readme", "license", "license", "copying", "notice", "use_policy", "citation", "model_card", "eula")
 _DOCUMENTS += ("acceptable_use", "third_party", "third-party", "thirdparty", "terms_of_use", "system_prompt")
 _DOCUMENT_SUFFIXES = ("", ".md", ".txt", ".rst", ".pdf", ".cff")
 _RECORDS = (REPORT, HEALING, "heal.json", "heal.jsonl")
@@ -108,17 +108,17 @@ def list_files(folder: Path, *, hidden: bool = False) -> list[str]:
     return sorted(names)
 
 
-def summary(names: Iterable[str], most: int = 3) -> list[str]:
-    """Names for people: a folder with more than ``most``, or a hidden one, is one entry, ``wandb/ (120 files)``."""
+def summary(names: Iterable[str], limit: int = 3) -> list[str]:
+    """Names for people: a folder with more than ``limit``, or a hidden one, is one entry, ``wandb/ (120 files)``."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         top, slash, rest = name.partition("/")
         groups.setdefault(f"{top}/" if slash and rest else name, []).append(name)
-    shown = []
+    lines = []
     for group, members in groups.items():
-        is_whole = group.endswith("/") and (len(members) > most or group.startswith("."))
-        shown += [f"{group} ({len(members)} files)"] if is_whole and members != [group] else members
-    return [as_text(name) for name in shown]
+        is_whole = group.endswith("/") and (len(members) > limit or group.startswith("."))
+        lines += [f"{group} ({len(members)} files)"] if is_whole and members != [group] else members
+    return [as_text(name) for name in lines]
 
 
 def as_text(name: str) -> str:

@@ -32,7 +32,7 @@ class GgufTensor:
         type: the name of its GGML type, such as Q4_1.
         shape: as in PyTorch, rows first.
         columns: numbers of a row; a vector's rows are single numbers.
-        row_bytes: of one stored row; blocks of quantised numbers never cross rows.
+        row_bytes: of one stored row; blocks of quantized numbers never cross rows.
         offset: of its first byte in the file.
     """
 

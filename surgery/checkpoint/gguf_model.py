@@ -1,7 +1,7 @@
 """Hugging Face view of a GGUF file: config.json, tensor names, order of rows, dtype.
 
 Names and metadata keys are those of llama.cpp's converter, which also rewrites two things: rows of q and k of ``llama``
-models are permuted for rotations of neighbouring numbers, and llama3's RoPE scaling is stored as a tensor of factors.
+models are permuted for rotations of neighboring numbers, and llama3's RoPE scaling is stored as a tensor of factors.
 Both are undone. Mistral's files are ``llama`` ones and become Llama checkpoints, which compute the same.
 """
 
@@ -24,7 +24,7 @@ from surgery.checkpoint.gguf_header import GgufHeader, GgufTensor
 from surgery.checkpoint.gguf_store import Mapped
 from surgery.common.errors import SurgeryError
 
-_UNQUANTISED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -73,10 +73,10 @@ class GgufModel:
     Attributes:
         config: its config.json.
         tensors: by their names in a Hugging Face checkpoint.
-        dtype: of the dequantised tensors: what most numbers are stored in, or bfloat16 where that is quantised. Models
+        dtype: of the dequantized tensors: what most numbers are stored in, or bfloat16 where that is quantized. Models
             are trained in bfloat16, and its rounding (2⁻⁹ of a number) is less than that of 8-bit blocks; norms, which
             GGUF stores in float32 whatever the model's dtype, were bfloat16 numbers before.
-        dequantised_from: the type that most numbers are stored in, where it is a quantised one.
+        dequantised_from: the type that most numbers are stored in, where it is a quantized one.
     """
 
     config: dict[str, Any]
@@ -99,10 +99,12 @@ def describe_model(path: Path, header: GgufHeader) -> GgufModel:
     numbers = Counter()
     for tensor in header.tensors.values():
         numbers[tensor.type] += math.prod(tensor.shape)
-    ((most, _),) = numbers.most_common(1) or (("F32", 0),)
-    dtype = _UNQUANTISED.get(most, torch.bfloat16)
+    ((format, _),) = numbers.most_common(1) or (("F32", 0),)
+    dtype = _UNQUANTIZED.get(format, torch.bfloat16)
     config = _config(path, values, header, name, dtype)
-    return GgufModel(config, _tensors(path, header, config, ARCHS[name]), dtype, None if most in _UNQUANTISED else most)
+    return GgufModel(
+        config, _tensors(path, header, config, ARCHS[name]), dtype, None if format in _UNQUANTIZED else format
+    )
 
 
 class _Values:
@@ -250,6 +252,6 @@ def _tensors(path: Path, header: GgufHeader, config: dict[str, Any], arch: Arch)
 
 
 def _halves(heads: int, head_dim: int) -> Tensor:
-    """The stored row of each row: rotated pairs are neighbours in the file, halves of a head in a checkpoint."""
+    """The stored row of each row: rotated pairs are neighbors in the file, halves of a head in a checkpoint."""
     rows = torch.arange(heads * head_dim).view(heads, head_dim // 2, 2)
     return rows.transpose(1, 2).reshape(-1)

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file under Hugging Face's names, dequantised while they are read."""
+"""Tensors of a GGUF file under Hugging Face's names, dequantized while they are read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Mapped:
 
 
 class GgufStore:
-    """Dequantises as much as is asked for, at most 16 MiB (in float32) and two heads at a time, to one dtype.
+    """Dequantizes as much as is asked for, at most 16 MiB (in float32) and two heads at a time, to one dtype.
 
     Args:
         path: the file.
@@ -38,7 +38,7 @@ class GgufStore:
         dtype: of what is read, whatever the stored type.
     """
 
-    max_readers = 1  # numpy's dequantisation holds the interpreter's lock most of the time
+    max_readers = 1  # numpy's dequantization holds the interpreter's lock most of the time
 
     def __init__(self, path: Path, tensors: Mapping[str, Mapped], dtype: torch.dtype):
         self._path, self._tensors, self._dtype = path, tensors, dtype
@@ -81,11 +81,11 @@ class GgufStore:
 
 
 def _check_type(path: Path, kind: str) -> None:
-    """Refuses a type that the gguf package cannot dequantise, before anything is read."""
+    """Refuses a type that the gguf package cannot dequantize, before anything is read."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     number = GGMLQuantizationType[kind]
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[number][1]), dtype=np.uint8), number)
     except NotImplementedError:
-        raise SurgeryError.at(path, f"holds tensors of type {kind}, which the gguf package cannot dequantise") from None
+        raise SurgeryError.at(path, f"holds tensors of type {kind}, which the gguf package cannot dequantize") from None

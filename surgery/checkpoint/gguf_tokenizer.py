@@ -73,14 +73,14 @@ def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path) -> None:
     # The ids that the vocabulary gives are the model's; a token that is twice in it would move others.
     if tokenizer.get_vocab_size() != len(tokens):
         raise SurgeryError.at(path, f"its tokenizer has {len(tokens)} tokens, some of them twice; convert it again")
-    named = {}
+    special_tokens = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         index = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if type(index) is int and 0 <= index < len(tokens):
-            named[f"{name}_token"] = tokens[index]
+            special_tokens[f"{name}_token"] = tokens[index]
     byte_level = processors.ByteLevel(trim_offsets=False)
-    if metadata.get("tokenizer.ggml.add_bos_token") and "bos_token" in named:
-        bos = named["bos_token"]
+    if metadata.get("tokenizer.ggml.add_bos_token") and "bos_token" in special_tokens:
+        bos = special_tokens["bos_token"]
         before = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocabulary[bos])]
         )
@@ -88,7 +88,7 @@ def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path) -> None:
     tokenizer.post_processor = byte_level
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        **named,
+        **special_tokens,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": _context(metadata),
@@ -107,8 +107,8 @@ def _pre_tokenizer(path: Path, cut: str | None):
     if cut in SPLITS:
         split = pre_tokenizers.Split(Regex(SPLITS[cut]), "isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    known = ", ".join((_GPT2, _SMOLLM, *SPLITS))
-    raise SurgeryError.at(path, f"how its tokenizer cuts text ({_CUT} {cut!r}) is not known here (known: {known})")
+    choices = ", ".join((_GPT2, _SMOLLM, *SPLITS))
+    raise SurgeryError.at(path, f"how its tokenizer cuts text ({_CUT} {cut!r}) is not known here (known: {choices})")
 
 
 def _context(metadata: dict[str, Any]) -> int:

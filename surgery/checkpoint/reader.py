@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surgery.checkpoint.cast_store import CastStore, config_in
 from surgery.checkpoint.config_file import RUN_CHOICES, read_config, without_keys
-from surgery.checkpoint.dequantised_store import DequantisedStore
+from surgery.checkpoint.dequantized_store import DequantizedStore
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.file_kinds import Kind, kind_of
 from surgery.checkpoint.gguf_folder import open_gguf, temporary_folder
@@ -31,7 +31,7 @@ from surgery.checkpoint.layout import (
     stamp_of,
 )
 from surgery.checkpoint.location import find_gguf, locate
-from surgery.checkpoint.quantised import is_quantised, quantisation_of
+from surgery.checkpoint.quantized import is_quantized, quantization_of
 from surgery.checkpoint.read_ahead import ReadAhead
 from surgery.checkpoint.row_slices import RowSliceStore
 from surgery.checkpoint.stores import PickleStore, SafetensorsStore, Store
@@ -51,16 +51,16 @@ class CheckpointReader:
 
     Each call holds no more than the tensor it returns, and no safetensors file stays open or mapped after it. Of
     pickled weights the last shard read stays mapped. Tensors of a GGUF file, and of formats that
-    :mod:`surgery.checkpoint.quantised` knows, are dequantised as they are read.
+    :mod:`surgery.checkpoint.quantized` knows, are dequantized as they are read.
 
     Attributes:
-        path: the local folder with config.json and tokenizer; of a GGUF file, and of quantised weights, a temporary
+        path: the local folder with config.json and tokenizer; of a GGUF file, and of quantized weights, a temporary
             one that stands in for it.
         source: what `open` takes again, in any process: the folder, or the GGUF file.
         config: config.json, parsed, without what chooses the code that runs the model or belongs to no tensor here.
         stored_names: of tensors that stand for stored ones under other names, and are written back under those.
         left_out: stored tensors that this is a view without.
-        dequantised_from: what quantised weights are stored in, of a GGUF file most of them, such as Q4_1; None for
+        dequantised_from: what quantized weights are stored in, of a GGUF file most of them, such as Q4_1; None for
             weights that are read as they are stored.
     """
 
@@ -118,7 +118,7 @@ class CheckpointReader:
                 raise SurgeryError.at(path, "its weight files hold no tensors; give a whole checkpoint")
             files = find_sidecars(path, weights.files)
             check_links(path, files.paths)
-            return cls(path, config, store, files, stamp=stamp)._cleaned()._dequantised()
+            return cls(path, config, store, files, stamp=stamp)._cleaned()._dequantized()
 
     @classmethod
     def _of_gguf(cls, path: Path, files: list[Path]) -> CheckpointReader:
@@ -174,17 +174,17 @@ class CheckpointReader:
         return view
 
     def _cleaned(self) -> CheckpointReader:
-        """A view without what config.json says of code to run, or of a quantisation that no stored tensor has."""
-        quantised = is_quantised(self._store)
-        return self.corrected(without_keys(self.config, RUN_CHOICES + ("quantization_config",) * (not quantised)))
+        """A view without what config.json says of code to run, or of a quantization that no stored tensor has."""
+        quantized = is_quantized(self._store)
+        return self.corrected(without_keys(self.config, RUN_CHOICES + ("quantization_config",) * (not quantized)))
 
-    def _dequantised(self) -> CheckpointReader:
-        """A view of quantised weights without quantisation; itself, where there are none that can be read."""
-        quantisation = quantisation_of(self.config, self._store)
-        if quantisation is None:
+    def _dequantized(self) -> CheckpointReader:
+        """A view of quantized weights without quantization; itself, where there are none that can be read."""
+        quantization = quantization_of(self.config, self._store)
+        if quantization is None:
             return self
         config = {name: value for name, value in self.config.items() if name != "quantization_config"}
-        return self._view(config, DequantisedStore(self._store, quantisation.matrices), quantisation.name, code=True)
+        return self._view(config, DequantizedStore(self._store, quantization.matrices), quantization.name, code=True)
 
     def in_dtype(self, dtype: torch.dtype) -> CheckpointReader:
         """Return the same weights, rounded to a dtype as they are read; itself if they have it."""
@@ -234,16 +234,16 @@ class CheckpointReader:
 
     @property
     def as_stored(self) -> CheckpointReader:
-        """The same checkpoint without dequantisation; a GGUF file is always dequantised."""
-        return self._behind if isinstance(self._store, DequantisedStore) and self._behind is not None else self
+        """The same checkpoint without dequantization; a GGUF file is always dequantized."""
+        return self._behind if isinstance(self._store, DequantizedStore) and self._behind is not None else self
 
     def stored_parts(self, name: str) -> dict[str, TensorInfo]:
-        """Return the parts of a quantised matrix in :attr:`as_stored`; none for tensors that are read as they are
+        """Return the parts of a quantized matrix in :attr:`as_stored`; none for tensors that are read as they are
         stored."""
-        return self._store.parts(name) if isinstance(self._store, DequantisedStore) else {}
+        return self._store.parts(name) if isinstance(self._store, DequantizedStore) else {}
 
     def model_folder(self) -> Path:
-        """A folder that transformers can load: ``path``, or of quantised or cast weights a temporary copy.
+        """A folder that transformers can load: ``path``, or of quantized or cast weights a temporary copy.
 
         The copy takes 2 bytes a parameter (4 where numbers are float32) in the folder for temporary files, and goes
         when the process ends.
@@ -251,10 +251,10 @@ class CheckpointReader:
         Raises:
             SurgeryError: the file cannot be read, or the disk is too full.
         """
-        if isinstance(self._store, GgufStore | DequantisedStore | CastStore):
-            from surgery.checkpoint.dequantised_copy import dequantised_copy
+        if isinstance(self._store, GgufStore | DequantizedStore | CastStore):
+            from surgery.checkpoint.dequantized_copy import dequantized_copy
 
-            return dequantised_copy(self)
+            return dequantized_copy(self)
         return self.path if self._behind is None else self._behind.model_folder()
 
     def __contains__(self, name: object) -> bool:
@@ -384,12 +384,12 @@ class CheckpointReader:
             self._identity = Identity(self._hashed(progress), self._stamp or self.stamp())
         return self._identity
 
-    def recall(self, known: Identity | None) -> bool:
+    def recall(self, identity: Identity | None) -> bool:
         """Return whether the fingerprint needs no read: known, or from an earlier run of files with this stamp."""
         if self._behind is not None:
-            return self._behind.recall(known)
-        if self._identity is None and known is not None and known.stamp == self._stamp == self.stamp():
-            self._identity = known
+            return self._behind.recall(identity)
+        if self._identity is None and identity is not None and identity.stamp == self._stamp == self.stamp():
+            self._identity = identity
         return self._identity is not None
 
     def check_unchanged(self) -> None:
@@ -397,10 +397,10 @@ class CheckpointReader:
 
         They are read again only where somebody has touched the files.
         """
-        known = self.identity()
-        if self.stamp() != known.stamp:
+        identity = self.identity()
+        if self.stamp() != identity.stamp:
             now = CheckpointReader.open(self.source, allow_pickle=True)  # the config as it is there now
-            if now.fingerprint() != known.sha256:
+            if now.fingerprint() != identity.sha256:
                 raise SurgeryError(f"{self.source}: was changed while it was read; start again")
 
     def _hashed(self, progress: Callable[[int], None] | None) -> str:
@@ -424,7 +424,7 @@ class CheckpointReader:
 
 
 def _runs(rows: Tensor) -> list[tuple[int, int]]:
-    """Ascending row numbers as ranges [start, stop) of neighbours: 1 2 3 7 gives (1, 4), (7, 8)."""
+    """Ascending row numbers as ranges [start, stop) of neighbors: 1 2 3 7 gives (1, 4), (7, 8)."""
     if not len(rows):
         return []
     breaks = (rows.diff() != 1).nonzero().flatten() + 1

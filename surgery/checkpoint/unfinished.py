@@ -73,8 +73,8 @@ class Unfinished:
         try:
             with disk_errors(self.folder):
                 self.folder.mkdir(exist_ok=True)
-            begun = {"source": self._source.identity(), "facts": self._facts, "threads": self._threads}
-            write_whole(self.folder / _FACTS, json.dumps(begun))
+            record = {"source": self._source.identity(), "facts": self._facts, "threads": self._threads}
+            write_whole(self.folder / _FACTS, json.dumps(record))
         except BaseException:
             self.staging.discard(keep_unfinished=resumes)
             raise
@@ -101,12 +101,12 @@ class Unfinished:
         Raises:
             SurgeryError: it was not, and holds something to resume from.
         """
-        begun, facts, threads = self._begun()
-        if not self._source.recall(begun):
+        record, facts, threads = self._begun()
+        if not self._source.recall(record):
             size = sum(self._source.info(name).nbytes for name in self._source.names())
             with self._progress.phase("hash the source", size, "B") as advance:
                 self._source.identity(advance)
-        others = ["no readable list of settings"] if begun is None else self._others(begun, facts)
+        others = ["no readable list of settings"] if record is None else self._others(record, facts)
         if others and not self._restart and Snapshots(self.folder).has_state():
             raise SurgeryError.at(
                 self.staging.partial,
@@ -119,9 +119,9 @@ class Unfinished:
             self._progress.note(f"{self.staging.partial}: {warning}")
         return True
 
-    def _others(self, begun: Identity, facts: Any) -> list[str]:
+    def _others(self, record: Identity, facts: Any) -> list[str]:
         """Names in what the work that is there differs from this."""
-        others = [] if begun.sha256 == self._source.fingerprint() else ["another source"]
+        others = [] if record.sha256 == self._source.fingerprint() else ["another source"]
         before, now = ({"settings": {}, **each, **(each.get("settings") or {})} for each in (facts, self._facts))
         names = [name for name in {**before, **now} if name != "settings" and before.get(name) != now.get(name)]
         return others + [

@@ -35,7 +35,7 @@ class CheckpointWriter:
         metadata: of each safetensors file; ``{"format": "pt"}``, which transformers asks for, if not given.
         staging: of ``out``, made by the caller, who discards it too.
         stored_names: in the files, of tensors that the plan calls otherwise.
-        parts: of quantised matrices that are copied as they are stored, by their names in the plan: what that is.
+        parts: of quantized matrices that are copied as they are stored, by their names in the plan: what that is.
 
     Attributes:
         out: where the checkpoint will be.

@@ -131,8 +131,8 @@ def convert(
     if planned is None and (better := target.settings_class.needless(options.get)) is not None:
         print(better)
         return
-    chosen = dict(planned.settings) if planned else {}
-    settings = target.settings({**chosen, **options.of(target.settings_class, f"--to {to}")}, config)
+    defaults = dict(planned.settings) if planned else {}
+    settings = target.settings({**defaults, **options.of(target.settings_class, f"--to {to}")}, config)
     called, checkpoint, out = checkpoint, model_named(checkpoint), output_of(checkpoint, out, to)
     out = target.check_places(checkpoint, out, settings, overwrite=overwrite)
 

@@ -64,7 +64,7 @@ def evaluate(
     from surgery.checkpoint.named_models import model_named
     from surgery.evaluation.names import name_and_path
 
-    def named(row: str) -> str:
+    def row_of(row: str) -> str:
         name, sign, checkpoint = row.rpartition("=")
         row = name + sign + model_named(checkpoint)
         find_local(name_and_path(row)[1])  # refuses what is none before torch is loaded for it
@@ -72,7 +72,7 @@ def evaluate(
 
     from_options = options.of(EvalSettings)
     settings = EvalSettings.from_file(config, **from_options) if config else EvalSettings(**from_options)
-    models, compared = tuple(map(named, checkpoints)), None if baseline is None else named(baseline)
+    models, compared = tuple(map(row_of, checkpoints)), None if baseline is None else row_of(baseline)
 
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_evaluation
@@ -126,14 +126,14 @@ def compare(
     names = [str(path) for path in reports]
     with undamaged(names):
         merged = merge([read_report(path) for path in reports], names)
-        written = []
+        paths = []
         if out is not None:
             if (out / DOCUMENT).exists() and not overwrite:
                 raise SurgeryError(f"{out / DOCUMENT}: exists; choose another --out or pass --overwrite")
             ResultStore.open(out)
             with kept_apart(out):
-                written = write_report(merged, out)
-        show_evaluation(merged, written, as_json=as_json)
+                paths = write_report(merged, out)
+        show_evaluation(merged, paths, as_json=as_json)
 
 
 def run(

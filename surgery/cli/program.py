@@ -164,8 +164,8 @@ def main() -> None:
                     pass
         except SurgeryError as error:
             if os.environ.get("RANK", "0") == "0" or not (error.shared or isinstance(error, ProcessLost)):
-                left = f"; {remains()}" if isinstance(error, ProcessLost) else ""
-                print(f"surgery: error: {error}{left}", file=sys.stderr)
+                remainder = f"; {remains()}" if isinstance(error, ProcessLost) else ""
+                print(f"surgery: error: {error}{remainder}", file=sys.stderr)
             sys.exit(1)
         except (KeyboardInterrupt, SystemExit):  # the latter is what click makes of the former
             if interruption.signal is None:

@@ -71,8 +71,8 @@ def config_page(name: str) -> str:
         return settings_page(*classes[name])
     hand_written = {each.name: each.path for each in (*shipped("recipes"), *shipped("configs"))}
     if name not in hand_written:
-        known = list(dict.fromkeys([*classes, *hand_written]))
-        raise SurgeryError(f"{name}: no settings of that name: choose {', '.join(known)}{did_you_mean(name, known)}")
+        names = list(dict.fromkeys([*classes, *hand_written]))
+        raise SurgeryError(f"{name}: no settings of that name: choose {', '.join(names)}{did_you_mean(name, names)}")
     return hand_written[name].read_text(encoding="utf-8")
 
 

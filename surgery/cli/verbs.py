@@ -104,9 +104,9 @@ class Verb(_PlainHelp, TyperCommand):
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         """Refuse what was removed: options, which this command does not have, and commands below it."""
         _refuse_removed_verb(ctx, args)
-        known = {flag for each in self.params for flag in (*each.opts, *each.secondary_opts)}
+        flags = {flag for each in self.params for flag in (*each.opts, *each.secondary_opts)}
         for flag in (arg.split("=", 1)[0] for arg in args):
-            if flag.startswith("--") and flag not in known:
+            if flag.startswith("--") and flag not in flags:
                 name = flag.removeprefix("--no-").strip("-").replace("-", "_")
                 if notice := removal(name) or removal(f"{ctx.info_name} {name}"):
                     raise SurgeryError(f"{flag} {notice}")

@@ -58,8 +58,8 @@ def typed(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         SurgeryError: a value is of another kind than its field; says which kind that is.
     """
-    known = settings_of(cls)
-    return {name: known[name].converted(value, f"{where}: {name}") for name, value in values.items()}
+    settings = settings_of(cls)
+    return {name: settings[name].converted(value, f"{where}: {name}") for name, value in values.items()}
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
@@ -102,11 +102,11 @@ def read_yaml(path: str | Path) -> Any:
         raise SurgeryError(f"{path}: no readable YAML ({' '.join(str(error).split())})", path=path) from None
 
 
-def _values(node: Any, known: dict[int, int]) -> int:
+def _values(node: Any, counts: dict[int, int]) -> int:
     """Nodes below one and itself, an alias counting as what it stands for; endless for one that holds itself."""
-    if id(node) not in known:
-        known[id(node)] = MOST_VALUES + 1  # until it is counted: met again, it is within itself
+    if id(node) not in counts:
+        counts[id(node)] = MOST_VALUES + 1  # until it is counted: met again, it is within itself
         inner = node.value if isinstance(node.value, list) else []
         pairs = [each for pair in inner for each in (pair if isinstance(pair, tuple) else (pair,))]
-        known[id(node)] = 1 + sum(_values(each, known) for each in pairs)
-    return known[id(node)]
+        counts[id(node)] = 1 + sum(_values(each, counts) for each in pairs)
+    return counts[id(node)]

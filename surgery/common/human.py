@@ -76,13 +76,13 @@ def with_perplexity(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f} ({perplexity_text(perplexity(loss))})"
 
 
-def cost(lost: float, recall: tuple[float | None, float | None] = (None, None)) -> str:
+def cost(loss_increase: float, recall: tuple[float | None, float | None] = (None, None)) -> str:
     """A difference of losses in nats per token, as a perplexity too; and recall before and after, if there is any."""
     before, after = recall
     recall_part = (
         f", recall {decimal(before, 2)} → {decimal(after, 2)}" if before is not None and after is not None else ""
     )
-    return f"{lost:+.4f} nats per token (perplexity {perplexity(lost) - 1:+.1%}){recall_part}"
+    return f"{loss_increase:+.4f} nats per token (perplexity {perplexity(loss_increase) - 1:+.1%}){recall_part}"
 
 
 def loss_of_stage(row: dict) -> str:
@@ -106,8 +106,8 @@ def per_token(count_: float) -> str:
 
 
 def origin(name: str, dequantised_from: str | None) -> str:
-    """A source's name, and what its weights were dequantised from if they were: ``a.gguf (dequantised from Q4_1)``."""
-    return name if dequantised_from is None else f"{name} (dequantised from {dequantised_from})"
+    """A source's name, and what its weights were dequantized from if they were: ``a.gguf (dequantized from Q4_1)``."""
+    return name if dequantised_from is None else f"{name} (dequantized from {dequantised_from})"
 
 
 def short(value: float | None) -> str:
@@ -131,7 +131,7 @@ def in_code(text: object) -> str:
 
 
 def formats_of(kv_cache: dict | list) -> str:
-    """The formats of a quantised cache, as a config's ``kv_cache`` has them of all layers or of each."""
+    """The formats of a quantized cache, as a config's ``kv_cache`` has them of all layers or of each."""
     if isinstance(kv_cache, dict):
         return kv_cache["format"]
     return f"{', '.join(sorted({entry['format'] if entry else 'exact' for entry in kv_cache}))} by layer"

@@ -39,8 +39,8 @@ def fault_message(error: BaseException) -> str | None:
         return f"{error.filename or 'a temporary file'}: {error.strerror or text}"
     # safetensors has errors of its own; its name is looked at, as most commands' mistakes are told without importing
     # it.
-    written = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
-    if written and any(part in text for part in _UNWRITTEN):
+    is_write_error = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
+    if is_write_error and any(part in text for part in _UNWRITTEN):
         return f"a temporary file could not be written; {_FREE}"
     return None
 

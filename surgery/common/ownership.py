@@ -5,7 +5,7 @@
 - A folder of unfinished work carries a ledger, which names each file before it is written.
 - A single file carries `MARK` or the signature of its format.
 
-Whatever is not recognised is named in the refusal and stays. Links and empty folders are never ours.
+Whatever is not recognized is named in the refusal and stays. Links and empty folders are never ours.
 """
 
 from __future__ import annotations

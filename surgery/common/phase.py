@@ -42,8 +42,8 @@ class Phase:
         self._took = time.perf_counter() - self._began
         self._ended.set()
         self._thread.join()
-        most = peak_memory()
-        self.peak_bytes = most if most > self._most_before else max(self.peak_bytes, resident_memory())
+        peak = peak_memory()
+        self.peak_bytes = peak if peak > self._most_before else max(self.peak_bytes, resident_memory())
 
     def _watch(self) -> None:
         last = self._began

@@ -70,17 +70,19 @@ class Progress:
         place, already = ", ".join(self._places), 0
         lines, verbose = self._lines, is_verbose()
 
-        def tell(event: str, phase: Phase, text: str, shown: str | None) -> None:
+        def tell(event: str, phase: Phase, text: str, progress_text: str | None) -> None:
             """Logs a text and shows another, or none."""
-            prefix, left = f"{place}: " if place else "", self._left(phase, already)
+            prefix, remaining = f"{place}: " if place else "", self._left(phase, already)
             rest = (
-                f", {estimate}" if event == "going" and (estimate := self._time_left(left, phase.left(already))) else ""
+                f", {estimate}"
+                if event == "going" and (estimate := self._time_left(remaining, phase.left(already)))
+                else ""
             )
             name = "step_seconds_left" if self._is_step else "seconds_left"
-            facts = {} if left is None else {name: round(left, 1)}
+            facts = {} if remaining is None else {name: round(remaining, 1)}
             self._log(event, prefix + text + rest, at=place or None, **phase.facts(), **facts)
-            if lines and shown is not None:
-                self._show(prefix + shown + rest)
+            if lines and progress_text is not None:
+                self._show(prefix + progress_text + rest)
 
         bar = tqdm(
             total=total,
@@ -98,8 +100,8 @@ class Progress:
             if not phase.done and count > 1:
                 already = count  # what an earlier run had done comes at once
             phase.done += count
-            if not bar.disable and (left := self._left(phase, already)):
-                bar.set_postfix_str(self._time_left(left, None), refresh=False)
+            if not bar.disable and (remaining := self._left(phase, already)):
+                bar.set_postfix_str(self._time_left(remaining, None), refresh=False)
             bar.update(count)
 
         try:

@@ -33,7 +33,7 @@ REMOVED = {
     "quick": "name what is measured: --shapes llama3-8b --contexts 8k,128k --batches 1,8",
     "bench convert": "surgery convert prints its time and peak memory, tools/scale.py makes random weights of a shape",
     "peak_tflops": "a dry run takes the speed of this machine; run it where the training will run",
-    "utilisation": "a dry run takes the speed of this machine; run it where the training will run",
+    "utilization": "a dry run takes the speed of this machine; run it where the training will run",
     "stream": "datasets are always read as streams: say with `tokens` how many to take",
     "data teacher": "use builtin, or text of your own",
     "calibration self": "--calibration chat samples answers of the model to the prompts of the package",

@@ -159,10 +159,10 @@ class Setting:
             if value not in self.choices:
                 if notice := removal(f"{name} {value}"):
                     raise SurgeryError(f"{name} {value} {notice}", setting=name, hint=notice)
-                known = [str(choice) for choice in self.choices]
-                listed = (" or " if len(known) == 2 else ", ").join(known)
-                message = f"{name} {value!r} is unknown: choose {listed}{did_you_mean(str(value), known)}"
-                raise SurgeryError(message, setting=name, hint=nearest(str(value), known))
+                choices = [str(choice) for choice in self.choices]
+                listed = (" or " if len(choices) == 2 else ", ").join(choices)
+                message = f"{name} {value!r} is unknown: choose {listed}{did_you_mean(str(value), choices)}"
+                raise SurgeryError(message, setting=name, hint=nearest(str(value), choices))
             return
         if (info.least, info.most) == (0, 1) and not 0 <= value <= 1:
             raise SurgeryError(f"{name} is a share: it must be from 0 to 1, not {value}", setting=name)
@@ -178,15 +178,15 @@ class Setting:
 @cache
 def settings_of(cls: type) -> dict[str, Setting]:
     """The settings of a dataclass by name, a class's own before those of the classes that it builds on."""
-    hints, known = get_type_hints(cls), {each.name: each for each in fields(cls)}
+    hints, fields_by_name = get_type_hints(cls), {each.name: each for each in fields(cls)}
     settings: dict[str, Setting] = {}
     for each in cls.__mro__:
         section = ""
         for name in inspect.get_annotations(each):
-            if name in known:
+            if name in fields_by_name:
                 info = _field_info(each, name)
                 section = info.section or section
-                settings.setdefault(name, _setting(known[name], hints[name], replace(info, section=section)))
+                settings.setdefault(name, _setting(fields_by_name[name], hints[name], replace(info, section=section)))
     return settings
 
 
@@ -216,9 +216,9 @@ def _setting(own: Field, hint: Any, info: FieldInfo) -> Setting:
         many, plain = True, list(_parts(get_args(plain[0])[0]))
     choices = tuple(choice for part in plain if get_origin(part) is Literal for choice in get_args(part))
     kinds = [type(choice) for choice in choices] + [part for part in plain if get_origin(part) is not Literal]
-    known = all(kind in KINDS for kind in kinds)
+    is_typed = all(kind in KINDS for kind in kinds)
     return Setting(
-        own.name, default, info, tuple(dict.fromkeys(kinds)) if known else (), choices, NoneType in parts, many
+        own.name, default, info, tuple(dict.fromkeys(kinds)) if is_typed else (), choices, NoneType in parts, many
     )
 
 
@@ -251,11 +251,11 @@ def whole_number(value: Any) -> int:
     return int(value) if isinstance(value, int) else int(number)
 
 
-def nearest(name: str, known: list[str]) -> str | None:
+def nearest(name: str, choices: list[str]) -> str | None:
     """Return the known name that is nearly this one; None if none is."""
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    return next(iter(difflib.get_close_matches(name, choices, n=1)), None)
 
 
-def did_you_mean(name: str, known: list[str]) -> str:
+def did_you_mean(name: str, choices: list[str]) -> str:
     """A hint at the nearest known name, or nothing."""
-    return f"; did you mean {close}?" if (close := nearest(name, known)) else ""
+    return f"; did you mean {close}?" if (close := nearest(name, choices)) else ""

@@ -43,5 +43,5 @@ def _line(setting: Setting) -> str:
     import yaml
 
     value = list(setting.default) if isinstance(setting.default, tuple) else setting.default
-    written = yaml.safe_dump(value, default_flow_style=True, width=10 * WIDTH).removesuffix("...\n").rstrip()
-    return f"{setting.name}: {written}"
+    value_text = yaml.safe_dump(value, default_flow_style=True, width=10 * WIDTH).removesuffix("...\n").rstrip()
+    return f"{setting.name}: {value_text}"

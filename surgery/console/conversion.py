@@ -32,8 +32,8 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         return
     page, source, target, kv = new_page(), report["source"], report["target"], report["kv"]
     first = report["ladder"][0]
-    named = origin(source["path"], source.get("dequantised_from"))
-    page.print(f"\n[bold]{plain(named)} → {plain(conversion.path.name)}[/bold]")
+    display_name = origin(source["path"], source.get("dequantised_from"))
+    page.print(f"\n[bold]{plain(display_name)} → {plain(conversion.path.name)}[/bold]")
     kv_bytes = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
     names = source["model_type"], target["model_type"]
     others = [*_numbers(kv, target), *_flow(kv)]
@@ -44,7 +44,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         _show_stages(page, report["ladder"])
         _show_layers(page, conversion.report.layers)
     if report["splits"]:
-        _show_splits(page, report["splits"], tried=True)
+        _show_splits(page, report["splits"], is_tried=True)
     _show_carrier(page, target, typed(conversion.path))
     page.print(
         f"{'conversion: ' * bool(healing)}{duration(sum(report['seconds'].values()))}, peak memory "
@@ -62,7 +62,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
 
 
 def _numbers(kv: dict, target: dict) -> list[tuple[str, str, str]]:
-    """Return rows on the number and the format of the cached values, for conversions that end in a quantised cache."""
+    """Return rows on the number and the format of the cached values, for conversions that end in a quantized cache."""
     if "numbers_bytes_per_token" not in target:
         return []
     ratio = share(target["numbers_bytes_per_token"] / kv["source_bytes_per_token"])
@@ -97,13 +97,13 @@ def show_plan(plan, called: str, healing=None, *, as_json: bool = False) -> None
 
 def _show_plan(plan, called: str, healing) -> None:
     page, source, kv, disk, work = new_page(), plan.source, plan.kv, plan.disk, plan.work
-    named = origin(called, source["dequantised_from"])
-    page.print(f"\n[bold]dry run: {plain(named)} → {plain(plan.out)}[/bold] (nothing is written)")
+    source_name = origin(called, source["dequantised_from"])
+    page.print(f"\n[bold]dry run: {plain(source_name)} → {plain(plan.out)}[/bold] (nothing is written)")
     kv_bytes = kv["source_bytes_per_token"], kv["bytes_per_token"]
     names = source["model_type"], plan.target["model_type"]
     weights = ("weights on disk", size(source["weight_bytes"]), size(disk["output_bytes"]))
     page.print(terminal.render(before_and_after(kv_bytes, (), names, [weights])))
-    _show_splits(page, plan.splits, tried=False)
+    _show_splits(page, plan.splits, is_tried=False)
     _show_carrier(page, plan.target, plan.out)
     memory, device = plan.memory, plan.memory["device_bytes"]
     rows = [
@@ -197,7 +197,7 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     show_next(page, [f"{command:{width}}   {why}" for command, why in commands.items()])
 
 
-def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False) -> None:
+def show_evaluation(report: dict, paths: list[Path], *, as_json: bool = False) -> None:
     """Prints an evaluation's report, and where its files are."""
     from surgery.eval.report.tables import by_bytes, headline
     from surgery.eval.report.verdict import by_checkpoint
@@ -216,9 +216,9 @@ def show_evaluation(report: dict, written: list[Path], *, as_json: bool = False)
         page.print(plain(note), soft_wrap=True)
     for line in by_checkpoint(report):
         page.print(f"[bold]{plain(line)}[/bold]", soft_wrap=True)
-    for path in written:
+    for path in paths:
         page.print(plain(path), soft_wrap=True)
-    show_next(page, [f"open {path} in a browser" for path in written if path.suffix == ".html"][:1])
+    show_next(page, [f"open {path} in a browser" for path in paths if path.suffix == ".html"][:1])
 
 
 def _show_stages(page: Console, stages: list[dict]) -> None:
@@ -236,23 +236,23 @@ def _show_layers(page: Console, layers: list) -> None:
     page.print(make_table(["layer", *layers[0].columns(), *stages], rows))
 
 
-def _show_splits(page: Console, splits: list[dict], *, tried: bool) -> None:
+def _show_splits(page: Console, splits: list[dict], *, is_tried: bool) -> None:
     """The splits of the budget: tried ones with their losses, planned ones with their KV bytes."""
-    if not splits or (len(splits) == 1 and tried):
+    if not splits or (len(splits) == 1 and is_tried):
         return
     folds = any(split.get("fold", 1) > 1 for split in splits)
     spread = any("rotation_weight" in split for split in splits)
-    last = "held-out loss (perplexity)" if tried else "KV per token"
+    last = "held-out loss (perplexity)" if is_tried else "KV per token"
     losses = [split["held_out_loss"] for split in splits if split.get("held_out_loss") is not None]
     rows = []
     for split in splits:
         loss = split.get("held_out_loss")
-        value = with_perplexity(loss) if tried else per_token(split["kv_bytes_per_token"])
-        is_chosen = tried and loss == min(losses, default=None)
+        value = with_perplexity(loss) if is_tried else per_token(split["kv_bytes_per_token"])
+        is_chosen = is_tried and loss == min(losses, default=None)
         more = (split.get("fold", 1),) if folds else (split["rotation_weight"],) if spread else ()
         sizes = (f"{split[name]:.4g}" for name in ("rope_dim", "rank"))
         rows.append((*sizes, *more, value, "chosen" if is_chosen else ""))
-    page.print("splits of the budget" + (" that were tried" if tried else " that would be tried"))
+    page.print("splits of the budget" + (" that were tried" if is_tried else " that would be tried"))
     names = ["rotated", "latent rank"] if not spread else ["rotated, mean", "latent rank, mean", "rotations weigh"]
     page.print(make_table([*names, *(["fold"] if folds else []), last, ""], rows))
 
@@ -263,9 +263,9 @@ def _show_carrier(page: Console, target: dict, result: str) -> None:
     _show_commands(page, target["engines"], result)
     limits = target.get("engine_limits")
     if limits:
-        lost = limits["held_out_loss"] - limits["free_held_out_loss"]
+        loss_increase = limits["held_out_loss"] - limits["free_held_out_loss"]
         free = " + ".join(map(str, limits["free_split"]))
-        page.print(f"--engine {limits['engine']} costs {cost(lost)}, against {free} with any frequency")
+        page.print(f"--engine {limits['engine']} costs {cost(loss_increase)}, against {free} with any frequency")
 
 
 def _show_commands(page: Console, engines: dict, called: str = ANY) -> None:

@@ -26,8 +26,8 @@ def show_inspection(inspection, called: str = "CKPT", *, as_json: bool = False, 
         print_json(inspection.to_dict())
         return
     page = new_page()
-    named = origin(inspection.name, inspection.architecture.get("dequantised_from"))
-    page.print(f"\n[bold]{plain(named)}[/bold]")
+    source_name = origin(inspection.name, inspection.architecture.get("dequantised_from"))
+    page.print(f"\n[bold]{plain(source_name)}[/bold]")
     page.print(make_table(["", ""], [*_facts(inspection), ("KV cache", _cache(inspection))], header=False))
     if inspection.targets:
         _show_targets(page, inspection)
@@ -78,7 +78,7 @@ def _show_targets(page: Console, inspection) -> None:
         page.print(f"[dim]{plain(line)}[/dim]", soft_wrap=True)
 
 
-def _show_advice(page: Console, chosen: dict) -> None:
+def _show_advice(page: Console, advice: dict) -> None:
     """The lines of a plan, as far as they are known without text."""
     of = "quality in the order of SmolLM2-135M's losses; surgery plan measures this model"
     page.print(f"what to take (no text was read: {of})", soft_wrap=True)
@@ -86,10 +86,10 @@ def _show_advice(page: Console, chosen: dict) -> None:
     def command_of(row: dict) -> str:
         return f"{row['command'].removeprefix(COMMAND)} ({share(row['kv_ratio'])})"
 
-    page.print(f"  best in quality: {plain(command_of(chosen['quality']))}", soft_wrap=True)
-    page.print(f"  smallest: {plain(command_of(chosen['smallest']))}", soft_wrap=True)
+    page.print(f"  best in quality: {plain(command_of(advice['quality']))}", soft_wrap=True)
+    page.print(f"  smallest: {plain(command_of(advice['smallest']))}", soft_wrap=True)
     takers: dict[str, list[str]] = {}
-    for name, row in chosen["engines"].items():
+    for name, row in advice["engines"].items():
         takers.setdefault(command_of(row), []).append(
             name if ran(row["engines"][name]) else f"{name} (its own check, not run)"
         )

@@ -11,16 +11,18 @@ from surgery.engines.verdict import loads
 from surgery.planning.settings import beyond_positions
 
 
-def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_json: bool = False) -> None:
+def show_plan_of_budget(plan, plan_path: Path | None, plot: Path | None, *, as_json: bool = False) -> None:
     """Prints a plan (:class:`surgery.planning.plan.Plan`) and where it was written."""
     if as_json:
-        print_json({**plan.to_dict(), "plan": str(written) if written else None, "plot": str(plot) if plot else None})
+        print_json(
+            {**plan.to_dict(), "plan": str(plan_path) if plan_path else None, "plot": str(plot) if plot else None}
+        )
         return
-    page, budget, chosen = new_page(), plan.budget, plan.chosen
+    page, budget, choice = new_page(), plan.budget, plan.chosen
     page.print(f"\n[bold]{plain(plan.source['path'])}[/bold]: {_budget(plan)}")
     rows = [
         (
-            "→" if row is chosen else "·" if row.best else "",
+            "→" if row is choice else "·" if row.best else "",
             row.name,
             row.kv_bytes,
             row.kv_ratio,
@@ -56,21 +58,21 @@ def show_plan_of_budget(plan, written: Path | None, plot: Path | None, *, as_jso
     )
     if beyond := beyond_positions(budget["context"], plan.source["max_positions"]):
         page.print(f"[yellow]{plain(beyond)}[/yellow]", soft_wrap=True)
-    lost = cost(chosen.loss_increase)
-    named = f"No conversion is needed: {chosen.name}" if chosen.engine else chosen.to
+    loss_cost = cost(choice.loss_increase)
+    label = f"No conversion is needed: {choice.name}" if choice.engine else choice.to
     page.print(
-        f"[bold]{plain(named)}[/bold] {_reason(plan)}: {lost}, recall "
-        f"{decimal(chosen.recall, 2)}, {size(chosen.kv_bytes)} at {budget['context']:,} tokens and batch "
+        f"[bold]{plain(label)}[/bold] {_reason(plan)}: {loss_cost}, recall "
+        f"{decimal(choice.recall, 2)}, {size(choice.kv_bytes)} at {budget['context']:,} tokens and batch "
         f"{budget['batch']}{_next_best(plan)}.",
         soft_wrap=True,
     )
     if own := _own_format(plan):
         page.print(own, soft_wrap=True)
     page.print(f"{duration(plan.seconds)}{f'; drawn in {plain(plot)}' if plot else ''}", soft_wrap=True)
-    if written and not chosen.engine:
-        page.print(f"Next: surgery convert {plain(plan.source['path'])} --plan {plain(written)}", soft_wrap=True)
+    if plan_path and not choice.engine:
+        page.print(f"Next: surgery convert {plain(plan.source['path'])} --plan {plain(plan_path)}", soft_wrap=True)
     else:
-        page.print(f"Next: {plain(chosen.command)}", soft_wrap=True)
+        page.print(f"Next: {plain(choice.command)}", soft_wrap=True)
 
 
 def _engines(row) -> list[str]:
@@ -94,8 +96,8 @@ def _own_format(plan) -> str | None:
         return None
     if own is None:
         return f"Without a conversion nothing of {plain(engines.pop())} meets the budget."
-    lost = cost(own.loss_increase)
-    return f"Without a conversion: {plain(own.name)}, {lost}, {size(own.kv_bytes)}: {plain(own.command)}"
+    loss_cost = cost(own.loss_increase)
+    return f"Without a conversion: {plain(own.name)}, {loss_cost}, {size(own.kv_bytes)}: {plain(own.command)}"
 
 
 def _next_best(plan) -> str:

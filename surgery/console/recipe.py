@@ -25,20 +25,20 @@ def show_plan(plan: dict[str, Any], *, as_json: bool = False) -> None:
         print_json(plan)
         return
     page, total, steps = new_page(), plan["total"], plan["steps"]
-    shown = {name: amount for name, amount in AMOUNTS.items() if total[name]}
+    amounts = {name: amount for name, amount in AMOUNTS.items() if total[name]}
     rows = [
         (
             number,
             step["verb"],
             step["name"],
             step["to"] or "",
-            *(amount(step[name]) if step[name] else "" for name, (_, amount) in shown.items()),
+            *(amount(step[name]) if step[name] else "" for name, (_, amount) in amounts.items()),
             ", ".join(filter(None, ("there" if step["there"] else "", step["told"]))),
         )
         for number, step in enumerate(steps, 1)
     ]
-    rows.append(("", "", "in all", "", *(amount(total[name]) for name, (_, amount) in shown.items()), ""))
-    columns = [Column(title, align="right") for title, _ in shown.values()]
+    rows.append(("", "", "in all", "", *(amount(total[name]) for name, (_, amount) in amounts.items()), ""))
+    columns = [Column(title, align="right") for title, _ in amounts.values()]
     page.print(make_table(["", "command", "step", "to", *columns, f"in {plan['work']}"], rows))
     page.print(
         "Settings and names are right; nothing was run. Figures of a step are those of its command with --dry-run, on "

@@ -85,14 +85,14 @@ def measure(path, tokens, prompt, new_tokens):
     torch.set_num_threads(1)
     cached = kv_bytes_per_token(model, tokens["windows"][0])
     model = model.float()
-    written = completion(model, tokenizer, prompt, new_tokens)
+    text = completion(model, tokenizer, prompt, new_tokens)
     torch.set_num_threads(threads)
     return {
         "class": type(model).__name__,
         "kv_bytes_per_token": cached,
         "loss": loss(model, tokens["windows"]),
         "recall": recall(model, tokens["prompts"], tokens["answers"]),
-        "completion": written,
+        "completion": text,
     }
 
 

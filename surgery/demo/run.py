@@ -114,25 +114,25 @@ def run_demo(
 
     if model not in DEMO_MODELS:
         raise SurgeryError(f"--model {model}: choose {' or '.join(DEMO_MODELS)}")
-    shown = DEMO_MODELS[model]
-    kv_ratio = kv_ratio or shown.kv_ratio
+    demo_model = DEMO_MODELS[model]
+    kv_ratio = kv_ratio or demo_model.kv_ratio
     start = time.perf_counter()
     progress = Progress()
     reader = CheckpointReader.open(model_named(model))
-    named = origin(reader.name, reader.dequantised_from)
-    progress.note(f"converting {named} to MLA with {kv_ratio:.0%} of its KV bytes: minutes on a CPU")
-    settings = ConvertSettings(kv_ratio=kv_ratio, **shown.settings)
+    source_name = origin(reader.name, reader.dequantised_from)
+    progress.note(f"converting {source_name} to MLA with {kv_ratio:.0%} of its KV bytes: minutes on a CPU")
+    settings = ConvertSettings(kv_ratio=kv_ratio, **demo_model.settings)
     command = f"surgery demo --model {model} --kv-ratio {kv_ratio:g}"
     request = ConversionRequest(reader.source, out, settings, overwrite=overwrite, command=command)
     conversion = convert(request, progress=progress)
     progress.note("loading both models with stock transformers in a process of their own")
-    prompt, (source, converted) = measure_with_stock_transformers([reader.model_folder(), conversion.path], shown)
-    demo = Demo(conversion.path, model, named, prompt, source, converted, time.perf_counter() - start)
+    prompt, (source, converted) = measure_with_stock_transformers([reader.model_folder(), conversion.path], demo_model)
+    demo = Demo(conversion.path, model, source_name, prompt, source, converted, time.perf_counter() - start)
     show_demo(demo, as_json=as_json)
     return demo
 
 
-def measure_with_stock_transformers(checkpoints: list[Path], shown: DemoModel) -> tuple[str, list[Measured]]:
+def measure_with_stock_transformers(checkpoints: list[Path], demo_model: DemoModel) -> tuple[str, list[Measured]]:
     """Return the question, and measurements of checkpoints of one tokenizer, the first's, in a program that does not
     import this package.
 
@@ -146,9 +146,11 @@ def measure_with_stock_transformers(checkpoints: list[Path], shown: DemoModel) -
     tokenizer = load_tokenizer(checkpoints[0])
     with TemporaryFolder("demo") as folder:
         tokens, request = Path(folder, "tokens.safetensors"), Path(folder, "request.json")
-        held_out = held_out_tokens(tokenizer, shown)
+        held_out = held_out_tokens(tokenizer, demo_model)
         save_file(held_out, tokens)
-        shown_prompt = question(tokenizer, shown.question) if shown.question else first_key(tokenizer, held_out)
+        shown_prompt = (
+            question(tokenizer, demo_model.question) if demo_model.question else first_key(tokenizer, held_out)
+        )
         prompt, ids, new_tokens = shown_prompt
         task = {
             "tokens": str(tokens),
@@ -162,15 +164,15 @@ def measure_with_stock_transformers(checkpoints: list[Path], shown: DemoModel) -
     return prompt, [Measured(model_class=item.pop("class"), **item) for item in results]
 
 
-def held_out_tokens(tokenizer, shown: DemoModel) -> dict:
+def held_out_tokens(tokenizer, demo_model: DemoModel) -> dict:
     """Windows of the shipped held-out text and recall prompts in it, the same on every machine."""
     from surgery.eval.recall import recall_prompts
     from surgery.eval.sequences import random_windows, tokenize
 
     ids = tokenize(tokenizer, asset("heldout-stdlib.txt").read_text(encoding="utf-8"))
-    recall_tokens = recall_prompts(tokenizer, ids, shown.prompts, shown.length, SEED)
+    recall_tokens = recall_prompts(tokenizer, ids, demo_model.prompts, demo_model.length, SEED)
     return {
-        "windows": random_windows(ids, shown.windows, shown.length, SEED, tokenizer.bos_token_id),
+        "windows": random_windows(ids, demo_model.windows, demo_model.length, SEED, tokenizer.bos_token_id),
         "prompts": recall_tokens.tokens,
         "answers": recall_tokens.answer_mask,
     }
@@ -199,8 +201,8 @@ def _run_measuring(request: Path) -> list[str]:
     # -I: neither the working folder, nor this package's, nor PYTHONPATH is searched for modules.
     command = [sys.executable, "-I", str(Path(__file__).with_name("measure.py")), str(request)]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=offline, check=False)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    process = subprocess.run(command, capture_output=True, encoding="utf-8", env=offline, check=False)
+    if process.returncode:
+        reason = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         raise SurgeryError(f"stock transformers could not run the models: {reason}")
-    return done.stdout.strip().splitlines()
+    return process.stdout.strip().splitlines()

@@ -88,13 +88,15 @@ def cache_formats(engine: str) -> tuple[CacheFormat, ...]:
     if engine == "all":
         raise SurgeryError("every engine has cache formats of its own: name one engine", setting="engine")
     if engine not in CACHE_FORMATS:
-        known = ", ".join(CACHE_FORMATS)
-        raise SurgeryError(f"no cache format of {engine} is simulated, but of {known}", setting="engine", hint=known)
+        choices = ", ".join(CACHE_FORMATS)
+        raise SurgeryError(
+            f"no cache format of {engine} is simulated, but of {choices}", setting="engine", hint=choices
+        )
     return CACHE_FORMATS[engine]
 
 
 def cache_dtype_flags(engine: str, bits: int | str) -> str:
-    """An engine's own quantised cache nearest to ``bits``, those of ``--to quantized``.
+    """An engine's own quantized cache nearest to ``bits``, those of ``--to quantized``.
 
     As their sources name it; none of them was tried.
     """

@@ -46,7 +46,7 @@ class Facts:
         tied: the embeddings are the output head too.
         rope_beside: how it rotates is said beside ``rope_parameters`` too, in the keys of transformers 4.
         windowed: some layers have an attention window.
-        quantised: the weights are stored quantised, which took no part in any trial.
+        quantized: the weights are stored quantized, which took no part in any trial.
         pictures: a vision-language model, whose language model has the cache.
         served: of the own class, the name under which trials of our plugin for vLLM are kept.
         not_served: of the own class, what that plugin has no code for; None if it has.
@@ -69,7 +69,7 @@ class Facts:
     tied: bool = False
     rope_beside: bool = False
     windowed: bool = False
-    quantised: bool = False
+    quantized: bool = False
     pictures: bool = False
     served: str | None = None
     not_served: str | None = None
@@ -88,7 +88,7 @@ class Facts:
             "base": config.get("base_model_type"),
             "number_bytes": BYTES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), 2),
             "activation": config.get("hidden_act", config.get("activation_function", "silu")),
-            "quantised": bool(config.get("quantization_config")),
+            "quantized": bool(config.get("quantization_config")),
             "pictures": "vision_config" in config,
             "tied": bool(config.get("tie_word_embeddings")),
             "rope_beside": config == with_rope_beside(config),
@@ -118,7 +118,7 @@ class Facts:
     @property
     def kind(self) -> str:
         """The name under which trials of such checkpoints are kept."""
-        return f"{self._kind}, quantised" if self.quantised else self._kind
+        return f"{self._kind}, quantized" if self.quantized else self._kind
 
     @property
     def _kind(self) -> str:
@@ -158,8 +158,8 @@ def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
         return text
     from transformers import CONFIG_MAPPING
 
-    known = text.get("model_type") in CONFIG_MAPPING
-    return {**CONFIG_MAPPING[text["model_type"]]().to_dict(), **text} if known else text
+    is_registered = text.get("model_type") in CONFIG_MAPPING
+    return {**CONFIG_MAPPING[text["model_type"]]().to_dict(), **text} if is_registered else text
 
 
 def _own(config: dict[str, Any]) -> dict[str, Any]:

@@ -16,18 +16,18 @@ EAGERLY = ', attn_implementation="eager"'
 
 def verdict(facts: Facts, path: str) -> Verdict:
     """A plain ``from_pretrained``; the cache is in the dtype of the weights."""
-    said = {"engine": NAME, "version": TRANSFORMERS.version, "device": TRANSFORMERS.device}
+    fields = {"engine": NAME, "version": TRANSFORMERS.version, "device": TRANSFORMERS.device}
     if facts.structure == DECILM:
         reason, remedy = "it has no such class", "convert --to gqa --carrier own"
-        return Verdict(**said, status=REFUSED, command=None, reason=reason, remedy=remedy)
+        return Verdict(**fields, status=REFUSED, command=None, reason=reason, remedy=remedy)
     own = facts.structure == OWN
     code = ", trust_remote_code=True" * own + EAGERLY * (facts.family in EAGER)
     auto = PICTURES if facts.pictures else "AutoModelForCausalLM"
-    said["command"] = f'{auto}.from_pretrained("{path}", dtype="auto"{code})'
-    said |= facts.cache(facts.number_bytes)
+    fields["command"] = f'{auto}.from_pretrained("{path}", dtype="auto"{code})'
+    fields |= facts.cache(facts.number_bytes)
     if facts.kind not in TRANSFORMERS.kinds:
-        reason = "its quantised weights took no part in a test" if facts.quantised else "a class of its own"
-        return Verdict(**said, status=NOT_TRIED, reason=reason)
+        reason = "its quantized weights took no part in a test" if facts.quantized else "a class of its own"
+        return Verdict(**fields, status=NOT_TRIED, reason=reason)
     reason = f"ran in {TRANSFORMERS}" + ", from the code beside the weights" * own
     reason += "; without eager attention 5.19 leaves its cap out" * (facts.family in EAGER)
-    return Verdict(**said, status=LOADS_WITH if code else LOADS, reason=reason)
+    return Verdict(**fields, status=LOADS_WITH if code else LOADS, reason=reason)

@@ -18,12 +18,12 @@ def obstacle(facts: Facts) -> str | None:
     if facts.structure == OWN:
         return "the model class of this package"
     if facts.structure == MLA:
-        found = ["it has no biases in deepseek2"] * facts.biases
-        found += ["it ignores the frequency list"] * facts.frequency_list
-        found += ["surgery export does not write YaRN: use llama.cpp's converter"] * facts.yarn
-        found += [f"it takes SiLU only, not {facts.activation}"] * (facts.activation != "silu")
-        found += ["a mixture of experts of DeepSeek's own: use llama.cpp's converter"] * facts.real_experts
-        return " and ".join(found) or None
+        reasons = ["it has no biases in deepseek2"] * facts.biases
+        reasons += ["it ignores the frequency list"] * facts.frequency_list
+        reasons += ["surgery export does not write YaRN: use llama.cpp's converter"] * facts.yarn
+        reasons += [f"it takes SiLU only, not {facts.activation}"] * (facts.activation != "silu")
+        reasons += ["a mixture of experts of DeepSeek's own: use llama.cpp's converter"] * facts.real_experts
+        return " and ".join(reasons) or None
     if facts.family in LLAMAS and facts.windowed:
         return "its llama class has no attention windows"
     return None
@@ -31,19 +31,19 @@ def obstacle(facts: Facts) -> str | None:
 
 def verdict(facts: Facts, path: str) -> Verdict:
     """The cache is in f16 unless told otherwise, of MLA the latents alone."""
-    said = {"engine": NAME, "version": LLAMA_CPP.version, "device": LLAMA_CPP.device}
-    found = obstacle(facts)
-    if found:
+    fields = {"engine": NAME, "version": LLAMA_CPP.version, "device": LLAMA_CPP.device}
+    problem = obstacle(facts)
+    if problem:
         remedy = facts.again_for("llama.cpp")
-        return Verdict(**said, status=REFUSED, command=None, reason=found, remedy=remedy)
-    said |= facts.cache(2)
+        return Verdict(**fields, status=REFUSED, command=None, reason=problem, remedy=remedy)
+    fields |= facts.cache(2)
     if facts.structure not in (MLA, DECILM) and facts.family not in LLAMAS:
         command = f"convert_hf_to_gguf.py {path} --outfile {path}.gguf && llama-server -m {path}.gguf"
         reason = "surgery export writes Llama-class models only; llama.cpp's own converter was not tried"
-        return Verdict(**said, status=NOT_TRIED, command=command, reason=reason)
+        return Verdict(**fields, status=NOT_TRIED, command=command, reason=reason)
     called = name_of(path)
-    written = path if called == path else Path(path).name  # of a model that ships, in the working folder
-    command = f"surgery export {called} --engine llama.cpp && llama-server -m {written}.gguf"
+    stem = path if called == path else Path(path).name  # of a model that ships, in the working folder
+    command = f"surgery export {called} --engine llama.cpp && llama-server -m {stem}.gguf"
     if facts.kind not in LLAMA_CPP.kinds:
-        return Verdict(**said, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
-    return Verdict(**said, status=LOADS_WITH, command=command, reason=f"ran in llama.cpp {LLAMA_CPP}")
+        return Verdict(**fields, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
+    return Verdict(**fields, status=LOADS_WITH, command=command, reason=f"ran in llama.cpp {LLAMA_CPP}")

@@ -21,16 +21,16 @@ def obstacle(facts: Facts) -> str | None:
 
 
 def verdict(facts: Facts, path: str) -> Verdict:
-    """Its ``deepseek_v3.py`` honours biases, and caches the latents."""
-    said = {"engine": NAME, "version": MLX.version, "device": MLX.device}
-    if found := obstacle(facts):
-        return Verdict(**said, status=REFUSED, command=None, reason=found, remedy=facts.again("--engine mlx"))
+    """Its ``deepseek_v3.py`` honors biases, and caches the latents."""
+    fields = {"engine": NAME, "version": MLX.version, "device": MLX.device}
+    if problem := obstacle(facts):
+        return Verdict(**fields, status=REFUSED, command=None, reason=problem, remedy=facts.again("--engine mlx"))
     if facts.kind in MLX_DIFFERS:
-        return Verdict(**said, status=REFUSED, command=None, reason=MLX_DIFFERS[facts.kind])
+        return Verdict(**fields, status=REFUSED, command=None, reason=MLX_DIFFERS[facts.kind])
     if facts.structure == HEADS and facts.kind in MLX.kinds and not facts.rope_beside:
         reason = "it reads rope_theta and rope_scaling, which config.json lacks beside rope_parameters: add them"
-        return Verdict(**said, status=REFUSED, command=None, reason=reason)
-    said |= {"command": f"mlx_lm.server --model {path}", **facts.cache(facts.number_bytes)}
+        return Verdict(**fields, status=REFUSED, command=None, reason=reason)
+    fields |= {"command": f"mlx_lm.server --model {path}", **facts.cache(facts.number_bytes)}
     if facts.kind in MLX.kinds:
-        return Verdict(**said, status=LOADS_WITH, reason=f"ran in mlx-lm {MLX}")
-    return Verdict(**said, status=NOT_TRIED, reason="no test ran such a checkpoint")
+        return Verdict(**fields, status=LOADS_WITH, reason=f"ran in mlx-lm {MLX}")
+    return Verdict(**fields, status=NOT_TRIED, reason="no test ran such a checkpoint")

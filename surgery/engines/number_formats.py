@@ -70,14 +70,14 @@ def _ruin(reader: CheckpointReader, module: str, width: int, norm: str) -> list[
     """Formats that ruin the first rows of a projection, its bias or the norm behind it."""
     weight, norm = reader.tensor(module + ".weight").double(), reader.tensor(norm).double()
     bias = reader.tensor(module + ".bias").double() if module + ".bias" in reader else weight.new_zeros(len(weight))
-    found = []
+    formats = []
     for name, rounded in FORMATS.items():
         error = (rounded(weight) - weight)[:width].norm()
         overflows = name == "float16" and not bool(torch.cat([norm, bias]).half().isfinite().all())
         if overflows or not error <= LARGEST_ERROR * weight[:width].norm():
-            found.append(name)
+            formats.append(name)
     # Where one channel dwarfs all others the norm leaves √width of it, times its weight.
     largest = int(bias[:width].abs().argmax())
     if bias[largest].abs() > FP8_MAX and norm[largest].abs() * width**0.5 > FP8_MAX:
-        found.append(FP8_CACHE)
-    return found
+        formats.append(FP8_CACHE)
+    return formats

@@ -11,7 +11,7 @@ NAME, VERSION = "SGLang", "0.5.23"
 
 def verdict(facts: Facts, path: str) -> Verdict:
     """Its ``deepseek_v2.py`` has no biases and makes every rotation but the default one YaRN."""
-    said = {"engine": NAME, "version": VERSION, "device": "CUDA"}
+    fields = {"engine": NAME, "version": VERSION, "device": "CUDA"}
     obstacles = []
     if facts.structure == OWN:
         obstacles.append("the model class of this package")
@@ -23,10 +23,10 @@ def verdict(facts: Facts, path: str) -> Verdict:
         obstacles += [f"takes SiLU only, not {facts.activation}"] * (facts.activation != "silu")
     if obstacles:
         remedy = {"remedy": facts.again_for("sglang")}
-        return Verdict(**said, status=REFUSED, command=None, reason=" and ".join(obstacles), **remedy)
+        return Verdict(**fields, status=REFUSED, command=None, reason=" and ".join(obstacles), **remedy)
     triton = " --attention-backend triton" if facts.structure == MLA and facts.width != FAST_WIDTH else ""
     return Verdict(
-        **said,
+        **fields,
         status=NOT_TRIED,
         command=f"python -m sglang.launch_server --model-path {path}{triton}",
         reason="read in its source, never run",

@@ -26,7 +26,7 @@ ASKED = {
 def verdicts(config: dict[str, Any], path: str = ANY) -> list[Verdict]:
     """Return every engine's verdict on a checkpoint of this config.json; commands name ``path``."""
     facts = Facts.of(config)
-    said = [
+    results = [
         in_transformers.verdict(facts, path),
         vllm.cuda(facts, path),
         vllm.cpu(facts, path),
@@ -34,8 +34,8 @@ def verdicts(config: dict[str, Any], path: str = ANY) -> list[Verdict]:
         llama_cpp.verdict(facts, path),
         mlx.verdict(facts, path),
     ]
-    codes = {"status": NOT_TRIED, "reason": "its quantised weights took no part in a test"}
-    return [replace(each, **codes) if facts.quantised and each.loads else each for each in said]
+    codes = {"status": NOT_TRIED, "reason": "its quantized weights took no part in a test"}
+    return [replace(each, **codes) if facts.quantized and each.loads else each for each in results]
 
 
 def engine_table(config: dict[str, Any], path: str = ANY) -> dict[str, dict[str, Any]]:
@@ -45,7 +45,7 @@ def engine_table(config: dict[str, Any], path: str = ANY) -> dict[str, dict[str,
 
 def spoken(engines: dict[str, Any]) -> dict[str, str]:
     """A report's table in one line an engine; reports of earlier versions hold the lines themselves."""
-    return {engine: said if isinstance(said, str) else said["text"] for engine, said in engines.items()}
+    return {engine: entry if isinstance(entry, str) else entry["text"] for engine, entry in engines.items()}
 
 
 def refuse_unless_loadable(engine: str, config: dict[str, Any]) -> None:
@@ -56,5 +56,5 @@ def refuse_unless_loadable(engine: str, config: dict[str, Any]) -> None:
     """
     for verdict in verdicts(config):
         if verdict.engine in ASKED[engine] and (verdict.status == REFUSED or verdict.remedy):
-            told = f"{verdict.engine} cannot serve it, {verdict.reason}"
-            raise SurgeryError(f"--engine {engine}: {told}; surgery inspect shows what else it takes of the source")
+            message = f"{verdict.engine} cannot serve it, {verdict.reason}"
+            raise SurgeryError(f"--engine {engine}: {message}; surgery inspect shows what else it takes of the source")

@@ -66,14 +66,14 @@ def merged(tables: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[
     return rows
 
 
-def loads(said: Mapping[str, Any]) -> bool:
+def loads(verdict: Mapping[str, Any]) -> bool:
     """Return whether a verdict, as plain values, is a yes."""
-    return said["status"] in (LOADS, LOADS_WITH)
+    return verdict["status"] in (LOADS, LOADS_WITH)
 
 
-def ran(said: Mapping[str, Any]) -> bool:
+def ran(verdict: Mapping[str, Any]) -> bool:
     """Return whether a verdict is that of a test, not of the engine's own check."""
-    return loads(said) and said["reason"].startswith("ran in")
+    return loads(verdict) and verdict["reason"].startswith("ran in")
 
 
 OVERRIDE = (

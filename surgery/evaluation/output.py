@@ -43,11 +43,11 @@ def write_report(report: Report, folder: Path) -> list[Path]:
             # All or nothing, and the JSON last: where it is, the others are too.
             for path in (*pictures, text, html, table, document):
                 path.replace(folder / path.name)
-            written = [folder / path.name for path in (document, table, html, text, *pictures)]
-            ResultStore(folder).record_files(written)  # while the folder still says that a report is being written
+            paths = [folder / path.name for path in (document, table, html, text, *pictures)]
+            ResultStore(folder).record_files(paths)  # while the folder still says that a report is being written
         finally:
             _clear(part)
-    return written
+    return paths
 
 
 def _clear(part: Path) -> None:

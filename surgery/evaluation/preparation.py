@@ -90,16 +90,16 @@ class Prepared:
             raise SurgeryError.at(
                 out, f"its report has another {', '.join(changed)}; choose another --out or say --overwrite"
             )
-        lost = [name for name in old["tasks"] if name not in {task.name for task in tasks.all}]
-        lost += [
+        missing = [name for name in old["tasks"] if name not in {task.name for task in tasks.all}]
+        missing += [
             f"row {row['name']}"
             for row in old["rows"]
             if row["role"] != "variant" and row["sha256"] not in {r.checkpoint.sha256 for r in rows}
         ]
-        if lost:
+        if missing:
             raise SurgeryError.at(
                 out,
-                f"its report has {', '.join(lost)}, which the new one would not; choose another --out or say "
+                f"its report has {', '.join(missing)}, which the new one would not; choose another --out or say "
                 "--overwrite",
             )
 
@@ -126,8 +126,8 @@ def prepare(request: EvaluationRequest, progress: Progress, conversations: Conve
     first = checkpoints[0]
     answers = partial(conversations, first, tokenizer, settings)
     tasks = build_tasks(settings, tokenizer, first.reader.config, progress, answers)
-    named = next((row for row in rows if row.role == "checkpoint"), rows[0])
-    out = request.out or _default_out(named)
+    main_row = next((row for row in rows if row.role == "checkpoint"), rows[0])
+    out = request.out or _default_out(main_row)
     for row in rows:
         refuse_inside(row.checkpoint.reader.source, out)
     return Prepared(settings, rows, tokenizer, tasks, out)

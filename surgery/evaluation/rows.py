@@ -91,7 +91,7 @@ def plan_variants(
 ) -> tuple[list[ModelRow], list[str]]:
     """Rows of cheap baselines, and notes on those that there are not.
 
-    Quantised caches, and those of engines, have the bytes that they have. Pooled heads and windows are made to hold at
+    Quantized caches, and those of engines, have the bytes that they have. Pooled heads and windows are made to hold at
     most as many bytes at ``context`` as each of the ``ratios`` (of the checkpoints next to them) allows.
     """
     ratios = [ratio for ratio in dict.fromkeys(ratios) if 0 < ratio < 1] or list(RATIOS)

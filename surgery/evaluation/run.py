@@ -63,12 +63,12 @@ def evaluate(request: EvaluationRequest, progress: Progress) -> Evaluation:
     with ExitStack() as alone:
         store = processes.from_main(lambda: _opened_store(prepared, request, alone, progress.note))
         report = _measured(prepared, request, store, processes, progress, device)
-        written = []
+        paths = []
         if request.writes and processes.is_main:
             from surgery.evaluation.output import write_report  # brings matplotlib
 
-            written = write_report(report, prepared.out)
-    return Evaluation(report, prepared.out, processes.is_main, written)
+            paths = write_report(report, prepared.out)
+    return Evaluation(report, prepared.out, processes.is_main, paths)
 
 
 def _measured(
@@ -162,8 +162,8 @@ class _RowRunner:
         stored = self._session.processes.from_main(lambda: {name: self._store.get(key) for name, key in keys.items()})
         missing = [task for task in self._tasks.all if stored[task.name] is None]
         if len(missing) < len(stored):
-            done = [name for name in stored if stored[name] is not None]
-            self._session.progress.note(f"  measured before: {', '.join(done)}")
+            names = [name for name in stored if stored[name] is not None]
+            self._session.progress.note(f"  measured before: {', '.join(names)}")
         if missing:
             self.measured += 1
             comparing = [task for task in missing if self._compares(row, task)]

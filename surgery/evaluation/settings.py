@@ -136,8 +136,10 @@ class EvalSettings(FileSettings):
             if task not in TASKS and not (task.startswith(HARNESS) and task != HARNESS):
                 if notice := removal(f"tasks {task}"):
                     raise SurgeryError(f"task {task} {notice}")
-                known = [*TASKS, f"{HARNESS}<task>"]
-                raise SurgeryError(f"unknown task {task!r}: choose of {', '.join(known)}{did_you_mean(task, known)}")
+                choices = [*TASKS, f"{HARNESS}<task>"]
+                raise SurgeryError(
+                    f"unknown task {task!r}: choose of {', '.join(choices)}{did_you_mean(task, choices)}"
+                )
         if any(not 0 <= depth <= 100 for depth in self.needle_depths) or not self.needle_depths:
             raise SurgeryError("needle_depths are percent of the context, from 0 to 100, at least one")
         if self.length < 4:

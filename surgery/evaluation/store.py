@@ -110,8 +110,8 @@ class ResultStore:
         recorded, is_report = self._marked().get("files") or {}, _is_report(self.folder / document)
         for name in names:
             path = self.folder / name
-            known = unfinished or is_unchanged(path, recorded[name]) if name in recorded else is_report
-            if os.path.lexists(path) and not known:
+            is_owned = unfinished or is_unchanged(path, recorded[name]) if name in recorded else is_report
+            if os.path.lexists(path) and not is_owned:
                 raise SurgeryError.at(path, "was not written by surgery, or edited since; move it away")
 
     def record_files(self, paths: Iterable[Path]) -> None:

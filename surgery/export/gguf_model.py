@@ -2,7 +2,7 @@
 
 Stock MLA is its ``deepseek2`` in the absorbed form, one KV head as wide as latent and rotary dimensions, with the
 up-projection split in ``attn_k_b`` (transposed) and ``attn_v_b``. Llamas are its ``llama``, or ``deci`` where layers
-have different numbers of KV heads; both rotate neighbouring numbers, so rows of queries and keys are permuted.
+have different numbers of KV heads; both rotate neighboring numbers, so rows of queries and keys are permuted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from surgery.architectures.decilm import feed_forward_width
-from surgery.architectures.neutral_norm import OLD_SCALE, recognised_norm
+from surgery.architectures.neutral_norm import OLD_SCALE, recognized_norm
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.gguf_model import IN_LAYER, OUTSIDE, QK_NORMS, llama3_factors
 from surgery.common.errors import SurgeryError
@@ -66,8 +66,8 @@ class GGUFModel:
         model, config = cls(reader), reader.config
         kind = config.get("model_type")
         if kind not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
-            raise SurgeryError.at(reader.path, f"a {kind} checkpoint is not exported (those are: {known})")
+            choices = ", ".join(ARCHITECTURES)
+            raise SurgeryError.at(reader.path, f"a {kind} checkpoint is not exported (those are: {choices})")
         if model.rope.get("rope_type", "default") not in ("default", "llama3"):
             raise SurgeryError.at(reader.path, f"RoPE type {model.rope['rope_type']!r} is not exported")
         if config.get("mlp_bias"):
@@ -181,7 +181,7 @@ class GGUFModel:
         if part not in LAYER_NAMES:
             raise SurgeryError.at(self.reader.path, f"{name} has no place in llama.cpp's {self.architecture}")
         if self.architecture != "deepseek2" and part in ("self_attn.q_proj", "self_attn.k_proj"):
-            read = partial(self._neighbouring, read)
+            read = partial(self._neighboring, read)
         new = f"blk.{layer}.{LAYER_NAMES[part]}.{kind}"
         yield GGUFTensor(new, tuple(info.shape), info.dtype, read, self._is_tiny(layer, part))
 
@@ -189,11 +189,11 @@ class GGUFModel:
         """Return whether a tensor makes latents as small as earlier versions wrote them."""
         if part != "self_attn.kv_a_proj_with_mqa":
             return False
-        norm = recognised_norm(self.reader.tensor(f"model.layers.{layer}.self_attn.kv_a_layernorm.weight"), None)
+        norm = recognized_norm(self.reader.tensor(f"model.layers.{layer}.self_attn.kv_a_layernorm.weight"), None)
         return norm is not None and norm.scale == OLD_SCALE
 
-    def _neighbouring(self, read: Callable[[], Tensor]) -> Tensor:
-        """Rows of each head from half-split pairs to neighbouring ones."""
+    def _neighboring(self, read: Callable[[], Tensor]) -> Tensor:
+        """Rows of each head from half-split pairs to neighboring ones."""
         tensor = read()
         rows = tensor.unflatten(0, (-1, self._head_dim))
         return rows[:, interleaving(self._head_dim)].flatten(0, 1)

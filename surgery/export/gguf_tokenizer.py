@@ -122,14 +122,14 @@ def _pre_tokenizer(path: Path, document: dict[str, Any]) -> str:
 
 def _tokens(path: Path, document: dict[str, Any], vocabulary: int) -> tuple[list[str], list[int]]:
     added = {token["id"]: token for token in document.get("added_tokens", [])}
-    known = {number: token for token, number in document["model"]["vocab"].items()}
-    known |= {number: token["content"] for number, token in added.items()}
-    if max(known) >= vocabulary:
-        raise SurgeryError.at(path, f"has a token {max(known)}, the model {vocabulary:,} of them")
-    types = [UNUSED if number not in known else NORMAL for number in range(vocabulary)]
+    vocab = {number: token for token, number in document["model"]["vocab"].items()}
+    vocab |= {number: token["content"] for number, token in added.items()}
+    if max(vocab) >= vocabulary:
+        raise SurgeryError.at(path, f"has a token {max(vocab)}, the model {vocabulary:,} of them")
+    types = [UNUSED if number not in vocab else NORMAL for number in range(vocabulary)]
     for number, token in added.items():
         types[number] = CONTROL if token.get("special") else USER_DEFINED
-    return [known.get(number, f"[PAD{number}]") for number in range(vocabulary)], types
+    return [vocab.get(number, f"[PAD{number}]") for number in range(vocabulary)], types
 
 
 def _adds_first_token(document: dict[str, Any]) -> bool:

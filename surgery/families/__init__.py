@@ -84,7 +84,7 @@ def family_of(config: dict) -> Family:
     """The family of a parsed config.json.
 
     Raises:
-        SurgeryError: an unknown model type, or weights that are quantised.
+        SurgeryError: an unknown model type, or weights that are quantized.
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES and model_type in LATENT_FAMILIES:
@@ -99,7 +99,7 @@ def latent_family_of(config: dict) -> LatentFamily:
     """The family of MLA models of a parsed config.json.
 
     Raises:
-        SurgeryError: an unknown model type, or weights that are quantised.
+        SurgeryError: an unknown model type, or weights that are quantized.
     """
     return _lookup(config, LATENT_FAMILIES)
 
@@ -108,7 +108,7 @@ def any_family_of(config: dict) -> Family:
     """The family of a parsed config.json, of keys and values of heads or of MLA models.
 
     Raises:
-        SurgeryError: an unknown model type, or weights that are quantised.
+        SurgeryError: an unknown model type, or weights that are quantized.
     """
     return _lookup(config, {**FAMILIES, **LATENT_FAMILIES})
 
@@ -129,13 +129,13 @@ def _lookup(config: dict, families: Mapping[str, Family]) -> Family:
         raise SurgeryError(
             f"config.json: model_type {model_type!r} is not supported (supported: {', '.join(families)})"
         )
-    if quantised := config.get("quantization_config"):
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
-        remedy = "convert the unquantised checkpoint instead"
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
+        remedy = "convert the unquantized checkpoint instead"
         if method == "mxfp4":  # which is all that gpt-oss is published in
             remedy = (
                 "load them in transformers with quantization_config=Mxfp4Config(dequantize=True) and dtype bfloat16, "
                 "save_pretrained(folder, save_original_format=False), and convert that"
             )
-        raise SurgeryError(f"config.json: the weights are quantised ({method}); {remedy}")
+        raise SurgeryError(f"config.json: the weights are quantized ({method}); {remedy}")
     return families[model_type]

@@ -56,7 +56,7 @@ class HeadNorm:
         return gain[..., 0].expand(x.shape[:-1]) if self.joint else gain
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalised head vectors [..., heads, d]."""
+        """Normalized head vectors [..., heads, d]."""
         return x * self.gain(x)[..., None] * self.weight
 
 
@@ -98,9 +98,9 @@ class LayerAnatomy:
         """Factors on mixed values, [..., H, e], of inputs ``x`` [..., D]; None without a gate."""
         return None if self.gate is None else _heads(x, self.gate, self.gate_bias).sigmoid()
 
-    def gated(self, mixed: Tensor, x: Tensor) -> Tensor:
+    def gated(self, attn_output: Tensor, x: Tensor) -> Tensor:
         """Return the input of the output projection, [..., H, e]: attention values times the gate, if there is one."""
-        return mixed if self.gate is None else mixed * self.open_gate(x)
+        return attn_output if self.gate is None else attn_output * self.open_gate(x)
 
     def to(self, *args, **kwargs) -> Self:
         """A copy with every tensor but ``inv_freq`` and ``order`` moved or cast, as :meth:`torch.Tensor.to`."""

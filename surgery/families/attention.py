@@ -77,9 +77,9 @@ def attention_weights(anatomy: AttentionAnatomy, projection: Projection) -> Tens
     return anatomy.softmax.weights(q @ k.mT, visible)
 
 
-def output(anatomy: LayerAnatomy, mixed: Tensor, inputs: Tensor) -> Tensor:
+def output(anatomy: LayerAnatomy, attn_output: Tensor, inputs: Tensor) -> Tensor:
     """The output projection [B, T, D] of mixed values [B, T, H, e], whose gate is opened by the inputs [B, T, D]."""
-    return nn.functional.linear(anatomy.gated(mixed, inputs).flatten(2), anatomy.o.flatten(1), anatomy.o_bias)
+    return nn.functional.linear(anatomy.gated(attn_output, inputs).flatten(2), anatomy.o.flatten(1), anatomy.o_bias)
 
 
 class CapturedAttention(nn.Module):

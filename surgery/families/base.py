@@ -87,7 +87,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Family:
-    """Model family: how it names, biases, rotates, scales, normalises and masks its attention, and what is around it.
+    """Model family: how it names, biases, rotates, scales, normalizes and masks its attention, and what is around it.
 
     All families here keep ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` apart under ``model.layers.N.self_attn``,
     or are read as if they did (``renamed``, :mod:`surgery.families.fused`).
@@ -110,7 +110,7 @@ class Family:
         rotates: whether a layer rotates at all.
         partial: whether its class rotates only the part of a head that ``partial_rotary_factor`` says.
         axes: whether its rotary pairs turn by positions of several axes, which are equal in text.
-        interleaved: whether rotary pairs are neighbours, (2 i, 2 i + 1), in the checkpoint.
+        interleaved: whether rotary pairs are neighbors, (2 i, 2 i + 1), in the checkpoint.
         norm_offset: what is added to the weights of its RMS norms as they are stored (1.0 for Gemma).
         layer_norm: whether the norms around its attention are LayerNorms.
         norm_eps: what its config calls the eps of these.
@@ -158,7 +158,7 @@ class Family:
 
         Raises:
             SurgeryError: one is missing, or one is there that the family does not know (fused projections,
-                quantisation scales, another norm): converting around it would be wrong in silence.
+                quantization scales, another norm): converting around it would be wrong in silence.
         """
         prefix = ATTENTION_PREFIX.format(layer=layer)
         names = [name for name in reader.names() if name.startswith(prefix)]
@@ -171,9 +171,9 @@ class Family:
         if self.sinks:
             required.add("sinks")
         optional = {"q_norm.weight", "k_norm.weight"} if self.qk_norm is None else set()
-        known = required | optional | {f"{p}_proj.bias" for p in "qkvo"}
+        allowed_names = required | optional | {f"{p}_proj.bias" for p in "qkvo"}
         present = {name.removeprefix(prefix) for name in names}
-        if unknown := sorted(present - known - {"rotary_emb.inv_freq"}):
+        if unknown := sorted(present - allowed_names - {"rotary_emb.inv_freq"}):
             raise SurgeryError(
                 f"{prefix}{unknown[0]}: a tensor that attention of family {self.model_type!r} does not have"
             )

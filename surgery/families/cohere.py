@@ -1,4 +1,4 @@
-"""Command R and Command R7B/A: LayerNorms, attention and feed-forward side by side, neighbouring rotary pairs.
+"""Command R and Command R7B/A: LayerNorms, attention and feed-forward side by side, neighboring rotary pairs.
 
 In the second version only layers with a window rotate.
 """

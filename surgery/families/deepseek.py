@@ -3,6 +3,6 @@
 from surgery.families.latent_family import LatentFamily, first_dense, mla_scale
 
 DEEPSEEK_V2 = LatentFamily(
-    model_type="deepseek_v2", scale=mla_scale, neighbours=lambda config: True, experts=True, expert_layers=first_dense
+    model_type="deepseek_v2", scale=mla_scale, neighbors=lambda config: True, experts=True, expert_layers=first_dense
 )
 DEEPSEEK_V3 = LatentFamily(model_type="deepseek_v3", scale=mla_scale, experts=True, expert_layers=first_dense)

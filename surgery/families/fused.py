@@ -41,15 +41,15 @@ def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
     windowed, partial = window < limit, rope["partial_rotary_factor"] != 1.0
     if windowed and partial:
         raise SurgeryError("config.json: phi3 with a sliding window that rotates a part of each head is not supported")
-    named = ("mistral", "Mistral") if windowed else ("glm4_moe", "Glm4Moe") if partial else ("llama", "Llama")
+    names = ("mistral", "Mistral") if windowed else ("glm4_moe", "Glm4Moe") if partial else ("llama", "Llama")
     fields = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
         "max_position_embeddings initializer_range use_cache bos_token_id eos_token_id dtype torch_dtype "
         "attention_dropout"
     )
     return {
-        "architectures": [f"{named[1]}ForCausalLM"],
-        "model_type": named[0],
+        "architectures": [f"{names[1]}ForCausalLM"],
+        "model_type": names[0],
         **{name: config[name] for name in fields.split() if name in config},
         "pad_token_id": config.get("pad_token_id"),
         "rms_norm_eps": config.get("rms_norm_eps", 1e-5),

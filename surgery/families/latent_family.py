@@ -32,11 +32,11 @@ class LatentFamily(Family):
     """A family whose attention is MLA under DeepSeek's names.
 
     Attributes:
-        neighbours: whether rotary pairs are neighbours, (2 i, 2 i + 1), in the checkpoint, by its config.
+        neighbors: whether rotary pairs are neighbors, (2 i, 2 i + 1), in the checkpoint, by its config.
         inside: the vision-language model type in which alone transformers' auto classes load it, if there is one.
     """
 
-    neighbours: Callable[[object], bool] = lambda config: bool(config.rope_interleave)
+    neighbors: Callable[[object], bool] = lambda config: bool(config.rope_interleave)
     inside: str | None = None
 
     def shape(self, config) -> tuple[int, int, int]:
@@ -51,8 +51,8 @@ class LatentFamily(Family):
         required = {f"{module}.weight" for module in (DOWN, NORM, UP, "o_proj")}
         dense, low_rank = {"q_proj.weight"}, {"q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"}
         required |= low_rank if reader.config.get("q_lora_rank") is not None else dense
-        known = required | {f"{module}.bias" for module in (DOWN, "q_a_proj", "o_proj")}
-        if unknown := sorted(present - known - {"rotary_emb.inv_freq"}):
+        allowed_names = required | {f"{module}.bias" for module in (DOWN, "q_a_proj", "o_proj")}
+        if unknown := sorted(present - allowed_names - {"rotary_emb.inv_freq"}):
             raise SurgeryError(f"{prefix}{unknown[0]}: a tensor that MLA of family {self.model_type!r} does not have")
         if missing := sorted(required - present):
             raise SurgeryError(f"{prefix}{missing[0]}: missing from the checkpoint")
@@ -108,7 +108,7 @@ class LatentFamily(Family):
         partial = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0  # of whole heads
         width = rope + config.qk_nope_head_dim if partial else rope
         inv_freq, factor = rope_frequencies(config, width, kinds=(*STATIC_ROPE_TYPES, "longrope"))
-        return Rotation(inv_freq, factor, half_split_order(rope, rope, interleaved=self.neighbours(config)))
+        return Rotation(inv_freq, factor, half_split_order(rope, rope, interleaved=self.neighbors(config)))
 
 
 def mla_scale(config) -> float:

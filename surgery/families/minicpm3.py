@@ -12,7 +12,7 @@ def _residual_scale(single, config, layer: int) -> None:
 MINICPM3 = LatentFamily(
     model_type="minicpm3",
     scale=mla_scale,
-    neighbours=lambda config: False,
+    neighbors=lambda config: False,
     embedding_scale=lambda config: config.scale_emb,
     expert_layers=_residual_scale,
 )

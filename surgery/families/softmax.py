@@ -45,7 +45,7 @@ class Softmax:
         """The cap's derivative where :meth:`logits` gave these, [...]."""
         return 1 - (logits / self.softcap).square()
 
-    def normalised(self, logits: Tensor) -> Tensor:
+    def normalized(self, logits: Tensor) -> Tensor:
         """Weights [..., H, T, S] of logits, those of keys that are not seen -inf; a row and its sink sum to 1."""
         if self.sinks is None:
             return logits.softmax(-1)
@@ -55,7 +55,7 @@ class Softmax:
     def weights(self, products: Tensor, mask: Tensor) -> Tensor:
         """Weights [..., H, T, S] of products; ``mask`` [..., T, S] is true where a key is seen, or added to logits."""
         logits = self.logits(products)
-        return self.normalised(logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask)
+        return self.normalized(logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Mixed values [B, H, T, e] of queries [B, H, T, d] over keys and values [B, G, S, ·].
@@ -67,10 +67,10 @@ class Softmax:
         if self.plain:
             # The fused kernels want keys and values of one width; without them this takes five times as long.
             v = pad(v, (0, max(0, k.shape[-1] - width)))
-            mixed = scaled_dot_product_attention(
+            attn_output = scaled_dot_product_attention(
                 q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=groups != heads
             )
-            return mixed[..., :width]
+            return attn_output[..., :width]
         if mask is None:
             mask = causal_mask(q.shape[2], k.shape[2], None, q.device)
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))

@@ -43,4 +43,4 @@ def attention_rows(call: AttentionCall, rows: LongTensor, keys: LongTensor | Non
     else:
         mask = call.mask[:, :, rows][..., places]
     scores = call.softmax.logits(scores).masked_fill_(~mask, torch.finfo(torch.float32).min)
-    return call.softmax.normalised(scores).masked_fill_(~mask, 0)  # also of queries that see none of the keys
+    return call.softmax.normalized(scores).masked_fill_(~mask, 0)  # also of queries that see none of the keys

@@ -93,11 +93,11 @@ def train_gates(session: ScoringSession, objective: GateObjective, batch: int | 
             optimizer.step()
             objective.finish(step)
             advance()
-            done = step + 1
-            if done % KEPT_EVERY == 0 or done == steps:
-                session.journal.put(key, _everything(objective, optimizer, losses, done))
-            if done % -(-steps // REPORTS) == 0:
-                line = f"{objective.name}: step {done} of {steps}, loss {losses[step]:.4g}"
+            steps_done = step + 1
+            if steps_done % KEPT_EVERY == 0 or steps_done == steps:
+                session.journal.put(key, _everything(objective, optimizer, losses, steps_done))
+            if steps_done % -(-steps // REPORTS) == 0:
+                line = f"{objective.name}: step {steps_done} of {steps}, loss {losses[step]:.4g}"
                 session.progress.note(f"{line}, mean gate {objective.mean_gate():.3f}")
     tenth = -(-steps // 10)
     return {
@@ -147,14 +147,14 @@ def _average(
 
 
 def _everything(
-    objective: GateObjective, optimizer: torch.optim.Optimizer, losses: Tensor, done: int
+    objective: GateObjective, optimizer: torch.optim.Optimizer, losses: Tensor, steps_done: int
 ) -> dict[str, Tensor]:
     moments = {
         f"adam.{index}.{name}": torch.as_tensor(value)
         for index, entry in optimizer.state_dict()["state"].items()
         for name, value in entry.items()
     }
-    return {**objective.state(), **moments, "losses": losses, "done": torch.tensor(done)}
+    return {**objective.state(), **moments, "losses": losses, "done": torch.tensor(steps_done)}
 
 
 def _restore(

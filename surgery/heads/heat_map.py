@@ -17,12 +17,12 @@ OUTLINED = 0.25
 
 
 def head_map(pattern: HeadPattern) -> Figure:
-    """Draw a pattern, coloured by score from its least to its greatest, which stand above it."""
+    """Draw a pattern, colored by score from its least to its greatest, which stand above it."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
     from matplotlib.ticker import MaxNLocator
 
-    from surgery.eval.report.heat_maps import COLOURS, LIMIT_COLOUR
+    from surgery.eval.report.heat_maps import COLORS, LIMIT_COLOR
     from surgery.eval.report.plots import WIDTH
     from surgery.eval.report.style import INK, MUTED, PAPER, label, styled
 
@@ -34,10 +34,10 @@ def head_map(pattern: HeadPattern) -> Figure:
         least, greatest = scores.min().item(), scores.max().item()
         values = (scores - least) / (greatest - least or 1.0)
         edges = [(torch.arange(size + 1) - 0.5).numpy() for size in (pattern.kv_heads, pattern.layers)]
-        style = {"cmap": COLOURS, "vmin": 0, "vmax": 1, "edgecolor": PAPER}
+        style = {"cmap": COLORS, "vmin": 0, "vmax": 1, "edgecolor": PAPER}
         mesh = ax.pcolormesh(*edges, values.numpy(), **style, linewidth=0.8 if pattern.layers <= 16 else 0.3)
         for layer, head in pattern.full_heads(OUTLINED).nonzero().tolist():
-            inset = {"fill": False, "edgecolor": LIMIT_COLOUR, "linewidth": 1.4}
+            inset = {"fill": False, "edgecolor": LIMIT_COLOR, "linewidth": 1.4}
             ax.add_patch(Rectangle((head - 0.44, layer - 0.44), 0.88, 0.88, **inset))
         ax.set(title=label(pattern.method), xlabel="KV head", ylabel="layer", ylim=(pattern.layers - 0.5, -0.5))
         ax.set_title(f"{least:.3g} to {greatest:.3g}", loc="right", fontsize=8, fontweight="normal", color=MUTED)

@@ -144,7 +144,9 @@ class Journal:
             "sha256": _digest(self._entries, self._facts),
             "tensors": {key: list(tensors) for key, tensors in self._entries.items()},
         }
-        tensors = {f"{key}/{name}": tensor for key, named in self._entries.items() for name, tensor in named.items()}
+        tensors = {
+            f"{key}/{name}": tensor for key, entries in self._entries.items() for name, tensor in entries.items()
+        }
         with written_whole(self._path) as part:
             part.write_bytes(save(tensors, {HEADER: json.dumps(header)}))
 
@@ -156,8 +158,8 @@ class Journal:
 def _digest(entries: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> str:
     """SHA-256 over all that is kept."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for key, named in sorted(entries.items()):
-        for name, tensor in sorted(named.items()):
+    for key, tensors in sorted(entries.items()):
+        for name, tensor in sorted(tensors.items()):
             digest.update(f"\n{json.dumps([key, name])} {describe(tensor)} ".encode())
             digest.update(as_bytes(tensor).numpy())
     return digest.hexdigest()

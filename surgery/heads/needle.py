@@ -86,5 +86,5 @@ def _copies(session: ScoringSession, reader: LogitReader, needles: NeedleSet, ro
         if right[numbers == fact].mean() > ANSWERED
     ]
     empty = copies.new_zeros(0, 2, session.layers, heads)
-    copied, looked = (torch.stack(rows_of_copies) if rows_of_copies else empty).unbind(1)
-    return copied, looked
+    copied, masses = (torch.stack(rows_of_copies) if rows_of_copies else empty).unbind(1)
+    return copied, masses

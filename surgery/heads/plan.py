@@ -99,12 +99,12 @@ def compile_plan(
             break
         full = more
     streaming = [(layer, heads) for layer, whole in enumerate(units) for heads in whole if not full[layer, heads[0]]]
-    chosen = torch.zeros_like(full)
+    compensated_heads = torch.zeros_like(full)
     if compensated:
         streaming.sort(key=lambda unit: (-max(float(scores[unit[0], head]) for head in unit[1]), unit))
         for layer, heads in streaming[: round(compensated * len(streaming))]:
-            chosen[layer, list(heads)] = True
-    return HeadPlan(full, chosen, sinks, recent)
+            compensated_heads[layer, list(heads)] = True
+    return HeadPlan(full, compensated_heads, sinks, recent)
 
 
 def _in_bundles(scores: Tensor, units: Units, multiple: int) -> list[list[tuple[int, tuple[int, ...]]]]:

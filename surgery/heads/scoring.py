@@ -194,7 +194,7 @@ def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
     if any(entry.streams for entry in entries):
         raise SurgeryError(f"{name}: some of its heads stream already; score its source")
     if config.get("kv_cache"):
-        raise SurgeryError(f"{name}: its KV cache is quantised; score its source")
+        raise SurgeryError(f"{name}: its KV cache is quantized; score its source")
     if not config.get("attention_layers") and config.get("model_type") not in FUSED:
         family_of(config)  # others may cap their logits or have sinks of their own, which scorers would leave out
     loaded = load_config(checkpoint.reader.path)

@@ -144,10 +144,10 @@ class StreamingAttention(nn.Module):
             streams = self.streams[:, None, None].to(keys.device)
             key, value = (torch.where(streams, tokens.read(part), part) for part in (keys, values))
             call, full = replace(call, key=key, value=value), partial(_quantized_output, cache)
-        mixed = mixed_output(call, self.streams, self.sinks, self.recent, self.compensated, full)
-        return output(anatomy, mixed, hidden_states), None
+        attn_output = mixed_output(call, self.streams, self.sinks, self.recent, self.compensated, full)
+        return output(anatomy, attn_output, hidden_states), None
 
 
 def _quantized_output(cache: QuantizedKVLayer, call: AttentionCall) -> Tensor:
-    """Return the attention output [B, T, H, v] with keys and values quantised as in decoding."""
+    """Return the attention output [B, T, H, v] with keys and values quantized as in decoding."""
     return read_quantized(cache, call.softmax, call.query, call.key, call.value)

@@ -282,8 +282,8 @@ def healed_already(request: HealRequest) -> bool:
         if expected.teacher is not None:
             same = same and recorded["teacher_sha256"] == CheckpointReader.open(expected.teacher).fingerprint()
         same = same and recorded["processes"] == count_processes(request.processes, request.launcher)
-        known = plain(HealSettings().to_dict()) | recorded["settings"]
-        same = same and _but_places(known) == _but_places(plain(expected.to_dict()))
+        settings = plain(HealSettings().to_dict()) | recorded["settings"]
+        same = same and _but_places(settings) == _but_places(plain(expected.to_dict()))
     except (OSError, ValueError, KeyError):
         same = False
     if not same:
@@ -331,14 +331,14 @@ def _quality(
     if request.measure is None:
         return []
     rows = {"converted": settings.student, "healed": str(trained)}
-    chosen = EvalSettings(
+    eval_settings = EvalSettings(
         **{"tasks": ("loss", "recall"), "decoded": 0, "variants": (), "device": settings.device, **request.measure}
     )
     evaluation = EvaluationRequest(
         tuple(f"{name}={path}" for name, path in rows.items()),
         None if settings.teacher is None else f"source={settings.teacher}",
         work / EVALUATION,
-        chosen,
+        eval_settings,
         command=request.command,
         overwrite=True,
     )

@@ -30,10 +30,10 @@ def find_source(converted: CheckpointReader) -> Path:
         for place in _places(converted.source, source):
             if CheckpointReader.open(place).fingerprint() == source["sha256"]:
                 return place
-    named = " or ".join(f"{source['path']} (sha256 {source['sha256'][:12]}...)" for source in reversed(sources))
+    origins = " or ".join(f"{source['path']} (sha256 {source['sha256'][:12]}...)" for source in reversed(sources))
     raise SurgeryError.at(
         converted.path,
-        f"was made from {named}, which is neither next to it nor in the working folder. name a teacher",
+        f"was made from {origins}, which is neither next to it nor in the working folder. name a teacher",
     )
 
 

@@ -3,7 +3,7 @@
 transformers offers `eager`, `sdpa`, FlashAttention, flex attention, functions that users register, and kernels of the
 hub. Only the first two take any mask and any width, which conversions need: FlashAttention knows causal masks alone.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from torch import nn

@@ -1,6 +1,6 @@
 """Parts that the attention modules of the model class share.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from collections.abc import Callable
@@ -139,9 +139,9 @@ class ConvertedAttention:
         return whole
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
 
-    def connect(self, decoder: nn.Module, handed_on: dict[int, torch.Tensor]) -> None:
+    def connect(self, decoder: nn.Module, shared_latents: dict[int, torch.Tensor]) -> None:
         """Take what the layers of a decoder share: its rotary embedding, and latents that are read across layers."""
 
 
@@ -179,7 +179,7 @@ def project_queries(module: nn.Module, hidden_states: torch.Tensor) -> tuple[tor
     query, gate = module.q_proj(hidden_states).unflatten(-1, (module.num_heads, -1)), None
     if module.config.model_type in OUTPUT_GATES:
         query, gate = query.chunk(2, dim=-1)
-    return normalise_heads(module.q_norm, query), gate
+    return normalize_heads(module.q_norm, query), gate
 
 
 def scaled_by_position(
@@ -204,16 +204,16 @@ def scaled_by_position(
 
 def places_in_cache(module: nn.Module, hidden_states: torch.Tensor, cache: Cache | None) -> torch.Tensor:
     """Return the cache positions of the tokens [B, T, D], [1, T], padding counted, for families that pass on none."""
-    seen = 0 if cache is None else cache.get_seq_length(module.layer_idx)
-    return torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + seen
+    past_length = 0 if cache is None else cache.get_seq_length(module.layer_idx)
+    return torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + past_length
 
 
-def gated(mixed: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+def gated(attn_output: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
     """Return the output projection's input, [B, T, H, d]: attention values times their gate, if any."""
-    return mixed if gate is None else mixed * gate.sigmoid()
+    return attn_output if gate is None else attn_output * gate.sigmoid()
 
 
-def normalise_heads(norm: nn.Module | None, heads: torch.Tensor, at: int = -2) -> torch.Tensor:
+def normalize_heads(norm: nn.Module | None, heads: torch.Tensor, at: int = -2) -> torch.Tensor:
     """Heads [..., H, d] through a family's norm of each head, or of all heads together; themselves without one.
 
     `at` is the dimension of the heads.
@@ -249,7 +249,7 @@ def _named(cls: type[nn.Module]) -> tuple[type[nn.Module], ...]:
     return (own, *_named(family))
 
 
-def _unpickled(*named: type[nn.Module]) -> nn.Module:
+def _unpickled(*classes: type[nn.Module]) -> nn.Module:
     """An empty instance of a class that pickle cannot find by name."""
-    cls = reduce(lambda family, own: family_attention_class(own, family), reversed(named))
+    cls = reduce(lambda family, own: family_attention_class(own, family), reversed(classes))
     return cls.__new__(cls)

@@ -4,7 +4,7 @@ Text has three equal positions. Of a picture's tokens they differ, and the dista
 of theirs. So attention that rotates keys when it reads them has to know the positions of all tokens: they are kept with
 the cache, once for all layers, from the first call on that gives three.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 import torch
@@ -64,25 +64,25 @@ class AxisDecoder(FamilyDecoder):
 
 
 def _positions(
-    given: torch.Tensor | None, cache: Cache | None, batch: int, tokens: int, device: torch.device
+    position_ids: torch.Tensor | None, cache: Cache | None, batch: int, tokens: int, device: torch.device
 ) -> torch.Tensor | None:
     """Return the positions of all tokens, [3, B, S]; None where no call has given any of several axes.
 
     Tokens that came without positions are at their places in the cache.
     """
-    known = getattr(cache, "axis_positions", None)
-    if known is None and (given is None or given.ndim == 2):
+    cached = getattr(cache, "axis_positions", None)
+    if cached is None and (position_ids is None or position_ids.ndim == 2):
         return None
-    seen = 0 if cache is None else cache.get_seq_length()
-    if known is None:
-        known = torch.arange(seen, device=device, dtype=torch.int32).expand(AXES, batch, -1)
-    if known.shape[-1] != seen or known.device != device:
-        known = known[..., :seen].to(device)
-    if given is None:
-        given = torch.arange(seen, seen + tokens, device=device)
+    past_length = 0 if cache is None else cache.get_seq_length()
+    if cached is None:
+        cached = torch.arange(past_length, device=device, dtype=torch.int32).expand(AXES, batch, -1)
+    if cached.shape[-1] != past_length or cached.device != device:
+        cached = cached[..., :past_length].to(device)
+    if position_ids is None:
+        position_ids = torch.arange(past_length, past_length + tokens, device=device)
     # Before positions of the axes there may be one that masks are made of.
-    new = given[-AXES:] if given.ndim == 3 else given
-    return append(known, new.to(known).expand(AXES, batch, -1), dim=-1)
+    new = position_ids[-AXES:] if position_ids.ndim == 3 else position_ids
+    return append(cached, new.to(cached).expand(AXES, batch, -1), dim=-1)
 
 
 def decoder_class(family: str) -> type[FamilyDecoder]:

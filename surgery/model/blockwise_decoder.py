@@ -4,7 +4,7 @@ What is stored of a token exists only when it has left the last layer of its gro
 that end where blocks of the cache end, whatever it is given: one pass over all, a prompt in chunks, and decoding token
 by token are the same function of the text.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class BlockwiseDecoder(nn.Module):
         if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
             raise ValueError("layers that share a cache need an attention mask [batch, tokens], not a prepared one")
         kwargs.pop("return_dict", None)
-        given = input_ids if input_ids is not None else inputs_embeds
-        first, stop = cache.get_seq_length(), cache.get_seq_length() + given.shape[1]
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        first, stop = cache.get_seq_length(), cache.get_seq_length() + inputs.shape[1]
         mask = attention_mask
         # Without padding, no mask; a step of decoding does not wait for the device to find that out.
-        if mask is not None and given.shape[1] > 1 and mask.all():
+        if mask is not None and inputs.shape[1] > 1 and mask.all():
             mask = None
         # Only dtype and device matter to the embedding of positions.
-        like = torch.empty(0, dtype=self.embed_tokens.weight.dtype, device=given.device)
+        like = torch.empty(0, dtype=self.embed_tokens.weight.dtype, device=inputs.device)
         states, layers = [], []
         for start, end in pairwise(self._boundaries(first, stop)):
             piece = slice(start - first, end - first)
-            positions = torch.arange(end, device=given.device)[None]
+            positions = torch.arange(end, device=inputs.device)[None]
             embeddings = rotary_of(self)(like, position_ids=positions)
             learned = position_ids is not None and hasattr(self, "embed_positions")
             output = super().forward(
@@ -142,8 +142,8 @@ class BlockwiseDecoder(nn.Module):
         Raises:
             ValueError: a cache of another kind.
         """
-        layers, held = self.cache_layers(), cache.layers
-        if len(held) == len(layers) and all(map(_alike, held, layers)):
+        layers, cached = self.cache_layers(), cache.layers
+        if len(cached) == len(layers) and all(map(_alike, cached, layers)):
             return
         if type(cache) is not DynamicCache or cache.offloading or not is_empty(cache):
             raise ValueError(
@@ -153,7 +153,7 @@ class BlockwiseDecoder(nn.Module):
         cache.layers, cache.layer_class_to_replicate = layers, None
 
 
-def _alike(held: CacheLayerMixin, wanted: CacheLayerMixin) -> bool:
-    if not isinstance(wanted, GroupLayer):
-        return type(held) is type(wanted)
-    return type(held) is GroupLayer and held.settings() == wanted.settings()
+def _alike(layer: CacheLayerMixin, expected: CacheLayerMixin) -> bool:
+    if not isinstance(expected, GroupLayer):
+        return type(layer) is type(expected)
+    return type(layer) is GroupLayer and layer.settings() == expected.settings()

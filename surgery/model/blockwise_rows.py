@@ -10,7 +10,7 @@ shared keys are dequantized, and rotated by their position within the block alon
 
 Shapes: B batch, T new tokens, S tokens in the cache, n tokens of a block, r rank, ρ width of the shared key.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class BlockwiseRows:
     """Reads the rows of one layer."""
 
     def __init__(self, latent_runs: Runs, rope_runs: Runs, inv_freq: Tensor) -> None:
-        """`inv_freq`: [ρ/2], of the shared key's pairs of neighbouring channels."""
+        """`inv_freq`: [ρ/2], of the shared key's pairs of neighboring channels."""
         self._rank = TokenFormat(latent_runs).channels
         self._latent = _Section(latent_runs, 0)
         self._rope = _Section(rope_runs, TokenFormat(latent_runs).row_bytes)
@@ -166,15 +166,15 @@ class _RunningSoftmax:
 
     def add(self, scores: Tensor, values: Tensor) -> None:
         """Take scores [B, H, T, n], finite, of values [B, n, d]."""
-        highest = scores.amax(-1, keepdim=True)
+        m_i = scores.amax(-1, keepdim=True)
         if self._highest is not None:
-            highest = torch.maximum(highest, self._highest)
-        weights = (scores - highest).exp_()
-        total, out = weights.sum(-1, keepdim=True), (weights.flatten(1, 2) @ values).unflatten(1, scores.shape[1:3])
+            m_i = torch.maximum(m_i, self._highest)
+        weights = (scores - m_i).exp_()
+        l_i, acc = weights.sum(-1, keepdim=True), (weights.flatten(1, 2) @ values).unflatten(1, scores.shape[1:3])
         if self._highest is not None:
-            shrunk = (self._highest - highest).exp_()
-            total, out = total.addcmul_(self._total, shrunk), out.addcmul_(self._out, shrunk)
-        self._highest, self._total, self._out = highest, total, out
+            alpha = (self._highest - m_i).exp_()
+            l_i, acc = l_i.addcmul_(self._total, alpha), acc.addcmul_(self._out, alpha)
+        self._highest, self._total, self._out = m_i, l_i, acc
 
     def result(self) -> Tensor:
         """Return the weighted sums [B, H, T, d]."""
@@ -196,10 +196,10 @@ def _memory(batch: int, tokens: int, row_bytes: int, width: int) -> tuple[Tensor
     """Values [batch, tokens, width] fp32 and codes [batch, tokens, row_bytes] uint8, in memory of this thread."""
     parts = []
     for name, dtype, last in (("values", torch.float32, width), ("codes", torch.uint8, row_bytes)):
-        size, held = batch * tokens * last, getattr(_workspace, name, None)
-        if held is None or held.numel() < size:
+        size, buffer = batch * tokens * last, getattr(_workspace, name, None)
+        if buffer is None or buffer.numel() < size:
             with torch.inference_mode(False):  # else no later call outside that mode could write to it
-                held = torch.empty(size, dtype=dtype)
-            setattr(_workspace, name, held)
-        parts.append(held[:size].view(batch, tokens, last))
+                buffer = torch.empty(size, dtype=dtype)
+            setattr(_workspace, name, buffer)
+        parts.append(buffer[:size].view(batch, tokens, last))
     return parts[0], parts[1]

@@ -3,7 +3,7 @@
 The forwards of this package call it `cache` and take either. Whoever calls a family's forward, or reads what it
 returned, goes by `CACHE`: older versions let `cache` pass unread, and newer ones will stop taking the old name.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 import functools

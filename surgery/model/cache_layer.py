@@ -4,7 +4,7 @@ And how a decoder comes to use them: hooks see every call of it, of the causal m
 alone. Without a cache to keep (`use_cache=False`) the decoder gets one for that call only, because attention must read
 what the cache would give.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class CompactLayer(CacheLayerMixin):
         """Bytes that the layer will hold after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
         raise NotImplementedError
 
-    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
-        """Bytes after each `update` by which `new` tokens enter after `seen`, its results included.
+    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
+        """Bytes after each `update` by which `new` tokens enter after `past_length`, its results included.
 
         `cached` is the `CachedLayer` of an empty layer, see `cache_prediction`.
         """
@@ -133,8 +133,8 @@ def adopt(cache: Cache | None, layers: list[CompactLayer]) -> Cache:
         return Cache(layers=layers)
     if isinstance(cache, Cache) and not cache.offloading:
         # A cache may make its layers when they are needed.
-        held = cache.layers or [cache.layer_class_to_replicate()] * len(layers)
-        if len(held) == len(layers) and all(map(_alike, held, layers)):
+        cached = cache.layers or [cache.layer_class_to_replicate()] * len(layers)
+        if len(cached) == len(layers) and all(map(_alike, cached, layers)):
             return cache
         if type(cache) is DynamicCache and is_empty(cache):
             cache.layers, cache.layer_class_to_replicate = layers, None
@@ -158,9 +158,9 @@ def own_cache(decoder: nn.Module, call: Call, layers: list[CompactLayer]) -> Cac
     Raises:
         ValueError: the call comes with a cache of another kind.
     """
-    kept = keeps_cache(decoder, call)
+    keeps = keeps_cache(decoder, call)
     cache = call[CACHE] = adopt(call.get(CACHE), layers)
-    cache.temporary = not kept
+    cache.temporary = not keeps
     return cache
 
 
@@ -195,5 +195,5 @@ def _without_temporary_cache(module: nn.Module, args: tuple, call: Call, output:
     return type(output)(**{name: part for name, part in output.items() if part is not cache})
 
 
-def _alike(layer: Any, wanted: CompactLayer) -> bool:
-    return type(layer) is type(wanted) and layer.settings() == wanted.settings()
+def _alike(layer: Any, expected: CompactLayer) -> bool:
+    return type(layer) is type(expected) and layer.settings() == expected.settings()

@@ -2,7 +2,7 @@
 
 Closed forms, so that a budget can be judged before a model runs; measurements must agree with them.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -47,38 +47,38 @@ class CachedLayer:
         # A full window keeps one token less than a query sees, its own.
         return self.token_bytes * (min(tokens, self.layer.sliding_window - 1) if self.layer.is_sliding else tokens)
 
-    def updates(self, seen: int, new: int) -> Iterator[int]:
+    def updates(self, past_length: int, new: int) -> Iterator[int]:
         """Bytes after each `update` by which a pass over `new` tokens enters, what it returned included."""
         layer = self.layer
         if isinstance(layer, CompactLayer):
-            yield from layer.updates(self, seen, new)
+            yield from layer.updates(self, past_length, new)
         elif layer.is_sliding:
             # Keys and values are returned as they stand in the storage that the window is then a view of.
-            yield self.held(seen) + self.token_bytes * new
+            yield self.held(past_length) + self.token_bytes * new
         else:
-            yield self.held(seen + new)
+            yield self.held(past_length + new)
 
 
 def peak_bytes(layers: list[CachedLayer], prompt: int, chunk: int, steps: int) -> int:
     """The most that the cache and what `update` returned take together, see `SurgeryForCausalLM.kv_peak_bytes`."""
     ends = [*range(chunk, prompt, chunk), *range(prompt, prompt + steps + 1)]
-    peak, seen = 0, 0
+    peak, past_length = 0, 0
     before = [layer.held(0) for layer in layers]
     for end in ends:
         after = [layer.held(end) for layer in layers]
         others = sum(before)
         for layer, old, new in zip(layers, before, after, strict=True):
             others -= old
-            peak = max(peak, *(others + live for live in layer.updates(seen, end - seen)))
+            peak = max(peak, *(others + live for live in layer.updates(past_length, end - past_length)))
             others += new
-        before, seen = after, end
+        before, past_length = after, end
     return peak
 
 
-def seen_entries(tokens: int, most: int | None = None) -> int:
-    """Keys that the queries of a text of `tokens` tokens see in one head, added up: all earlier ones, or `most`."""
-    most = tokens if most is None else min(tokens, most)
-    return most * (most + 1) // 2 + (tokens - most) * most
+def seen_entries(tokens: int, limit: int | None = None) -> int:
+    """Keys that the queries of a text of `tokens` tokens see in one head, added up: all earlier ones, or `limit`."""
+    limit = tokens if limit is None else min(tokens, limit)
+    return limit * (limit + 1) // 2 + (tokens - limit) * limit
 
 
 def footprint(tokens: int, heads: int, windows: list[list[tuple[int, int | None, bool]]]) -> float:
@@ -92,7 +92,7 @@ def footprint(tokens: int, heads: int, windows: list[list[tuple[int, int | None,
     """
     total = 0
     for layer in windows:
-        for number, most, compensated in layer:
-            extra = max(0, tokens - most) if compensated else 0
-            total += number * (seen_entries(tokens, most) + extra)
+        for number, limit, compensated in layer:
+            extra = max(0, tokens - limit) if compensated else 0
+            total += number * (seen_entries(tokens, limit) + extra)
     return total / (len(windows) * heads * seen_entries(tokens))

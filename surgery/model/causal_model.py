@@ -2,7 +2,7 @@
 
 Everything around the attention (embeddings, norms, MLPs, experts) is the source family's own code.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
     def quantization_aware(self) -> bool:
         """Setting by which training reads what a cache of `kv_cache` gives back, with gradients as of the exact values.
 
-        Off unless it is set. Evaluation always reads it; without `kv_cache` nothing is quantised and this stays off.
+        Off unless it is set. Evaluation always reads it; without `kv_cache` nothing is quantized and this stays off.
         """
         return self.model.quantization_aware
 
@@ -113,15 +113,15 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
 
     def kv_layer_bytes(self, batch: int, tokens: int) -> list[int]:
         """Return the bytes of every layer by itself; layers that share a cache have none of their own."""
-        held = iter([layer.held(tokens) for layer in self._cached_layers(batch)])
-        return [0 if getattr(layer, "self_attn", None) is None else next(held) for layer in self.model.layers]
+        layer_bytes = iter([layer.held(tokens) for layer in self._cached_layers(batch)])
+        return [0 if getattr(layer, "self_attn", None) is None else next(layer_bytes) for layer in self.model.layers]
 
     def kv_peak_bytes(self, batch: int, prompt: int, chunk: int, steps: int) -> int:
         """The most bytes that keys and values will take while a prompt is read and continued, in the model's dtype.
 
         Looked at after every call of a cache layer's `update` (of a hybrid layer's parts: `full.update`, and then
         `streaming.update` for each piece): what the whole cache holds at that moment, and of the tensors that this call
-        returned those that share no storage with it, such as dequantised tokens, or the window and the new tokens that
+        returned those that share no storage with it, such as dequantized tokens, or the window and the new tokens that
         attention reads together. The means of dropped tokens that attention takes of a compensated layer next are in
         its hands then, and count. Left out are the new tokens before they are cached, and what attention makes of what
         it was given, such as keys and values rebuilt from latents.
@@ -203,8 +203,8 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
             **{CACHE: cache},
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, slice_indices, :])
         if (factor := logit_factor(self.config)) != 1.0:
             logits = logits * factor
         if (cap := logit_cap(self.config)) is not None:

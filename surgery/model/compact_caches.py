@@ -1,6 +1,6 @@
 """The cache layers of a model that keeps something else than plain keys and values of all tokens.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from functools import partial
@@ -54,7 +54,7 @@ def use_layers(
 ) -> None:
     """Have a call of the decoder read and fill the layers that the configuration asks for.
 
-    Training reads exact tokens, or with `aware` what a quantised cache gives back. `padded`: whether layers read how
+    Training reads exact tokens, or with `aware` what a quantized cache gives back. `padded`: whether layers read how
     many tokens of padding each row starts with.
     """
     kept_as = config.attention_layers, config.kv_cache if aware or not training else None, aware

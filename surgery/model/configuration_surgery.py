@@ -1,6 +1,6 @@
 """Configuration of a causal language model whose attention was converted.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from dataclasses import fields
@@ -49,9 +49,9 @@ class SurgeryConfig(PreTrainedConfig):
             One entry per layer; `None` leaves that layer's stock attention as it is. A dictionary holds the `kind` of
             the attention and the fields of its dataclass in `parts.KINDS`, which says what they are.
         kv_cache (`dict | list[dict | None]`, *optional*):
-            Has every layer keep its cache quantised: `format` (int8, int4, int3, int2 or fp8), `group` and `window`
+            Has every layer keep its cache quantized: `format` (int8, int4, int3, int2 or fp8), `group` and `window`
             (int) as in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
-            tokens of a `"channel"` or the channels of a `"token"`. What streams is quantised token by token, in
+            tokens of a `"channel"` or the channels of a `"token"`. What streams is quantized token by token, in
             `streaming_format` if that is given. The first `sinks` (int) tokens stay exact, and rotated keys of
             `"latent"` layers, and of a base model that is MLA, are in `rope_format`, a format or `"exact"`, if these
             are given. With `clip` (bool) the ranges of keys, or of latents in their place, leave the least squared
@@ -97,13 +97,13 @@ class SurgeryConfig(PreTrainedConfig):
         return self.kv_cache[layer] if isinstance(self.kv_cache, list) else self.kv_cache
 
     def streaming_codes(self, layer: int = 0) -> Any:
-        """The `TokenCodes` by which `kv_cache` quantises a layer's streaming heads; None where they are exact.
+        """The `TokenCodes` by which `kv_cache` quantizes a layer's streaming heads; None where they are exact.
 
         Raises:
             ValueError: `kv_cache` says what is impossible.
         """
-        said = self.kv_cache_of(layer)
-        return said and part("token_codes").TokenCodes.of(said)
+        kv_cache = self.kv_cache_of(layer)
+        return kv_cache and part("token_codes").TokenCodes.of(kv_cache)
 
     def quantized_layer(self, layer: int = 0) -> Any:
         """A new `QuantizedKVLayer` as `kv_cache` and `attention_layers` say; None where the layer's cache is exact.
@@ -111,15 +111,15 @@ class SurgeryConfig(PreTrainedConfig):
         Raises:
             ValueError: `kv_cache` says what is impossible.
         """
-        said = self.kv_cache_of(layer)
-        if said is None:
+        kv_cache = self.kv_cache_of(layer)
+        if kv_cache is None:
             return None
         entry = entry_of(self.attention_layers and self.attention_layers[layer])
         latent = entry.has_rope_part or (entry.kind is None and caches_latents(self))
-        rope_format = said.get("rope_format") if latent else None
-        whole = (said[name] for name in ("format", "group", "window", "keys"))
+        rope_format = kv_cache.get("rope_format") if latent else None
+        whole = (kv_cache[name] for name in ("format", "group", "window", "keys"))
         quantized = part("quantized_cache").QuantizedKVLayer
-        return quantized(*whole, said.get("sinks", 0), rope_format, entry.codes or (), said.get("clip", False))
+        return quantized(*whole, kv_cache.get("sinks", 0), rope_format, entry.codes or (), kv_cache.get("clip", False))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -200,11 +200,11 @@ def _check_kv_cache(config: PreTrainedConfig) -> None:
     if isinstance(config.kv_cache, list) and len(config.kv_cache) != layers:
         raise ValueError(f"kv_cache has {len(config.kv_cache)} entries for {layers} layers")
     for layer in range(layers):
-        said = config.kv_cache_of(layer)
-        if said is None:
+        kv_cache = config.kv_cache_of(layer)
+        if kv_cache is None:
             continue
-        if set(said) - _KV_CACHE_OPTIONS != {"format", "group", "window", "keys"}:
-            raise ValueError(f"kv_cache has keys {sorted(said)}, not format, group, keys, window")
+        if set(kv_cache) - _KV_CACHE_OPTIONS != {"format", "group", "window", "keys"}:
+            raise ValueError(f"kv_cache has keys {sorted(kv_cache)}, not format, group, keys, window")
         if loaded("quantized_cache"):
             SurgeryConfig.quantized_layer(config, layer)
             SurgeryConfig.streaming_codes(config, layer)
@@ -215,8 +215,8 @@ def without_attention(config: dict[str, Any]) -> dict[str, Any]:
 
     The caller chooses the attention: a file that does could name a kernel of the hub, which is code that would run.
     """
-    kept = {name: value for name, value in config.items() if name not in _ATTENTION_FIELDS}
-    return {name: without_attention(value) if isinstance(value, dict) else value for name, value in kept.items()}
+    values = {name: value for name, value in config.items() if name not in _ATTENTION_FIELDS}
+    return {name: without_attention(value) if isinstance(value, dict) else value for name, value in values.items()}
 
 
 __all__ = ["SurgeryConfig"]

@@ -1,6 +1,6 @@
 """Configuration of a vision-language model whose language model has converted attention.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from typing import Any, ClassVar

@@ -1,6 +1,6 @@
 """Converted attention and its cache in a family's decoder, whatever model it is in.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from functools import partial
@@ -112,19 +112,19 @@ def convert_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
 
 def _connect(decoder: nn.Module) -> None:
     """Give the attention modules what they share: the rotary embedding, and latents that are read across layers."""
-    handed_on: dict[int, torch.Tensor] = {}
+    shared_latents: dict[int, torch.Tensor] = {}
     attentions = [layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")]
     for attention in attentions:
         if isinstance(attention, ConvertedAttention):
-            attention.connect(decoder, handed_on)
+            attention.connect(decoder, shared_latents)
     if any(getattr(attention, "hands_on", False) for attention in attentions):
-        decoder.register_forward_hook(partial(_forget, handed_on))
+        decoder.register_forward_hook(partial(_forget, shared_latents))
 
 
-def _forget(handed_on: dict[int, torch.Tensor], decoder: nn.Module, args: tuple, output: Any) -> None:
+def _forget(shared_latents: dict[int, torch.Tensor], decoder: nn.Module, args: tuple, output: Any) -> None:
     """Drops latents that the cache has; a backward pass that computes layers again needs them here."""
     if not (decoder.training and decoder.is_gradient_checkpointing):
-        handed_on.clear()
+        shared_latents.clear()
 
 
 def cache_layers(config: SurgeryConfig, *, training: bool = False, aware: bool = False) -> list[CompactLayer] | None:
@@ -141,7 +141,7 @@ def _quantizes(config: SurgeryConfig, *, training: bool, aware: bool) -> bool:
 def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call: Call) -> None:
     """Refuse what a call of the decoder asks for in vain, and see to its documents and its cache.
 
-    `compact`: whether layers keep something else than keys and values of all tokens, quantised or not.
+    `compact`: whether layers keep something else than keys and values of all tokens, quantized or not.
     """
     implementation = decoder.config._attn_implementation
     check_attention(config, implementation, family_flash=decoder._supports_flash_attn)

@@ -8,7 +8,7 @@ a row does not change.
 Shapes: B batch, T new tokens, K keys that are read, H query heads, G KV heads, d head_dim, D hidden size, n = 2Gd
 elements of a token, r rank.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import Accelerated, attend, begin_as, normalise_heads
+from .attention_functions import Accelerated, attend, begin_as, normalize_heads
 from .cache_argument import takes_cache
 from .cross_layer_entry import GroupEntry
 from .group_cache import GroupLayer, Reading
@@ -106,7 +106,7 @@ class SharedBasis(GroupMember):
         self.basis_up = nn.Parameter(torch.empty(width, self.entry.rank))
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
         init.normal_(self.basis_down, std=self.config.initializer_range)
         init.normal_(self.basis_up, std=self.config.initializer_range)
 
@@ -134,7 +134,7 @@ class CrossLayerAttention(SharedBasis):
         self.rotary: tuple[nn.Module, ...] = ()
         self._add_basis(self.width)
 
-    def connect(self, decoder: nn.Module, handed_on: dict[int, torch.Tensor]) -> None:
+    def connect(self, decoder: nn.Module, shared_latents: dict[int, torch.Tensor]) -> None:
         """Take the rotary embedding."""
         connect_rotary(self, decoder)
 
@@ -181,20 +181,20 @@ class CrossLayerAttention(SharedBasis):
     def _query(self, hidden_states: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Queries [B, H, T, d] of the newest tokens [B, T, D], rotated to the last of the positions."""
         query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
-        query = normalise_heads(self.q_norm, query)
+        query = normalize_heads(self.q_norm, query)
         cos, sin = (each[:, -hidden_states.shape[1] :] for each in embeddings)
         return self.rotate(query.transpose(1, 2), cos, sin)
 
     def _key_value(
         self, tokens: torch.Tensor, biases: tuple[torch.Tensor | None, torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys, normalised and not yet rotated, and values [B, G, K, d] of tokens [B, 1, K, n] and biases [G·d]."""
+        """Keys, normalized and not yet rotated, and values [B, G, K, d] of tokens [B, 1, K, n] and biases [G·d]."""
         parts = []
         for part, bias in zip(tokens.squeeze(1).chunk(2, dim=-1), biases, strict=True):
             part = part if bias is None else part + bias
             parts.append(part.unflatten(-1, (self.num_kv_heads, self.head_dim)))
         key, value = parts
-        return normalise_heads(self.k_norm, key).transpose(1, 2), value.transpose(1, 2)
+        return normalize_heads(self.k_norm, key).transpose(1, 2), value.transpose(1, 2)
 
 
 class PromptBasisAttention(CrossLayerAttention):
@@ -236,7 +236,7 @@ class MergedPairAttention(CrossLayerAttention):
 def _unbiased(projection: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """[B, T, D] through a projection without its bias, and the bias; None where it has none.
 
-    Where something wraps the projection or hooks into its call (adapters, offloading, sharding, quantised weights), it
+    Where something wraps the projection or hooks into its call (adapters, offloading, sharding, quantized weights), it
     is called, once: the bias is then what becomes of a zero token behind the others, and taking it off rounds.
     """
     if projection.bias is None:

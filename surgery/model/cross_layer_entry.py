@@ -2,7 +2,7 @@
 
 Places count from 0 in each group, so that a slice of a model between groups is described by the same entries.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class GroupEntry(LayerEntry):
         if len(blocks) > 1:
             return f"groups with blocks of {sorted(map(str, blocks))} tokens cannot run together"
         if config.kv_cache is not None:
-            return "layers that share a cache cannot quantise it, leave kv_cache out"
+            return "layers that share a cache cannot quantize it, leave kv_cache out"
         if any(entry.streams or entry.has_window for entry in entries):
             return "layers that share a cache cannot stand beside streaming ones or exact windows"
         return None

@@ -3,7 +3,7 @@
 A token is the layer's latent as `kv_down` gives it, or of a family's own MLA as its norm does; the rotated key, and the
 inverse rms of a key norm, are cached by each layer as they are, of every token.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CrossLayerLatentAttention(LatentMember, LatentAttention):
         self._join_group(entry)
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
         LatentAttention.initialize_weights(self)
         LatentMember.initialize_weights(self)
 

@@ -2,7 +2,7 @@
 
 See `packed_rows` for how a model learns of documents.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DocumentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Run the attention; with `documents`, on each of them alone.
 
-        A call that is quantisation-aware and comes without a cache, as gradient checkpointing makes it, gets one.
+        A call that is quantization-aware and comes without a cache, as gradient checkpointing makes it, gets one.
         """
         aware = kwargs.pop("quantization_aware", False)
         if documents is None:
@@ -46,18 +46,18 @@ class DocumentAttention(nn.Module):
         batch, length = hidden_states.shape[:2]
         rows = [slice(None)] if len(documents) == 1 else [slice(row, row + 1) for row in range(batch)]
         outputs, weights = [], []
-        handed_on = getattr(self, "handed_on", None)
+        shared_latents = getattr(self, "shared_latents", None)
         for row, spans in zip(rows, documents, strict=True):
             for span in spans:
-                if handed_on is not None:  # layers share latents of the same document
-                    self.handed_on = handed_on.setdefault((row.start, span.start), {})
+                if shared_latents is not None:  # layers share latents of the same document
+                    self.shared_latents = shared_latents.setdefault((row.start, span.start), {})
                 call = self._of_document(row, span, kwargs)
                 call[CACHE] = self._new_cache(aware)
                 out, own = super().forward(hidden_states[row, span], *args, **call)
                 outputs.append(out)
                 weights.append(own if own is None else pad(own, (span.start, length - span.stop)))
-        if handed_on is not None:
-            self.handed_on = handed_on
+        if shared_latents is not None:
+            self.shared_latents = shared_latents
         return _joined(outputs, documents, 1), None if weights[0] is None else _joined(weights, documents, 2)
 
     def _new_cache(self, aware: bool) -> Cache:

@@ -20,7 +20,7 @@ class ExactWindowLayer(CompactLayer):
     """The cache of one layer.
 
     Attributes:
-        latents: those of all tokens [B, 1, S, r], plain or quantised.
+        latents: those of all tokens [B, 1, S, r], plain or quantized.
         exact: the `sinks` first and `window` - 1 last tokens' exact numbers.
     """
 
@@ -48,12 +48,12 @@ class ExactWindowLayer(CompactLayer):
         size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": 0, "dtype": dtype}
         return self.latents.predicted_bytes(tokens, **size) + batch * heads * exact * dtype.itemsize
 
-    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
-        """Bytes after an update, which copies exact tokens, and latents where they are dequantised."""
-        exact = exact_window_tokens(*self.exact.settings(), seen) + new
-        latents = 0 if type(self.latents) is PlainLayer else seen + new
+    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
+        """Bytes after an update, which copies exact tokens, and latents where they are dequantized."""
+        exact = exact_window_tokens(*self.exact.settings(), past_length) + new
+        latents = 0 if type(self.latents) is PlainLayer else past_length + new
         read = latents * cached.key_dim + exact * cached.value_dim
-        yield cached.held(seen + new) + cached.batch * cached.heads * read * cached.dtype.itemsize
+        yield cached.held(past_length + new) + cached.batch * cached.heads * read * cached.dtype.itemsize
 
     @property
     def padding(self) -> LeftPadding | None:

@@ -11,7 +11,7 @@ pairs of one frequency by complex factors. Conversions write such weights; weigh
 Shapes: B batch, T new tokens, S tokens in the cache, H query heads, K heads that are expanded, d head_dim, v its width
 in values, r kv_lora_rank, ρ width of the shared RoPE key.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations

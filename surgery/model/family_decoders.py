@@ -5,7 +5,7 @@ their decoders have `embed_tokens`, `layers` and `norm`, their layers `input_lay
 `q_proj`, `k_proj`, `v_proj` and `o_proj`; what they compute is the family's own code. Layers of Granite 4 hand
 `position_ids` on to their attention.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from typing import ClassVar
@@ -182,9 +182,9 @@ class PlacedDecoder(FamilyDecoder):
     ):
         """Run the family's decoder."""
         if position_ids is None:
-            given = input_ids if input_ids is not None else kwargs["inputs_embeds"]
-            seen = 0 if cache is None else cache.get_seq_length()
-            position_ids = torch.arange(given.shape[1], device=given.device)[None] + seen
+            inputs = input_ids if input_ids is not None else kwargs["inputs_embeds"]
+            past_length = 0 if cache is None else cache.get_seq_length()
+            position_ids = torch.arange(inputs.shape[1], device=inputs.device)[None] + past_length
         kwargs |= {"position_ids": position_ids, "token_positions": position_ids, CACHE: cache}
         return super().forward(input_ids=input_ids, **kwargs)
 

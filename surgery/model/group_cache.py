@@ -7,7 +7,7 @@ of the text alone, whatever pieces the text comes in, as long as no piece reache
 
 Shapes: B batch, T new tokens, S tokens in all, n elements of a token in one layer, W layers of a group.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class GroupLayer(CompactLayer):
         if self.block is not None and stop > start + self.block:
             raise ValueError(f"{queries} tokens from position {self.seen} on reach over a block of {self.block}")
         rebuilt_stop = min(start, stop - self.window)
-        kept = min(self.seen, self.sinks)
+        sinks = min(self.seen, self.sinks)
         exact = torch.cat(
-            [torch.arange(kept, device=device), torch.arange(self._tail_start(self.seen), stop, device=device)]
+            [torch.arange(sinks, device=device), torch.arange(self._tail_start(self.seen), stop, device=device)]
         )
         return Reading(
             self.seen, queries, start, self.sinks, self.window, (min(self.sinks, rebuilt_stop), rebuilt_stop), exact
@@ -152,10 +152,10 @@ class GroupLayer(CompactLayer):
             tokens = self.keys if self._passing is None else self._passing
             self.store.write(self.place, encode(tokens[..., -length:, :]))
         if self._passing is not None:
-            tokens, (kept, tail) = self._passing, self._kept
-            exact = torch.cat([tokens[..., :kept, :], tokens[..., tokens.shape[-2] - tail :, :]], dim=-2)
-            most = self.reserved if self.block is None else self.sinks + self.window + self.block
-            self.keys, self._passing = refill(self.keys, exact, most=most), None
+            tokens, (sinks, tail) = self._passing, self._kept
+            exact = torch.cat([tokens[..., :sinks, :], tokens[..., tokens.shape[-2] - tail :, :]], dim=-2)
+            max_tokens = self.reserved if self.block is None else self.sinks + self.window + self.block
+            self.keys, self._passing = refill(self.keys, exact, max_size=max_tokens), None
 
     def predicted_bytes(
         self,
@@ -216,9 +216,9 @@ class GroupLayer(CompactLayer):
         """Sinks and later tokens that stay exact after `seen`."""
         return min(self.seen, self.sinks), self.seen - self._tail_start(self.seen)
 
-    def _tail_start(self, seen: int) -> int:
-        """The first position behind the sinks whose token a query at position `seen` or later reads exactly."""
-        return max(min(seen, self.sinks), min(self._block_start(seen), seen - self.window + 1))
+    def _tail_start(self, length: int) -> int:
+        """The first position behind the sinks whose token a query at position `length` or later reads exactly."""
+        return max(min(length, self.sinks), min(self._block_start(length), length - self.window + 1))
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.is_initialized:
@@ -229,5 +229,5 @@ class GroupLayer(CompactLayer):
 
 def exact_tokens(tokens: int, block: int, sinks: int, window: int) -> int:
     """Exact tokens that each `GroupLayer` keeps after `tokens` tokens, between two forward passes."""
-    kept = min(tokens, sinks)
-    return kept + tokens - max(kept, min(tokens // block * block, tokens - window + 1))
+    sink_tokens = min(tokens, sinks)
+    return sink_tokens + tokens - max(sink_tokens, min(tokens // block * block, tokens - window + 1))

@@ -2,7 +2,7 @@
 
 Shapes: B batch, S tokens stored, W layers of the group, n elements of a token in one layer (its keys, then its values).
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class GroupStore:
             raise ValueError(f"layer {place} of a group wrote its tokens where layer {len(self._pending)} was expected")
         self._pending.append(tokens)
         if len(self._pending) == self.layers:
-            written, self._pending = self._pending, []
-            self._encode(written)
+            pending, self._pending = self._pending, []
+            self._encode(pending)
 
     def read(self, place: int, start: int, stop: int) -> Tensor:
         """Positions `start` to `stop` - 1 for the layer at `place`, [B, 1, stop - start, ·]."""
@@ -143,8 +143,8 @@ class PromptBasis(GroupStore):
     def numbers(self, tokens: int, width: int) -> int:
         """Codes of each token, and the two bases; a rank cannot exceed what it is the rank of."""
         total = 0
-        for side, wanted in ((self.key_width, self.key_rank), (width - self.key_width, self.value_rank)):
-            total += min(wanted, tokens, self.layers * side) * (tokens + self.layers * side)
+        for side, rank in ((self.key_width, self.key_rank), (width - self.key_width, self.value_rank)):
+            total += min(rank, tokens, self.layers * side) * (tokens + self.layers * side)
         return total
 
     def read(self, place: int, start: int, stop: int) -> Tensor:

@@ -1,6 +1,6 @@
 """The family's own attention with a number of KV heads of its own, so that layers may differ.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 import copy

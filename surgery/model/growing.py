@@ -8,7 +8,7 @@ The room to spare is as much as is filled, but no less than 16 entries and no mo
 Copying the cache once in 256 steps takes less than a hundredth of the time in which attention reads it; more room would
 take memory that the cache is there to save.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -38,40 +38,42 @@ class _Room:
     filled: int
 
 
-def append(held: Tensor | None, new: Tensor, dim: int = -2, *, capacity: int = 0, most: int | None = None) -> Tensor:
-    """Return `held` and behind it `new`, along a negative dimension; in the memory of `held` if there is room.
+def append(
+    stored: Tensor | None, new: Tensor, dim: int = -2, *, capacity: int = 0, max_size: int | None = None
+) -> Tensor:
+    """Return `stored` and after it `new`, along a negative dimension; in the memory of `stored` if there is room.
 
     Args:
         capacity: entries to have memory for, if it has to be allocated.
-        most: entries that there will ever be, if that is known.
+        max_size: entries that there will ever be, if that is known.
     """
-    if held is None:
-        held = new.narrow(dim, 0, 0)
-    first, size = held.shape[dim], held.shape[dim] + new.shape[dim]
-    room: _Room | None = getattr(held, _ROOM, None)
-    if _needs_copy(held, new):
-        return torch.cat([held, new], dim=dim)
+    if stored is None:
+        stored = new.narrow(dim, 0, 0)
+    first, size = stored.shape[dim], stored.shape[dim] + new.shape[dim]
+    room: _Room | None = getattr(stored, _ROOM, None)
+    if _needs_copy(stored, new):
+        return torch.cat([stored, new], dim=dim)
     if room is None or room.filled != first or size > room.buffer.shape[dim] or not _writable(room, new, dim):
         if capacity < size:
             capacity = size + min(max(size, LEAST_ROOM), MOST_ROOM)
-            capacity = capacity if most is None else min(capacity, max(most, size))
+            capacity = capacity if max_size is None else min(capacity, max(max_size, size))
         shape = list(new.shape)
         shape[dim] = capacity
-        buffer = new.new_empty(shape, dtype=torch.promote_types(held.dtype, new.dtype))
-        buffer.narrow(dim, 0, first).copy_(held)
+        buffer = new.new_empty(shape, dtype=torch.promote_types(stored.dtype, new.dtype))
+        buffer.narrow(dim, 0, first).copy_(stored)
         room = _Room(buffer, first)
     room.buffer.narrow(dim, first, new.shape[dim]).copy_(new)
     return _filled(room, dim, size)
 
 
-def refill(held: Tensor | None, new: Tensor, dim: int = -2, *, most: int) -> Tensor:
-    """Return a copy of `new`, in the memory of `held` if that is large enough; they must not overlap.
+def refill(stored: Tensor | None, new: Tensor, dim: int = -2, *, max_size: int) -> Tensor:
+    """Return a copy of `new`, in the memory of `stored` if that is large enough; they must not overlap.
 
-    `most`: entries that there will ever be.
+    `max_size`: entries that there will ever be.
     """
-    room: _Room | None = getattr(held, _ROOM, None)
+    room: _Room | None = getattr(stored, _ROOM, None)
     if room is None or new.shape[dim] > room.buffer.shape[dim] or _needs_copy(new) or not _writable(room, new, dim):
-        return append(None, new, dim, most=most)
+        return append(None, new, dim, max_size=max_size)
     room.buffer.narrow(dim, 0, new.shape[dim]).copy_(new)
     return _filled(room, dim, new.shape[dim])
 

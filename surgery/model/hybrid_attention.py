@@ -4,7 +4,7 @@ See `hybrid_cache` for what a streaming and a compensated head sees, and for the
 
 Shapes: B batch, T new tokens, S tokens in the cache, H query heads, G KV heads, d head_dim, D hidden size.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from typing import Any
@@ -73,16 +73,16 @@ class HybridAttention(Accelerated, GroupedAttention):
         new = HybridLayer(PlainLayer(), StreamingLayer(self.sinks, self.recent, self.compensated_heads))
         layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
         if self.kernel is not None:
-            mixed = self.kernel(self, query, key, value, layer)
-            if mixed is not None:
-                return self.o_proj(mixed.reshape(batch, num_tokens, -1)), None
+            attn_output = self.kernel(self, query, key, value, layer)
+            if attn_output is not None:
+                return self.o_proj(attn_output.reshape(batch, num_tokens, -1)), None
         full = self.full_heads
         out, weights = [], None
         if full:
-            kept = layer.full.update(key[:, :full], value[:, :full])
-            of_full, weights = attend(self, self._queries(query, 0, full), *kept, attention_mask, **kwargs)
+            full_states = layer.full.update(key[:, :full], value[:, :full])
+            of_full, weights = attend(self, self._queries(query, 0, full), *full_states, attention_mask, **kwargs)
             out.append(of_full)
-            del kept
+            del full_states
         if full < self.num_kv_heads:
             weights = None
             out.append(self._streamed(query, key[:, full:], value[:, full:], layer.streaming, **kwargs))
@@ -103,14 +103,14 @@ class HybridAttention(Accelerated, GroupedAttention):
             heads = []
             if plain := compensated - self.full_heads:
                 mask = visible_mask(self, piece.visible, query.dtype)
-                kept = piece.keys[:, :plain], piece.values[:, :plain]
+                states = piece.keys[:, :plain], piece.values[:, :plain]
                 heads.append(
-                    attend(self, self._queries(queries, self.full_heads, compensated), *kept, mask, **kwargs)[0]
+                    attend(self, self._queries(queries, self.full_heads, compensated), *states, mask, **kwargs)[0]
                 )
             if self.compensated_heads:
-                kept = piece.keys[:, plain:], piece.values[:, plain:]
+                states = piece.keys[:, plain:], piece.values[:, plain:]
                 of_these = self._queries(queries, compensated, self.num_kv_heads)
-                heads.append(self._compensated(of_these, *kept, piece.visible, layer.take_dropped(), **kwargs))
+                heads.append(self._compensated(of_these, *states, piece.visible, layer.take_dropped(), **kwargs))
             out.append(torch.cat(heads, dim=2))
         return torch.cat(out, dim=1)
 

@@ -8,7 +8,7 @@ with that mask, a prefill in any chunks and decoding are one function.
 A compensated head sees one pair more: the means of the keys and of the values that the query no longer sees, with the
 logarithm of their number added to the logit (Tang et al., RazorAttention, arXiv:2407.15891, section 3.3).
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 class StreamingLayer(SinkWindowLayer):
     """Sinks and a window of all heads that stream, as `SinkWindowLayer` keeps them, and sums of what it dropped.
 
-    With `codes` (`TokenCodes`) each token is quantised when it comes and read quantised from then on, in the pass that
+    With `codes` (`TokenCodes`) each token is quantized when it comes and read quantized from then on, in the pass that
     brings it as well; `keys` and `sink_keys` are then codes of keys and values, `values` and `sink_values` what scales
     them.
 
@@ -85,7 +85,7 @@ class StreamingLayer(SinkWindowLayer):
         self._dropped: Dropped | None = None
 
     def settings(self) -> tuple:
-        """Sinks, recent, how many heads are compensated, and how tokens are quantised."""
+        """Sinks, recent, how many heads are compensated, and how tokens are quantized."""
         return self.sinks, self.recent, self.compensated, self.codes and self.codes.settings()
 
     def predicted_bytes(
@@ -100,10 +100,10 @@ class StreamingLayer(SinkWindowLayer):
             token = self.codes.token_bytes(key_dim, dtype) + self.codes.token_bytes(value_dim, dtype)
         return batch * (heads * self.kept(tokens) * token + self.mean_bytes(key_dim, value_dim, dtype))
 
-    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
+    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
         """Bytes after the update of each piece."""
-        for first in range(seen, seen + new, self.piece):
-            last = min(first + self.piece, seen + new)
+        for first in range(past_length, past_length + new, self.piece):
+            last = min(first + self.piece, past_length + new)
             means = cached.batch * self.mean_bytes(cached.key_dim, cached.value_dim, cached.dtype)
             read = cached.token_bytes * (self.kept(first) + last - first) + means * (last - first)
             # The count of a query's dropped tokens is an int64 of each row.
@@ -177,7 +177,7 @@ class StreamingLayer(SinkWindowLayer):
 
         `keys` and `values` [B, H, K, d] are sinks and then the tokens from place `start` on.
         """
-        held = keys.shape[-2] - (self.seen - start)
+        offset = keys.shape[-2] - (self.seen - start)
         leaving = self.window_start - start
         rows = self.padding.on(keys.device)
 
@@ -190,15 +190,15 @@ class StreamingLayer(SinkWindowLayer):
             return counted, (own - self.recent + 1 - start).clamp(min=0), count
 
         key = StreamingLayer._drop, self.sinks, self.recent, start, leaving, self.seen
-        counted, gone, count = once(rows, key, counts, step=first)
+        counted, indices, count = once(rows, key, counts, step=first)
         means, sums = [], []
         for tokens, before in ((keys, self.key_sums), (values, self.value_sums)):
-            tokens = tokens[:, -self.compensated :, held : held + leaving].to(_wide(tokens.dtype))
+            tokens = tokens[:, -self.compensated :, offset : offset + leaving].to(_wide(tokens.dtype))
             if before is None:
                 before = tokens.new_zeros(*tokens.shape[:2], tokens.shape[-1])
             running = torch.cat([before[..., None, :], tokens * counted], dim=-2).cumsum(dim=-2)
-            sums.append(refill(before, running[..., -1, :], dim=-1, most=tokens.shape[-1]))
-            means.append(running[..., gone, :] / count.clamp(min=1)[:, None, :, None])
+            sums.append(refill(before, running[..., -1, :], dim=-1, max_size=tokens.shape[-1]))
+            means.append(running[..., indices, :] / count.clamp(min=1)[:, None, :, None])
         self.key_sums, self.value_sums = sums
         return Dropped(*means, count)
 
@@ -278,16 +278,16 @@ class HybridLayer(CompactLayer):
         sizes = self.part_sizes(heads, key_dim, value_dim)
         return sum(part.predicted_bytes(tokens, batch=batch, **size, dtype=dtype) for part, size in sizes)
 
-    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
+    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
         """Bytes after the full part's updates, next to what the streaming part held before; then after that one's."""
         parts = [
             replace(cached, layer=part, **size)
             for part, size in self.part_sizes(cached.heads, cached.key_dim, cached.value_dim)
         ]
         for number, part in enumerate(parts):
-            others = sum(other.held(seen + new) for other in parts[:number])
-            others += sum(other.held(seen) for other in parts[number + 1 :])
-            yield from (others + held for held in part.updates(seen, new))
+            others = sum(other.held(past_length + new) for other in parts[:number])
+            others += sum(other.held(past_length) for other in parts[number + 1 :])
+            yield from (others + part_bytes for part_bytes in part.updates(past_length, new))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raises ValueError: the parts take theirs from their own first tokens."""

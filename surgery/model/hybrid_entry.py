@@ -1,6 +1,6 @@
 """The entry of a layer whose heads differ in what they see, kind "hybrid".
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from collections.abc import Sequence
@@ -51,10 +51,10 @@ class HybridEntry(GroupedEntry):
 
     def windows(self, config: Any) -> Windows:
         """Query heads that see all tokens, those that stream, and those of them that are compensated."""
-        size, most = config.num_attention_heads // self.kv_heads, self.sinks + self.recent
+        size, window = config.num_attention_heads // self.kv_heads, self.sinks + self.recent
         plain = self.streaming_heads - self.compensated_heads
         return [
             (self.full_heads * size, None, False),
-            (plain * size, most, False),
-            (self.compensated_heads * size, most, True),
+            (plain * size, window, False),
+            (self.compensated_heads * size, window, True),
         ]

@@ -7,7 +7,7 @@ never expanded.
 Shapes: B batch, T new tokens, S tokens in the cache, H query heads, G KV heads of the source, d head_dim, D hidden
 size, r kv_lora_rank, ρ width of the shared RoPE key.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from collections.abc import Sequence
@@ -115,12 +115,12 @@ class LatentAttention(Accelerated, nn.Module):
         self.rotary = LatentRotaryEmbedding(entry.rope_inv_freq)
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
         init.normal_(self.query_up, std=self.config.initializer_range)
         init.normal_(self.value_up, std=self.config.initializer_range)
         self.rotary.initialize_weights()
 
-    def connect(self, decoder: nn.Module, handed_on: dict[int, torch.Tensor]) -> None:
+    def connect(self, decoder: nn.Module, shared_latents: dict[int, torch.Tensor]) -> None:
         """Learn by which of a token's positions pairs turn, of a decoder that has several (see `axis_decoder`)."""
         if hasattr(decoder, "axes_of"):
             self.rotary.axes = decoder.axes_of(self.rotary.frequencies)

@@ -1,6 +1,6 @@
 """The entry of a layer of MLA, kind "latent".
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 Every kind has a dataclass in `<kind>_entry.py`, see `parts.KINDS`. No torch here: engines and the plugin for vLLM read
 entries without a model.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 import json
@@ -77,7 +77,7 @@ class LayerEntry:
 
     def gives_weights(self, config: Any) -> bool:
         """Return whether there are attention weights over all tokens."""
-        return all(not heads or most is None for heads, most, _ in self.windows(config) or ())
+        return all(not heads or window is None for heads, window, _ in self.windows(config) or ())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 Masks are made of it on the device. The host knows bounds only, read once for a prompt: a step of decoding that had to
 read the device would wait for all work before it, and could not be recorded in a CUDA graph.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class LeftPadding:
         real = mask.bool()
         rows = (real.cumsum(-1) == 0).sum(-1)
         gaps = (real.sum(-1) + rows != mask.shape[-1]).any()
-        least, most, has_gaps = torch.stack([*rows.aminmax(), gaps.long()]).tolist()
-        return cls(rows, (least, most), has_gaps=bool(has_gaps))
+        least, greatest, has_gaps = torch.stack([*rows.aminmax(), gaps.long()]).tolist()
+        return cls(rows, (least, greatest), has_gaps=bool(has_gaps))
 
     def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
         """The number of each row [B]; the same tensor at every call."""
@@ -78,16 +78,19 @@ def set_padding(cache: Cache, mask: Tensor | None, rows: int | None = None) -> L
             of one token are not looked at.
     """
     layers = [layer for layer in cache.layers if hasattr(layer, "padding")]
-    seen = cache.get_seq_length()
-    known = next((layer.padding for layer in layers if layer.padding is not None), None)
+    past_length = cache.get_seq_length()
+    layer_padding = next((layer.padding for layer in layers if layer.padding is not None), None)
     if mask is None:
-        if rows is not None and known is None and not seen:
+        if rows is not None and layer_padding is None and not past_length:
             _tell(layers, LeftPadding([0] * rows))
         return None
     if getattr(mask, "ndim", None) != 2:
         raise ValueError("the attention mask is a prepared one: with sinks and a window it must be [batch, tokens]")
-    if seen and (known is None or known.most < seen):
-        if known and (known.has_gaps or (mask.shape[1] > seen + 1 and _contradicts(mask[:, :seen], known))):
+    if past_length and (layer_padding is None or layer_padding.most < past_length):
+        if layer_padding and (
+            layer_padding.has_gaps
+            or (mask.shape[1] > past_length + 1 and _contradicts(mask[:, :past_length], layer_padding))
+        ):
             raise ValueError("the attention mask has padding after a row's first token: pad on the left")
         return None
     padding = LeftPadding.of_mask(mask)

@@ -1,6 +1,6 @@
 """Factor of the output projection's results, in the words of each family's config.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from typing import Any

@@ -7,7 +7,7 @@ bytes. Latents of earlier layers of a group may be read as well: they are in the
 Shapes: B batch, T new tokens, S tokens in the cache, H query heads, G KV heads, d head_dim, D hidden size, r own
 latents, s latents of earlier layers.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from .attention_functions import (
     attend,
     begin_as,
     gated,
-    normalise_heads,
+    normalize_heads,
     project_queries,
     scaled_by_position,
     take,
@@ -135,21 +135,21 @@ class LowRankAttention(Accelerated, nn.Module):
 
         # Set by `connect`, with the latents that layers of one forward pass hand on to later ones.
         self.rotary: tuple[nn.Module, ...] = ()
-        self.handed_on: dict[int, torch.Tensor] = {}
+        self.shared_latents: dict[int, torch.Tensor] = {}
         self.hands_on = False
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
         for up in (*self.key_up.matrices().values(), *self.value_up.matrices().values()):
             init.normal_(up, std=self.config.initializer_range)
         for bias in (self.key_bias, self.value_bias):
             if bias is not None:
                 init.zeros_(bias)
 
-    def connect(self, decoder: nn.Module, handed_on: dict[int, torch.Tensor]) -> None:
+    def connect(self, decoder: nn.Module, shared_latents: dict[int, torch.Tensor]) -> None:
         """Take the rotary embedding, and latents of earlier layers, which learn that they are read."""
         connect_rotary(self, decoder)
-        self.handed_on = handed_on
+        self.shared_latents = shared_latents
         for index in range(self.layer_idx - self.shared_layers, self.layer_idx):
             decoder.layers[index].self_attn.hands_on = True
 
@@ -191,11 +191,11 @@ class LowRankAttention(Accelerated, nn.Module):
         kwargs["sliding_window"] = self.sliding_window
         batch, num_tokens, _ = hidden_states.shape
         latent = self.kv_down(hidden_states).unsqueeze(1)
-        seen, length, first = 0, num_tokens, 0
+        past_length, length, first = 0, num_tokens, 0
         if cache is not None:
-            seen = cache.get_seq_length(self.layer_idx)
+            past_length = cache.get_seq_length(self.layer_idx)
             length, first = cache.get_mask_sizes(num_tokens, self.layer_idx)
-        slots = torch.arange(num_tokens, device=latent.device) + seen
+        slots = torch.arange(num_tokens, device=latent.device) + past_length
         query, gate = project_queries(self, hidden_states)
         positions = kwargs.get("position_ids")  # of Llama 4 places in the cache, as it counts itself
         query = self._rotated(query.transpose(1, 2), slots, axis_positions)
@@ -221,7 +221,7 @@ class LowRankAttention(Accelerated, nn.Module):
         else:
             latent = self._cached(latent, cache, left_padding)
         if self.hands_on:
-            self.handed_on[self.layer_idx] = latent
+            self.shared_latents[self.layer_idx] = latent
 
         key, value = self._rebuilt(latent, self._full)
         places = torch.arange(length, device=latent.device) + first
@@ -253,9 +253,9 @@ class LowRankAttention(Accelerated, nn.Module):
         blocks = latent.split(self.ranks, dim=-1)
         if (part := self._full).blocks:
             new = torch.cat([blocks[number] for number in part.blocks], dim=-1)
-            kept, _ = layer.full.update(new, new[..., :0])
-            key, value = self._rebuilt(kept, part)
-            key = self._rotated(key, torch.arange(kept.shape[2], device=kept.device), positions)
+            cached, _ = layer.full.update(new, new[..., :0])
+            key, value = self._rebuilt(cached, part)
+            key = self._rotated(key, torch.arange(cached.shape[2], device=cached.device), positions)
             full = attend(self, take(query, part.queries, 1), key, value, mask, **kwargs)[0]
         part = self._streaming
         new = torch.cat([blocks[number] for number in part.blocks], dim=-1)
@@ -263,9 +263,9 @@ class LowRankAttention(Accelerated, nn.Module):
         for piece in layer.streaming.pieces(new, new[..., :0], with_slots=True):
             key, value = self._rebuilt(piece.keys, part)
             queries = take(query, part.queries, 1)[:, :, piece.tokens]
-            seen = visible_mask(self, piece.visible, query.dtype)
+            visible = visible_mask(self, piece.visible, query.dtype)
             key = self._rotated(key, piece.slots, positions)
-            streamed.append(attend(self, queries, key, value, seen, **kwargs)[0])
+            streamed.append(attend(self, queries, key, value, visible, **kwargs)[0])
         out = torch.cat(streamed, dim=1)
         if not self._full.blocks:
             return out
@@ -287,10 +287,10 @@ class LowRankAttention(Accelerated, nn.Module):
     def _shared(self, device: torch.device) -> torch.Tensor:
         """Latents of earlier layers [B, S, s]."""
         earlier = range(self.layer_idx - self.shared_layers, self.layer_idx)
-        return torch.cat([self.handed_on[index][:, 0].to(device) for index in earlier], dim=-1)
+        return torch.cat([self.shared_latents[index][:, 0].to(device) for index in earlier], dim=-1)
 
     def _rebuilt(self, latent: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """A part's latents [B, 1, S, r] → keys, normalised and not rotated, and values of its heads [B, ·, S, d]."""
+        """A part's latents [B, 1, S, r] → keys, normalized and not rotated, and values of its heads [B, ·, S, d]."""
         own = latent[:, 0].split([self.ranks[number] for number in part.blocks], dim=-1)
         if self.shared_layers:
             own = (torch.cat((self._shared(latent.device), *own), dim=-1),)
@@ -301,17 +301,17 @@ class LowRankAttention(Accelerated, nn.Module):
             key = key + take(self.key_bias.view(self.num_kv_heads, 1, self.head_dim), part.heads, 0)
         if self.value_bias is not None:
             value = value + take(self.value_bias.view(self.num_kv_heads, 1, self.head_dim), part.heads, 0)
-        return normalise_heads(self.k_norm, key, at=1), value
+        return normalize_heads(self.k_norm, key, at=1), value
 
     def _heads(self, latents: dict[int, torch.Tensor], up: UpProjections, order: list[int] | None) -> torch.Tensor:
         """Latents [B, S, ·] of blocks, each through its up-projection, as heads in order without bias [B, ·, S, d]."""
         return take(up(latents).unflatten(-1, (-1, self.head_dim)), order, 2).transpose(1, 2)
 
     def _exact(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The source's keys (normalised, not rotated) and values: [B, 1, T, 2·G·d]."""
+        """The source's keys (normalized, not rotated) and values: [B, 1, T, 2·G·d]."""
         key = self.k_proj(hidden_states)
         if self.k_norm is not None:
-            key = normalise_heads(self.k_norm, key.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
+            key = normalize_heads(self.k_norm, key.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
         return torch.cat((key, self.v_proj(hidden_states)), dim=-1).unsqueeze(1)
 
     def _rotated(self, heads: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
@@ -323,8 +323,8 @@ class LowRankAttention(Accelerated, nn.Module):
             return heads
         slots = slots if slots.ndim == 2 else slots[None]
         if positions is not None:
-            found = slots.clamp(max=positions.shape[-1] - 1).expand(*positions.shape[:2], -1)
-            slots = positions.gather(-1, found)
+            indices = slots.clamp(max=positions.shape[-1] - 1).expand(*positions.shape[:2], -1)
+            slots = positions.gather(-1, indices)
         (rotary,) = self.rotary
         return self.rotate(heads, *rotary(heads, slots))
 

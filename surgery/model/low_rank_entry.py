@@ -1,6 +1,6 @@
 """The entry of a layer that rebuilds keys and values from latents, kind "low_rank".
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from collections.abc import Sequence
@@ -80,8 +80,8 @@ class LowRankEntry(LayerEntry):
             return None
         heads = sum(len(self.blocks[number].keys) for number in self.streaming.blocks)
         heads *= config.num_attention_heads // kv_heads_of(config)
-        most = self.streaming.sinks + self.streaming.recent
-        return [(config.num_attention_heads - heads, None, False), (heads, most, False)]
+        window = self.streaming.sinks + self.streaming.recent
+        return [(config.num_attention_heads - heads, None, False), (heads, window, False)]
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
         """Return what is wrong with the blocks, the window, what is shared or what streams."""

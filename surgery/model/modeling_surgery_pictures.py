@@ -1,6 +1,6 @@
 """Vision-language model with converted attention in its language model; all else is the source class's own code.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedModel
@@ -39,9 +39,9 @@ class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin
         config._attn_implementation = base._attn_implementation
         self.config = config
         decoder = self.get_decoder()
-        wanted = family_decoder_class(text.base_model_type, type(decoder))
-        if wanted is not type(decoder):
-            decoder = wanted(decoder.config)
+        decoder_class = family_decoder_class(text.base_model_type, type(decoder))
+        if decoder_class is not type(decoder):
+            decoder = decoder_class(decoder.config)
             self.set_decoder(decoder)
         convert_decoder(decoder, text)
         self.post_init()

@@ -4,7 +4,7 @@ transformers reads the documents off `position_ids` that start again, where ther
 A cache in another form than plain tensors has rules of its own (windows, first tokens, groups that share a scale), so
 attention reads each document of such a model apart, as if it were alone.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
     rows, length = tokens.shape[:2]
     if length == 1:
         return None
-    if (known := call.pop("documents", None)) is not None:
+    if (documents := call.pop("documents", None)) is not None:
         if call.get("attention_mask") is not None or keeps_cache(decoder, call):
             raise ValueError("several documents a row: pass use_cache=False, and no attention mask")
-        return [list(row) for row in known]
-    told = _told_starts(call, rows, length, tokens.device)
-    if told is not None and call.get("position_ids") is None:
-        call["position_ids"] = _positions(told)
+        return [list(row) for row in documents]
+    row_starts = _told_starts(call, rows, length, tokens.device)
+    if row_starts is not None and call.get("position_ids") is None:
+        call["position_ids"] = _positions(row_starts)
     positions = _text_positions(call.get("position_ids"))
     if positions is None or isinstance(positions, FakeTensor):  # which has a shape alone, as in estimates of memory
         return None
@@ -55,7 +55,7 @@ def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
         starts[:, 1:] &= real[:, :-1]  # the first token after padding follows no document
     elif mask is not None:
         return None  # the caller's own mask
-    if told is not None and not torch.equal(told, starts.expand_as(told)):
+    if row_starts is not None and not torch.equal(row_starts, starts.expand_as(row_starts)):
         raise ValueError("position_ids start again elsewhere than cu_seq_lens_q or seq_idx says: pass one of them")
     if not starts[:, 1:].any():
         return None

@@ -4,7 +4,7 @@ A checkpoint carries what all have in common and the parts of its own configurat
 imports these; everything else asks for a part by `part` when it needs it, and so does not name it in an import, which
 transformers would follow.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 import sys

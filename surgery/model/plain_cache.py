@@ -1,6 +1,6 @@
 """The cache of all tokens in the model's dtype, next to layers in other forms.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class PlainLayer(CompactLayer, DynamicLayer):
         """Bytes of `tokens` tokens."""
         return batch * heads * tokens * (key_dim + value_dim) * dtype.itemsize
 
-    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
+    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
         """Bytes after an update, whose results are views of the cache."""
-        yield cached.held(seen + new)
+        yield cached.held(past_length + new)
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.is_initialized:

@@ -1,4 +1,4 @@
-"""Numbers quantised to 8, 4, 3 or 2 bits, and these codes as bytes.
+"""Numbers quantized to 8, 4, 3 or 2 bits, and these codes as bytes.
 
 Integers are asymmetric, a scale and a zero point a group; fp8 (e4m3) codes have a scale alone, which takes the largest
 number of the group to the format's largest.
@@ -6,7 +6,7 @@ number of the group to the format's largest.
 Where an error counts by its square, as it does in latents that are worth little each, two bits between the extremes of
 a group are spent badly. With `clip` a group's range is narrowed to that of five which leaves the least squared error.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def _evenly_spaced(
     exact: Tensor, least: Tensor, greatest: Tensor, format: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes in the dtype of `exact`, scale and zero in `dtype`, of integers from `least` to `greatest`."""
-    most = 2 ** BITS[format] - 1
-    scale = ((greatest - least) / most).to(dtype)
-    codes = ((exact - least) / _divisor(scale, exact.dtype)).round_().clamp_(0, most)
+    max_code = 2 ** BITS[format] - 1
+    scale = ((greatest - least) / max_code).to(dtype)
+    codes = ((exact - least) / _divisor(scale, exact.dtype)).round_().clamp_(0, max_code)
     return codes, scale, least.to(dtype)
 
 
@@ -115,7 +115,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def token_groups(width: int, group: int) -> int:
-    """Groups in which the `width` channels of one token are quantised: the fewest of at most `group`."""
+    """Groups in which the `width` channels of one token are quantized: the fewest of at most `group`."""
     return -(-width // group)
 
 

@@ -2,15 +2,15 @@
 
 Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", arXiv:2402.02750. Keys have a few channels
 that are large in every token, so the numbers of one channel share a scale; values have no such channels, so those of
-one token do. Latents in the place of the keys are quantised by channel too, unless `keys` says otherwise.
+one token do. Latents in the place of the keys are quantized by channel too, unless `keys` says otherwise.
 
-Tokens are quantised `group` at a time, as soon as there are that many behind the window of exact ones, and the forward
-pass that completes a group already reads it quantised. A plain forward pass over a whole text therefore reads all of
-it but the last tokens quantised, at every position, where decoding still has the most recent ones exact; and it lets a
+Tokens are quantized `group` at a time, as soon as there are that many behind the window of exact ones, and the forward
+pass that completes a group already reads it quantized. A plain forward pass over a whole text therefore reads all of
+it but the last tokens quantized, at every position, where decoding still has the most recent ones exact; and it lets a
 scale of a channel depend on tokens after the one that reads it, in its own group. Its loss is near that of decoding and
-not the same: judge a quantised cache by a loss that is read through the cache.
+not the same: judge a quantized cache by a loss that is read through the cache.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ KEYS = ("channel", "token")
 
 
 class QuantizedKVLayer(CompactLayer):
-    """The cache of one layer: the oldest tokens quantised, the rest, fewer than `window + group`, as they came.
+    """The cache of one layer: the oldest tokens quantized, the rest, fewer than `window + group`, as they came.
 
     Keys and values may differ in their last dimension (the latent and the rotated part that stock `deepseek_v3` caches
     in their places, for instance), and that of the values may be 0.
     """
 
-    form = "a quantised KV cache"
+    form = "a quantized KV cache"
     reads_ahead = True
     hands_on_codes = False
-    """Whether `update` returns the layer itself, twice, for an attention that reads it quantised."""
+    """Whether `update` returns the layer itself, twice, for an attention that reads it quantized."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class QuantizedKVLayer(CompactLayer):
             group: tokens that share a scale in a channel of the keys, and channels that do in a token of the values. A
                 head whose size it does not divide has the fewest nearly equal groups of at most that many.
             window: of the most recent tokens, how many stay exact at least. KIVI keeps 128.
-            keys: "channel", or "token" to quantise the keys as the values are.
+            keys: "channel", or "token" to quantize the keys as the values are.
             sinks: first tokens that stay exact.
             value_format: of the values where it is another, or "exact": they are kept as they come.
             spans: (format, channels) of the keys' first channels, of the next ones, and so on to the last; none where
@@ -86,23 +86,23 @@ class QuantizedKVLayer(CompactLayer):
                     f"positive multiple of {PACKED[each]}, a window and sinks at least 0"
                 )
         if keys not in KEYS:
-            raise ValueError(f"keys quantised by {keys!r}: by {' or '.join(KEYS)} is possible")
+            raise ValueError(f"keys quantized by {keys!r}: by {' or '.join(KEYS)} is possible")
         self.format, self.group, self.window, self.keys_by = format, group, window, keys
         self.sinks, self.value_format = sinks, value_format or format
         self.spans, self.clip = tuple((each, channels) for each, channels in spans), clip
 
     def settings(self) -> tuple:
-        """Format, group, window, what the keys are quantised by, sinks, format of values, spans of keys, clip."""
+        """Format, group, window, what the keys are quantized by, sinks, format of values, spans of keys, clip."""
         whole = self.format, self.group, self.window, self.keys_by, self.sinks
         return *whole, self.value_format, self.spans, self.clip
 
-    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
-        """Bytes after an update, which dequantises all tokens."""
-        yield cached.held(seen + new) + cached.token_bytes * (seen + new)
+    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
+        """Bytes after an update, which dequantizes all tokens."""
+        yield cached.held(past_length + new) + cached.token_bytes * (past_length + new)
 
     @property
     def of_one_format(self) -> bool:
-        """Whether all tokens but the latest are quantised in one format that kernels read."""
+        """Whether all tokens but the latest are quantized in one format that kernels read."""
         in_bytes = PACKED[self.format] * BITS[self.format] == 8
         return in_bytes and not self.sinks and not self.spans and self.value_format == self.format
 
@@ -112,7 +112,7 @@ class QuantizedKVLayer(CompactLayer):
         """Bytes that it holds after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
         quantized = self._quantized(tokens)
 
-        def held(format: str, width: int, by_channel: bool) -> int:
+        def bytes_of(format: str, width: int, by_channel: bool) -> int:
             if format == EXACT:
                 return quantized * width * dtype.itemsize
             groups = quantized // self.group * width if by_channel else quantized * token_groups(width, self.group)
@@ -120,32 +120,36 @@ class QuantizedKVLayer(CompactLayer):
             return quantized * BITS[format] // 8 * width + numbers * groups * dtype.itemsize
 
         keys = self.spans or ((self.format, key_dim),)
-        codes = sum(held(each, width, self.keys_by == "channel") for each, width in keys)
-        codes += held(self.value_format, value_dim, by_channel=False)
+        codes = sum(bytes_of(each, width, self.keys_by == "channel") for each, width in keys)
+        codes += bytes_of(self.value_format, value_dim, by_channel=False)
         return batch * heads * (codes + (tokens - quantized) * (key_dim + value_dim) * dtype.itemsize)
 
     def _quantized(self, tokens: int) -> int:
-        """Return how many of so many tokens are quantised."""
+        """Return how many of so many tokens are quantized."""
         return max(0, tokens - min(self.sinks, tokens) - self.window) // self.group * self.group
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Takes batch, heads, head sizes, dtype and device from the first tokens."""
         self.keys, self.values = key_states[..., :0, :].clone(), value_states[..., :0, :].clone()
         self.first_keys, self.first_values = self.keys.clone(), self.values.clone()
-        said = {"by_channel": self.keys_by == "channel", "clip": self.clip, "reserved": self._quantized(self.reserved)}
+        options = {
+            "by_channel": self.keys_by == "channel",
+            "clip": self.clip,
+            "reserved": self._quantized(self.reserved),
+        }
         if self.spans:
-            self.key_codes = SpannedCodes(self.keys, self.spans, self.group, **said)
+            self.key_codes = SpannedCodes(self.keys, self.spans, self.group, **options)
         else:
-            self.key_codes = GroupedCodes(self.keys, self.format, self.group, **said)
+            self.key_codes = GroupedCodes(self.keys, self.format, self.group, **options)
         if self.value_format == EXACT:
             self.value_codes = ExactTokens(self.values, reserved=self._quantized(self.reserved))
         else:
-            of_values = {"by_channel": False, "reserved": said["reserved"]}
+            of_values = {"by_channel": False, "reserved": options["reserved"]}
             self.value_codes = GroupedCodes(self.values, self.value_format, self.group, **of_values)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d], dequantised, in the dtype they had."""
+        """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d], dequantized, in the dtype they had."""
         self.append(key_states, value_states)
         if self.hands_on_codes:
             return self, self
@@ -159,21 +163,21 @@ class QuantizedKVLayer(CompactLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if missing := self.sinks - self.first_keys.shape[-2]:
-            self.first_keys = append(self.first_keys, key_states[..., :missing, :], most=self.sinks)
-            self.first_values = append(self.first_values, value_states[..., :missing, :], most=self.sinks)
+            self.first_keys = append(self.first_keys, key_states[..., :missing, :], max_size=self.sinks)
+            self.first_values = append(self.first_values, value_states[..., :missing, :], max_size=self.sinks)
             key_states, value_states = key_states[..., missing:, :], value_states[..., missing:, :]
         complete = max(0, self.keys.shape[-2] + key_states.shape[-2] - self.window) // self.group * self.group
-        most = self.window + self.group - 1
+        max_tokens = self.window + self.group - 1
         if not complete:
-            self.keys = append(self.keys, key_states, most=most)
-            self.values = append(self.values, value_states, most=most)
+            self.keys = append(self.keys, key_states, max_size=max_tokens)
+            self.values = append(self.values, value_states, max_size=max_tokens)
             return
         keys = torch.cat([self.keys, key_states], dim=-2)
         values = torch.cat([self.values, value_states], dim=-2)
         self.key_codes.append(keys[..., :complete, :])
         self.value_codes.append(values[..., :complete, :])
-        self.keys = refill(self.keys, keys[..., complete:, :], most=most)
-        self.values = refill(self.values, values[..., complete:, :], most=most)
+        self.keys = refill(self.keys, keys[..., complete:, :], max_size=max_tokens)
+        self.values = refill(self.values, values[..., complete:, :], max_size=max_tokens)
 
     def get_seq_length(self) -> int:
         """Tokens kept, in either form."""
@@ -199,7 +203,7 @@ class QuantizedKVLayer(CompactLayer):
 
 
 class GroupedCodes:
-    """Tokens [B, H, T, d] quantised to codes of a few bits, with a scale and, of integers, a zero point for each group.
+    """Tokens [B, H, T, d] quantized to codes of a few bits, with a scale and, of integers, a zero point for each group.
 
     Attributes:
         codes: [B, H, T·bits/8, d] uint8; consecutive tokens share a byte, the first in its lowest bits.
@@ -227,7 +231,7 @@ class GroupedCodes:
         return self.codes.shape[-2] * 8 // self.bits
 
     def append(self, tokens: Tensor) -> None:
-        """Quantises tokens [B, H, n, d], n a multiple of the group."""
+        """Quantizes tokens [B, H, n, d], n a multiple of the group."""
         grouped, along = self._grouped(tokens)
         codes, scale, zero = quantize(grouped, self.format, along, clip=self.clip)
         codes = codes.flatten(along - 1, along)[..., : tokens.shape[-1]]
@@ -238,7 +242,7 @@ class GroupedCodes:
             self.zero = append(self.zero, zero.squeeze(along), capacity=scales)
 
     def dequantized(self) -> Tensor:
-        """The tokens [B, H, T, d] dequantised, in the dtype they had."""
+        """The tokens [B, H, T, d] dequantized, in the dtype they had."""
         codes = unpack(self.codes, self.bits)
         grouped, along = self._grouped(codes)
         zero = None if self.zero is None else self.zero.unsqueeze(along)
@@ -259,7 +263,7 @@ class GroupedCodes:
 
 
 class SpannedCodes:
-    """Tokens [B, H, T, d] quantised in different formats: `GroupedCodes` of adjacent channels, side by side."""
+    """Tokens [B, H, T, d] quantized in different formats: `GroupedCodes` of adjacent channels, side by side."""
 
     def __init__(
         self, like: Tensor, spans: Spans, group: int, *, by_channel: bool, clip: bool = False, reserved: int = 0
@@ -285,12 +289,12 @@ class SpannedCodes:
         return self.parts[0].tokens
 
     def append(self, tokens: Tensor) -> None:
-        """Quantises tokens [B, H, n, d], n a multiple of the group."""
+        """Quantizes tokens [B, H, n, d], n a multiple of the group."""
         for part, own in zip(self.parts, tokens.split(self.widths, dim=-1), strict=True):
             part.append(own)
 
     def dequantized(self) -> Tensor:
-        """The tokens [B, H, T, d] dequantised, in the dtype they had."""
+        """The tokens [B, H, T, d] dequantized, in the dtype they had."""
         return torch.cat([part.dequantized() for part in self.parts], dim=-1)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -300,20 +304,20 @@ class SpannedCodes:
 
 
 class ExactTokens:
-    """Tokens [B, H, T, d] as they came, not quantised."""
+    """Tokens [B, H, T, d] as they came, not quantized."""
 
     def __init__(self, like: Tensor, *, reserved: int = 0) -> None:
         """No tokens yet; `reserved`: tokens to allocate memory for at once."""
-        self.held, self.reserved = like[..., :0, :].clone(), reserved
+        self.buffer, self.reserved = like[..., :0, :].clone(), reserved
 
     def append(self, tokens: Tensor) -> None:
         """Adds tokens [B, H, n, d]."""
-        self.held = append(self.held, tokens, capacity=self.reserved)
+        self.buffer = append(self.buffer, tokens, capacity=self.reserved)
 
     def dequantized(self) -> Tensor:
         """The tokens [B, H, T, d]."""
-        return self.held
+        return self.buffer
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Applies `change`, which acts on the batch."""
-        self.held = change(self.held)
+        self.buffer = change(self.buffer)

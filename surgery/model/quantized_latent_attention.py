@@ -6,7 +6,7 @@ up-projections, as in `LatentAttention`. A prompt reads heads (`expanded_heads`)
 
 Shapes: B batch, T new tokens, S tokens in the cache, r kv_lora_rank, ρ width of the shared key, G KV heads.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from itertools import repeat
@@ -53,7 +53,7 @@ class QuantizedLatentAttention(LatentAttention):
         self.expansion: tuple[tuple, ExpandedHeads | None] | None = None  # made by the first prompt, of these weights
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
         super().initialize_weights()
         self.quantizer.initialize_weights()
 
@@ -77,12 +77,12 @@ class QuantizedLatentAttention(LatentAttention):
         batch, num_tokens, _ = hidden_states.shape
         new = self.cache_layer_of(self.entry, None, None)
         layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
-        seen, values = layer.get_seq_length(), self.kv_down(hidden_states).unsqueeze(1)
-        places = torch.arange(seen + num_tokens, device=values.device)[None]
+        past_length, values = layer.get_seq_length(), self.kv_down(hidden_states).unsqueeze(1)
+        places = torch.arange(past_length + num_tokens, device=values.device)[None]
         positions = places if axis_positions is None else axis_positions
         query, gate = project_queries(self, hidden_states)
         query = query.transpose(1, 2)
-        query = scaled_by_position(self, query, places[:, seen:] if position_ids is None else position_ids)
+        query = scaled_by_position(self, query, places[:, past_length:] if position_ids is None else position_ids)
         kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
         if (heads := self._expanded_heads(num_tokens)) is not None:
             read, gains = self._read(*self._cached(values, hidden_states, layer), values, layer)
@@ -92,7 +92,7 @@ class QuantizedLatentAttention(LatentAttention):
         query = torch.einsum("bhtd,hdk->bhtk", query, self.query_up)
         out = weights = None
         if self.kernel is not None and axis_positions is None:
-            rotated = self._rotated(query, positions[..., seen:])
+            rotated = self._rotated(query, positions[..., past_length:])
             out = self.kernel(self, rotated, values, hidden_states, attention_mask, layer)
         if out is None:
             rows, irms = self._cached(values, hidden_states, layer)
@@ -100,7 +100,7 @@ class QuantizedLatentAttention(LatentAttention):
                 out = self._attend_in_blocks(query, rows, layer, attention_mask).transpose(1, 2)
         if out is None:
             read, gains = self._read(rows, irms, values, layer)
-            query = self._rotated(query, positions[..., seen:])
+            query = self._rotated(query, positions[..., past_length:])
             latent, k_rope = read.split((self.kv_lora_rank, self.rope_dim), dim=-1)
             positional = torch.cat((rotate_pairs(k_rope, *self.rotary(positions)), *gains), dim=-1)
             out, weights = attend(self, query, *self._latent_key_value(latent, positional), attention_mask, **kwargs)

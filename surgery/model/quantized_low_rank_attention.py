@@ -2,7 +2,7 @@
 
 Shapes: B batch, T new tokens, S tokens in the cache, r own latents, s latents of earlier layers.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ class QuantizedLowRankAttention(LowRankAttention):
             self.shared_down = nn.Linear(entry.shared_rank, sum(self.ranks), bias=False)
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialisation does not know; loaded tensors are left alone."""
+        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
         super().initialize_weights()
         self.quantizer.initialize_weights()
 

@@ -1,6 +1,6 @@
 """The rotation of a family's heads, and its decoder's rotary embedding for attention that rotates keys when it reads.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 import sys
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from .attention_functions import normalise_heads
+from .attention_functions import normalize_heads
 
 
 class NoRotation(nn.Module):
@@ -71,7 +71,7 @@ def project_heads(
         for projection in (module.q_proj, module.k_proj, module.v_proj)
     )
     if hasattr(module, "q_norm"):
-        query, key = normalise_heads(module.q_norm, query), normalise_heads(module.k_norm, key)
+        query, key = normalize_heads(module.q_norm, query), normalize_heads(module.k_norm, key)
     query, key = (module.rotate(heads.transpose(1, 2), cos, sin) for heads in (query, key))
     return query, key, value.transpose(1, 2)
 

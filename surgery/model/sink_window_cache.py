@@ -64,8 +64,8 @@ class SinkWindowLayer(CompactLayer):
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
         """Bytes of the sinks and of a window without the query's own token."""
-        held = min(tokens, self.sinks + self.recent - 1)
-        return held * batch * heads * (key_dim + value_dim) * dtype.itemsize
+        slots = min(tokens, self.sinks + self.recent - 1)
+        return slots * batch * heads * (key_dim + value_dim) * dtype.itemsize
 
     def settings(self) -> tuple:
         """Sinks, recent."""
@@ -98,24 +98,24 @@ class SinkWindowLayer(CompactLayer):
 
     def once(self, key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
         """Return `make()`, made once a step for all layers with the same settings that hold the same positions."""
-        held = type(self), self.sinks, self.recent, self.sink_slots, self.window_start
-        return once(self.padding.on(device), (key, held), make, step=self.seen)
+        state = type(self), self.sinks, self.recent, self.sink_slots, self.window_start
+        return once(self.padding.on(device), (key, state), make, step=self.seen)
 
     def _visible(self, queries: int, device: torch.device) -> BoolTensor:
-        kept, padding = self.sink_slots, self.padding.on(device)
+        sinks, padding = self.sink_slots, self.padding.on(device)
         if queries == 1 and not self.padding.most:
             # What is kept is what the next token sees; a step of decoding need not find that out.
-            keys = kept + self.seen - self.window_start + 1
+            keys = sinks + self.seen - self.window_start + 1
             return torch.ones(len(padding), 1, 1, keys, dtype=torch.bool, device=device)
         places = self.slots(queries, device)
         filled = torch.ones_like(places, dtype=torch.bool)
-        filled[:, :kept] = places[:, :kept] < self.window_start
+        filled[:, :sinks] = places[:, :sinks] < self.window_start
         filled, places = filled[:, None], places[:, None]
         own = torch.arange(self.seen, self.seen + queries, device=device).view(1, -1, 1)
         first = padding.view(-1, 1, 1)
         near = (own - places < self.recent) | (places - first < self.sinks)
-        seen = filled & (places >= first) & (places <= own) & near
-        return (seen | (filled & (places == own)))[:, None]
+        visible = filled & (places >= first) & (places <= own) & near
+        return (visible | (filled & (places == own)))[:, None]
 
     def _slots(self, queries: int, device: torch.device) -> Tensor:
         padding = self.padding.on(device).view(-1, 1)
@@ -131,9 +131,9 @@ class SinkWindowLayer(CompactLayer):
         start, self.seen = self.window_start, self.seen + key_states.shape[-2]
         window = min(self.seen, self.recent - 1)
         self._move_to_sinks(keys, values, start, self.seen - window)
-        first, most = keys.shape[-2] - window, self.recent - 1
-        self.keys = refill(self.keys, keys[..., first:, :], most=most)
-        self.values = refill(self.values, values[..., first:, :], most=most)
+        first, max_tokens = keys.shape[-2] - window, self.recent - 1
+        self.keys = refill(self.keys, keys[..., first:, :], max_size=max_tokens)
+        self.values = refill(self.values, values[..., first:, :], max_size=max_tokens)
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -172,13 +172,13 @@ class SinkWindowLayer(CompactLayer):
             return
         slots = torch.arange(max(0, min(self.sinks, new_start - padding.least)), device=keys.device)
         places = padding.on(keys.device)[:, None] + slots
-        held = self.sink_keys.shape[-2]
+        num_sinks = self.sink_keys.shape[-2]
         # Slots that nothing belongs to yet take any token; `visible` leaves them out.
-        index = torch.where(places < start, slots, places - start + held).clamp_(max=keys.shape[-2] - 1)
+        index = torch.where(places < start, slots, places - start + num_sinks).clamp_(max=keys.shape[-2] - 1)
         index = index[:, None, :, None].expand(-1, keys.shape[1], -1, -1)
         sinks = (tokens.gather(2, index.expand(-1, -1, -1, tokens.shape[-1])) for tokens in (keys, values))
         self.sink_keys, self.sink_values = (
-            refill(old, new, most=self.sinks)
+            refill(old, new, max_size=self.sinks)
             for old, new in zip((self.sink_keys, self.sink_values), sinks, strict=True)
         )
 

@@ -2,7 +2,7 @@
 
 They are kept on a tensor that the layers of a step share (the decoder's mask, the padding of the rows), and go with it.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Reading through quantisation while a model trains, with gradients as if there were none.
+"""Reading through quantization while a model trains, with gradients as if there were none.
 
-Attention gets what the quantised cache would give it, and the gradient of what it got goes to the exact numbers as it
-is: straight through (Bengio et al., arXiv:1308.3432). LLM-QAT (Liu et al., arXiv:2305.17888) so trains with a quantised
+Attention gets what the quantized cache would give it, and the gradient of what it got goes to the exact numbers as it
+is: straight through (Bengio et al., arXiv:1308.3432). LLM-QAT (Liu et al., arXiv:2305.17888) so trains with a quantized
 KV cache, by distillation from the source. No gradient is masked, also where codes clip, which they do to few numbers;
 and none goes through scales and zero points, so training cannot learn to use what a scale tells of later tokens.
 
-A pass reads what the same pass in evaluation mode reads, bit for bit: whole groups quantised at every position, the
+A pass reads what the same pass in evaluation mode reads, bit for bit: whole groups quantized at every position, the
 last tokens exact. See `quantized_cache` for where that is not what decoding reads.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def straight_through(exact: Tensor, read: Tensor) -> Tensor:
 
 
 class StraightThroughLayer(PlainLayer):
-    """The cache of one layer that keeps all tokens exactly, and gives them as a quantised layer would."""
+    """The cache of one layer that keeps all tokens exactly, and gives them as a quantized layer would."""
 
-    form = "keys and values that are read as if quantised"
+    form = "keys and values that are read as if quantized"
     reads_ahead = True
 
     def __init__(self, quantized: QuantizedKVLayer) -> None:
@@ -38,11 +38,11 @@ class StraightThroughLayer(PlainLayer):
         self.quantized = quantized
 
     def settings(self) -> tuple:
-        """Return the settings of the quantised layer."""
+        """Return the settings of the quantized layer."""
         return self.quantized.settings()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d], dequantised."""
+        """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d], dequantized."""
         keys, values = super().update(key_states, value_states)
         with torch.no_grad():
             read_keys, read_values = self.quantized.update(keys, values)

@@ -5,7 +5,7 @@ first *real* tokens of each row of the batch, padding on the left left out, and 
 are written too, so that every token has the same place. As rows stand alone the cache can be cropped, and a pass in
 pieces gives what one pass gives.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class TokenCacheLayer(CompactLayer):
         row_bytes = self.packed_bytes + GAIN_BYTES * (key_dim + value_dim - self.channels)
         return batch * heads * (tokens * row_bytes + self.first * self.channels * dtype.itemsize)
 
-    def updates(self, cached: Any, seen: int, new: int) -> Iterator[int]:
+    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
         """Bytes after an update, which copies nothing."""
-        yield cached.held(seen + new)
+        yield cached.held(past_length + new)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take batch, widths, dtype and device from the first tokens."""
@@ -67,15 +67,15 @@ class TokenCacheLayer(CompactLayer):
         """Add rows [B, 1, n, row_bytes] of values [B, 1, n, channels]; return all rows, and the first tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        seen = self.keys.shape[-2]
-        if self.first and seen < self.padding.most + self.first:
-            self._keep_first(value_states, seen)
+        past_length = self.keys.shape[-2]
+        if self.first and past_length < self.padding.most + self.first:
+            self._keep_first(value_states, past_length)
         self.keys = append(self.keys, key_states, capacity=self.reserved)
         return self.keys, self.values
 
-    def _keep_first(self, values: Tensor, seen: int) -> None:
+    def _keep_first(self, values: Tensor, past_length: int) -> None:
         """Keep those of new tokens [B, 1, n, channels] that are among the first of their row."""
-        slots = self._first_slots(values.device) - seen
+        slots = self._first_slots(values.device) - past_length
         has_come = (slots >= 0) & (slots < values.shape[-2])
         index = slots.clamp(0, values.shape[-2] - 1)[:, None, :, None].expand(-1, 1, -1, values.shape[-1])
         self.values = torch.where(has_come[:, None, :, None], values.gather(-2, index), self.values)

@@ -1,6 +1,6 @@
-"""Tokens quantised one at a time: for caches whose tokens leave one by one, where no two may share a byte.
+"""Tokens quantized one at a time: for caches whose tokens leave one by one, where no two may share a byte.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class TokenCodes:
     """Tokens [B, H, n, d] ↔ bytes of codes [B, H, n, ·], and scales and zero points [B, H, n, ·] in the tokens' dtype.
 
     Both are functions of their token alone, so what is read does not depend on the pieces that a text comes in. Codes
-    of neighbouring channels share a byte.
+    of neighboring channels share a byte.
     """
 
     def __init__(self, format: str, group: int) -> None:
@@ -63,7 +63,7 @@ class TokenCodes:
         if spare := -width % PACKED[self.format]:
             codes = torch.cat([codes, codes.new_zeros(*codes.shape[:-1], spare)], dim=-1)
         numbers = scale if zero is None else torch.cat([scale, zero], dim=-2)
-        # `pack` joins neighbours of the second last dimension.
+        # `pack` joins neighbors of the second last dimension.
         return pack(codes.mT, BITS[self.format]).mT, numbers.squeeze(-1)
 
     def decode(self, codes: Tensor, numbers: Tensor, width: int) -> Tensor:

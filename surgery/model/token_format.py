@@ -2,10 +2,10 @@
 
 Every token has a row of its own, of the same bytes, so that a cache of rows can be cropped, reordered, shared by prefix
 and written in any chunks. A row is a sequence of runs. All bytes of a run hold the same fields, the first in the lowest
-bits; field f of byte b is channel `f * bytes + b` of the run. Neighbouring channels so lie in neighbouring bytes, and
+bits; field f of byte b is channel `f * bytes + b` of the run. Neighboring channels so lie in neighboring bytes, and
 two of these, a lane of 16 bits, become two fp16 values by one mask. No torch here.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbours, nothing else.
+This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
 """
 
 from dataclasses import dataclass
@@ -59,13 +59,13 @@ class TokenFormat:
 
         A byte with fewer fields than another has factors of 0.
         """
-        most = max((len(PATTERNS[pattern]) for pattern, _ in self.runs), default=1)
-        channels, factors = ([[0] * self.row_bytes for _ in range(most)] for _ in range(2))
-        channel, seen = 0, [0] * self.row_bytes
+        num_runs = max((len(PATTERNS[pattern]) for pattern, _ in self.runs), default=1)
+        channels, factors = ([[0] * self.row_bytes for _ in range(num_runs)] for _ in range(2))
+        channel, counts = 0, [0] * self.row_bytes
         for start, count, position, _ in self.fields():
             for byte in range(start, start + count):
-                channels[seen[byte]][byte], factors[seen[byte]][byte] = channel, 1 << position
-                seen[byte] += 1
+                channels[counts[byte]][byte], factors[counts[byte]][byte] = channel, 1 << position
+                counts[byte] += 1
                 channel += 1
         return channels, factors
 

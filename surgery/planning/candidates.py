@@ -84,7 +84,7 @@ class Sized:
 
     @cached_property
     def _caches(self) -> list[QuantizedKVLayer | None]:
-        """An empty layer of every layer's quantised cache; None where it is exact."""
+        """An empty layer of every layer's quantized cache; None where it is exact."""
         layers = len(layer_entries(self.config))
         if not self.config.get("kv_cache"):
             return [None] * layers
@@ -109,86 +109,94 @@ class Candidates:
 
     def at(self, shares: Sequence[float]) -> Iterator[Sized]:
         """Every candidate: those whose size can be chosen once for each share of the source's bytes."""
-        made = []  # two ways of asking may come to one result
-        for target, asked, candidate in self._allowed():
-            seen = set()  # a structure may have no more to spend a larger share on
+        configs = []  # two ways of asking may come to one result
+        for target, overrides, candidate in self._allowed():
+            sizes = set()  # a structure may have no more to spend a larger share on
             for share in shares if candidate.scales else (None,):
-                found = self.sized(target, asked, share)
-                if found and found.kv_bytes not in seen and found.config not in made:
-                    seen.add(found.kv_bytes)
-                    made.append(found.config)
-                    yield found
+                sized = self.sized(target, overrides, share)
+                if sized and sized.kv_bytes not in sizes and sized.config not in configs:
+                    sizes.add(sized.kv_bytes)
+                    configs.append(sized.config)
+                    yield sized
 
     def smallest(self) -> list[Sized]:
         """Return the candidates whose size can be chosen, each at the smallest of a few ratios that it takes."""
-        found = []
-        for target, asked in [(target, asked) for target, asked, candidate in self._allowed() if candidate.scales]:
-            made = (self.sized(target, {"kv_ratio": ratio, **asked}, None) for ratio in SMALL_RATIOS)
-            found += filter(None, [next(filter(None, made), None)])
-        return found
+        results = []
+        for target, overrides in [
+            (target, overrides) for target, overrides, candidate in self._allowed() if candidate.scales
+        ]:
+            options = (self.sized(target, {"kv_ratio": ratio, **overrides}, None) for ratio in SMALL_RATIOS)
+            results += filter(None, [next(filter(None, options), None)])
+        return results
 
     def _allowed(self) -> Iterator[tuple[Target, dict[str, Any], Candidate]]:
         """Yield the candidates to weigh, with the settings that go with them."""
         for target, candidate in allowed_candidates(self._opened.reader.config, self._settings):
             yield target, {**candidate.settings, **self._own_of(target)}, candidate
 
-    def sized(self, target: Target, asked: dict[str, Any], share: float | None, *, told: bool = True) -> Sized | None:
+    def sized(
+        self, target: Target, overrides: dict[str, Any], share: float | None, *, record: bool = True
+    ) -> Sized | None:
         """The candidate with at most that share of the source's bytes, its own if None; None where it is refused.
 
         Args:
-            told: whether :attr:`refused` is to have it.
+            record: whether :attr:`refused` is to have it.
         """
         try:
-            found = self._made(target, asked) if share is None else self._fitting(target, asked, share)
-            if found is None:
+            result = self._made(target, overrides) if share is None else self._fitting(target, overrides, share)
+            if result is None:
                 return None
-            found.structure.plan(self._work)
-            return replace(found, config=final_config(found.structure.forecast(), found.settings))
+            result.structure.plan(self._work)
+            return replace(result, config=final_config(result.structure.forecast(), result.settings))
         except SurgeryError as error:
-            if told:
-                self.refused[_named(target, asked)] = str(error)
+            if record:
+                self.refused[_named(target, overrides)] = str(error)
             return None
 
-    def _fitting(self, target: Target, asked: dict[str, Any], share: float) -> Sized | None:
+    def _fitting(self, target: Target, overrides: dict[str, Any], share: float) -> Sized | None:
         """The largest found that keeps to a share."""
         ratio, best, before = share, None, None
         for _ in range(ATTEMPTS):
             try:
-                found = self._made(target, {"kv_ratio": round(ratio, 4), **asked})
+                sized = self._made(target, {"kv_ratio": round(ratio, 4), **overrides})
             except SurgeryError:
                 if best is None:
                     raise
                 break  # what fits is there, if nothing closer is
-            got = found.kv_bytes / self.source_bytes
-            if got <= share and (best is None or found.kv_bytes > best.kv_bytes):
-                best = found
-            if (1 - TOLERANCE) * share <= got <= share:
+            ratio_of_source = sized.kv_bytes / self.source_bytes
+            if ratio_of_source <= share and (best is None or sized.kv_bytes > best.kv_bytes):
+                best = sized
+            if (1 - TOLERANCE) * share <= ratio_of_source <= share:
                 break
             # Bytes grow with the ratio along a line, which full-precision tokens keep from passing through zero.
-            slope = got / ratio if before is None or before[0] == ratio else (got - before[1]) / (ratio - before[0])
-            before = ratio, got
+            slope = (
+                ratio_of_source / ratio
+                if before is None or before[0] == ratio
+                else (ratio_of_source - before[1]) / (ratio - before[0])
+            )
+            before = ratio, ratio_of_source
             aim = share * (1 - TOLERANCE / 2)
-            ratio = min(max(ratio + (aim - got) / slope if slope > 0 else ratio / 2, LEAST_RATIO), 0.99)
+            ratio = min(max(ratio + (aim - ratio_of_source) / slope if slope > 0 else ratio / 2, LEAST_RATIO), 0.99)
         return best
 
-    def _made(self, target: Target, asked: dict[str, Any]) -> Sized:
-        settings = target.settings({**self._settings.common(), **asked})
-        found = target.structure().for_source(self._opened.reader.config, settings)
-        structure = found(self._opened, settings, self._work.progress)
+    def _made(self, target: Target, overrides: dict[str, Any]) -> Sized:
+        settings = target.settings({**self._settings.common(), **overrides})
+        structure_class = target.structure().for_source(self._opened.reader.config, settings)
+        structure = structure_class(self._opened, settings, self._work.progress)
         forecast = structure.forecast()
         config = final_config(forecast, settings)
         if self._settings.engine:
             refuse_unless_loadable(self._settings.engine, config)
-        held = held_bytes(config, self._opened, self._settings)
+        num_bytes = held_bytes(config, self._opened, self._settings)
         engines = forecast.engines_of(self._opened.reader, config)
-        return Sized(target, asked, settings, structure, config, held, engines)
+        return Sized(target, overrides, settings, structure, config, num_bytes, engines)
 
     def _own_of(self, target: Target) -> dict[str, Any]:
         """Return the plan's settings that only some structures take: the engine, whose limits hold, and the heads, with
         the context at which their bytes are counted."""
         heads = {"heads": self._settings.heads, "context": self._settings.tokens} if self._settings.heads else {}
-        given = {"engine": self._settings.engine, **heads}
-        return {name: value for name, value in given.items() if value and hasattr(target.settings_class, name)}
+        values = {"engine": self._settings.engine, **heads}
+        return {name: value for name, value in values.items() if value and hasattr(target.settings_class, name)}
 
 
 def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterator[tuple[Target, Candidate]]:
@@ -198,10 +206,10 @@ def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterat
     for target in TARGETS.working().values():
         if target.fixed or not settings.allows(target.name):
             continue
-        named = named_candidates(target, config)
+        candidates = named_candidates(target, config)
         # A structure that is nothing without bits has them in its name.
-        coded = settings.allows(BITS) or all("bits" in each.settings for each in named)
-        for candidate in named:
+        coded = settings.allows(BITS) or all("bits" in each.settings for each in candidates)
+        for candidate in candidates:
             if coded or "bits" not in candidate.settings:
                 yield target, candidate
 
@@ -219,8 +227,8 @@ def held_bytes(config: dict[str, Any], opened: Source, settings: PlanSettings) -
     return kv_bytes_of(config, opened.weight_dtype)(settings.tokens, settings.batch)
 
 
-def _named(target: Target, asked: dict[str, Any]) -> str:
-    flags = " ".join(f"--{name.replace('_', '-')} {_short(value)}" for name, value in asked.items())
+def _named(target: Target, overrides: dict[str, Any]) -> str:
+    flags = " ".join(f"--{name.replace('_', '-')} {_short(value)}" for name, value in overrides.items())
     return f"--to {target.name} {flags}".strip()
 
 

@@ -144,8 +144,8 @@ class CodedAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         queries, keys, values = cached_heads(self.anatomy, self.anatomy.project(hidden_states))
-        mixed = causal_attention(self.anatomy, queries, *self.cache.fresh().update(keys, values))
-        return output(self.anatomy, mixed.transpose(1, 2), hidden_states), None
+        attn_output = causal_attention(self.anatomy, queries, *self.cache.fresh().update(keys, values))
+        return output(self.anatomy, attn_output.transpose(1, 2), hidden_states), None
 
 
 def engine_formats(opened: Source, settings: PlanSettings, called: str, refused: dict[str, str]) -> list[EngineFormat]:

@@ -125,11 +125,11 @@ def measure(candidates: Sequence[Weighed], work: ConversionContext, held_out: He
                     for number, place in enumerate(places)
                 ]
                 apart = list(dict.fromkeys(ways))
-                left, following = Counter(place for _, place in apart), {}
+                remaining, following = Counter(place for _, place in apart), {}
                 with stream.layer(index) as layer:
                     for number, place in sorted(apart):
-                        left[place] -= 1
-                        hidden = states[place].clone() if left[place] else states.pop(place)
+                        remaining[place] -= 1
+                        hidden = states[place].clone() if remaining[place] else states.pop(place)
                         attention, group = None, range(index, index + 1)
                         if number:
                             group = rows[number].group(index)
@@ -154,8 +154,8 @@ def measure(candidates: Sequence[Weighed], work: ConversionContext, held_out: He
 
 def _loop(candidates: Sequence[Weighed], held_out: HeldOut) -> str:
     """The name of this carrying among snapshots."""
-    asked = json.dumps([each.name for each in candidates]).encode()
-    return f"carry-{sha256(asked + as_bytes(held_out.tokens.contiguous()).numpy().tobytes()).hexdigest()[:16]}"
+    names = json.dumps([each.name for each in candidates]).encode()
+    return f"carry-{sha256(names + as_bytes(held_out.tokens.contiguous()).numpy().tobytes()).hexdigest()[:16]}"
 
 
 def _token_losses(work: ConversionContext, held_out: HeldOut, hidden: Tensor) -> Tensor:

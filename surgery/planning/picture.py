@@ -32,15 +32,15 @@ def draw(plan: Plan) -> Figure:
         kinds = list(dict.fromkeys(_kind(row) for row in plan.rows))
         for number, kind in enumerate(kinds):
             points = [(100 * row.kv_ratio, max(row.loss_increase, LEAST)) for row in plan.rows if _kind(row) == kind]
-            round_of_colours, colour = divmod(number, len(PALETTE))
+            round_of_colors, color = divmod(number, len(PALETTE))
             look = {
-                "color": PALETTE[colour],
-                "marker": "os"[round_of_colours % 2],
-                "linestyle": DASHES[round_of_colours],
+                "color": PALETTE[color],
+                "marker": "os"[round_of_colors % 2],
+                "linestyle": DASHES[round_of_colors],
             }
             axes.plot(*zip(*points, strict=True), label=kind, **look)
-        chosen = plan.chosen
-        place = 100 * chosen.kv_ratio, max(chosen.loss_increase, LEAST)
+        choice = plan.chosen
+        place = 100 * choice.kv_ratio, max(choice.loss_increase, LEAST)
         axes.plot(*place, marker="o", markersize=13, fillstyle="none", color=INK, linestyle="none", label="the choice")
         if plan.budget["kv_ratio"] is not None:
             axes.axvline(100 * plan.budget["kv_ratio"], color=INK, linewidth=0.8, linestyle=":")

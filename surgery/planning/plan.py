@@ -86,8 +86,8 @@ class Plan:
     @property
     def next_best(self) -> Row | None:
         """Row that would be chosen without the best one's structure and bits."""
-        chosen, share = self.chosen, self.budget["kv_ratio"]
-        others = [row for row in self.rows if (row.to, row.asked.get("bits")) != (chosen.to, chosen.asked.get("bits"))]
+        choice, share = self.chosen, self.budget["kv_ratio"]
+        others = [row for row in self.rows if (row.to, row.asked.get("bits")) != (choice.to, choice.asked.get("bits"))]
         try:
             return others[choose(others, share, self.budget["max_loss"])] if others else None
         except SurgeryError:
@@ -172,20 +172,20 @@ def _weighed(
     own = engine_formats(work.opened, settings, called, candidates.refused)
     converted = list(candidates.at(shares_around(None) if share is None else [share]))
     converted = converted or list(candidates.at(shares_around(share)))
-    tried = [*converted, *own]
-    if not tried:
+    entries = [*converted, *own]
+    if not entries:
         raise SurgeryError(_nothing(candidates.refused))
-    if share is not None and min(each.kv_bytes for each in tried) > share * candidates.source_bytes:
-        tried += candidates.smallest()  # the nearest that can be had, and its price
+    if share is not None and min(each.kv_bytes for each in entries) > share * candidates.source_bytes:
+        entries += candidates.smallest()  # the nearest that can be had, and its price
 
-    def told(weighed: Sequence[Weighed], scores: Scores) -> list[Row]:
+    def to_rows(weighed: Sequence[Weighed], scores: Scores) -> list[Row]:
         return rows_of(weighed, scores, candidates.source_bytes, called)
 
-    rounds = Rounds(held_out, lambda some, part: measure(some, work, part), told, share)
-    rounds.add(tried)
+    rounds = Rounds(held_out, lambda some, part: measure(some, work, part), to_rows, share)
+    rounds.add(entries)
     rounds.add(_with_exact_layers(rounds, SHARES if share is None else [share], candidates.source_bytes))
     if share is None:
-        look_for_loss(rounds.tried, rounds.scores, candidates, settings.max_loss, rounds.add)
+        look_for_loss(rounds.weighed, rounds.scores, candidates, settings.max_loss, rounds.add)
     else:
         rounds.add(around_best(rounds, candidates, share), twice=False)
     rounds.decide(settings.max_loss)
@@ -195,11 +195,11 @@ def _weighed(
 def _with_exact_layers(rounds: Rounds, shares: Sequence[float], source_bytes: float) -> list[EngineFormat]:
     """Formats that are not far behind, with as many layers in full precision as a share has room for.
 
-    The layers whose own quantised cache moves predictions most come first. They are measured by the first of the
+    The layers whose own quantized cache moves predictions most come first. They are measured by the first of the
     formats, one by one, with all others in full precision.
     """
     behind = far_behind(rounds.rows())
-    near = [each for place, each in enumerate(rounds.tried) if place not in behind and isinstance(each, EngineFormat)]
+    near = [each for place, each in enumerate(rounds.weighed) if place not in behind and isinstance(each, EngineFormat)]
     formats = [each for each in near if each.format.skips_layers and not any(map(each.leaves, each.all_layers))]
     if not any(each.filled(share * source_bytes, each.all_layers) for each in formats for share in shares):
         return []
@@ -233,8 +233,8 @@ def opened_work(
             facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
             place = out.with_name(f"{out.name}.statistics")
             with progress.step(1, STEPS):
-                kept = stack.enter_context(Unfinished(place, opened.reader, facts, progress, restart=restart))
-            snapshots = kept.snapshots
+                unfinished = stack.enter_context(Unfinished(place, opened.reader, facts, progress, restart=restart))
+            snapshots = unfinished.snapshots
         texts = replace(texts, held_out=untried)
         work = ConversionContext.in_folder(snapshots, opened, settings, texts, progress)
         for files in (work.library, work.store, work.converted):
@@ -257,13 +257,13 @@ def _share_of(settings: PlanSettings, opened: Source) -> float | None:
         return None
     if settings.memory is None:
         return settings.kv_ratio or DEFAULT_SHARE
-    held, memory = held_bytes(opened.reader.config, opened, settings), settings.memory_bytes
-    if memory >= held:
+    source_bytes, memory = held_bytes(opened.reader.config, opened, settings), settings.memory_bytes
+    if memory >= source_bytes:
         raise SurgeryError(
-            f"--memory {settings.memory}: the source's own cache takes {size(held)} at {settings.tokens:,} tokens and "
-            f"batch {settings.batch}, there is nothing to convert; ask for a longer context or a larger batch"
+            f"--memory {settings.memory}: the source's own cache takes {size(source_bytes)} at {settings.tokens:,} "
+            f"tokens and batch {settings.batch}: nothing to convert; ask for a longer context or a larger batch"
         )
-    return memory / held
+    return memory / source_bytes
 
 
 def _lag_basis(opened: Source, settings: PlanSettings) -> BasisOf | None:
@@ -271,9 +271,9 @@ def _lag_basis(opened: Source, settings: PlanSettings) -> BasisOf | None:
     for name, target in TARGETS.working().items():
         if settings.allows(name) and named_candidates(target, opened.reader.config):
             try:
-                asked = target.settings(settings.common())
-                found = target.structure().for_source(opened.reader.config, asked)
-                structure = found(opened, asked, Progress(silent=True))
+                structure_settings = target.settings(settings.common())
+                structure_class = target.structure().for_source(opened.reader.config, structure_settings)
+                structure = structure_class(opened, structure_settings, Progress(silent=True))
             except SurgeryError:
                 continue  # refused, with its reason, when its candidates are sized
             if structure.lag_basis is not None:

@@ -37,12 +37,12 @@ class Rounds:
         first, self._last = held_out.split(-(-held_out.texts // 2))
         self._first, self._second = first.split(-(-first.texts // 2))
         self._measure, self._rows_of, self._share = measure, rows_of, share
-        self.tried: list[Weighed] = []
+        self.weighed: list[Weighed] = []
         self.scores: Scores = []
 
     def rows(self) -> list[Row]:
         """Return the rows of all candidates that were tried, in that order."""
-        return self._rows_of(self.tried, self.scores)
+        return self._rows_of(self.weighed, self.scores)
 
     def add(self, candidates: Sequence[Weighed], *, twice: bool = True) -> None:
         """Measures more candidates.
@@ -51,8 +51,8 @@ class Rounds:
             twice: in the first two rounds; else those that do not keep to the budget, of which none is chosen, in the
                 first alone.
         """
-        places = range(len(self.tried), len(self.tried) + len(candidates))
-        self.tried += candidates
+        places = range(len(self.weighed), len(self.weighed) + len(candidates))
+        self.weighed += candidates
         self._go_on(places, self._first)
         rows = self.rows()
         behind = far_behind(rows, self._share)
@@ -71,7 +71,7 @@ class Rounds:
         """Measures some on a part."""
         if not places or not part.texts:
             return
-        carried = self._measure([self.tried[place] for place in places], part)
+        carried = self._measure([self.weighed[place] for place in places], part)
         for place, score in zip(places, carried.scored, strict=True):
             if place == len(self.scores):
                 self.scores.append((score, carried.source))

@@ -169,8 +169,8 @@ def contenders(rows: Sequence[Row], share: float | None, max_loss: float | None)
     if share is not None:
         level = alike(rows, share)[:CONTENDERS]
         return level if len(level) > 1 else []
-    met = [row.kv_bytes for row in rows if row.high is not None and row.high <= max_loss]
-    largest = min(met, default=math.inf)
+    sizes = [row.kv_bytes for row in rows if row.high is not None and row.high <= max_loss]
+    largest = min(sizes, default=math.inf)
     doubtful = [place for place, row in enumerate(rows) if row.low is not None and row.low <= max_loss < row.high]
     smaller = [place for place in doubtful if rows[place].kv_bytes < largest]
     return sorted(smaller, key=lambda place: rows[place].kv_bytes)[:CONTENDERS]

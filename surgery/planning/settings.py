@@ -14,7 +14,7 @@ from surgery.engines.cache_formats import Server, cache_formats
 from surgery.structures.registry import TARGETS
 
 BITS = "bits"
-"""Name in ``allow`` of quantised caches, whose attention may be any."""
+"""Name in ``allow`` of quantized caches, whose attention may be any."""
 ENGINE = "engine"
 """Name in ``allow`` of the cache formats that the engine has without a conversion."""
 
@@ -49,7 +49,7 @@ class PlanSettings(ConversionSettings):
     )
     allow: tuple[str, ...] = setting(
         (),
-        "Structures to choose among, bits for quantised caches, and engine for the engine's own.",
+        "Structures to choose among, bits for quantized caches, and engine for the engine's own.",
         unset="all",
         metavar="A,B",
     )
@@ -70,14 +70,14 @@ class PlanSettings(ConversionSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [name for name in ("kv_ratio", "memory", "max_loss") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise SurgeryError(f"{given[0]} is a budget, and {given[1]} is another: give one")
+        budgets = [name for name in ("kv_ratio", "memory", "max_loss") if getattr(self, name) is not None]
+        if len(budgets) > 1:
+            raise SurgeryError(f"{budgets[0]} is a budget, and {budgets[1]} is another: give one")
         if self.calibration == NO_CALIBRATION:
             raise SurgeryError("calibration none: a plan measures what candidates lose, and needs text for it")
-        known = [*TARGETS, BITS, ENGINE]
-        if unknown := [name for name in self.allow if name not in known]:
-            raise SurgeryError(f"allow {unknown[0]}: choose among {', '.join(known)}")
+        choices = [*TARGETS, BITS, ENGINE]
+        if unknown := [name for name in self.allow if name not in choices]:
+            raise SurgeryError(f"allow {unknown[0]}: choose among {', '.join(choices)}")
         if ENGINE in self.allow:
             if self.engine is None:
                 raise SurgeryError("allow engine: name the engine too, such as --engine vllm", setting="engine")
@@ -126,7 +126,7 @@ def parse_tokens(text: str) -> int:
     Raises:
         SurgeryError: it is neither.
     """
-    found = re.fullmatch(r"\s*([0-9]+)\s*(k?)\s*", str(text).lower().replace(",", "").replace("_", ""))
-    if not found:
+    match = re.fullmatch(r"\s*([0-9]+)\s*(k?)\s*", str(text).lower().replace(",", "").replace("_", ""))
+    if not match:
         raise SurgeryError(f"context {text!r} is no number of tokens: write 32k or 32768")
-    return int(found[1]) * (1024 if found[2] else 1)
+    return int(match[1]) * (1024 if match[2] else 1)

@@ -29,19 +29,19 @@ def shares_around(share: float | None) -> list[float]:
 
 def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Sized]:
     """Return the candidates that are not far behind at a share of the source's bytes, at the shares around it."""
-    behind, known, found = far_behind(rounds.rows(), share), [each.config for each in rounds.tried], []
-    near = [each for place, each in enumerate(rounds.tried) if "kv_ratio" in each.asked and place not in behind]
+    behind, configs, candidates_found = far_behind(rounds.rows(), share), [each.config for each in rounds.weighed], []
+    near = [each for place, each in enumerate(rounds.weighed) if "kv_ratio" in each.asked and place not in behind]
     for each in near:
         for other in shares_around(share):
             sized = _resized(each, other, candidates)
-            if sized and sized.config not in known:
-                known.append(sized.config)
-                found.append(sized)
-    return found
+            if sized and sized.config not in configs:
+                configs.append(sized.config)
+                candidates_found.append(sized)
+    return candidates_found
 
 
 def look_for_loss(
-    tried: list[Weighed],
+    weighed: list[Weighed],
     scores: Scores,
     candidates: Candidates,
     max_loss: float,
@@ -51,31 +51,33 @@ def look_for_loss(
     and then one each where its loss should be just less.
 
     Args:
-        tried, scores: what was measured; ``add`` measures more and puts it there.
+        weighed, scores: what was measured; ``add`` measures more and puts it there.
     """
 
     while more := [
         smaller
-        for (share, loss, sized), *_ in _curves(tried, scores, candidates)
+        for (share, loss, sized), *_ in _curves(weighed, scores, candidates)
         if loss < max_loss and (smaller := _resized(sized, share / 2, candidates))
     ]:
         add(more)
-    found = []
-    for points in _curves(tried, scores, candidates):
+    resized = []
+    for points in _curves(weighed, scores, candidates):
         for (share, loss, sized), (next_share, next_loss, _) in pairwise(points):
             if 0 < next_loss < AIM * max_loss and loss > max_loss:
                 # Losses are near powers of the share between two that were measured.
                 place = math.log(AIM * max_loss / loss) / math.log(next_loss / loss)
-                wanted = share * (next_share / share) ** place
-                found.append(_resized(sized, wanted, candidates))
-    if more := list(filter(None, found)):
+                target_share = share * (next_share / share) ** place
+                resized.append(_resized(sized, target_share, candidates))
+    if more := list(filter(None, resized)):
         add(more)
 
 
-def _curves(tried: Sequence[Weighed], scores: Scores, candidates: Candidates) -> list[list[tuple[float, float, Sized]]]:
+def _curves(
+    weighed: Sequence[Weighed], scores: Scores, candidates: Candidates
+) -> list[list[tuple[float, float, Sized]]]:
     """Shares of the source's bytes, increases of the loss and candidates of one way of asking each, by share."""
     curves: dict[tuple, list[tuple[float, float, Sized]]] = {}
-    for sized, (score, source) in zip(tried, scores, strict=True):
+    for sized, (score, source) in zip(weighed, scores, strict=True):
         if "kv_ratio" in sized.asked:
             point = (sized.kv_bytes / candidates.source_bytes, score.beyond(source).mean, sized)
             curves.setdefault((sized.target.name, *sorted(_but_size(sized).items(), key=str)), []).append(point)
@@ -89,4 +91,4 @@ def _but_size(sized: Sized) -> dict[str, Any]:
 
 def _resized(sized: Sized, share: float, candidates: Candidates) -> Sized | None:
     """Return the same structure at another share of the source's bytes, or None if it cannot have it."""
-    return candidates.sized(sized.target, _but_size(sized), share, told=False)
+    return candidates.sized(sized.target, _but_size(sized), share, record=False)

@@ -86,7 +86,7 @@ Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"
 {adapters_section(target.get("adapters"))}## Provenance
 
 Source weights sha256 `{in_code(source["sha256"])}`, command `{in_code(report.command or "Python API")}`; settings,
-versions and per-layer errors are in `surgery_report.json`. The licence of the source applies; its own card, if any, is
+versions and per-layer errors are in `surgery_report.json`. The license of the source applies; its own card, if any, is
 `README.source.md`.{_source_code(report)}
 """
 
@@ -169,7 +169,7 @@ def _shape(source: dict, target: dict) -> str:
 
 
 def _codes(target: dict) -> str:
-    """Describe in words how a cache is quantised; empty where it is not."""
+    """Describe in words how a cache is quantized; empty where it is not."""
     cache = target.get("kv_cache")
     if rows := target.get("row_bytes"):
         return f" in packed rows of {_range(rows)} bytes a token, the first {target['first_tokens']} tokens exact"
@@ -183,7 +183,7 @@ def _codes(target: dict) -> str:
 
 
 def _kept_matrices(report) -> str:
-    """Describe the parts that stayed as they were stored; a training writes all of them unquantised."""
+    """Describe the parts that stayed as they were stored; a training writes all of them unquantized."""
     if not report.settings.get("keep_quantised") or report.healing:
         return ""
     codes = in_markdown(report.source["dequantised_from"])

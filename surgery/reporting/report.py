@@ -29,7 +29,7 @@ class Report:
 
     Attributes:
         source: where it came from (a name; of the hub also its id and revision), its content hash, shape and dtype, and
-            what its weights were dequantised from.
+            what its weights were dequantized from.
         target: the structure, the class that carries it and why, and which engines load it.
         kv: bytes per token of the source, predicted and measured of the result; of hybrid models also the most that
             keys and values took, as a share of the source's, and the share of full attention that was computed.
@@ -68,10 +68,10 @@ class Report:
     phase_flops: dict[str, int] | None = None
 
     @classmethod
-    def of(cls, written: dict) -> Report:
+    def of(cls, record: dict) -> Report:
         """Read a report that any version wrote."""
-        known = {each.name for each in fields(cls)}
-        return cls(**{name: value for name, value in written.items() if name in known})
+        names = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in record.items() if name in names})
 
     def to_dict(self) -> dict:
         return {"schema": SCHEMA, "surgery_version": __version__, **asdict(self)}

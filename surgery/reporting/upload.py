@@ -65,12 +65,12 @@ def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Up
     if not isinstance(listed, dict) or not listed:
         raise SurgeryError.at(folder, f"its {REPORT} lists no files; convert again, or use `hf upload`")
     with disk_errors(folder):
-        there = list_files(folder, hidden=True)
-    if missing := [name for name in listed if name not in there and is_downloaded(name)]:
+        names = list_files(folder, hidden=True)
+    if missing := [name for name in listed if name not in names and is_downloaded(name)]:
         raise SurgeryError.at(folder, f"{missing[0]} is missing; `surgery verify` checks all files")
     files: dict[str, bytes | Path] = {}
     published, fields = {}, {}
-    for name in (name for name in listed if name in there):
+    for name in (name for name in listed if name in names):
         files[name] = _as_written(folder / name, listed[name], in_memory=_may_hold_paths(name))
         published[name] = listed[name]
         if isinstance(content := files[name], bytes):
@@ -82,13 +82,13 @@ def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Up
     changes = _changes({**report, "files": published}, cleaned)
     fields |= {f"{REPORT}: {entry}": value for entry, value in (*changes, ("command", str(cleaned.get("command"))))}
     files[_no_link(folder / REPORT).name] = (json.dumps(cleaned, indent=2) + "\n").encode()
-    if SOURCE_CARD in there:
+    if SOURCE_CARD in names:
         with disk_errors(folder):
             text = _no_link(folder / SOURCE_CARD).read_text(encoding="utf-8", errors="replace")
         files[SOURCE_CARD] = text_without_folders(text).encode()
     card = Report.of(cleaned).card(repo, base_model=base_model, inherited=of_source(folder))
     files[CARD] = card.encode()
-    return Upload(files, hashes, fields, summary(name for name in there if name not in {*files, *listed}))
+    return Upload(files, hashes, fields, summary(name for name in names if name not in {*files, *listed}))
 
 
 def _as_written(path: Path, sha256: str, *, in_memory: bool) -> bytes | Path:

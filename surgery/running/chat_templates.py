@@ -118,9 +118,9 @@ class ChatTemplate:
             weakref.finalize(self, _end, process, self._owner)
             timer = threading.Timer(START_SECONDS, process.kill)
             timer.start()
-            begun = process.stdout.readline()
+            greeting = process.stdout.readline()
             timer.cancel()
-            if not begun:
+            if not greeting:
                 self._stop()
                 raise SurgeryError(f"{self._name}: the process that renders it did not start; free memory and retry")
         return self._process

@@ -186,11 +186,11 @@ class LayerStream:
         """The norm before the output projection, applied to [..., D], and the factor on what that gives."""
         weight = self.reader.tensor("model.norm.weight").to(self.device, self.dtype)
         bias = self.reader.tensor(NORM_BIAS).to(weight) if NORM_BIAS in self.reader else None
-        normed = self.normalise(hidden, weight + self.family.norm_offset, bias)
+        normed = self.normalize(hidden, weight + self.family.norm_offset, bias)
         factor = logit_factor(self.config)
         return normed if factor == 1.0 else normed * factor
 
-    def normalise(self, hidden: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def normalize(self, hidden: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Hidden states [..., D] through a norm of the family's kind."""
         if self.family.layer_norm:
             eps = getattr(self.config, self.family.norm_eps)
@@ -243,17 +243,17 @@ class LayerStream:
         """Cross-entropies [N (T - 1)] in nats, fp64, of final hidden states [N, T, D] before the norm."""
         normed = self.final_norm(hidden[:, :-1].to(self.device, self.dtype)).flatten(0, 1)
         labels = tokens[:, 1:].flatten().to(self.device)
-        normaliser = torch.full((len(labels),), -torch.inf, device=self.device)
-        chosen = torch.zeros(len(labels), device=self.device)
+        normalizer = torch.full((len(labels),), -torch.inf, device=self.device)
+        label_logits = torch.zeros(len(labels), device=self.device)
         for first, weight in self.output_slices():
             for rows in torch.arange(len(labels), device=self.device).split(TOKEN_SLICE):
                 logits = self.slice_logits(normed[rows], weight).float()
-                normaliser[rows] = torch.logaddexp(normaliser[rows], logits.logsumexp(-1))
+                normalizer[rows] = torch.logaddexp(normalizer[rows], logits.logsumexp(-1))
                 local = labels[rows] - first
                 inside = (local >= 0) & (local < len(weight))
                 own = logits.gather(1, local.clamp(0, len(weight) - 1)[:, None])[:, 0]
-                chosen[rows] = torch.where(inside, own, chosen[rows])
-        return normaliser.double() - chosen.double()
+                label_logits[rows] = torch.where(inside, own, label_logits[rows])
+        return normalizer.double() - label_logits.double()
 
     @torch.no_grad()
     def sampled_loss_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
@@ -326,7 +326,7 @@ class StreamedLayer:
                 layer.self_attn = module
 
     def attention_inputs(self, hidden: Tensor) -> Tensor:
-        """Return the inputs of the layer's attention, [B, T, D]: normalised, where the family has a norm before it."""
+        """Return the inputs of the layer's attention, [B, T, D]: normalized, where the family has a norm before it."""
         norm = getattr(self.model.layers[0], "input_layernorm", None)
         return hidden if norm is None else norm(hidden)
 

@@ -46,8 +46,8 @@ def causal_class(config: Any) -> type[PreTrainedModel]:
     Raises:
         KeyError: there is none.
     """
-    named = AutoModelForCausalLM._model_mapping
-    return (named if type(config) in named else AutoModelForImageTextToText._model_mapping)[type(config)]
+    mapping = AutoModelForCausalLM._model_mapping
+    return (mapping if type(config) in mapping else AutoModelForImageTextToText._model_mapping)[type(config)]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Device and dtype in which second moments are summed and factorised, by the device of the activations.
+"""Device and dtype in which second moments are summed and factorized, by the device of the activations.
 
 ============================  =====================  ========================  ==========================
 device of the activations     products of a batch    sums over batches         eigenvalues and Cholesky
@@ -9,7 +9,7 @@ other CUDA                    activations' dtype     float64, on the device    f
 other accelerators (MPS)      activations' dtype     float64, on the CPU       float64, on the CPU
 ============================  =====================  ========================  ==========================
 
-The activations' dtype is float32 at least, and TF32, of three digits, stays off, as torch has it. Data-centre GPUs have
+The activations' dtype is float32 at least, and TF32, of three digits, stays off, as torch has it. Data-center GPUs have
 fast float64, at half of the rate of float32 or more; others have a 32nd or a 64th of it.
 
 On CUDA the sums of one layer are there twice, of one part of the text and of all: 2·8·(2 n² + D²) bytes with n keys and
@@ -30,7 +30,7 @@ FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 """Compute capabilities of GPUs with fast float64: P100, V100, A100, H100 and H200, B200."""
 
 SMALLEST = 512
-"""Rows of a matrix from which on another device than its own factorises it; smaller ones are soon done where they are.
+"""Rows of a matrix from which on another device than its own factorizes it; smaller ones are soon done where they are.
 A guess: no GPU has been measured."""
 
 WITH_FLOAT64 = ("cpu", "cuda")
@@ -46,7 +46,7 @@ class MomentPrecision:
     Attributes:
         products: dtype of products of a batch, unless the activations' own is wider.
         sums: the device of sums, which are in float64.
-        solver: the device of factorisations.
+        solver: the device of factorizations.
     """
 
     products: torch.dtype = torch.float32
@@ -92,8 +92,8 @@ _solver = CPU
 
 
 @contextmanager
-def factorising_on(device: str | torch.device) -> Iterator[None]:
-    """Have large matrices of the CPU factorised on a device in a ``with`` block, if it has fast float64."""
+def factorizing_on(device: str | torch.device) -> Iterator[None]:
+    """Have large matrices of the CPU factorized on a device in a ``with`` block, if it has fast float64."""
     global _solver
     before, _solver = _solver, MomentPrecision.of(device).solver
     try:
@@ -103,7 +103,7 @@ def factorising_on(device: str | torch.device) -> Iterator[None]:
 
 
 def solver_of(matrix: Tensor) -> torch.device:
-    """Return the device that factorises a matrix [..., n, n]: its own, or for large ones that of `factorising_on`."""
+    """Return the device that factorizes a matrix [..., n, n]: its own, or for large ones that of `factorizing_on`."""
     return _solver if matrix.device.type == "cpu" and matrix.shape[-1] >= SMALLEST else matrix.device
 
 

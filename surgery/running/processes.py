@@ -65,12 +65,12 @@ class Processes:
         """Return whether this process prints and writes."""
         return self.rank == 0
 
-    def map(self, function: Callable[[Item], Result], items: Sequence[Item], done: Callable[[], Any] = int) -> list:
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item], advance: Callable[[], Any] = int) -> list:
         """`function` of every item, in order, on every process; each process computes its share.
 
         Args:
             function: its results must pickle; tensors should be on the CPU.
-            done: called after every item of this process, and for those that others did meanwhile.
+            advance: called after every item of this process, and for those that others did meanwhile.
 
         Raises:
             SurgeryError: `function` did in some process; every process raises that of the lowest rank.
@@ -81,7 +81,7 @@ class Processes:
             for index in range(self.rank, len(items), self.count):
                 mine.append((index, function(items[index])))
                 for _ in range(min(self.count, len(items) - index + self.rank)):
-                    done()
+                    advance()
         except Exception as error:
             refusal = self._refusal(error)
         if self._state is None:

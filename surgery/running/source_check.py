@@ -47,7 +47,7 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
     """Compare a checkpoint with its class; give it with the config.json that its tensors show it to have.
 
     It is returned as it is where transformers has no class for it, its family is refused by name, or its weights are
-    quantised in a format that is not read here.
+    quantized in a format that is not read here.
 
     Raises:
         SurgeryError: they contradict each other.

@@ -55,7 +55,7 @@ def check_stored(reader: CheckpointReader, text: Any) -> None:
         if name.endswith((".weight", ".bias")) and _is_packed(dtype) and not BUFFERS.search(name):
             raise SurgeryError(
                 f"{reader.source}: {name} is stored in {str(dtype).removeprefix('torch.')}, and config.json says "
-                "nothing of a quantisation; give the checkpoint before it was quantised"
+                "nothing of a quantization; give the checkpoint before it was quantized"
             )
     layers = getattr(text, "num_hidden_layers", None)
     if type(layers) is int and layers > len(reader.names()):

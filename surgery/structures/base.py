@@ -213,7 +213,7 @@ class Structure(ABC, Generic[Opened, Settings]):
         """Surrogate module of a layer's attention, as it becomes, for prompts only; after :meth:`plan`.
 
         Args:
-            cache: an empty layer that quantises what is cached; None where it is exact.
+            cache: an empty layer that quantizes what is cached; None where it is exact.
         """
         raise NotImplementedError
 
@@ -236,14 +236,14 @@ class Structure(ABC, Generic[Opened, Settings]):
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Passes over all layers: converts, measures and writes what is new. What it does not write is copied."""
 
-    def verify(self, work: ConversionContext, written: Path, outcome: Outcome) -> Verification:
+    def verify(self, work: ConversionContext, path: Path, outcome: Outcome) -> Verification:
         """Runs what was written, with a config and all tensors, against what was simulated.
 
         Raises:
             SurgeryError: it computes something else, or its cache has other bytes than predicted.
         """
         return verify_by_running(
-            written,
+            path,
             self.opened,
             outcome.simulated,
             work.texts.held_out,

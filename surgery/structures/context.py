@@ -103,8 +103,8 @@ class ConversionContext(Generic[Opened, Settings]):
             for layer in range(len(results), self.opened.layers):
                 results.append(convert(layer))
                 if settled(layer):
-                    done = {"said": results, "ladder": runs.hidden}
-                    self.snapshots.take("layers", lambda done=done: done)
+                    snapshot = {"said": results, "ladder": runs.hidden}
+                    self.snapshots.take("layers", lambda snapshot=snapshot: snapshot)
                 advance()
         return results
 

@@ -31,13 +31,13 @@ from surgery.engines.number_formats import ruinous_formats
 from surgery.model import remote_code_files
 from surgery.reporting.quality import useless_layers
 from surgery.reporting.report import Report, previous_report
-from surgery.running.moment_precision import factorising_on
+from surgery.running.moment_precision import factorizing_on
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
 from surgery.structures.base import Outcome, Structure
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Workload
-from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantisation_entry
+from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantization_entry
 from surgery.structures.quantized.stage import in_own_class, quantize_written
 from surgery.structures.record import build_report
 from surgery.structures.request import ConversionRequest, open_request
@@ -95,7 +95,7 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
             f"left out: {len(left_out)} tensors that the model's class does not read, the first {left_out[0]}"
         )
     with ExitStack() as at_end:
-        at_end.enter_context(factorising_on(structure.opened.stream.device))
+        at_end.enter_context(factorizing_on(structure.opened.stream.device))
         if together.is_main:
             carried = at_end.enter_context(CarriedFiles.of(structure.opened.reader, keep_code=request.keep_code))
             if carried.left_out:
@@ -121,10 +121,10 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
             structure.gather(work)
         with progress.step(3, STEPS):
             tensors = structure.plan(work)
-        written = {"max_shard_size": settings.max_shard_size, "staging": staging}
-        written["stored_names"] = whole_names(structure.opened.reader, forecast.config, tensors)
-        written["parts"] = kept_matrices(structure.opened.reader, settings, tensors)
-        with CheckpointWriter(out, tensors, **written) as writer:
+        options = {"max_shard_size": settings.max_shard_size, "staging": staging}
+        options["stored_names"] = whole_names(structure.opened.reader, forecast.config, tensors)
+        options["parts"] = kept_matrices(structure.opened.reader, settings, tensors)
+        with CheckpointWriter(out, tensors, **options) as writer:
             with progress.step(4, STEPS):
                 outcome = structure.convert_layers(work, writer)
             with progress.step(5, STEPS):
@@ -153,7 +153,7 @@ def _finish(
 ) -> tuple[Outcome, Verification]:
     """Writes what is not attention, and checks and runs the result.
 
-    With ``bits``, what was written becomes the custom model class with a quantised cache.
+    With ``bits``, what was written becomes the custom model class with a quantized cache.
 
     Raises:
         SurgeryError: the written files are not what was planned, or do not compute what was simulated.
@@ -161,7 +161,7 @@ def _finish(
     reader, quantizes = work.opened.reader, work.settings.quantizes
     if quantizes:
         outcome = in_own_class(outcome)
-    entry = quantisation_entry(reader, tensors, kept_matrices(reader, work.settings, tensors))
+    entry = quantization_entry(reader, tensors, kept_matrices(reader, work.settings, tensors))
     final = outcome.final_config
     outcome = replace(outcome, config=outcome.config | entry, final_config=None if final is None else final | entry)
     copy_tensors(reader, writer.missing(), outcome.factors, writer, work.progress)

@@ -86,7 +86,7 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Plans a conversion of the same arguments, without any forward pass and without writing.
 
-    Calibration text is read and tokenised, so that its faults show too; ``self`` samples, which take the whole model,
+    Calibration text is read and tokenized, so that its faults show too; ``self`` samples, which take the whole model,
     are not drawn. Of a device that is not here, such as "cuda" on a laptop, the memory is reported and no time.
 
     Args:
@@ -120,7 +120,7 @@ def plan_conversion(
     else:
         speed = measure_speed(opened.stream.device, opened.stream.dtype)
     config = final_config(forecast, settings)
-    written = whole_config(opened.reader, config)
+    config_values = whole_config(opened.reader, config)
     quantized = "kv_cache" in config and forecast.model_type != MODEL_TYPE
     if outline is not None:
         outline_result(outline, structure, settings)
@@ -134,7 +134,7 @@ def plan_conversion(
         target={
             "to": target_of(settings).name,
             "method": getattr(settings, "method", None),
-            "model_type": written["model_type"],
+            "model_type": config_values["model_type"],
             "reasons": [REASON] if quantized else forecast.reasons,
             "frequencies_known": forecast.settled,
             "engines": forecast.engines_of(opened.reader, config),
@@ -222,15 +222,15 @@ def _matmul_speed(device: torch.device, dtype: torch.dtype) -> float:
     """Measured once in a process: dry runs of many targets ask for it."""
     matrix = torch.ones(BENCHMARK_SIZE, BENCHMARK_SIZE, device=device, dtype=dtype)
 
-    def synchronise() -> None:
+    def synchronize() -> None:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
     _ = matrix @ matrix
-    synchronise()
+    synchronize()
     start, runs = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - start) < BENCHMARK_SECONDS or not runs:
         _ = matrix @ matrix
-        synchronise()
+        synchronize()
         runs += 1
     return 2 * BENCHMARK_SIZE**3 * runs / elapsed

@@ -26,7 +26,7 @@ EFFICIENCY = 0.5
 # Square matrices [n, n] in float64 that live at once while a layer's statistics are used: both moments, their images in
 # the key basis, their roots, eigenvectors and workspace.
 ALGEBRA_MATRICES = 8
-# Reading held-out text through quantised caches, a few tokens at a time, against one forward pass: SmolLM2-135M on two
+# Reading held-out text through quantized caches, a few tokens at a time, against one forward pass: SmolLM2-135M on two
 # cores took 31 s and 6 s a sequence.
 CODES_SLOWDOWN = 5
 
@@ -48,7 +48,7 @@ class Demand:
         steps: forms that pass a few texts, nearly as wide as the whole cache; ``exact``: that pass a few tokens.
         splits, split_sequences: how many splits of the budget are tried at most, each on so many held-out sequences.
         rescales: whether the residual stream is rescaled, and with it the embeddings.
-        quantizes: whether the held-out text is then read through a quantised cache.
+        quantizes: whether the held-out text is then read through a quantized cache.
     """
 
     cached: int
@@ -149,8 +149,10 @@ class Workload:
     @property
     def spilled_bytes(self) -> int:
         """Temporary disk of activations past the limit."""
-        met = 2 * self.kv_width if self.demand.gradients else 0
-        return int(max(0, (2 * self.hidden + met) * self.calibration * self.length * self.compute - self.limit))
+        gradient_width = 2 * self.kv_width if self.demand.gradients else 0
+        return int(
+            max(0, (2 * self.hidden + gradient_width) * self.calibration * self.length * self.compute - self.limit)
+        )
 
     @property
     def statistics_bytes(self) -> int:
@@ -216,8 +218,8 @@ class Workload:
             flops["calibrate: forward"] = tokens * forward
             flops["calibrate: backward"] = tokens * forward * (3 if demand.gradients else 1)
         if demand.splits > 1 and self.held_out:
-            tried = demand.splits * min(self.held_out, demand.split_sequences) * self.length
-            flops["try splits of the budget"] = tried * forward
+            split_tokens = demand.splits * min(self.held_out, demand.split_sequences) * self.length
+            flops["try splits of the budget"] = split_tokens * forward
         flops["convert"] = (1 + demand.results) * held_out * forward
         flops["verify: reload and run"] = held_out * forward
         if demand.quantizes:
@@ -244,9 +246,9 @@ class Workload:
         if not tokens:
             return {"statistics": self._algebra_bytes()}, {}
         width = 16 * self.hidden + 6 * self.heads * self.head_dim + 6 * self.intermediate
-        met = 2 * self.kv_width if self.demand.gradients else 0
+        gradient_width = 2 * self.kv_width if self.demand.gradients else 0
         host = {
-            "activations": min((2 * self.hidden + met) * tokens * self.compute, self.limit),
+            "activations": min((2 * self.hidden + gradient_width) * tokens * self.compute, self.limit),
             "statistics": max(self._algebra_bytes(), self._sums_bytes()),
         }
         one_batch = max(batch * width * self.compute, self._vocabulary_bytes())

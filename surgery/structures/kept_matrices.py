@@ -1,4 +1,4 @@
-"""Quantised matrices that a conversion leaves as they are stored: all but those of attention."""
+"""Quantized matrices that a conversion leaves as they are stored: all but those of attention."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ EXCLUDED = {
     "compressed-tensors": "ignore",
     "fp8": "modules_to_not_convert",
 }
-"""Key of ``quantization_config`` that names unquantised modules, by ``quant_method``."""
+"""Key of ``quantization_config`` that names unquantized modules, by ``quant_method``."""
 
-INSTEAD = "leave out --keep-quantised, which dequantises all weights"
+INSTEAD = "leave out --keep-quantised, which dequantizes all weights"
 
 Parts = dict[str, dict[str, TensorInfo]]
 """Stored tensors of each matrix, by its name."""
 
 
 def asked_to_keep(settings: ConversionSettings) -> bool:
-    """Return whether quantised matrices are to be kept. Settings need not have the option."""
+    """Return whether quantized matrices are to be kept. Settings need not have the option."""
     return getattr(settings, "keep_quantised", False)
 
 
@@ -40,7 +40,7 @@ def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> No
     if settings.weights_dtype is not None:
         raise SurgeryError("keep_quantised leaves weights as they are stored: drop --weights-dtype")
     if reader.dequantised_from is None:
-        raise SurgeryError(f"{reader.source}: keep_quantised is of quantised weights, and these are not")
+        raise SurgeryError(f"{reader.source}: keep_quantised is of quantized weights, and these are not")
     matrices = [name for name in reader.names() if reader.stored_parts(name)]
     if not matrices:
         raise SurgeryError(f"{reader.source}: its weights are read under other names than they are stored: {INSTEAD}")
@@ -51,9 +51,9 @@ def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> No
             f"tried in transformers: {INSTEAD}"
         )
     if entry.get("kv_cache_scheme"):
-        raise SurgeryError(f"{reader.source}: has scales of a quantised KV cache, which will be another: {INSTEAD}")
+        raise SurgeryError(f"{reader.source}: has scales of a quantized KV cache, which will be another: {INSTEAD}")
     if method == "compressed-tensors" and any(EXPERTS in name for name in matrices):
-        raise SurgeryError(f"{reader.source}: transformers holds all experts as one tensor, not quantised: {INSTEAD}")
+        raise SurgeryError(f"{reader.source}: transformers holds all experts as one tensor, not quantized: {INSTEAD}")
     for name in matrices if method == "fp8" else ():
         sizes = zip(reader.info(name).shape, entry["weight_block_size"], strict=True)
         if ATTENTION not in name and any(size % block for size, block in sizes):
@@ -75,7 +75,7 @@ def kept_matrices(reader: CheckpointReader, settings: ConversionSettings, tensor
     return {name: parts for name in outside if (parts := reader.stored_parts(name))}
 
 
-def quantisation_entry(reader: CheckpointReader, tensors: Mapping[str, TensorSpec], parts: Parts) -> dict[str, Any]:
+def quantization_entry(reader: CheckpointReader, tensors: Mapping[str, TensorSpec], parts: Parts) -> dict[str, Any]:
     """Return the ``quantization_config`` of a result with kept matrices: the source's, with all other modules excluded
     by name."""
     if not parts:

@@ -200,11 +200,11 @@ class PackedRows(Structure[Source, RowSettings]):
         plans = self.plans or self._likely()
         writer, dtype, first = self.writer(plans), self.opened.first.q.dtype, self.settings.first_tokens
         config = writer.config(self.opened.reader.config)
-        held = kv_bytes_of(config, dtype)
+        bytes_at = kv_bytes_of(config, dtype)
         return Forecast(
             config=config,
             tensors=replanned_tensors(self.opened, writer.copied, writer.plan, self.kept),
-            kv_bytes_per_token=held(first + 1) - held(first) if first else held(1),
+            kv_bytes_per_token=bytes_at(first + 1) - bytes_at(first) if first else bytes_at(1),
             model_type=MODEL_TYPE,
             reasons=[self.reason],
             demand=Demand(
@@ -272,14 +272,14 @@ class PackedRows(Structure[Source, RowSettings]):
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """The quantized form of every layer."""
-        opened, written = self.opened, self.writer(self.plans)
+        opened, row_writer = self.opened, self.writer(self.plans)
         runs = work.stage_runs((*self.exact_stages, QUANTIZED), exact=self.exact_stages, steps=(QUANTIZED,))
         layers = work.pass_layers(
-            lambda index: self._convert(index, work, runs, written), runs, RowLayerReport, settled=self.is_settled
+            lambda index: self._convert(index, work, runs, row_writer), runs, RowLayerReport, settled=self.is_settled
         )
         work.converted.write(opened.layers, writer)
         return Outcome(
-            config=written.config(opened.reader.config),
+            config=row_writer.config(opened.reader.config),
             target={
                 "model_type": MODEL_TYPE,
                 "reasons": [self.reason],

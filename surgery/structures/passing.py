@@ -15,7 +15,7 @@ from surgery.transforms.quantized_reading import QuantizedAttention
 
 
 def source_attention(opened: Source, layer: int, cache: QuantizedKVLayer | None = None) -> nn.Module | None:
-    """Surrogate module of a layer's attention that computes what the source does; quantised with a ``cache``.
+    """Surrogate module of a layer's attention that computes what the source does; quantized with a ``cache``.
 
     None of a layer that keeps a state, which runs unchanged.
     """

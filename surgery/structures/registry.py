@@ -132,7 +132,7 @@ TARGETS: Registry[Target] = Registry(
                 "quantized",
                 QuantizedSettings,
                 "surgery.structures.quantized.structure:Quantized",
-                "attention over a quantised KV cache",
+                "attention over a quantized KV cache",
             ),
         )
     },
@@ -167,8 +167,8 @@ def find_target(name: str) -> Target:
     if name not in TARGETS:
         if notice := removal(f"to {name}"):
             raise SurgeryError(f"--to {name} {notice}")
-        known = list(TARGETS)
-        raise SurgeryError(f"--to {name}: unknown target, choose {', '.join(known)}{did_you_mean(name, known)}")
+        choices = list(TARGETS)
+        raise SurgeryError(f"--to {name}: unknown target, choose {', '.join(choices)}{did_you_mean(name, choices)}")
     return TARGETS[name]
 
 

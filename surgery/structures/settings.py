@@ -1,4 +1,4 @@
-"""Settings of conversions whose result may keep a quantised cache of a few bits. Needs no torch."""
+"""Settings of conversions whose result may keep a quantized cache of a few bits. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ FIRST_TOKENS = 4
 
 
 def keep_quantised() -> Any:
-    """The setting of what a quantised source can stay in part."""
+    """The setting of what a quantized source can stay in part."""
     return setting(
         False,
-        "Leave quantised weights outside of attention as they are stored.",
-        more="Of compressed-tensors, bitsandbytes and fp8 by blocks; otherwise all are dequantised.",
+        "Leave quantized weights outside of attention as they are stored.",
+        more="Of compressed-tensors, bitsandbytes and fp8 by blocks; otherwise all are dequantized.",
         section="Output",
     )
 
 
 @dataclass(frozen=True)
 class StructureSettings(ConversionSettings):
-    """Base settings of conversions whose result may keep a quantised cache of a few bits."""
+    """Base settings of conversions whose result may keep a quantized cache of a few bits."""
 
     bits: Bits | None = setting(
         None,
@@ -50,7 +50,7 @@ class StructureSettings(ConversionSettings):
         "What shares a scale of keys or latents, with bits: the tokens of a channel, or the channels of a token.",
     )
     hadamard: bool = setting(False, "Fold a rotation into the weights that spreads outliers, with bits.")
-    sinks: int | None = setting(0, "First tokens that stay exact in a quantised cache.", least=0)
+    sinks: int | None = setting(0, "First tokens that stay exact in a quantized cache.", least=0)
     keep_quantised: bool = keep_quantised()
 
     SINKS_OF_CODES: ClassVar[bool] = True
@@ -67,9 +67,9 @@ class StructureSettings(ConversionSettings):
             object.__setattr__(self, "group", 32)
         if self.bits is None:
             if (self.group, self.keys, self.hadamard) != (32, "channel", False):
-                raise SurgeryError("group, keys and hadamard are of a quantised cache: give bits too")
+                raise SurgeryError("group, keys and hadamard are of a quantized cache: give bits too")
             if self.sinks and self.SINKS_OF_CODES:
-                raise SurgeryError("sinks are the first tokens that a quantised cache keeps exact: give bits too")
+                raise SurgeryError("sinks are the first tokens that a quantized cache keeps exact: give bits too")
             return
         packed = {"fp8": 1, 8: 1, 4: 2, 2: 4}.get(self.bits, 8)
         if self.group % packed:
@@ -89,7 +89,7 @@ class StructureSettings(ConversionSettings):
 
     @property
     def format(self) -> str:
-        """Return the format of a quantised value, by its name in the cache layers."""
+        """Return the format of a quantized value, by its name in the cache layers."""
         return cache_format(self.bits)
 
     def ending(self, target: str) -> str:
@@ -114,7 +114,7 @@ def auto_sinks(elsewhere: str = "") -> Any:
     """The setting of first tokens of targets whose bits may be chosen; ``elsewhere`` says where else they are."""
     return setting(
         None,
-        f"First tokens that stay in full precision in a quantised cache{elsewhere}.",
+        f"First tokens that stay in full precision in a quantized cache{elsewhere}.",
         least=0,
         section="Bits",
         unset="4 where bits are auto, else 0",
@@ -125,7 +125,7 @@ def rope_bits() -> Any:
     """The setting of targets whose cache may hold rotary dimensions apart."""
     return setting(
         None,
-        "Bits of the rotary dimensions of a quantised MLA cache, by token; 16 leaves them unquantised.",
+        "Bits of the rotary dimensions of a quantized MLA cache, by token; 16 leaves them unquantized.",
         section="Bits",
         unset="as bits",
     )
@@ -134,15 +134,15 @@ def rope_bits() -> Any:
 def streaming_bits() -> Any:
     """The setting of targets that may have streaming heads."""
     return setting(
-        None, "Bits of what streaming heads keep, where a hybrid model is quantised.", section="Bits", unset="as bits"
+        None, "Bits of what streaming heads keep, where a hybrid model is quantized.", section="Bits", unset="as bits"
     )
 
 
 def check_more_bits(settings: StructureSettings, *names: str) -> None:
-    """Raises SurgeryError where bits of a part of the cache are given and the cache is not quantised."""
+    """Raises SurgeryError where bits of a part of the cache are given and the cache is not quantized."""
     for name in names:
         if getattr(settings, name) is not None and not settings.quantizes:
-            raise SurgeryError(f"{name} are of a quantised cache: give bits too")
+            raise SurgeryError(f"{name} are of a quantized cache: give bits too")
 
 
 def refuse_changed(changed: Mapping[str, bool], reason: str) -> None:
@@ -157,10 +157,10 @@ def refuse_changed(changed: Mapping[str, bool], reason: str) -> None:
 
 
 def refuse_engine(settings: StructureSettings) -> None:
-    """Raises SurgeryError where an engine is asked for: none reads a quantised cache of this package."""
+    """Raises SurgeryError where an engine is asked for: none reads a quantized cache of this package."""
     if settings.engine is not None:
         raise SurgeryError(
-            f"bits: {settings.engine} cannot read a quantised cache of ours; drop --bits and give the engine its own "
+            f"bits: {settings.engine} cannot read a quantized cache of ours; drop --bits and give the engine its own "
             "cache dtype, which surgery doctor names"
         )
 

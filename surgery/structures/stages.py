@@ -116,8 +116,10 @@ class StageTracker:
             return Score(float(self._source_losses.mean()), self._held_out.answered(stream, hidden)[0])
         if texts >= self._held_out.texts:
             return self._held_out.score(stream, hidden)
-        lost = stream.token_losses(hidden, tokens[:texts]) - self._source_losses[: texts * (tokens.shape[1] - 1)]
-        return Score(float(self._source_losses.mean() + lost.mean()), None, sequences=texts)
+        loss_increase = (
+            stream.token_losses(hidden, tokens[:texts]) - self._source_losses[: texts * (tokens.shape[1] - 1)]
+        )
+        return Score(float(self._source_losses.mean() + loss_increase.mean()), None, sequences=texts)
 
     @cached_property
     def _source_losses(self) -> Tensor:

@@ -1,6 +1,6 @@
 """The linear algebra that all transforms share. Everything is batched, Hermitian-safe and in float64.
 
-Results lie where their arguments do; :mod:`surgery.running.moment_precision` says which device factorises.
+Results lie where their arguments do; :mod:`surgery.running.moment_precision` says which device factorizes.
 
 Positive semidefinite matrices are always taken apart with ``eigh`` and a small damping, never with Cholesky: second
 moments of activations are singular as a rule (biases, dead channels, fewer tokens than channels).
@@ -83,7 +83,7 @@ def damp(matrix: Tensor, fraction: float) -> Tensor:
 def reduced_rank_projection(moment: Tensor, metric: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best rank-``rank`` map  z → up (down z)  under a metric on its output.
 
-    Minimises ``E ‖M^{1/2} (z - up down z)‖²`` with ``E[z zᵀ] = C``: with the singular value decomposition
+    Minimizes ``E ‖M^{1/2} (z - up down z)‖²`` with ``E[z zᵀ] = C``: with the singular value decomposition
     ``M^{1/2} C^{1/2} = U Σ Vᵀ`` the answer is ``up down = M^{-1/2} U_r Σ_r V_rᵀ C^{-1/2}``, and
     ``Σ_r V_rᵀ C^{-1/2} = U_rᵀ M^{1/2}``, so that ``C`` never has to be inverted.
 

@@ -43,14 +43,14 @@ def water_fill(spectra: list[Tensor], total: int, minimum: int = 1, multiple: in
     """
     sizes = [len(spectrum) for spectrum in spectra]
     least = -(-minimum // multiple)  # from here on in multiples
-    most = [size // multiple for size in sizes]
-    if not least * multiple * len(spectra) <= total <= sum(sizes) or min(most) < least:
+    limits = [size // multiple for size in sizes]
+    if not least * multiple * len(spectra) <= total <= sum(sizes) or min(limits) < least:
         kind = "ranks" if multiple == 1 else f"ranks in multiples of {multiple}"
         raise ValueError(f"{total} {kind} cannot be given to {len(spectra)} layers of {sizes} dimensions")
-    saved = [s[: n * multiple].view(n, multiple).sum(-1)[least:] for s, n in zip(spectra, most, strict=True)]
+    saved = [s[: n * multiple].view(n, multiple).sum(-1)[least:] for s, n in zip(spectra, limits, strict=True)]
     owner = torch.cat([torch.full((len(part),), i) for i, part in enumerate(saved)])
-    chosen = owner[torch.cat(saved).argsort(descending=True, stable=True)[: total // multiple - least * len(spectra)]]
-    return [(least + int((chosen == i).sum())) * multiple for i in range(len(spectra))]
+    owners = owner[torch.cat(saved).argsort(descending=True, stable=True)[: total // multiple - least * len(spectra)]]
+    return [(least + int((owners == i).sum())) * multiple for i in range(len(spectra))]
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,12 @@ def choose_widths(layers: Sequence[Sequence[Choice]], total: int) -> list[tuple[
     """
     if total < sum(min(choice.width for choice in choices) + 1 for choices in layers):
         raise ValueError(f"{total} numbers are too few for {len(layers)} layers")
-    most, longest = max(map(len, layers)), max(len(choice.energies) for choices in layers for choice in choices)
-    dropped = torch.full((len(layers), most, longest), torch.inf, dtype=torch.float64)  # by rank
-    fixed, widths = torch.zeros(len(layers), most, dtype=torch.float64), torch.zeros(len(layers), most).long()
+    num_choices, longest = max(map(len, layers)), max(len(choice.energies) for choices in layers for choice in choices)
+    dropped = torch.full((len(layers), num_choices, longest), torch.inf, dtype=torch.float64)  # by rank
+    fixed, widths = (
+        torch.zeros(len(layers), num_choices, dtype=torch.float64),
+        torch.zeros(len(layers), num_choices).long(),
+    )
     for layer, choices in enumerate(layers):
         for index, choice in enumerate(choices):
             dropped[layer, index, : len(choice.energies)] = _dropped(choice.energies)
@@ -105,11 +108,11 @@ def choose_widths(layers: Sequence[Sequence[Choice]], total: int) -> list[tuple[
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (low, middle) if needed(best(middle)) <= total else (middle, high)
-    left = total - needed(best(high))
+    remaining = total - needed(best(high))
     per_layer = list(zip(*(each.flatten().tolist() for each in best(high)), strict=True))
     spectra = [choices[index].energies[rank:] for choices, (index, rank) in zip(layers, per_layer, strict=True)]
     owner = torch.cat([torch.full((len(part),), layer) for layer, part in enumerate(spectra)])
-    owners = owner[torch.cat(spectra).argsort(descending=True, stable=True)[:left]]
+    owners = owner[torch.cat(spectra).argsort(descending=True, stable=True)[:remaining]]
     return [(index, rank + int((owners == layer).sum())) for layer, (index, rank) in enumerate(per_layer)]
 
 
@@ -139,16 +142,16 @@ def proportional(
     """
     least = -(-minimum // multiple)
     bounds = [maximum] * len(weights) if maximum is None or isinstance(maximum, int) else maximum
-    most = [total // multiple if bound is None else bound // multiple for bound in bounds]
-    budget = min(total // multiple, sum(most))
-    if budget < least * len(weights) or min(most) < least:
+    limits = [total // multiple if bound is None else bound // multiple for bound in bounds]
+    budget = min(total // multiple, sum(limits))
+    if budget < least * len(weights) or min(limits) < least:
         raise SurgeryError(f"{total} ranks cannot be shared by {len(weights)} blocks of at least {least * multiple}")
 
     def shares(level: float) -> list[float]:
-        return [min(max(level * weight, least), top) for weight, top in zip(weights, most, strict=True)]
+        return [min(max(level * weight, least), top) for weight, top in zip(weights, limits, strict=True)]
 
     # The level at which clamped shares fill the budget; what they hold grows with it.
-    low, high = 0.0, max(most) / min((weight for weight in weights if weight > 0), default=1.0)
+    low, high = 0.0, max(limits) / min((weight for weight in weights if weight > 0), default=1.0)
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(shares(middle)) <= budget else (low, middle)
@@ -157,6 +160,6 @@ def proportional(
     order = sorted(range(len(ranks)), key=lambda i: (ranks[i] - exact[i], i))
     while sum(ranks) < budget:
         for i in order:
-            if sum(ranks) < budget and ranks[i] < most[i]:
+            if sum(ranks) < budget and ranks[i] < limits[i]:
                 ranks[i] += 1
     return [rank * multiple for rank in ranks]

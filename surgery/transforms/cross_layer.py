@@ -56,7 +56,7 @@ class SharedBasis:
 def shared_basis(moment: Tensor, metrics: Sequence[Tensor], rank: int) -> SharedBasis:
     """The basis of a group that loses least.
 
-    Minimises ``E Σ_i ‖M_i^{1/2} (z_i - ẑ_i)‖²`` over all maps of rank r: reduced-rank regression of the stacked z on
+    Minimizes ``E Σ_i ‖M_i^{1/2} (z_i - ẑ_i)‖²`` over all maps of rank r: reduced-rank regression of the stacked z on
     itself under ``M = diag(M_0, …)``. Gradients of different layers hardly correlate, and cross blocks measured no
     better, so M has none.
 
@@ -67,8 +67,8 @@ def shared_basis(moment: Tensor, metrics: Sequence[Tensor], rank: int) -> Shared
     """
     widths = [len(metric) for metric in metrics]
     down, up, energy = reduced_rank_projection(moment, torch.block_diag(*metrics), rank)
-    lost = float(energy[rank:].sum() / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny))
-    return SharedBasis(down.split(widths, dim=1), up.split(widths), energy, lost)
+    error = float(energy[rank:].sum() / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny))
+    return SharedBasis(down.split(widths, dim=1), up.split(widths), energy, error)
 
 
 def loss_metric(statistics: LayerStatistics, first: int = 0) -> Tensor:
@@ -160,12 +160,12 @@ class SimulatedGroup:
             pairs = zip(exact.split(member.parts, -1), member.rebuilt.split(member.parts, -1), strict=True)
             for z, rebuilt in pairs:
                 sums += [(z - rebuilt).double().square().sum(), z.double().square().sum()]
-        lost, energy = torch.zeros(2, len(widths), dtype=torch.float64)
+        error, energy = torch.zeros(2, len(widths), dtype=torch.float64)
         if sums:
             for of_member in torch.stack(sums).cpu().view(-1, len(widths), 2):
-                lost += of_member[:, 0]
+                error += of_member[:, 0]
                 energy += of_member[:, 1]
-        return tuple((lost / energy.clamp_min(torch.finfo(torch.float64).tiny)).tolist())
+        return tuple((error / energy.clamp_min(torch.finfo(torch.float64).tiny)).tolist())
 
 
 class SimulatedMember(nn.Module):
@@ -230,7 +230,7 @@ class SimulatedKeysValues(SimulatedMember):
         return output(source, source.softmax.mix(*heads, visible).transpose(1, 2), hidden_states), None
 
     def _key_value(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, normalised and not yet rotated, and values [B, S, G, ·] of tokens [B, S, n]."""
+        """Keys, normalized and not yet rotated, and values [B, S, G, ·] of tokens [B, S, n]."""
         source = self.source
         keys, values = (part.unflatten(-1, (source.kv_heads, -1)) for part in tokens.split(self.parts, dim=-1))
         keys = keys if source.k_bias is None else keys + source.k_bias

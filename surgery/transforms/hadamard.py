@@ -1,14 +1,14 @@
 """Rotations folded into the weights, so that what is cached has no channels much larger than the others.
 
 QuaRot (Ashkboos et al., arXiv:2404.00456) and RotateKV (Su et al., arXiv:2501.16383) multiply by Hadamard matrices
-before they quantise: a large channel spreads over all, and the step of a group shrinks. What one matrix multiplies from
+before they quantize: a large channel spreads over all, and the step of a group shrinks. What one matrix multiplies from
 the left on its way into the cache and another from the right on its way out takes any orthogonal H between the two:
 
     values    o_h v_g x = (o_h H) (Hᵀ v_g x)        for every query head h that reads KV head g
     latents   up (down x) = (up H) (Hᵀ down x)      for every matrix that reads the latent
 
 Keys that are cached after RoPE do not: the rotation of a position mixes pairs of channels between the two matrices, and
-no fixed H passes it. They stay unchanged, quantised by channel.
+no fixed H passes it. They stay unchanged, quantized by channel.
 """
 
 from __future__ import annotations

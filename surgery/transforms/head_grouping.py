@@ -110,7 +110,7 @@ def low_rank_maps(moments: GroupMoments) -> GroupMaps:
     """The least error in the metric: rank 1 over the heads at each frequency for keys, rank e for values.
 
     With ``M^{1/2} C M^{1/2} = U Σ² U^H`` the best map of rank r is ``M^{-1/2} U_r U_r^H M^{1/2}``, and what it loses
-    are the eigenvalues beyond r. Neither a bias nor a mean needs care: ``C`` is uncentred.
+    are the eigenvalues beyond r. Neither a bias nor a mean needs care: ``C`` is uncentered.
 
     The split into ``down`` and ``up`` is free. It is chosen so that the factors of a group are 1 on average (root mean
     square for keys, ``Σ up_gᵀ up_g = n`` for values): merged weights are about as large as the source's.
@@ -145,7 +145,7 @@ def mean_maps(moments: GroupMoments) -> GroupMaps:
 def procrustes_maps(moments: GroupMoments) -> GroupMaps:
     """Every head reads the mean of all after turning it to itself.
 
-    Generalised Procrustes: the turn of each head towards the mean and the mean of the turned heads, in turns. A head's
+    Generalized Procrustes: the turn of each head towards the mean and the mean of the turned heads, in turns. A head's
     keys are turned by a phase per frequency, its values by an orthogonal matrix (reflections included).
     """
     heads = len(moments.value)
@@ -209,7 +209,7 @@ def affine(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def adjacent_groups(heads: int, size: int) -> tuple[Group, ...]:
-    """Neighbours together, as checkpoints number their heads: ``((0, 1), (2, 3), ...)``."""
+    """Neighbors together, as checkpoints number their heads: ``((0, 1), (2, 3), ...)``."""
     return tuple(tuple(range(first, first + size)) for first in range(0, heads, size))
 
 
@@ -218,7 +218,7 @@ def cheapest_groups(heads: int, size: int, cost: Callable[[Group], float]) -> tu
 
     Few heads: every partition is tried. Many: the cost of a group is taken for the sum over its pairs (the cost itself
     where groups are pairs), groups are filled greedily, and heads of two groups change places as long as that helps.
-    Then the result is no worse than neighbours in those terms, and not always the best.
+    Then the result is no worse than neighbors in those terms, and not always the best.
 
     Args:
         cost: of merging an ascending group; asked once for each.
@@ -233,10 +233,10 @@ def cheapest_groups(heads: int, size: int, cost: Callable[[Group], float]) -> tu
         raise ValueError(f"{heads} heads do not divide into groups of {size}")
     if size == 1:
         return adjacent_groups(heads, 1)
-    known = cache(cost)
+    cached_cost = cache(cost)
     if partition_count(heads, size) <= EXACT_PARTITIONS:
-        return min(partitions(tuple(range(heads)), size), key=lambda groups: sum(map(known, groups)))
-    pair_cost = {pair: known(pair) for pair in combinations(range(heads), 2)}
+        return min(partitions(tuple(range(heads)), size), key=lambda groups: sum(map(cached_cost, groups)))
+    pair_cost = {pair: cached_cost(pair) for pair in combinations(range(heads), 2)}
 
     def summed(group: Group) -> float:
         return sum(pair_cost[pair] for pair in combinations(sorted(group), 2))
@@ -266,14 +266,14 @@ def partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:
 
 def _greedy(heads: int, size: int, cost: Callable[[Group], float]) -> tuple[Group, ...]:
     """Fills one group after the other: the cheapest pair that is left, then what adds least to it."""
-    left, groups = set(range(heads)), []
-    while left:
-        group = min(combinations(sorted(left), 2), key=cost)
-        left -= set(group)
+    remaining, groups = set(range(heads)), []
+    while remaining:
+        group = min(combinations(sorted(remaining), 2), key=cost)
+        remaining -= set(group)
         while len(group) < size:
-            head = min(sorted(left), key=lambda head: cost((*group, head)))
+            head = min(sorted(remaining), key=lambda head: cost((*group, head)))
             group = (*group, head)
-            left.remove(head)
+            remaining.remove(head)
         groups.append(group)
     return tuple(groups)
 
@@ -302,5 +302,5 @@ def _error(moment: Tensor, metric: Tensor, projection: Tensor) -> float:
 
 def _polar(matrix: Tensor) -> Tensor:
     """The orthogonal matrices nearest to ``matrix`` [..., e, e]."""
-    left, _, right = torch.linalg.svd(matrix)
-    return left @ right
+    u, _, vh = torch.linalg.svd(matrix)
+    return u @ vh

@@ -79,7 +79,7 @@ def energy_basis(moment: Tensor, metric: Tensor | None) -> KeyBasis:
 
 
 def folded_basis(moment: Tensor, fold: int, kept_pairs: int) -> KeyBasis:
-    """TransMLA's FreqFold: real PCA over ``fold`` neighbouring frequencies taken for one (arXiv 2502.07864, 4.3).
+    """TransMLA's FreqFold: real PCA over ``fold`` neighboring frequencies taken for one (arXiv 2502.07864, 4.3).
 
     Mixing frequencies is an approximation wherever fold > 1. The first ``fold * kept_pairs / pairs`` components of each
     fold keep RoPE, spread over the fold's own frequencies; they come first, in the order of their frequencies, and
@@ -87,7 +87,7 @@ def folded_basis(moment: Tensor, fold: int, kept_pairs: int) -> KeyBasis:
 
     Args:
         moment: second moment of the half-split keys, [G, d, G, d].
-        fold: how many neighbouring frequencies are treated as one.
+        fold: how many neighboring frequencies are treated as one.
         kept_pairs: how many components will keep their rotation in all, ρ/2.
 
     Raises:

@@ -23,7 +23,7 @@ from surgery.transforms.allocation import proportional
 
 
 def pooled_key_norms(anatomy: AttentionAnatomy, statistics: LayerStatistics, kv_heads: int) -> Tensor:
-    """Root mean square norms [kv_heads] of the means of neighbouring heads' keys, before the rotation.
+    """Root mean square norms [kv_heads] of the means of neighboring heads' keys, before the rotation.
 
     Args:
         anatomy: of the source's layer, whose KV heads ``kv_heads`` divides.

@@ -53,7 +53,7 @@ class Method:
     Attributes:
         maps: from the moments of a group to its maps.
         weighted: it works in the metric of the loss; otherwise in that of plain errors.
-        searches: it looks for the cheapest groups; otherwise it takes neighbours.
+        searches: it looks for the cheapest groups; otherwise it takes neighbors.
     """
 
     maps: Callable[[GroupMoments], GroupMaps]
@@ -140,7 +140,7 @@ def merge_kv_heads(
 
     Raises:
         SurgeryError: an unknown method, a number of heads that does not divide the source's, or a layer that
-            normalises its keys or queries: the factors of a merge stand after the norm, where no weight is.
+            normalizes its keys or queries: the factors of a merge stand after the norm, where no weight is.
     """
     if method not in METHODS:
         raise SurgeryError(f"method {method!r} of merging KV heads is unknown: choose {', '.join(METHODS)}")
@@ -152,18 +152,18 @@ def merge_kv_heads(
         raise SurgeryError(
             "KV heads after a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla instead"
         )
-    chosen, size = METHODS[method], anatomy.kv_heads // kv_heads
+    merge_method, size = METHODS[method], anatomy.kv_heads // kv_heads
     loss = moments_of_heads(anatomy, statistics, weighted=True)
-    own = loss if chosen.weighted else moments_of_heads(anatomy, statistics, weighted=False)
+    own = loss if merge_method.weighted else moments_of_heads(anatomy, statistics, weighted=False)
     groups = adjacent_groups(anatomy.kv_heads, size)
-    if chosen.searches:
+    if merge_method.searches:
 
         def cost(group: Group) -> float:
             moments = own.of(group)
-            return sum(moments.errors(chosen.maps(moments)))
+            return sum(moments.errors(merge_method.maps(moments)))
 
         groups = cheapest_groups(anatomy.kv_heads, size, cost)
-    maps = [chosen.maps(own.of(group)) for group in groups]
+    maps = [merge_method.maps(own.of(group)) for group in groups]
     errors = [loss.of(group).errors(part) for group, part in zip(groups, maps, strict=True)]
     key_error, value_error = (sum(kind) for kind in zip(*errors, strict=True))
     return MergedLayer(apply_maps(anatomy, groups, maps), groups, key_error, value_error)

@@ -51,8 +51,8 @@ class LatentLayer:
     def rope_dim(self) -> int:
         return 2 * len(self.inv_freq)
 
-    def neighbouring(self) -> Tensor:
-        """Return the channels [r + ρ] in the order of the custom model class, whose rotary pairs are neighbours."""
+    def neighboring(self) -> Tensor:
+        """Return the channels [r + ρ] in the order of the custom model class, whose rotary pairs are neighbors."""
         return torch.cat([torch.arange(self.rank), self.rank + interleaving(self.rope_dim)])
 
     def to(self, *args, **kwargs) -> LatentLayer:
@@ -93,7 +93,7 @@ class LatentLayer:
         """Mixed head values [B, T, H, e] of a causal prompt, before the output projection.
 
         Args:
-            cache: an empty layer that quantises latents and rotated keys; of layers without a window.
+            cache: an empty layer that quantizes latents and rotated keys; of layers without a window.
             read: as for :meth:`compress`.
         """
         latent, positional = self.compress(x, read)
@@ -103,11 +103,11 @@ class LatentLayer:
         cached = latent[:, None], positional[:, None]
         queries, exact, source = self.queries(x).transpose(1, 2), self._keys_and_values(*cached), self.source
         if cache is None:
-            mixed = causal_attention(source, queries, *exact)
+            attn_output = causal_attention(source, queries, *exact)
         else:
             quantized = self._keys_and_values(*as_quantized(cache, *cached))
-            mixed = attend_quantized(cache, source.softmax, queries, exact, quantized)
-        return torch.einsum("bhtr,her->bthe", mixed, self.value_up)
+            attn_output = attend_quantized(cache, source.softmax, queries, exact, quantized)
+        return torch.einsum("bhtr,her->bthe", attn_output, self.value_up)
 
     def _keys_and_values(self, latent: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [B, H, T, r + ρ] and values [B, H, T, r] of a cached latent [B, 1, T, r], one for all heads.
@@ -133,7 +133,7 @@ class SimulatedAttention(nn.Module):
     """Stands in for a transformers attention module and computes a latent layer; prompts only.
 
     Args:
-        cache: an empty layer that quantises what is cached.
+        cache: an empty layer that quantizes what is cached.
         read: what a cache of unrotated values gives back.
     """
 

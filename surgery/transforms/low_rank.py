@@ -175,12 +175,12 @@ def _check_blocks(anatomy: AttentionAnatomy, blocks: tuple[Block, ...]) -> None:
 
 
 def _check_statistics(method: str, anatomy: AttentionAnatomy, statistics: LayerStatistics) -> None:
-    chosen, missing = METHODS[method], []
-    if chosen.weighted and statistics.gradient is None:
+    low_rank_method, missing = METHODS[method], []
+    if low_rank_method.weighted and statistics.gradient is None:
         missing.append("loss gradients")
-    if chosen.scaled and statistics.input_scale is None:
+    if low_rank_method.scaled and statistics.input_scale is None:
         missing.append("the scale of the attention's inputs")
-    if chosen.queries and statistics.query_energy is None:
+    if low_rank_method.queries and statistics.query_energy is None:
         missing.append("the energy of the queries")
     if statistics.mean is None and (anatomy.k_bias is not None or anatomy.v_bias is not None):
         missing.append("the mean of keys and values, which have biases")
@@ -260,8 +260,8 @@ def _numbers(anatomy: AttentionAnatomy, block: Block) -> Tensor:
 
 def _errors(keys: int, moment: Tensor, metric: Tensor | None, projection: Tensor) -> tuple[float, float, float]:
     """Expected error of keys, of values and of both, of ``z`` rebuilt as ``projection z``."""
-    lost = torch.eye(len(moment), dtype=moment.dtype) - projection
-    error = lost @ moment @ lost.mT
+    residual = torch.eye(len(moment), dtype=moment.dtype) - projection
+    error = residual @ moment @ residual.mT
     if metric is None:
         tiny = torch.finfo(moment.dtype).tiny
         energy, lost_energy = moment.diagonal(), error.diagonal()

@@ -78,7 +78,7 @@ class LowRankLayer:
         return own if self.shared_down is None else own - shared @ self.shared_down.mT
 
     def rebuilt(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, normalised and not yet rotated, and values [B, T, G, ·] of latents [B, T, s + r]."""
+        """Keys, normalized and not yet rotated, and values [B, T, G, ·] of latents [B, T, s + r]."""
         keys = torch.einsum("btr,gdr->btgd", latents, self.key_up)
         values = torch.einsum("btr,ger->btge", latents, self.value_up)
         source = self.source
@@ -97,7 +97,7 @@ class SimulatedLowRank(nn.Module):
         earlier: stand-ins of the group's earlier layers. Call number i of this one reads their latents of call i, so
             all have to see the same prompts in the same order.
         sinks, window: tokens whose keys and values are exact, see the top of this file.
-        cache: an empty layer that quantises the latents; not next to full-precision tokens or earlier layers.
+        cache: an empty layer that quantizes the latents; not next to full-precision tokens or earlier layers.
         read: what a cache of packed rows gives back of the latents.
         remembers: whether latents are kept, which later layers of a group read.
     """
@@ -144,16 +144,16 @@ class SimulatedLowRank(nn.Module):
     def _from_codes(
         self, inputs: Tensor, queries: Tensor, exact: tuple[Tensor, Tensor], latents: Tensor, phase: Tensor
     ) -> Tensor:
-        """The output of queries that read keys and values rebuilt from quantised latents, or from exact ones."""
+        """The output of queries that read keys and values rebuilt from quantized latents, or from exact ones."""
         stored, _ = as_quantized(self.cache, latents[:, None], latents[:, None, :, :0])
         quantized = self.layer.rebuilt(stored[:, 0])
         forms = [(rotate(keys, phase).transpose(1, 2), values.transpose(1, 2)) for keys, values in (exact, quantized)]
-        mixed = attend_quantized(self.cache, self.layer.source.softmax, queries.transpose(1, 2), *forms)
-        return self._output(mixed, inputs)
+        attn_output = attend_quantized(self.cache, self.layer.source.softmax, queries.transpose(1, 2), *forms)
+        return self._output(attn_output, inputs)
 
-    def _output(self, mixed: Tensor, inputs: Tensor) -> Tensor:
+    def _output(self, attn_output: Tensor, inputs: Tensor) -> Tensor:
         """The output projection of mixed values [B, H, T, e]."""
-        return output(self.layer.source, mixed.transpose(1, 2), inputs)
+        return output(self.layer.source, attn_output.transpose(1, 2), inputs)
 
     def _visible(self, tokens: int, device: torch.device) -> Tensor:
         """Return the mask of visible keys by query, bool [T, T], or [T, 2T] with exact ones after the rebuilt ones."""

@@ -130,15 +130,15 @@ def trained(block: BlockMoments, rank: int) -> Factors:
     moment = block.moment / block.moment.trace()
     up, down = start.up.clone().requires_grad_(), start.down.clone().requires_grad_()
     rate = LEARNING_RATE * len(moment) ** -0.5  # of the size of an entry of an orthonormal factor
-    optimiser = torch.optim.Adam([up, down], lr=rate)
+    optimizer = torch.optim.Adam([up, down], lr=rate)
     with torch.enable_grad():
         for step in range(TRAINING_STEPS):
-            optimiser.param_groups[0]["lr"] = rate * (1 + cos(pi * step / TRAINING_STEPS)) / 2
+            optimizer.param_groups[0]["lr"] = rate * (1 + cos(pi * step / TRAINING_STEPS)) / 2
             read = down @ moment  # tr (1 - up down) C (1 - up down)ᵀ without its constant
             loss = ((up.mT @ up) * (read @ down.mT)).sum() - 2 * (up * read.mT).sum()
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            optimiser.step()
+            optimizer.step()
     return Factors(down.detach(), up.detach(), whitened(block, rank).energy)
 
 

@@ -14,7 +14,7 @@ transmla   real rotation, FreqFold      first components              PCA, keys 
 mha2mla    none                         largest ‖q‖·‖k‖               SVD of the weights
 ========== ============================ ============================= ==================================
 
-Sources: TransMLA, arXiv 2502.07864; MHA2MLA, arXiv 2502.14837; the Fisher metric generalises activation-weighted
+Sources: TransMLA, arXiv 2502.07864; MHA2MLA, arXiv 2502.14837; the Fisher metric generalizes activation-weighted
 low rank (SVD-LLM, arXiv 2403.07378) by the curvature of the loss.
 """
 
@@ -44,7 +44,7 @@ class Method:
     Attributes:
         gradients: it wants loss gradients.
         lags: it wants lag statistics, to choose components and to replace the rotations that it drops.
-        folds: it takes neighbouring frequencies for one, and fixes the rotated components by their order.
+        folds: it takes neighboring frequencies for one, and fixes the rotated components by their order.
     """
 
     name: str

@@ -100,7 +100,7 @@ def choose_components(costs: list[Tensor], basis_frequency: Tensor, pairs: int, 
     """Return how many components of each frequency keep RoPE, the same in all layers so that a stock config can hold
     them.
 
-    Every layer's costs are normalised, sorted within each frequency and summed over the layers; the ``count`` largest
+    Every layer's costs are normalized, sorted within each frequency and summed over the layers; the ``count`` largest
     sums win.
 
     Args:
@@ -120,9 +120,9 @@ def choose_components(costs: list[Tensor], basis_frequency: Tensor, pairs: int, 
         for frequency in range(pairs):
             table[:, frequency] = share[basis_frequency == frequency].sort(descending=True).values
         total += table
-    chosen = torch.zeros(groups * pairs, dtype=torch.long)
-    chosen[total.flatten().argsort(descending=True, stable=True)[:count]] = 1
-    return chosen.view(groups, pairs).sum(0)
+    selection = torch.zeros(groups * pairs, dtype=torch.long)
+    selection[total.flatten().argsort(descending=True, stable=True)[:count]] = 1
+    return selection.view(groups, pairs).sum(0)
 
 
 def best_components(cost: Tensor, basis_frequency: Tensor, counts: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from surgery.transforms.low_rank import SharedMoments, key_scale, kv_rows, loss_
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
 from surgery.transforms.low_rank_methods import BlockMoments, Factors, loss_weighted
 from surgery.transforms.row_allocation import Section, unit_order
-from surgery.transforms.row_quantizer import centred, fit_places, fitted_quantizer, take_or_zero
+from surgery.transforms.row_quantizer import centered, fit_places, fitted_quantizer, take_or_zero
 
 FIRST_WEIGHT = 1.0
 """Weight of a first token in the choice of the latents, relative to other tokens. No other weight was tried."""
@@ -53,9 +53,9 @@ class Unpredicted:
         """The layer with its latents in the order of a row; channels without a latent are zero."""
         width, order = len(self.mean), torch.tensor(unit_order(runs))
         down, up = take_or_zero(self.factors.down, order, 0), take_or_zero(self.factors.up, order)
-        left = self.mean - up @ (down @ self.mean)
+        bias = self.mean - up @ (down @ self.mean)
         keys = anatomy.kv_heads * anatomy.head_dim
-        key_bias, value_bias = left[:keys].view(anatomy.kv_heads, -1), left[keys:].view(anatomy.kv_heads, -1)
+        key_bias, value_bias = bias[:keys].view(anatomy.kv_heads, -1), bias[keys:].view(anatomy.kv_heads, -1)
         key_up, value_up = torch.cat([self.regression, up], dim=1).split([keys, width - keys])
         heads = tuple(range(anatomy.kv_heads))
         return LowRankLayer(
@@ -87,16 +87,18 @@ def unpredicted(
     weight = body_weight(statistics, inputs, first)
     scale = key_scale(anatomy)
     rows = kv_rows(anatomy) / scale[:, None]
-    moment = centred(statistics).weighted_moment / scale / scale[:, None]
+    moment = centered(statistics).weighted_moment / scale / scale[:, None]
     share = weight.double() / weight.double().sum()
     mean_input = _mean(inputs[:, first:], share)
     mean = rows @ mean_input
     prediction = rows.new_zeros(len(rows), 0)
     if shared is not None:
         mean_shared = _mean(shared[:, first:], share)
-        met = SharedMoments.of(anatomy.to(inputs.device, inputs.dtype), inputs[:, first:], shared[:, first:], weight)
-        cross = met.cross / scale[:, None] - torch.outer(mean, mean_shared)
-        moment_shared = met.moment - torch.outer(mean_shared, mean_shared)
+        shared_moments = SharedMoments.of(
+            anatomy.to(inputs.device, inputs.dtype), inputs[:, first:], shared[:, first:], weight
+        )
+        cross = shared_moments.cross / scale[:, None] - torch.outer(mean, mean_shared)
+        moment_shared = shared_moments.moment - torch.outer(mean_shared, mean_shared)
         prediction = regression(cross, moment_shared)
         predicted = prediction @ cross.mT
         moment = moment - predicted - predicted.mT + prediction @ moment_shared @ prediction.mT
@@ -142,20 +144,20 @@ class QuantizedLowRank:
 def convert_layer(
     anatomy: AttentionAnatomy,
     statistics: LayerStatistics,
-    left: Unpredicted,
+    remainder: Unpredicted,
     runs: Runs,
     inputs: Tensor,
     shared: Tensor | None,
     first: int,
 ) -> QuantizedLowRank:
     """Convert one layer, with arguments as of :func:`unpredicted`."""
-    layer = left.in_row(anatomy, runs)
-    chosen = fit_places(inputs[:, first:].shape[:2].numel())
-    body = inputs[:, first:].flatten(0, 1)[chosen]
-    others = None if shared is None else shared[:, first:].flatten(0, 1)[chosen]
+    layer = remainder.in_row(anatomy, runs)
+    indices = fit_places(inputs[:, first:].shape[:2].numel())
+    body = inputs[:, first:].flatten(0, 1)[indices]
+    others = None if shared is None else shared[:, first:].flatten(0, 1)[indices]
     values = layer.to(body.device, torch.float32).latents(body.float(), None if others is None else others.float())
-    weight = body_weight(statistics, inputs, first)[chosen]
-    return QuantizedLowRank(RowSpectrum(left.factors.energy), layer, *fitted_quantizer(runs, values, weight))
+    weight = body_weight(statistics, inputs, first)[indices]
+    return QuantizedLowRank(RowSpectrum(remainder.factors.energy), layer, *fitted_quantizer(runs, values, weight))
 
 
 def body_weight(statistics: LayerStatistics, inputs: Tensor, first: int) -> Tensor:

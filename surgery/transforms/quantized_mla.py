@@ -59,7 +59,7 @@ class QuantizedLatents:
 
     Attributes:
         layer: its latent form, channels in the order of the row.
-        quantizer: means and steps, in the order of the model class, whose rotary pairs are neighbours.
+        quantizer: means and steps, in the order of the model class, whose rotary pairs are neighbors.
         clipped: share of the calibration values that lie outside the range of their channel.
     """
 
@@ -69,7 +69,7 @@ class QuantizedLatents:
 
 
 def spectra(anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis) -> LayerSpectra:
-    """Energies of a layer; the statistics are centred ones."""
+    """Energies of a layer; the statistics are centered ones."""
     everything = torch.arange(basis.components)
     (values,) = mla.latent_energies(anatomy, statistics, basis, [everything])
     return LayerSpectra(mla.component_energies(anatomy, statistics, basis), values)
@@ -88,7 +88,7 @@ def convert_layer(
 
     Args:
         anatomy: the layer in float64.
-        statistics: centred ones, without the first tokens.
+        statistics: centered ones, without the first tokens.
         basis: of its keys.
         order: of its components, by descending energy.
         runs: of the latent and of the shared key.
@@ -100,10 +100,10 @@ def convert_layer(
     converted = mla.convert_layer(METHOD, anatomy, statistics, basis, order, rank)
     layer = _in_order(converted.truncated, latent_order, rope_order)
     body = inputs[:, first:].flatten(0, 1)
-    chosen = fit_places(len(body))
+    indices = fit_places(len(body))
     down = layer.to(body.device, torch.float32)
-    values = nn.functional.linear(body[chosen].float(), down.down, down.down_bias)[:, layer.neighbouring()]
-    weight = None if statistics.token_weight is None else statistics.token_weight[chosen]
+    values = nn.functional.linear(body[indices].float(), down.down, down.down_bias)[:, layer.neighboring()]
+    weight = None if statistics.token_weight is None else statistics.token_weight[indices]
     fitted = fitted_quantizer((*runs[0], *runs[1]), values, weight, layer.rank)
     return QuantizedLatents(layer, *fitted)
 

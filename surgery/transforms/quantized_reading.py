@@ -1,7 +1,7 @@
-"""Reading of a quantised cache by attention in decoding, simulated in one pass over a text.
+"""Reading of a quantized cache by attention in decoding, simulated in one pass over a text.
 
-Tokens are quantised a group at a time (:class:`surgery.model.quantized_cache.QuantizedKVLayer`), so a query reads the
-quantised values of complete groups and the latest tokens, and the first, as they came. In one pass every query finds
+Tokens are quantized a group at a time (:class:`surgery.model.quantized_cache.QuantizedKVLayer`), so a query reads the
+quantized values of complete groups and the latest tokens, and the first, as they came. In one pass every query finds
 both forms side by side and a mask says which it reads: as if tokens came one by one.
 """
 
@@ -39,7 +39,7 @@ def seen_as_they_came(cache: QuantizedKVLayer, tokens: int, device: torch.device
 
 
 class QuantizedAttention(nn.Module):
-    """Stands in for a transformers attention module that reads its keys and values quantised; prompts only.
+    """Stands in for a transformers attention module that reads its keys and values quantized; prompts only.
 
     Args:
         anatomy: without a sliding window.
@@ -55,8 +55,8 @@ class QuantizedAttention(nn.Module):
         if isinstance(anatomy, LatentAnatomy):
             queries, *cached = latent_cache(anatomy, projection)
             exact, quantized = (expanded_heads(anatomy, *form) for form in (cached, as_quantized(self.cache, *cached)))
-            mixed = attend_quantized(self.cache, anatomy.softmax, queries, exact, quantized)
-            return output(anatomy, mixed.transpose(1, 2), hidden_states), None
+            attn_output = attend_quantized(self.cache, anatomy.softmax, queries, exact, quantized)
+            return output(anatomy, attn_output.transpose(1, 2), hidden_states), None
         return output(
             anatomy, read_quantized(self.cache, anatomy.softmax, *cached_heads(anatomy, projection)), hidden_states
         ), None

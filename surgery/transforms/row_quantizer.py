@@ -25,7 +25,7 @@ Read = Callable[[Tensor], Tensor]
 """Function from values [B, T, channels] of a text, from its start, to what a cache gives back of them."""
 
 
-def centred(statistics: LayerStatistics) -> LayerStatistics:
+def centered(statistics: LayerStatistics) -> LayerStatistics:
     """Statistics whose moment is that of deviations from the mean: a quantizer's means cost no bits."""
     if (mean := statistics.weighted_mean) is None:  # no gradient reaches the layer
         return statistics
@@ -45,7 +45,7 @@ def fitted_quantizer(
 
     Args:
         weight: [T] of the tokens; None where all weigh the same.
-        unpaired: channels before the first rotary pair, whose two neighbours share a step; all if None.
+        unpaired: channels before the first rotary pair, whose two neighbors share a step; all if None.
     """
     quantizer = TokenQuantizer(TokenFormat(runs))
     weight = torch.ones(len(values)) if weight is None else weight
@@ -56,7 +56,7 @@ def fitted_quantizer(
 def fit_steps(quantizer: TokenQuantizer, values: Tensor, weight: Tensor, rank: int) -> None:
     """Sets means and steps to what leaves the least weighted squared error of values [T, n].
 
-    Real and imaginary parts of a component, neighbours from channel ``rank`` on, share a step.
+    Real and imaginary parts of a component, neighbors from channel ``rank`` on, share a step.
     """
     share = (weight.double() / weight.double().sum()).float()[:, None]
     mean = (values * share).sum(0)

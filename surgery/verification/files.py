@@ -45,12 +45,12 @@ def compare_files(folder: Path, listed: Mapping[str, str], progress: Progress | 
     """
     with disk_errors(folder):
         names = list_files(folder, hidden=True)
-        there = {name for name in names if name in listed and (folder / name).is_file()}
-    digests = hash_files(folder, progress, sorted(there))
+        present_names = {name for name in names if name in listed and (folder / name).is_file()}
+    digests = hash_files(folder, progress, sorted(present_names))
     strays = [GIT if name.startswith(GIT) else name for name in names if name not in listed and name not in UNHASHED]
     return FileComparison(
-        tuple(sorted(name for name in listed if name not in there and is_downloaded(name))),
-        tuple(sorted(name for name in there if digests[name] != listed[name])),
+        tuple(sorted(name for name in listed if name not in present_names and is_downloaded(name))),
+        tuple(sorted(name for name in present_names if digests[name] != listed[name])),
         {name: _kind(name) for name in dict.fromkeys(strays)},
     )
 

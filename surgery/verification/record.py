@@ -74,6 +74,6 @@ def _check_probe(probe: dict[str, Any]) -> None:
         raise ValueError("no dtype that conversions run in")
 
 
-def _whole(value: Any, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{str(value)[:40]} is no whole number from {least} to {most}")
+def _whole(value: Any, least: int, greatest: int) -> None:
+    if type(value) is not int or not least <= value <= greatest:
+        raise ValueError(f"{str(value)[:40]} is no whole number from {least} to {greatest}")

@@ -35,7 +35,7 @@ PROMPT, STEPS = 1000, 8
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
 # Layers run in this precision or better, where decoding through the cache must agree with one forward pass.
 CACHE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05}
-# Where the cache is quantised, a number that rounding moves over the edge of a step moves by the step.
+# Where the cache is quantized, a number that rounding moves over the edge of a step moves by the step.
 QUANTIZED_TOLERANCE = 0.05
 
 
@@ -47,7 +47,7 @@ class Verification:
         score: loss and recall.
         logit_difference: largest relative difference of logits to the simulation.
         cache_difference: largest relative difference of a layer's output, decoded through its cache, to one forward
-            pass; of a quantised cache, to decoding after the same prompt in two pieces. None where neither is the same
+            pass; of a quantized cache, to decoding after the same prompt in two pieces. None where neither is the same
             function.
         kv_tokens: tokens that the live caches of all layers held when they were measured.
         kv_bytes_per_token: their bytes over these.
@@ -173,7 +173,7 @@ def _decode(layer: StreamedLayer, hidden: Tensor, cache, watch: FlowWatch | None
     with nullcontext() if watch is None else watch.block(layer.model):
         decoded = layer.decode(hidden, prompt, cache)
     if _reads_ahead(cache):
-        # A pass that completes a group of tokens reads it quantised, so one forward pass is another function. But
+        # A pass that completes a group of tokens reads it quantized, so one forward pass is another function. But
         # what a layer keeps of its inputs does not depend on their pieces. Those of a second layer do.
         if len(cache.layers) > 1:
             return None

@@ -28,10 +28,10 @@ def convert(step: Step, where: str) -> Action:
     values = dict(step.settings)
     source = pop_required(values, "source", where)
     if "plan" in values:
-        chosen = str(values.pop("plan"))
+        plan = str(values.pop("plan"))
         if "to" in values:
             raise SurgeryError(f"{where}: the plan says what the attention becomes; leave to out")
-        return _make(step, source, lambda finished: _planned(chosen, values, finished, where), where)
+        return _make(step, source, lambda finished: _planned(plan, values, finished, where), where)
     try:
         target = find_target(str(values.pop("to", DEFAULT)))
     except SurgeryError as error:

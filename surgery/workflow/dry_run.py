@@ -30,7 +30,7 @@ def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress:
     Raises:
         SurgeryError: what a step would refuse before any work, of sources that are there.
     """
-    finished, known, steps = Finished(), {}, []
+    finished, outputs, steps = Finished(), {}, []
     results = {
         **dict.fromkeys(MAKE_CHECKPOINTS, finished.checkpoints),
         **dict.fromkeys(MAKE_PATTERNS, finished.patterns),
@@ -39,12 +39,12 @@ def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress:
     with TemporaryFolder("recipe") as folder, progress.phase("forecast", len(recipe.steps), "step") as advance:
         for step, action in zip(recipe.steps, actions, strict=True):
             out, adds = work / f"{step.name}{ENDINGS.get(step.verb, '')}", results.get(step.verb, {})
-            earlier = [name for name in used(step) if name in known]
-            if (there := out.exists()) and step.verb in results:  # which a run keeps
+            earlier = [name for name in used(step) if name in outputs]
+            if (exists := out.exists()) and step.verb in results:  # which a run keeps
                 adds[step.name], expected = out, Expected()
             elif action.forecast is None:
                 expected = Expected(told="not estimated: has no dry run")
-            elif unknown := [name for name in earlier if not known[name]]:
+            elif unknown := [name for name in earlier if not outputs[name]]:
                 expected = _after(unknown)
             else:
                 try:
@@ -54,9 +54,9 @@ def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress:
                     if not outlined:
                         raise
                     expected = _after(outlined)  # it may be shapes alone that it refuses
-            known[step.name] = step.name in adds
+            outputs[step.name] = step.name in adds
             to = step.settings.get("to")
-            steps.append({"verb": step.verb, "name": step.name, "to": to, "there": there, **asdict(expected)})
+            steps.append({"verb": step.verb, "name": step.name, "to": to, "there": exists, **asdict(expected)})
             advance()
     total = {name: [step[name] for step in steps if step[name]] for name in asdict(Expected()) if name != "told"}
     total = {name: max(each, default=0) if name in MOST else sum(each) for name, each in total.items()}

@@ -135,18 +135,18 @@ def _evaluate(step: Step, where: str) -> Action:
     def request_for(out: Path, finished: Finished) -> EvaluationRequest:
         from surgery.evaluation.preparation import EvaluationRequest
 
-        named = tuple(_row(name, finished) for name in checkpoints)
+        rows = tuple(_row(name, finished) for name in checkpoints)
         compared = None if baseline is None else _row(baseline, finished)
         further = {"writes": True, "restart": finished.restart, "overwrite": True}
-        return EvaluationRequest(named, compared, out, settings, command=f"surgery run {where}", title=title, **further)
+        return EvaluationRequest(rows, compared, out, settings, command=f"surgery run {where}", title=title, **further)
 
     def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
         from surgery.evaluation.dry_run import plan_evaluation
 
         dry_run = plan_evaluation(request_for(out, finished), Progress(silent=True))
-        most = max(row["weights"] + (row["cache"] or 0) for row in dry_run.rows)
+        peak = max(row["weights"] + (row["cache"] or 0) for row in dry_run.rows)
         return Expected(
-            told=", ".join(dry_run.tasks), **{"host" if dry_run.settings["device"] == "cpu" else "device": most}
+            told=", ".join(dry_run.tasks), **{"host" if dry_run.settings["device"] == "cpu" else "device": peak}
         )
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:

@@ -108,21 +108,21 @@ def check(model, calls, *, caches=("dynamic", "static")):
     before = {}
     for round in ("before", "after"):
         if round == "after":
-            done = accelerate(model)
-            assert done.refused is None, done.refused
-            assert done.error < 1e-4
+            result = accelerate(model)
+            assert result.refused is None, result.refused
+            assert result.error < 1e-4
             calls.clear()
-        found = []
+        results = []
         if "dynamic" in caches:
-            found.append(decode(model, DynamicCache(config=model.config), PROMPT))
+            results.append(decode(model, DynamicCache(config=model.config), PROMPT))
         if "static" in caches:
-            found.append(decode(model, StaticCache(config=model.config, max_cache_len=16), PROMPT))
-        found.append(model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None))
-        before.setdefault("found", found)
-    for one, other in zip(found, before["found"], strict=True):
+            results.append(decode(model, StaticCache(config=model.config, max_cache_len=16), PROMPT))
+        results.append(model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None))
+        before.setdefault("found", results)
+    for one, other in zip(results, before["found"], strict=True):
         agree(one, other, 1e-4)
     assert calls
-    return done
+    return result
 
 
 KEPT = ("latent", "hybrid")
@@ -131,8 +131,8 @@ KEPT = ("latent", "hybrid")
 @pytest.mark.parametrize("kind", [kind if kind in KEPT else pytest.param(kind, marks=SLOW) for kind in OPERATIONS])
 def test_every_kind(kind, calls):
     model = KINDS[kind](tiny_source("llama"))
-    done = check(model, calls, caches=("dynamic", "static") if kind == "latent" else ("dynamic",))
-    assert done.layers[0] == OPERATIONS[kind]
+    result = check(model, calls, caches=("dynamic", "static") if kind == "latent" else ("dynamic",))
+    assert result.layers[0] == OPERATIONS[kind]
     decelerate(model)
     assert not hasattr(model, STATE) and getattr(model.model.layers[0].self_attn, "kernel", None) is None
 
@@ -163,14 +163,14 @@ def test_every_family(family, calls):
 def test_stock_mla_reads_its_latents(overrides, calls):
     if "num_attention_heads" in overrides:
         overrides = overrides | {"num_key_value_heads": 8}
-    done = check(deepseek(**overrides), calls)
-    assert set(done.layers) == {"mla_decode"}
+    result = check(deepseek(**overrides), calls)
+    assert set(result.layers) == {"mla_decode"}
 
 
 @pytest.mark.parametrize("family", ["mistral", *(pytest.param(family, marks=SLOW) for family in ("llama", "qwen3"))])
 def test_any_family_decodes_on_our_heads(family, calls):
-    done = check(tiny_source(family), calls, caches=("dynamic",))
-    assert set(done.layers) == {"gqa_decode"}
+    result = check(tiny_source(family), calls, caches=("dynamic",))
+    assert set(result.layers) == {"gqa_decode"}
 
 
 def test_nothing_is_left_behind():
@@ -191,8 +191,8 @@ def test_a_model_whose_logits_change_keeps_its_own(monkeypatch, caplog):
 
     model = lossless_model(tiny_source("llama"))
     monkeypatch.setattr(latent, "mla_decode", lambda query, latent, *_, **__: (query[..., : latent.shape[-1]], None))
-    done = accelerate(model)
-    assert done.refused and "logits differ" in done.refused and "keeps its own" in caplog.text
+    result = accelerate(model)
+    assert result.refused and "logits differ" in result.refused and "keeps its own" in caplog.text
     assert not hasattr(model, STATE) and getattr(model.model.layers[0].self_attn, "kernel", None) is None
 
 
@@ -200,8 +200,8 @@ def test_where_kernels_cannot_run_it_says_so(monkeypatch, caplog):
     monkeypatch.setattr(backend, "interpreted", lambda: False)
     if torch.cuda.is_available():
         pytest.skip("kernels run here")
-    done = accelerate(tiny_source("llama"))
-    assert "cpu" in done.refused and "cpu" in caplog.text
+    result = accelerate(tiny_source("llama"))
+    assert "cpu" in result.refused and "cpu" in caplog.text
 
 
 def test_gradients_take_the_old_way(calls):
@@ -214,15 +214,15 @@ def test_gradients_take_the_old_way(calls):
 
 
 def test_own_models_take_kernels_by_themselves_once(monkeypatch):
-    asked = []
+    requests = []
     model = lossless_model(tiny_source("llama"))
-    monkeypatch.setattr(type(model), "on_device", staticmethod(asked.append))
+    monkeypatch.setattr(type(model), "on_device", staticmethod(requests.append))
     model(tokens())
-    assert not asked  # it is on the CPU
+    assert not requests  # it is on the CPU
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     model(tokens())
     model(tokens())
-    assert asked == [model]
+    assert requests == [model]
 
 
 CODES = {"group": 4, "window": 2}
@@ -243,16 +243,16 @@ FORMATS += [pytest.param(format, keys, marks=SLOW) for format, keys in (("int4",
     ids=["latent", "low_rank", "grouped"],
 )
 def test_codes_are_read_as_they_are(make, kernel, format, keys, calls, monkeypatch):
-    """Nothing is dequantised in a step, and what is read is what dequantising gives."""
+    """Nothing is dequantized in a step, and what is read is what dequantizing gives."""
     model = make(tiny_source("llama"), kv_cache={"format": format, "keys": keys, **CODES})
     expected = decode(model, DynamicCache(config=model.config), PROMPT, batch=1)
     assert accelerate(model, compare=False).refused is None
     calls.clear()
     prompt, cache = tokens(1)[:, :PROMPT], DynamicCache(config=model.config)
-    found = [model(prompt, past_key_values=cache).logits]
-    monkeypatch.setattr(quantized_cache.GroupedCodes, "dequantized", lambda codes: pytest.fail("dequantised"))
-    found += [model(tokens(1)[:, [place]], past_key_values=cache).logits for place in range(PROMPT, 12)]
-    agree(torch.cat(found, dim=1), expected, 1e-4)
+    results = [model(prompt, past_key_values=cache).logits]
+    monkeypatch.setattr(quantized_cache.GroupedCodes, "dequantized", lambda codes: pytest.fail("dequantized"))
+    results += [model(tokens(1)[:, [place]], past_key_values=cache).logits for place in range(PROMPT, 12)]
+    agree(torch.cat(results, dim=1), expected, 1e-4)
     assert any(kernel in name for name in calls)
 
 
@@ -263,8 +263,8 @@ SHARED = [*(("window", family) for family in FULL_ATTENTION), ("static", "llama"
 @pytest.mark.parametrize(("form", "family"), SHARED)
 def test_codes_that_layers_share(form, family, calls):
     model = shared(tiny_source(family), FORMS[form])
-    done = check(model, calls, caches=("dynamic",))
-    assert set(done.layers) == {"lowrank_decode"}
+    result = check(model, calls, caches=("dynamic",))
+    assert set(result.layers) == {"lowrank_decode"}
     agree(decode(model, DynamicCache()), model(tokens(), use_cache=False).logits, 1e-4)
 
 
@@ -290,8 +290,8 @@ def test_kernels_read_the_layers_that_they_know(family, latent, low_rank):
         {"kind": "low_rank", "blocks": [heads], "shared_layers": 0, "shared_rank": 0, "sinks": 0, "window": 0},
     ]
     model = random_model(SurgeryConfig.from_base(source, entries)).eval()
-    found = accelerate(model)
-    assert (found.layers, found.refused) == ((latent, low_rank), None)
+    result = accelerate(model)
+    assert (result.layers, result.refused) == ((latent, low_rank), None)
 
 
 @pytest.mark.parametrize(("implementation", "accelerated"), [("sdpa", True), ("eager", False)])

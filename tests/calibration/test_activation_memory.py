@@ -37,13 +37,13 @@ def results(out):
 
 @pytest.mark.parametrize("case", TRIED)
 def test_the_same_bits(checkpoints, tmp_path, monkeypatch, case):
-    to, source, asked, limit = CASES[case]
+    to, source, request, limit = CASES[case]
     spilled, count = [], ActivationMemory._count
     monkeypatch.setattr(
         ActivationMemory, "_count", lambda self, place, size: spilled.append((place, size)) or count(self, place, size)
     )
     for folder, memory in (("all", None), ("limited", limit)):
-        settings = find_target(to).settings({**TEXT, **asked, "activation_memory": memory})
+        settings = find_target(to).settings({**TEXT, **request, "activation_memory": memory})
         convert_checkpoint(checkpoints(source), tmp_path / folder / "small", settings)
         assert bool(spilled) == (memory is not None)
     assert results(tmp_path / "limited" / "small") == results(tmp_path / "all" / "small")
@@ -55,19 +55,19 @@ def test_the_same_bits(checkpoints, tmp_path, monkeypatch, case):
 def live_bytes():
     """Return the bytes of all tensors in memory, each storage once."""
     storages = {
-        found.untyped_storage().data_ptr(): found.untyped_storage().nbytes()
-        for found in gc.get_objects()
-        if isinstance(found, torch.Tensor) and found.device.type == "cpu" and not in_file(found)
+        result.untyped_storage().data_ptr(): result.untyped_storage().nbytes()
+        for result in gc.get_objects()
+        if isinstance(result, torch.Tensor) and result.device.type == "cpu" and not in_file(result)
     }
     return sum(storages.values())
 
 
 def most_in_a_sweep(checkpoint, monkeypatch, sequences, limit):
     """Bytes of tensors while a layer's moments are made of all that was kept, at most."""
-    seen, result = [], MomentAccumulator.result
+    records, result = [], MomentAccumulator.result
 
     def count(self):
-        seen.append(live_bytes())
+        records.append(live_bytes())
         return result(self)
 
     monkeypatch.setattr(MomentAccumulator, "result", count)
@@ -79,14 +79,14 @@ def most_in_a_sweep(checkpoint, monkeypatch, sequences, limit):
         for layer in backward_sweep(opened, store, final, Parts(len(tokens), 2)):
             del layer
     monkeypatch.setattr(MomentAccumulator, "result", result)
-    return max(seen) - before - tokens.nbytes
+    return max(records) - before - tokens.nbytes
 
 
 def test_memory_of_a_sweep_does_not_grow_with_the_text(checkpoints, monkeypatch):
     all_of_it = [most_in_a_sweep(checkpoints("llama"), monkeypatch, count, None) for count in (8, 32)]
     limited = [most_in_a_sweep(checkpoints("llama"), monkeypatch, count, "1KB") for count in (8, 32)]
-    kept = 24 * 64 * 4 * (2 * 32 + 2 * 32)  # of 24 sequences: 2 D + 2 n numbers a token
-    assert all_of_it[1] - all_of_it[0] == pytest.approx(kept, rel=0.1)
+    entries = 24 * 64 * 4 * (2 * 32 + 2 * 32)  # of 24 sequences: 2 D + 2 n numbers a token
+    assert all_of_it[1] - all_of_it[0] == pytest.approx(entries, rel=0.1)
     assert limited[1] - limited[0] <= 24 * 64 * 8  # weights of tokens
     assert limited[1] < all_of_it[0]
 

@@ -27,17 +27,17 @@ class Told(Progress):
 
 def test_the_same_bits_from_statistics_that_were_kept(checkpoints, tmp_path, monkeypatch):
     """Statistics of an MLA conversion, which have lags, serve low rank too: the same moments."""
-    source, kept = checkpoints("llama"), str(tmp_path / "kept")
+    source, entries = checkpoints("llama"), str(tmp_path / "kept")
     mla, low_rank = ConvertSettings(**QUICK, carrier="own"), LowRankSettings(**QUICK)
     plain = [convert_checkpoint(source, tmp_path / f"plain-{n}", each) for n, each in enumerate((mla, low_rank))]
-    convert_checkpoint(source, tmp_path / "first", replace(mla, keep_statistics=kept))
+    convert_checkpoint(source, tmp_path / "first", replace(mla, keep_statistics=entries))
     monkeypatch.setattr(layer_statistics, "backward_sweep", lambda *_, **__: pytest.fail("taken again"))
     for number, settings in enumerate((mla, low_rank)):
-        told = Told()
-        asked = replace(settings, keep_statistics=kept)
-        second = convert_checkpoint(source, tmp_path / f"second-{number}", asked, progress=told)
-        assert any("those kept in" in note for note in told.notes)
-        one, two = (load_file(made.path / "model.safetensors") for made in (plain[number], second))
+        message = Told()
+        request = replace(settings, keep_statistics=entries)
+        second = convert_checkpoint(source, tmp_path / f"second-{number}", request, progress=message)
+        assert any("those kept in" in note for note in message.notes)
+        one, two = (load_file(result.path / "model.safetensors") for result in (plain[number], second))
         assert all(torch.equal(one[name], two[name]) for name in one)
     (folder,) = (tmp_path / "kept").iterdir()
     assert json.loads((folder / "facts.json").read_text())["gradients"] is True
@@ -47,7 +47,7 @@ def test_other_facts_are_other_statistics(checkpoints, tmp_path):
     settings = LowRankSettings(**QUICK, keep_statistics=str(tmp_path / "kept"))
     changes = ({}, {"seed": 1}, {"batch_size": 2}, {"calibration_tokens": 48}, {"dtype": "float64"})
     for number, change in enumerate(changes):
-        told = Told()
-        convert_checkpoint(checkpoints("llama"), tmp_path / str(number), replace(settings, **change), progress=told)
-        assert not any("those kept in" in note for note in told.notes), change
+        message = Told()
+        convert_checkpoint(checkpoints("llama"), tmp_path / str(number), replace(settings, **change), progress=message)
+        assert not any("those kept in" in note for note in message.notes), change
         assert len(list((tmp_path / "kept").iterdir())) == number + 1, change

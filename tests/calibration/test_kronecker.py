@@ -12,8 +12,8 @@ def drawn(count, *sizes, seed=0):
     return [torch.randn(count, size, generator=generator, dtype=torch.float64) for size in sizes]
 
 
-def distance(got, want):
-    return float((got / got.trace() - want / want.trace()).norm() / (want / want.trace()).norm())
+def distance(result, want):
+    return float((result / result.trace() - want / want.trace()).norm() / (want / want.trace()).norm())
 
 
 def test_independent_tokens_give_plain_moments():
@@ -37,9 +37,9 @@ def test_a_few_tokens_do_not_speak_for_all():
     weight = g.square().sum(1)
     plain = z.T @ (z * weight[:, None]), g.T @ g
     rest = slice(1, None)
-    for got, want, dominated in ((factors.moment, want_z, plain[0]), (factors.gradient, want_g, plain[1])):
-        assert distance(got[rest, rest], want[rest, rest]) < 0.05
-        ordinary, of_averages = (1 - float(matrix[0, 0] / matrix.trace()) for matrix in (got, dominated))
+    for result, want, dominated in ((factors.moment, want_z, plain[0]), (factors.gradient, want_g, plain[1])):
+        assert distance(result[rest, rest], want[rest, rest]) < 0.05
+        ordinary, of_averages = (1 - float(matrix[0, 0] / matrix.trace()) for matrix in (result, dominated))
         assert ordinary > 2 * of_averages
 
 
@@ -63,8 +63,8 @@ def test_nothing_to_learn_from_zeros():
 def test_a_moment_that_is_known_is_not_taken_again(monkeypatch):
     z, g = drawn(400, 6, 5)
     want, calls = kronecker_factors([[z]], [[g]]), []
-    taken = kronecker.weighted_moment
-    monkeypatch.setattr(kronecker, "weighted_moment", lambda *of, **by: calls.append(of) or taken(*of, **by))
-    got = kronecker_factors([[z]], [[g]], taken([[g]]))
-    assert torch.equal(got.moment, want.moment) and torch.equal(got.gradient, want.gradient)
+    original = kronecker.weighted_moment
+    monkeypatch.setattr(kronecker, "weighted_moment", lambda *of, **by: calls.append(of) or original(*of, **by))
+    result = kronecker_factors([[z]], [[g]], original([[g]]))
+    assert torch.equal(result.moment, want.moment) and torch.equal(result.gradient, want.gradient)
     assert len(calls) == 2 * kronecker.SWEEPS

@@ -30,7 +30,7 @@ def model():
     )  # fmt: skip
 
 
-def named(size, template=None):
+def tokenizer_of(size, template=None):
     class Tokenizer(SimpleNamespace):
         def __len__(self):
             return size
@@ -49,17 +49,17 @@ def words(first, count=4000):
 
 
 def test_what_a_setting_says():
-    assert shares_of("builtin", named(4096, TEMPLATE)) is None  # the demo model keeps its text
-    assert shares_of("builtin", named(49_152, TEMPLATE)) == DEFAULT
-    assert shares_of("builtin", named(49_152)) == {"prose": 0.7, "code": 0.3}
-    assert shares_of("prose", named(4096)) == {"prose": 1.0}
-    assert shares_of("prose=3, notes.txt=1", named(4096)) == {"prose": 0.75, "notes.txt": 0.25}
-    assert shares_of("prose=1,chat=0", named(4096)) == {"prose": 1.0}
-    assert shares_of("some/file.txt", named(49_152)) is None and shares_of("self", named(49_152)) is None
+    assert shares_of("builtin", tokenizer_of(4096, TEMPLATE)) is None  # the demo model keeps its text
+    assert shares_of("builtin", tokenizer_of(49_152, TEMPLATE)) == DEFAULT
+    assert shares_of("builtin", tokenizer_of(49_152)) == {"prose": 0.7, "code": 0.3}
+    assert shares_of("prose", tokenizer_of(4096)) == {"prose": 1.0}
+    assert shares_of("prose=3, notes.txt=1", tokenizer_of(4096)) == {"prose": 0.75, "notes.txt": 0.25}
+    assert shares_of("prose=1,chat=0", tokenizer_of(4096)) == {"prose": 1.0}
+    assert shares_of("some/file.txt", tokenizer_of(49_152)) is None and shares_of("self", tokenizer_of(49_152)) is None
     with pytest.raises(SurgeryError, match="no chat template"):
-        shares_of("prose=0.5,chat=0.5", named(49_152))
+        shares_of("prose=0.5,chat=0.5", tokenizer_of(49_152))
     with pytest.raises(SurgeryError, match="no share is above 0"):
-        shares_of("prose=0", named(4096))
+        shares_of("prose=0", tokenizer_of(4096))
     assert without_chat({"code": 0.5, "chat": 0.5}) == {"code": 0.5, "prose": 0.5}
 
 
@@ -106,7 +106,7 @@ def test_too_little_text_is_refused(tokenizer, monkeypatch):
 
 
 def test_running_text_is_told_from_markup():
-    kept = "This library reads files of every kind and says in one line what is wrong with them."
+    entries = "This library reads files of every kind and says in one line what is wrong with them."
     item = "Added a way to read files that are larger than the memory of the machine at hand."
     text = f"""# Title
 
@@ -126,7 +126,7 @@ this = "is code that is long enough to look like a sentence of prose, were it no
 
     indented code that is long enough to look like a sentence, and is left out all the same.
 """
-    assert paragraphs(text) == [kept, item]
+    assert paragraphs(text) == [entries, item]
 
 
 def test_the_library_has_prose_in_an_order_of_the_seed():
@@ -144,13 +144,13 @@ def test_what_is_installed_is_read_recent_first_and_once(monkeypatch):
     lines = [f"Sentence number {word} says something that nobody else says, at a length that is enough." for word in
              ("one", "two", "three", "four", "five", "six", "seven")]  # fmt: skip
     old, new = "\n\n".join(lines[:6]), "\n\n".join(lines[1:])
-    found = [
+    results = [
         told("old", "2.1", old),
         told("new", "2.4", new),
         told("dated", "2.1", f"{old}\n\n2026"),
         told("no", "2.4", ""),
     ]
-    monkeypatch.setattr(installed.metadata, "distributions", lambda: found)
+    monkeypatch.setattr(installed.metadata, "distributions", lambda: results)
     names = [name for name, _ in installed_prose(0)]
     assert names[0] in ("new 1", "dated 1") and "no 1" not in names
     every = [line for _, text in installed_prose(0) for line in text.split("\n\n")]
@@ -159,20 +159,22 @@ def test_what_is_installed_is_read_recent_first_and_once(monkeypatch):
 
 def test_docstrings_of_what_is_installed(tmp_path, monkeypatch):
     sentence = "Sentence number {} says something that nobody else says, at a length that is certainly enough."
-    told = [sentence.format(number) for number in range(60)]
-    for package, lines in (("first", told[:20]), ("torch", told[20:40]), ("second", told[:40])):
+    messages = [sentence.format(number) for number in range(60)]
+    for package, lines in (("first", messages[:20]), ("torch", messages[20:40]), ("second", messages[:40])):
         folder = tmp_path / package
         (folder / "tests").mkdir(parents=True)
         for file in ("__init__.py", "tests/test_it.py"):
             (folder / file).write_text('"""' + "\n\n".join(lines) + '\n"""\n' + "value = 1\n" * 80)
-    description = SimpleNamespace(metadata=SimpleNamespace(get_payload=lambda: "\n\n".join(told[30:35])))
+    description = SimpleNamespace(metadata=SimpleNamespace(get_payload=lambda: "\n\n".join(messages[30:35])))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(installed.metadata, "distributions", lambda: [description])
     monkeypatch.setattr(
         installed.metadata, "packages_distributions", lambda: dict.fromkeys(["first", "second", "torch"])
     )
     every = [line for document in installed_docstrings(0) for line in document.split("\n\n")]
-    assert sorted(every) == sorted([*told[:30], *told[35:40]])  # once, without tests, torch and what is described
+    assert sorted(every) == sorted(
+        [*messages[:30], *messages[35:40]]
+    )  # once, without tests, torch and what is described
     assert list(installed_docstrings(0)) == list(installed_docstrings(0))
 
 
@@ -203,10 +205,10 @@ def test_conversations_are_in_the_template_and_long_enough(model, tokenizer):
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = TEMPLATE
     steps = []
-    found = sample_conversations(model, tokenizer, 400, PROMPTS[:3], seed=1, advance=steps.append)
-    assert sum(map(len, found)) >= 400
+    result = sample_conversations(model, tokenizer, 400, PROMPTS[:3], seed=1, advance=steps.append)
+    assert sum(map(len, result)) >= 400
     assert sum(steps) == 400 and len(steps) > 10 and min(steps) > 0
-    for conversation in found:
+    for conversation in result:
         text = tokenizer.decode(conversation)
         assert any(text.startswith(f"[user] {prompt}\n[assistant]") for prompt in PROMPTS[:3])
     tokenizer.chat_template = "{{ raise_exception('no') }}"

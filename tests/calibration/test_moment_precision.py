@@ -37,8 +37,8 @@ def moments_of(anatomy, x):
     return moments.result()
 
 
-def tensors_of(found):
-    return {each.name: getattr(found, each.name) for each in fields(found) if each.name != "tokens"}
+def tensors_of(result):
+    return {each.name: getattr(result, each.name) for each in fields(result) if each.name != "tokens"}
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_wider_products_change_a_moment_by_float32_rounding(monkeypatch):
         monkeypatch.setattr(module.MomentPrecision, "of", classmethod(lambda cls, *args: wide))
     widened = moments_of(anatomy, x)
     for name, value in tensors_of(exact).items():
-        for found in (plain, widened):
-            error = (getattr(found, name).double() - value).norm() / value.norm()
+        for result in (plain, widened):
+            error = (getattr(result, name).double() - value).norm() / value.norm()
             assert error < (1e-5 if "weight" in name else 2e-6), (name, error)
 
 
@@ -99,7 +99,7 @@ def test_a_microbatch_of_the_sweep_does_not_wait():
     assert moments.result().is_finite()
 
 
-@pytest.mark.parametrize("check", ["sums_of_a_sweep", "lags", "factorisations"])
+@pytest.mark.parametrize("check", ["sums_of_a_sweep", "lags", "factorizations"])
 def test_on_a_device_without_values(check):
     on_device(check)
 

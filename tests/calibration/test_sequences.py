@@ -27,8 +27,8 @@ def source(tmp_path):
     return str(path)
 
 
-def build(tokenizer, source, *asked, bos="tokenizer", **more):
-    return build_calibration(tokenizer, source, SequenceRequest(*asked, **more), bos=bos)
+def build(tokenizer, source, *settings, bos="tokenizer", **more):
+    return build_calibration(tokenizer, source, SequenceRequest(*settings, **more), bos=bos)
 
 
 def test_the_default_calibration(tokenizer):
@@ -39,9 +39,9 @@ def test_the_default_calibration(tokenizer):
         assert row[0] == tokenizer.bos_token_id
         text = tokenizer.decode(row)
         facts = {match.groups(): match.start() for match in FACT.finditer(text)}
-        asked = {match.groups(): match.start() for match in RECALL.finditer(text)}
-        assert len(facts) == 4 and facts.keys() == asked.keys()
-        assert all(facts[pair] < asked[pair] for pair in facts)
+        settings = {match.groups(): match.start() for match in RECALL.finditer(text)}
+        assert len(facts) == 4 and facts.keys() == settings.keys()
+        assert all(facts[pair] < settings[pair] for pair in facts)
     json.dumps(built.description)
 
 

@@ -47,34 +47,34 @@ def test_moments_and_gradients_equal_autograd(checkpoints, monkeypatch, name):
     _, layers = swept(checkpoints(name), monkeypatch, labels)
 
     model = AutoModelForCausalLM.from_pretrained(checkpoints(name)).eval()
-    kept = {}
+    entries = {}
     for index, block in enumerate(model.model.layers):
         for part in ("k_proj", "v_proj"):
 
             def keep(module, args, out, key=(index, part)):
                 out.retain_grad()
-                kept[key] = out
+                entries[key] = out
 
             getattr(block.self_attn, part).register_forward_hook(keep)
     logits = model(TOKENS).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     for layer in layers:
-        k, v = (kept[layer.index, part] for part in ("k_proj", "v_proj"))
+        k, v = (entries[layer.index, part] for part in ("k_proj", "v_proj"))
         z = torch.cat([k, v], dim=-1).flatten(0, 1).double()
         g = torch.cat([k.grad, v.grad], dim=-1).flatten(0, 1).double()
-        for got, rows in (
+        for result, rows in (
             (layer.statistics.moment, z),
             (layer.statistics.gradient, g),
         ):
             want = (rows.T @ rows / len(rows)).detach()
-            assert float((got - want).norm() / want.norm()) < 1e-4
+            assert float((result - want).norm() / want.norm()) < 1e-4
         factors = kronecker_factors([[z.detach()]], [[g]])
-        for got, want in (
+        for result, want in (
             (layer.statistics.weighted_moment, factors.moment),
             (layer.statistics.metric, factors.gradient),
             (layer.statistics.weighted_mean, factors.token_weights[0] @ z.detach() / len(z)),
         ):
-            assert float((got - want).norm() / want.norm()) < 1e-3
+            assert float((result - want).norm() / want.norm()) < 1e-3
         want = factors.token_weights[0].float()
         torch.testing.assert_close(layer.statistics.token_weight, want, rtol=1e-2, atol=1e-3)
 
@@ -86,24 +86,24 @@ def test_what_low_rank_forms_need_equals_autograd(checkpoints, monkeypatch, name
     _, layers = swept(checkpoints(name), monkeypatch, labels)
 
     model = AutoModelForCausalLM.from_pretrained(checkpoints(name)).eval()
-    seen = {}
+    records = {}
     for index, block in enumerate(model.model.layers):
         for part in ("k_proj", "v_proj", query):
 
             def keep(module, args, out, key=(index, part)):
                 out.retain_grad()
-                seen[key] = args[0], out
+                records[key] = args[0], out
 
             getattr(block.self_attn, part).register_forward_hook(keep)
     logits = model(TOKENS).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     for layer in layers:
-        (x, k), (_, v), (_, q) = (seen[layer.index, part] for part in ("k_proj", "v_proj", query))
+        (x, k), (_, v), (_, q) = (records[layer.index, part] for part in ("k_proj", "v_proj", query))
         g = torch.cat([k.grad, v.grad], dim=-1).flatten(0, 1)
         statistics, norm = layer.statistics, layer.anatomy.k_norm
         assert (statistics.raw_gradient is None) == (norm is None)
         mean = torch.cat([k if norm is None else k * norm.weight.repeat(layer.anatomy.kv_heads), v], dim=-1)
-        for got, want in (
+        for result, want in (
             (statistics.gradient if norm is None else statistics.raw_gradient, g.T @ g / len(g)),
             (statistics.mean, mean.mean((0, 1))),
             (statistics.query_energy.flatten(), q.flatten(2).square().mean((0, 1))),
@@ -111,7 +111,7 @@ def test_what_low_rank_forms_need_equals_autograd(checkpoints, monkeypatch, name
             (statistics.input_energy, x.square().mean((0, 1))),
         ):
             want = want.detach().double()
-            assert float((got - want).norm() / want.norm()) < 1e-4
+            assert float((result - want).norm() / want.norm()) < 1e-4
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -135,7 +135,7 @@ def test_sampled_gradient_is_that_of_one_label(checkpoints, monkeypatch, name, r
     stream = Source.open(checkpoints(name), ConvertSettings()).stream
     hidden = torch.randn(1, 400, 32, generator=torch.Generator().manual_seed(2))
     hidden[:] = hidden[:, :1]  # one distribution, many draws
-    got = stream.sampled_loss_gradient(hidden, torch.Generator().manual_seed(3))[0]
+    rng = stream.sampled_loss_gradient(hidden, torch.Generator().manual_seed(3))[0]
     leaf = hidden[0, :1].clone().requires_grad_()
     logits = stream.logits(leaf.detach())[0]
     probability, cap = logits.softmax(-1), getattr(stream.config, "final_logit_softcapping", None)
@@ -145,7 +145,7 @@ def test_sampled_gradient_is_that_of_one_label(checkpoints, monkeypatch, name, r
     # The norm's Jacobian is the same for all draws; compare before it.
     jacobian = torch.autograd.functional.jacobian(stream.final_norm, leaf[0].detach())
     every = ((probability - torch.eye(len(weight))) * slope) @ weight @ jacobian
-    distance = torch.cdist(got, every)
+    distance = torch.cdist(rng, every)
     nearest, label = distance.min(1)
     assert nearest.max() < 1e-3 * every.norm(dim=1).mean()
     drawn = probability[label].log().mean()
@@ -162,8 +162,8 @@ def test_gradients_before_a_key_norm_are_those_of_autograd(shape):
     leaf = raw.clone().requires_grad_()
     (norm(leaf) * signal).sum().backward()
     gain = norm.gain(raw)
-    got = raw_key_gradient(raw * norm.weight, signal * gain[..., None], gain, norm.weight)
-    torch.testing.assert_close(got, leaf.grad)
+    result = raw_key_gradient(raw * norm.weight, signal * gain[..., None], gain, norm.weight)
+    torch.testing.assert_close(result, leaf.grad)
 
 
 def test_lag_statistics_equal_a_direct_sum(checkpoints):

@@ -18,8 +18,8 @@ def write_json_lines(path, items):
     return str(path)
 
 
-def load_text(source, documents=None, **asked):
-    return list(islice(iter_documents(source, **asked), documents))
+def load_text(source, documents=None, **settings):
+    return list(islice(iter_documents(source, **settings), documents))
 
 
 def test_builtin_is_the_same_for_a_seed_and_another_for_another():
@@ -29,10 +29,10 @@ def test_builtin_is_the_same_for_a_seed_and_another_for_another():
 
 
 def test_builtin_leaves_out_tests_packages_and_the_held_out_modules(tmp_path, monkeypatch):
-    kept = ["asyncio/events.py", "json/decoder.py", "wave.py"]
+    entries = ["asyncio/events.py", "json/decoder.py", "wave.py"]
     left_out = ["selectors.py", "encodings/cp1250.py", "test/test_os.py", "json/tests/test_x.py"]
     left_out += ["site-packages/torch/x.py", "idlelib/run.py", "lib2to3/main.py", "notes.txt"]
-    for name in kept + left_out:
+    for name in entries + left_out:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# {name}\n" * 100)
@@ -40,7 +40,9 @@ def test_builtin_leaves_out_tests_packages_and_the_held_out_modules(tmp_path, mo
     (tmp_path / "large.py").write_text("x = 1\n" * 50_000)
     (tmp_path / "latin.py").write_bytes(b"# \xe4\n" * 300)
     monkeypatch.setattr(text_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert sorted(document.split("\n")[0] for document in iter_documents("builtin")) == [f"# {name}" for name in kept]
+    assert sorted(document.split("\n")[0] for document in iter_documents("builtin")) == [
+        f"# {name}" for name in entries
+    ]
 
 
 def test_a_missing_standard_library_is_reported(tmp_path, monkeypatch):
@@ -191,8 +193,8 @@ def test_a_dataset_without_the_text_field(monkeypatch):
 
 def test_a_dataset_that_cannot_be_reached(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", FakeDatasets(ConnectionError("Couldn't reach the Hub\nmore lines")))
-    told = "some/name: no such file, and as a dataset it could not be read: Couldn't reach the Hub$"
-    with pytest.raises(SurgeryError, match=told):
+    message = "some/name: no such file, and as a dataset it could not be read: Couldn't reach the Hub$"
+    with pytest.raises(SurgeryError, match=message):
         load_text("some/name")
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conversions import convert_checkpoint
-from quantised_checkpoints import BLOCK, make_quantised
+from quantized_checkpoints import BLOCK, make_quantized
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -17,7 +17,7 @@ from surgery.structures.mla.settings import ConvertSettings
 @pytest.fixture
 def checkpoint(tmp_path):
     """DeepSeek-V3 with every matrix of its layers in fp8, but norms, router and vocabulary."""
-    return make_quantised(tmp_path / "source", "deepseek_v3", "FP8")
+    return make_quantized(tmp_path / "source", "deepseek_v3", "FP8")
 
 
 def test_the_numbers_are_those_of_transformers_and_of_each_block(checkpoint):
@@ -29,29 +29,29 @@ def test_the_numbers_are_those_of_transformers_and_of_each_block(checkpoint):
         if name + "_scale_inv" not in stored:
             assert torch.equal(reader.tensor(name), stored[name])
             continue
-        weight, scales, found = stored[name].float(), stored[name + "_scale_inv"], reader.tensor(name)
+        weight, scales, result = stored[name].float(), stored[name + "_scale_inv"], reader.tensor(name)
         want = weight.clone()
         for row in range(scales.shape[0]):
             for column in range(scales.shape[1]):
                 block = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
                 want[block] *= scales[row, column]
-        assert found.dtype == torch.bfloat16 and torch.equal(found, want.bfloat16())
+        assert result.dtype == torch.bfloat16 and torch.equal(result, want.bfloat16())
         if weight.shape[0] % BLOCK or weight.shape[1] % BLOCK:
             partial += 1
         else:
-            assert torch.equal(found, Fp8Dequantize(None)._dequantize_one(stored[name], scales, torch.bfloat16))
+            assert torch.equal(result, Fp8Dequantize(None)._dequantize_one(stored[name], scales, torch.bfloat16))
         rows = torch.tensor([weight.shape[0] - 1, 0, 3])
-        assert torch.equal(reader.rows(name, rows), found[rows])
+        assert torch.equal(reader.rows(name, rows), result[rows])
     assert partial  # 24 rows of what makes the latent
 
 
-def test_a_conversion_dequantises_and_says_so(checkpoint, tmp_path):
+def test_a_conversion_dequantizes_and_says_so(checkpoint, tmp_path):
     report = convert_checkpoint(checkpoint, tmp_path / "out", ConvertSettings(calibration="none")).report.to_dict()
     assert report["source"]["dequantised_from"] == "FP8"
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    written, reader = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(checkpoint)
+    files, reader = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(checkpoint)
     expert = "model.layers.1.mlp.experts.3.down_proj.weight"
-    assert torch.equal(written[expert], reader.tensor(expert)) and not [name for name in written if "scale" in name]
+    assert torch.equal(files[expert], reader.tensor(expert)) and not [name for name in files if "scale" in name]
 
 
 def test_scales_that_do_not_fit_are_refused(checkpoint, tmp_path):
@@ -68,8 +68,8 @@ def test_scales_that_do_not_fit_are_refused(checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_other_quantised_weights_of_mla_models_are_refused(checkpoint, tmp_path):
+def test_other_quantized_weights_of_mla_models_are_refused(checkpoint, tmp_path):
     path = checkpoint / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "bitnet"}}))
-    with pytest.raises(SurgeryError, match=r"the weights are quantised \(bitnet\)"):
+    with pytest.raises(SurgeryError, match=r"the weights are quantized \(bitnet\)"):
         convert_checkpoint(checkpoint, tmp_path / "out", ConvertSettings(calibration="none"))

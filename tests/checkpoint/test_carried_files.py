@@ -91,9 +91,9 @@ def test_a_result_carries_no_code_and_no_leftovers(copy, tmp_path):
 
 
 def test_code_is_carried_when_asked(copy, tmp_path, monkeypatch, capsys):
-    asked = ["--to", "gqa", "--kv-heads", "1", "--calibration", "none", "--out", tmp_path / "out", "--keep-code"]
-    code, _, told = run_main(monkeypatch, capsys, "convert", copy, *asked)
-    assert code == 0, told
+    arguments = ["--to", "gqa", "--kv-heads", "1", "--calibration", "none", "--out", tmp_path / "out", "--keep-code"]
+    code, _, err = run_main(monkeypatch, capsys, "convert", copy, *arguments)
+    assert code == 0, err
     there = list_files(tmp_path / "out")
     assert {*CODE} <= {*there} and not {*STRAYS} & {*there}
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["auto_map"] == CODE_NAMED["auto_map"]
@@ -160,8 +160,8 @@ def test_nothing_else_is_carried(source, tmp_path_factory, names, keep_code):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
     carried = CarriedFiles.of(CheckpointReader.open(folder), keep_code=keep_code)
-    asked = {*CARRIED, *(CODE if keep_code else ())} & {*names}
-    assert {*carried.names} == original | asked
+    settings = {*CARRIED, *(CODE if keep_code else ())} & {*names}
+    assert {*carried.names} == original | settings
     assert {*list_files(carried.folder, hidden=True)} == {*carried.names, "config.json"}
     assert {*names} - {*carried.names, *HIDDEN} == {*carried.left_out}
 

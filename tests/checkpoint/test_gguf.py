@@ -28,7 +28,7 @@ def refused(path, words: str) -> None:
 @torch.no_grad()
 def logits(folder, dtype, **options) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **options)
-    # What transformers loads from GGUF it takes for quantised, and refuses its own float().
+    # What transformers loads from GGUF it takes for quantized, and refuses its own float().
     return torch.nn.Module.float(model).eval()(TOKENS).logits
 
 
@@ -41,12 +41,12 @@ def test_logits_are_those_of_transformers_own_loader(tmp_path, name, kind):
     reader = CheckpointReader.open(path)
     assert reader.dequantised_from == (kind if kind.startswith("Q") else None)
     assert {reader.info(each).dtype for each in reader.names()} == {KINDS[kind]}
-    found = logits(reader.model_folder(), "auto")
+    actual_logits = logits(reader.model_folder(), "auto")
     if name != "llama_bias":  # transformers' loader drops Llama's biases
-        assert torch.equal(found, logits(tmp_path, KINDS[kind], gguf_file=path.name))
+        assert torch.equal(actual_logits, logits(tmp_path, KINDS[kind], gguf_file=path.name))
     if kind == "F32":
         with torch.no_grad():
-            assert torch.equal(found, model(TOKENS).logits)
+            assert torch.equal(actual_logits, model(TOKENS).logits)
 
 
 def test_every_way_to_read_gives_the_same(tmp_path, monkeypatch):
@@ -66,7 +66,7 @@ def test_every_way_to_read_gives_the_same(tmp_path, monkeypatch):
     assert torch.equal(out, torch.cat([flat[3:403], flat[1001:1301]]))
 
 
-def test_no_more_is_dequantised_than_asked_for(tmp_path, monkeypatch):
+def test_no_more_is_dequantized_than_asked_for(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf", make_model("llama"), "Q4_1")
     rows = []
 
@@ -95,10 +95,10 @@ def test_the_copy_is_one_checkpoint_with_the_same_content(tmp_path):
     assert reader.model_folder() == copy.path == CheckpointReader.open(tmp_path).model_folder()
     assert [each.name for each in reader.sidecars()] == [each.name for each in copy.sidecars()]
     assert reader.source == path and list(tmp_path.iterdir()) == [path]
-    known = reader.identity()
-    assert list(known.stamp) == [str(path)] and CheckpointReader.open(path).recall(known)
+    reference = reader.identity()
+    assert list(reference.stamp) == [str(path)] and CheckpointReader.open(path).recall(reference)
     os.utime(path)
-    assert not CheckpointReader.open(path).recall(known)
+    assert not CheckpointReader.open(path).recall(reference)
     reader.check_unchanged()
     path.write_bytes(path.read_bytes()[:-8] + bytes(8))
     with pytest.raises(SurgeryError, match="was changed while it was read"):
@@ -107,13 +107,13 @@ def test_the_copy_is_one_checkpoint_with_the_same_content(tmp_path):
 
 def test_the_tokenizer_is_kept(tmp_path):
     reader = CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("llama"), tokenizer=True))
-    found, own = AutoTokenizer.from_pretrained(reader.path), AutoTokenizer.from_pretrained(DEMO)
+    result, own = AutoTokenizer.from_pretrained(reader.path), AutoTokenizer.from_pretrained(DEMO)
     for text in ("def f(x):\n    return 1234  # naïve", "日本語 🙂\t½ it's", "<|bos|>a<|endoftext|>"):
-        assert found(text).input_ids == own(text).input_ids
-        assert found.decode(found(text).input_ids) == text
-    assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (1, 0, 2)
-    assert found.decode([1, 70], skip_special_tokens=True) == found.decode([70])
-    assert found.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+        assert result(text).input_ids == own(text).input_ids
+        assert result.decode(result(text).input_ids) == text
+    assert (result.bos_token_id, result.eos_token_id, result.pad_token_id) == (1, 0, 2)
+    assert result.decode([1, 70], skip_special_tokens=True) == result.decode([70])
+    assert result.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
 
 
 def test_digits_are_cut_as_the_file_says(tmp_path):

@@ -75,11 +75,22 @@ def test_a_conversion_follows_links_and_copies_their_content(tmp_path, monkeypat
     for name in ("model.safetensors", "tokenizer.json"):
         (source / name).rename(real / name)
         (source / name).symlink_to(os.path.relpath(real / name, source))
-    asked = ["convert", source, "--to", "gqa", "--kv-heads", "1", "--calibration", "none", "--out", tmp_path / "out"]
-    code, _, told = run_main(monkeypatch, capsys, *asked)
-    assert code == 1 and "--follow-links" in told and told.count("\n") == 1 and not (tmp_path / "out").exists()
-    code, _, told = run_main(monkeypatch, capsys, *asked, "--follow-links")
-    assert code == 0, told
+    arguments = [
+        "convert",
+        source,
+        "--to",
+        "gqa",
+        "--kv-heads",
+        "1",
+        "--calibration",
+        "none",
+        "--out",
+        tmp_path / "out",
+    ]
+    code, _, err = run_main(monkeypatch, capsys, *arguments)
+    assert code == 1 and "--follow-links" in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+    code, _, err = run_main(monkeypatch, capsys, *arguments, "--follow-links")
+    assert code == 0, err
     assert FOLLOW_LINKS not in os.environ
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (real / "tokenizer.json").read_bytes()

@@ -96,16 +96,16 @@ def test_rows_of_every_dtype(tmp_path, every_dtype):
 
 def test_rows_reads_only_those_rows(single, monkeypatch):
     reader = CheckpointReader.open(single)
-    asked = []
+    requests = []
     read = SafetensorsStore.read
 
     def spy(self, name, ranges, out):
-        asked.extend(ranges)
+        requests.extend(ranges)
         read(self, name, ranges, out)
 
     monkeypatch.setattr(SafetensorsStore, "read", spy)
     reader.rows("embed.weight", torch.tensor([9, 3, 8, 3]))
-    assert asked == [(3 * 24, 4 * 24), (8 * 24, 10 * 24)]
+    assert requests == [(3 * 24, 4 * 24), (8 * 24, 10 * 24)]
 
 
 def test_rows_refuses(single):
@@ -126,13 +126,13 @@ def test_chunks_bound_the_pieces(single, monkeypatch):
 
 
 def test_open_reads_no_tensor_and_tensor_reads_only_its_own(single, monkeypatch):
-    asked = []
+    requests = []
     read = SafetensorsStore.read
-    monkeypatch.setattr(SafetensorsStore, "read", lambda self, *args: asked.append(args[:2]) or read(self, *args))
+    monkeypatch.setattr(SafetensorsStore, "read", lambda self, *args: requests.append(args[:2]) or read(self, *args))
     reader = CheckpointReader.open(single)
-    assert asked == []
+    assert requests == []
     tensor = reader.tensor("layers.1.w")
-    assert asked == [("layers.1.w", [(0, 96)])]
+    assert requests == [("layers.1.w", [(0, 96)])]
     assert tensor.untyped_storage().nbytes() == 96
 
 
@@ -181,14 +181,14 @@ class TestFingerprint:
             tensors | {"layers.1.w": tensors["layers.1.w"].view(torch.int32)},
             {name + "x": tensor for name, tensor in tensors.items()},
         ]
-        seen = {original}
+        records = {original}
         for changed in changes:
             save_file(changed, single / "model.safetensors")
-            seen.add(CheckpointReader.open(single).fingerprint())
+            records.add(CheckpointReader.open(single).fingerprint())
         save_file(tensors, single / "model.safetensors")
         (single / "config.json").write_text('{"model_type": "other"}')
-        seen.add(CheckpointReader.open(single).fingerprint())
-        assert len(seen) == len(changes) + 2
+        records.add(CheckpointReader.open(single).fingerprint())
+        assert len(records) == len(changes) + 2
 
     def test_progress_counts_every_byte(self, single):
         reader, counts = CheckpointReader.open(single), []
@@ -230,21 +230,21 @@ class TestHubLayout:
         assert not any(".bin" in pattern for pattern in options["allow_patterns"])
 
     def test_download_of_pickles_only_when_needed(self, monkeypatch, tmp_path, single):
-        wanted = []
+        expected = []
         (tmp_path / "config.json").write_text("{}")
         torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
 
         def fake(repo, *, allow_patterns, **_):
-            wanted.append(any("pytorch_model" in pattern for pattern in allow_patterns))
+            expected.append(any("pytorch_model" in pattern for pattern in allow_patterns))
             return str(folder)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
         folder = single
         CheckpointReader.open("org/name", allow_pickle=True)
-        assert wanted == [False]
+        assert expected == [False]
         folder = tmp_path
         assert CheckpointReader.open("org/name", allow_pickle=True).names() == ["w"]
-        assert wanted == [False, False, True]
+        assert expected == [False, False, True]
 
     @pytest.mark.parametrize(
         ("error", "words"),

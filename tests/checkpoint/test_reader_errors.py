@@ -58,10 +58,10 @@ def test_no_weights(single):
     refused(single, "hold no tensors")
 
 
-@pytest.mark.parametrize("kept", [0, 5, 30, -1])
-def test_truncated(single, kept):
+@pytest.mark.parametrize("entries", [0, 5, 30, -1])
+def test_truncated(single, entries):
     path = single / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:kept])
+    path.write_bytes(path.read_bytes()[:entries])
     refused(single, "truncated")
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from quantised_checkpoints import make_quantised
+from quantized_checkpoints import make_quantized
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -57,14 +57,14 @@ def test_round_trip_of_every_dtype(tmp_path, every_dtype, max_shard_size):
 def test_the_library_reads_it(tmp_path, every_dtype, max_shard_size):
     every_dtype.pop("float8_e8m0fnu.weight", None)  # the library has no torch type for it
     write_all(tmp_path / "out", every_dtype, max_shard_size=max_shard_size)
-    seen = set()
+    records = set()
     for path in (tmp_path / "out").glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt"}
             for name in file.keys():  # noqa: SIM118 it is no dict
                 assert raw(file.get_tensor(name)) == raw(every_dtype[name])
-                seen.add(name)
-    assert seen == set(every_dtype)
+                records.add(name)
+    assert records == set(every_dtype)
 
 
 def test_tensors_are_aligned(tmp_path):
@@ -134,8 +134,8 @@ def test_copy_holds_one_piece_at_a_time(tmp_path, single, monkeypatch):
 
 
 def test_what_is_copied_in_parts_lies_in_any_shards_and_may_not_change(tmp_path):
-    """A quantised matrix, planned as numbers and copied as it is stored."""
-    source = make_quantised(tmp_path / "source", "llama", "int4")
+    """A quantized matrix, planned as numbers and copied as it is stored."""
+    source = make_quantized(tmp_path / "source", "llama", "int4")
     reader, name = CheckpointReader.open(source), "model.layers.0.mlp.up_proj.weight"
     plan = {name: reader.info(name), "model.norm.weight": reader.info("model.norm.weight")}
     parts = {name: reader.stored_parts(name)}

@@ -71,8 +71,8 @@ class Case:
         """The result, and what transformers loads for it."""
         CONFIGS.update(SOURCES)
         source = make_checkpoint(folder / "source", self.source)
-        made = self._convert(source, folder / "result", self.settings)
-        return made, self._convert(source, folder / "reference", self.reference) if self.reference else made
+        result = self._convert(source, folder / "result", self.settings)
+        return result, self._convert(source, folder / "reference", self.reference) if self.reference else result
 
     def _convert(self, source: Path, out: Path, settings: dict) -> Path:
         if "engine" in settings and "kv_heads" not in settings:
@@ -119,10 +119,10 @@ def plugged(folder: Path) -> dict[str, str]:
 
 def run(engine: str, script: str, request: dict, folder: Path) -> dict:
     """A script next to this file, run in an engine's environment."""
-    asked, answered = folder / "request.json", folder / "answer.json"
-    asked.write_text(json.dumps(request))
+    settings, answered = folder / "request.json", folder / "answer.json"
+    settings.write_text(json.dumps(request))
     answered.unlink(missing_ok=True)
-    command = [environment(engine), Path(__file__).with_name(script), asked, answered]
+    command = [environment(engine), Path(__file__).with_name(script), settings, answered]
     result = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=folder, env=plugged(folder))
     if not answered.exists():
         raise AssertionError(f"{engine} ended with {result.returncode}: {(result.stderr + result.stdout)[-3000:]}")
@@ -135,11 +135,11 @@ def assert_as_transformers(answer: dict, number: int, path: Path, prompts: list[
     tokens, logprobs = greedy(path, prompts)
     answer = answer["rounds"][number]
     assert answer["tokens"] == tokens
-    for got, wanted in zip(answer["logprobs"], logprobs, strict=True):
-        assert got == pytest.approx(wanted, abs=1e-3)
+    for result, expected in zip(answer["logprobs"], logprobs, strict=True):
+        assert result == pytest.approx(expected, abs=1e-3)
 
 
-def assert_same(got: dict, reference: Path, prompts: list, tolerance: float, dtype=torch.float32) -> None:
+def assert_same(result: dict, reference: Path, prompts: list, tolerance: float, dtype=torch.float32) -> None:
     """The tokens of transformers, with nearly their log-probabilities.
 
     llama.cpp does not tell tokens that end within a character, nor the one after it: these may be missing, others not.
@@ -149,16 +149,16 @@ def assert_same(got: dict, reference: Path, prompts: list, tolerance: float, dty
         i for i, text in enumerate(AutoTokenizer.from_pretrained(reference).batch_decode(_all())) if "\ufffd" in text
     }
     for row, (tokens, logprobs) in enumerate(zip(*greedy(reference, prompts, dtype), strict=True)):
-        said = iter(zip(got["tokens"][row], got["logprobs"][row], strict=True))
-        known, cut = next(said, None), False
+        message = iter(zip(result["tokens"][row], result["logprobs"][row], strict=True))
+        names, cut = next(message, None), False
         for token, logprob in zip(tokens, logprobs, strict=True):
-            if known is not None and known[0] == token and abs(known[1] - logprob) < tolerance:
-                known, cut = next(said, None), False
+            if names is not None and names[0] == token and abs(names[1] - logprob) < tolerance:
+                names, cut = next(message, None), False
             else:
-                assert token in partial or cut, f"{known} is not {(token, logprob)}"
+                assert token in partial or cut, f"{names} is not {(token, logprob)}"
                 cut = token in partial
-        assert known is None
-        assert got["counts"][row] == NEW_TOKENS
+        assert names is None
+        assert result["counts"][row] == NEW_TOKENS
 
 
 def _all() -> list[list[int]]:

@@ -43,8 +43,8 @@ def interpreter(engine: str) -> Path:
     """
     folder = folder_of(engine)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    done = folder / "installed"
-    if done.exists():
+    outcome = folder / "installed"
+    if outcome.exists():
         return python
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
@@ -54,9 +54,9 @@ def interpreter(engine: str) -> Path:
     for step in steps:
         result = subprocess.run([python, "-m", "pip", *step], capture_output=True, text=True)
         if result.returncode:
-            told = result.stderr.strip().splitlines() or ["pip failed"]
-            raise NotInstallable(f"{' '.join(PACKAGES[engine])} cannot be installed: {told[-1]}")
-    done.touch()
+            message = result.stderr.strip().splitlines() or ["pip failed"]
+            raise NotInstallable(f"{' '.join(PACKAGES[engine])} cannot be installed: {message[-1]}")
+    outcome.touch()
     return python
 
 

@@ -32,8 +32,8 @@ def hybrid(full: int, heads: int = 2, sinks: int = 5, recent: int = 20) -> dict:
 
 def low_rank(*blocks: tuple[int, list[int], list[int]]) -> dict:
     """An entry of `attention_layers`: of every block its rank and the heads of keys and of values."""
-    named = [{"rank": rank, "keys": keys, "values": values} for rank, keys, values in blocks]
-    return {"kind": "low_rank", "blocks": named, "shared_layers": 0, "shared_rank": 0, "sinks": 0, "window": 0}
+    names = [{"rank": rank, "keys": keys, "values": values} for rank, keys, values in blocks]
+    return {"kind": "low_rank", "blocks": names, "shared_layers": 0, "shared_rank": 0, "sinks": 0, "window": 0}
 
 
 def rows(latent: list, rope: list, frequencies: list[float], **changes) -> dict:

@@ -30,7 +30,7 @@ def main(request_path: str, answer_path: str) -> None:
     server = xllamacpp.Server(params)
     answer = {"tokens": [], "logprobs": [], "prompt_tokens": [], "counts": []}
     for prompt in request["prompts"]:
-        said = server.handle_completions(
+        message = server.handle_completions(
             {
                 "prompt": prompt,
                 "n_predict": request["new_tokens"],
@@ -40,11 +40,11 @@ def main(request_path: str, answer_path: str) -> None:
                 "ignore_eos": True,
             }
         )
-        steps = said["choices"][0]["logprobs"]["content"]
+        steps = message["choices"][0]["logprobs"]["content"]
         answer["tokens"].append([step["id"] for step in steps])
         answer["logprobs"].append([step["logprob"] for step in steps])
-        answer["prompt_tokens"].append(said["usage"]["prompt_tokens"])
-        answer["counts"].append(said["usage"]["completion_tokens"])
+        answer["prompt_tokens"].append(message["usage"]["prompt_tokens"])
+        answer["counts"].append(message["usage"]["completion_tokens"])
     answer["losses"] = losses(server, request.get("text", []), request.get("vocabulary"))
     with open(answer_path, "w", encoding="utf-8") as file:
         json.dump(answer, file)
@@ -53,24 +53,24 @@ def main(request_path: str, answer_path: str) -> None:
 def losses(server: xllamacpp.Server, text: list[int], vocabulary: int) -> list[float | None]:
     """Return the loss of every token but the first, given those before it, which the cache holds from one request to
     the next."""
-    found = []
+    results = []
     for place in range(1, len(text)):
-        asked = {
+        settings = {
             "prompt": text[:place],
             "n_predict": 1,
             "n_probs": vocabulary,
             "cache_prompt": True,
             "temperature": 0.0,
         }
-        said = server.handle_completions({**asked, "ignore_eos": False})
-        steps = (said["choices"][0].get("logprobs") or {}).get("content")
+        message = server.handle_completions({**settings, "ignore_eos": False})
+        steps = (message["choices"][0].get("logprobs") or {}).get("content")
         if not steps:
-            found.append(None)  # what it would have written ends within a character, of which it says nothing
+            results.append(None)  # what it would have written ends within a character, of which it says nothing
             continue
         (step,) = steps
         (found_here,) = (each["logprob"] for each in step["top_logprobs"] if each["id"] == text[place])
-        found.append(-found_here)
-    return found
+        results.append(-found_here)
+    return results
 
 
 if __name__ == "__main__":

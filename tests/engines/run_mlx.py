@@ -29,13 +29,13 @@ def generate(model: str, prompts: list[list[int]], new_tokens: int) -> dict:
     loaded, _ = load_model(Path(model), strict=True)
     answer = {"tokens": [], "logprobs": [], "counts": []}
     for prompt in prompts:
-        cache, given, tokens, logprobs = make_prompt_cache(loaded), prompt, [], []
+        cache, inputs, tokens, logprobs = make_prompt_cache(loaded), prompt, [], []
         for _ in range(new_tokens):
-            logits = loaded(mx.array([given]), cache=cache)[0, -1].astype(mx.float32)
+            logits = loaded(mx.array([inputs]), cache=cache)[0, -1].astype(mx.float32)
             token = int(logits.argmax())
             logprobs.append(float(logits[token] - mx.logsumexp(logits)))
             tokens.append(token)
-            given = [token]
+            inputs = [token]
         answer["tokens"].append(tokens)
         answer["logprobs"].append(logprobs)
         answer["counts"].append(len(tokens))

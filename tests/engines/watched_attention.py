@@ -1,4 +1,4 @@
-"""The plugin's attention under the mode that forbids host synchronisation, in every layer and step that vLLM runs."""
+"""The plugin's attention under the mode that forbids host synchronization, in every layer and step that vLLM runs."""
 
 import sys
 from collections import Counter
@@ -23,10 +23,10 @@ def watch() -> Counter[str]:
 
     def watched(method: Callable) -> Callable:
         @wraps(method)
-        def call(*arguments, **named):
+        def call(*arguments, **kwargs):
             calls[method.__qualname__] += 1
             with NoHostSync():
-                return method(*arguments, **named)
+                return method(*arguments, **kwargs)
 
         return call
 

@@ -25,7 +25,7 @@ def measure(checkpoint: Path) -> dict:
     torch.set_num_threads(1)
     processes = Processes(cpu=True)
     own: list[int] = []
-    asked: list[int] = []
+    requests: list[int] = []
     advanced: list[int] = []
 
     def square(item: int) -> int:
@@ -49,7 +49,7 @@ def measure(checkpoint: Path) -> dict:
     nothing = processes.map(square, [])
     turns = list(processes.in_turn(lambda item: -item, range(5)))
     both = processes.first_on_main(lambda: processes.rank + 1)
-    answer = processes.from_main(lambda: asked.append(1) or {"rank": processes.rank, "value": 0.1})
+    answer = processes.from_main(lambda: requests.append(1) or {"rank": processes.rank, "value": 0.1})
     refusals = [
         refusal(lambda: processes.map(refuse, range(3))),
         refusal(lambda: processes.from_main(lambda: refuse(1))),
@@ -69,7 +69,7 @@ def measure(checkpoint: Path) -> dict:
         "rank": processes.rank,
         "count": processes.count,
         "own": own,
-        "asked": len(asked),
+        "asked": len(requests),
         "advanced": len(advanced),
         "prompts": session.progress.done,
     }
@@ -90,8 +90,8 @@ def test_one_process(checkpoints):
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
     one = measure(checkpoints("llama"))
-    done = torchrun(__file__, checkpoints("llama"), tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    result = torchrun(__file__, checkpoints("llama"), tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
     main, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     assert main["same"] == other["same"] == one["same"]
     assert [(each["rank"], each["count"]) for each in (main, other)] == [(0, 2), (1, 2)]

@@ -11,21 +11,21 @@ from surgery.eval.report.document import SCHEMA, finish, merge, read_report
 LOSSES = [1.0, 1.1, 1.2]
 
 
-def row(name, sha256, losses, *, role="checkpoint", held=1000, **results):
+def row(name, sha256, losses, *, role="checkpoint", values=1000, **results):
     loss = {"loss": sum(losses) / len(losses), "per_sequence": losses}
     return {
         "name": name,
         "role": role,
         "sha256": sha256,
         "variant": None,
-        "kv": {"held_bytes": held},
+        "kv": {"held_bytes": values},
         "results": {"loss": loss, **results},
         "seconds": {"loss": 1.0},
     }
 
 
 def report(rows, baseline="source", **settings):
-    made = {
+    results = {
         "schema": SCHEMA,
         "created": "2026-11-20T20:00:00+00:00",
         "command": "surgery eval",
@@ -36,7 +36,7 @@ def report(rows, baseline="source", **settings):
         "baseline": baseline,
         "rows": rows,
     }
-    return finish(made)
+    return finish(results)
 
 
 def source():
@@ -45,8 +45,8 @@ def source():
 
 def test_rows_are_compared_with_the_baseline_sample_by_sample():
     hits = {"recall": {"hits": [1, 0, 0]}}
-    made = report([source(), row("half", "h", [2.1, 2.2, 2.3], held=500, **hits)])
-    base, half = made["rows"]
+    result = report([source(), row("half", "h", [2.1, 2.2, 2.3], values=500, **hits)])
+    base, half = result["rows"]
     assert base["comparison"] is None and base["kv"]["ratio"] == 1
     assert half["kv"]["ratio"] == 0.5
     # The baseline has no recall, so only the loss is compared.
@@ -56,14 +56,14 @@ def test_rows_are_compared_with_the_baseline_sample_by_sample():
 
 
 def test_without_baseline_nothing_is_compared():
-    made = report([row("half", "h", [2.0])], baseline=None)
-    assert made["rows"][0]["comparison"] is None and made["rows"][0]["kv"]["ratio"] is None
+    result = report([row("half", "h", [2.0])], baseline=None)
+    assert result["rows"][0]["comparison"] is None and result["rows"][0]["kv"]["ratio"] is None
 
 
 def test_reports_of_different_times_merge():
-    first = report([source(), row("half", "h", [2.1, 2.2, 2.3], held=500)])
-    second = report([row("quarter", "q", [2.5, 2.6, 2.7], held=250)], baseline=None)
-    third = report([source(), row("half", "h", [9, 9, 9], held=500, recall={"hits": [1], "accuracy": 1.0})])
+    first = report([source(), row("half", "h", [2.1, 2.2, 2.3], values=500)])
+    second = report([row("quarter", "q", [2.5, 2.6, 2.7], values=250)], baseline=None)
+    third = report([source(), row("half", "h", [9, 9, 9], values=500, recall={"hits": [1], "accuracy": 1.0})])
     third["tasks"]["recall"] = {"prompts": 1}
     before = copy.deepcopy(first)
     merged = merge([first, second, third], ["a", "b", "c"])
@@ -91,7 +91,7 @@ def changed(key, value):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "message"),
     [
         ("seed", 1, "b: seed is 1, in a it is 0"),
         ("limit", 5, "limit is 5"),
@@ -102,8 +102,8 @@ def changed(key, value):
         ("tokenizer", "u", "another tokenizer"),
     ],
 )
-def test_other_data_or_settings_are_refused(key, value, told):
-    with pytest.raises(SurgeryError, match=told):
+def test_other_data_or_settings_are_refused(key, value, message):
+    with pytest.raises(SurgeryError, match=message):
         merge([report([source()]), changed(key, value)], ["a", "b"])
 
 
@@ -119,21 +119,21 @@ def test_two_baselines_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [("{", "not JSON"), ("[]", "not a report"), ('{"schema": 1}', "not a report"), (None, "No such file")],
 )
-def test_what_is_no_report_is_refused(tmp_path, content, told):
+def test_what_is_no_report_is_refused(tmp_path, content, message):
     path = tmp_path / "report.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(SurgeryError, match=told):
+    with pytest.raises(SurgeryError, match=message):
         read_report(path)
 
 
 def test_other_schemas_are_refused_and_folders_are_read(tmp_path):
-    made = report([source()])
-    (tmp_path / "report.json").write_text(json.dumps(made))
-    assert read_report(tmp_path) == made
-    (tmp_path / "report.json").write_text(json.dumps({**made, "schema": 99}))
+    result = report([source()])
+    (tmp_path / "report.json").write_text(json.dumps(result))
+    assert read_report(tmp_path) == result
+    (tmp_path / "report.json").write_text(json.dumps({**result, "schema": 99}))
     with pytest.raises(SurgeryError, match="schema 99"):
         read_report(tmp_path)

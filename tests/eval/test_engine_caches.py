@@ -167,10 +167,10 @@ def test_nvfp4_takes_the_nearest_level_of_a_block():
 
 def test_turboquant_keys_have_their_norm_and_the_nearest_centroids():
     # Max (1960), "Quantizing for minimum distortion", table I: the levels of N(0, 1).
-    known = torch.tensor([0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733])
-    torch.testing.assert_close(turboquant_cache.lloyd_max(1, 4)[8:], known, rtol=0, atol=3e-3)
-    known = torch.tensor([0.2451, 0.7560, 1.344, 2.152])
-    torch.testing.assert_close(turboquant_cache.lloyd_max(1, 3)[4:], known, rtol=0, atol=2e-3)
+    reference = torch.tensor([0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733])
+    torch.testing.assert_close(turboquant_cache.lloyd_max(1, 4)[8:], reference, rtol=0, atol=3e-3)
+    reference = torch.tensor([0.2451, 0.7560, 1.344, 2.152])
+    torch.testing.assert_close(turboquant_cache.lloyd_max(1, 3)[4:], reference, rtol=0, atol=2e-3)
     keys, levels = heads(), turboquant_cache.lloyd_max(D, 3)
     read = through(turboquant_cache.LloydMaxKeys(3), keys)
     torch.testing.assert_close(read.norm(dim=-1), keys.norm(dim=-1), rtol=1e-3, atol=0)

@@ -31,7 +31,7 @@ def test_every_token_knows_its_source_and_bytes(tokenizer):
     assert abs(int(whole.bytes.sum()) - len(decoded.encode())) <= 4
 
 
-def test_documents_are_separated_and_labelled(tokenizer):
+def test_documents_are_separated_and_labeled(tokenizer):
     documents = [Document("x = 1\n" * 30, ((0, "one"),)), Document("y = 2\n" * 30, ((0, "two"),))]
     built = held_out_text(tokenizer, documents, 4, 50, seed=1)
     assert built.ids.tolist().count(tokenizer.eos_token_id) == 1

@@ -147,10 +147,10 @@ class Packing(nn.Module):
         return SimpleNamespace(past_key_values=past_key_values)
 
 
-@pytest.mark.parametrize(("context", "held"), [(96, 192), (127, 192 + 31 * 4), (128, 256)])
-def test_growth_is_taken_over_whole_groups(context, held):
+@pytest.mark.parametrize(("context", "values"), [(96, 192), (127, 192 + 31 * 4), (128, 256)])
+def test_growth_is_taken_over_whole_groups(context, values):
     use = measure_kv(Packing(), context)
-    assert (use.held_bytes, use.growth_per_token) == (held, 2)
+    assert (use.held_bytes, use.growth_per_token) == (values, 2)
 
 
 def test_a_short_context_is_decoded_from_its_first_token():

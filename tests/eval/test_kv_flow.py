@@ -26,8 +26,8 @@ def test_a_full_model_peaks_at_what_it_holds_and_computes_everything():
 def test_a_sliding_window_is_counted_by_hand():
     model = tiny_source("mistral")
     window, tokens = model.config.sliding_window, 25
-    seen = causal_entries(window) + (tokens - window) * window
-    assert measure_footprint(model, 20, 5) == seen / causal_entries(tokens)
+    records = causal_entries(window) + (tokens - window) * window
+    assert measure_footprint(model, 20, 5) == records / causal_entries(tokens)
     # The whole prompt is in the layer that reads it first, windows in all that have read it.
     assert measure_peak(model, 20, 5) > measure_kv(model, 25).held_bytes
 
@@ -47,8 +47,8 @@ def test_predicted_is_measured(kind, prompt, chunk, steps):
 
 def test_a_variant_is_seen_through():
     model = sink_window(tiny_source("llama"), 2, 4)
-    seen = causal_entries(6) + (25 - 6) * 6
-    assert measure_footprint(model, 20, 5) == seen / causal_entries(25)
+    records = causal_entries(6) + (25 - 6) * 6
+    assert measure_footprint(model, 20, 5) == records / causal_entries(25)
 
 
 class Alone:
@@ -59,9 +59,9 @@ class Alone:
 
 
 def test_the_task_says_what_was_predicted_and_what_was_measured():
-    found = KVBytesTask(40).run(KINDS["hybrid"](tiny_source("llama")), Alone)
-    for name, value in found["predicted"].items():
-        assert found[name] == pytest.approx(value, rel=1e-12), name
+    result = KVBytesTask(40).run(KINDS["hybrid"](tiny_source("llama")), Alone)
+    for name, value in result["predicted"].items():
+        assert result[name] == pytest.approx(value, rel=1e-12), name
     assert KVBytesTask(40).run(tiny_source("llama"), Alone)["predicted"] is None
 
 
@@ -69,9 +69,9 @@ def test_the_task_says_what_was_predicted_and_what_was_measured():
 def test_bytes_at_longer_contexts_are_by_the_formula_of_the_measured_ones(kind):
     source = tiny_source("llama")
     model = KINDS[kind](source) if kind else source
-    found = KVBytesTask(40).run(model, Alone)["by_context"]
-    expected = model.kv_cache_bytes if kind else lambda batch, tokens: tokens * found["1024"] // 1024
-    assert found == {str(tokens): expected(1, tokens) for tokens in (1024, 8192, 32_768, 131_072)}
+    result = KVBytesTask(40).run(model, Alone)["by_context"]
+    expected = model.kv_cache_bytes if kind else lambda batch, tokens: tokens * result["1024"] // 1024
+    assert result == {str(tokens): expected(1, tokens) for tokens in (1024, 8192, 32_768, 131_072)}
 
 
 def test_impossible_sizes_are_refused():

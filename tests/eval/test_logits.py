@@ -78,12 +78,12 @@ def test_what_a_model_does_after_its_head_is_kept(model_class, config):
 def test_the_head_never_sees_more_positions_than_allowed(monkeypatch):
     monkeypatch.setattr(token_losses, "ROWS_AT_ONCE", 6)
     model, batch = tiny_llama(), tokens()
-    expected, seen = reference_loss(model, batch), []
+    expected, records = reference_loss(model, batch), []
     assert LogitReader(model, batch).splits
-    hook = model.lm_head.register_forward_pre_hook(lambda _module, args: seen.append(args[0].shape[:2].numel()))
+    hook = model.lm_head.register_forward_pre_hook(lambda _module, args: records.append(args[0].shape[:2].numel()))
     assert mean_loss(model, batch, batch_size=2) == pytest.approx(expected, abs=1e-5)
     hook.remove()
-    assert max(seen[2:]) <= 6  # the first two calls try the split on 8 positions
+    assert max(records[2:]) <= 6  # the first two calls try the split on 8 positions
 
 
 class Uniform(nn.Module):

@@ -28,38 +28,38 @@ def load(path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_transformers_own_loss_in_one_forward_and_through_the_cache(checkpoints, tokenizer, text, family):
     model = load(checkpoints(family))
-    found = LossTask(text, decoded=9).run(model, session(tokenizer, batch_size=2), None)
+    result = LossTask(text, decoded=9).run(model, session(tokenizer, batch_size=2), None)
     with torch.no_grad():
         expected = [model(row[None], labels=row[None], use_cache=False).loss.item() for row in text.tokens]
-    assert found["per_sequence"] == pytest.approx(expected, abs=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(sum(expected) / len(expected)), rel=1e-5)
-    assert found["cached"]["largest_difference"] < 1e-4
-    assert found["cached"]["loss"] == pytest.approx(found["loss"], abs=1e-5)
+    assert result["per_sequence"] == pytest.approx(expected, abs=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(sum(expected) / len(expected)), rel=1e-5)
+    assert result["cached"]["largest_difference"] < 1e-4
+    assert result["cached"]["loss"] == pytest.approx(result["loss"], abs=1e-5)
 
 
 def test_parts_add_up(checkpoints, tokenizer, text):
-    found = LossTask(text, decoded=0).run(load(checkpoints("llama")), session(tokenizer, batch_size=2), None)
-    assert found["cached"] is None and found["divergence"] is None
-    for parts in (list(found["by_source"].values()), found["by_position"]):
-        assert sum(part["tokens"] for part in parts) == found["tokens"] == 5 * 39
-        assert sum(part["tokens"] * part["loss"] for part in parts) == pytest.approx(found["tokens"] * found["loss"])
-    nats = found["loss"] * found["tokens"]
-    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / int(text.bytes[:, 1:].sum()))
+    result = LossTask(text, decoded=0).run(load(checkpoints("llama")), session(tokenizer, batch_size=2), None)
+    assert result["cached"] is None and result["divergence"] is None
+    for parts in (list(result["by_source"].values()), result["by_position"]):
+        assert sum(part["tokens"] for part in parts) == result["tokens"] == 5 * 39
+        assert sum(part["tokens"] * part["loss"] for part in parts) == pytest.approx(result["tokens"] * result["loss"])
+    nats = result["loss"] * result["tokens"]
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / int(text.bytes[:, 1:].sum()))
 
 
 def test_divergence_from_the_baseline(checkpoints, tokenizer, text):
     task, one, other = LossTask(text, decoded=0), load(checkpoints("llama")), load(checkpoints("mistral"))
-    kept = task.keep(one, session(tokenizer, batch_size=2))
-    same = task.run(one, session(tokenizer, batch_size=2), kept)["divergence"]
+    entries = task.keep(one, session(tokenizer, batch_size=2))
+    same = task.run(one, session(tokenizer, batch_size=2), entries)["divergence"]
     assert same["kl"] == pytest.approx(0, abs=1e-6) and same["top1_agreement"] == 1
-    found = task.run(other, session(tokenizer, batch_size=2), kept)["divergence"]
+    result = task.run(other, session(tokenizer, batch_size=2), entries)["divergence"]
     with torch.no_grad():
         p, q = (model(text.tokens, use_cache=False).logits[:, :-1].double().log_softmax(-1) for model in (one, other))
-    assert found["kl_per_sequence"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean(1).tolist(), rel=1e-4)
+    assert result["kl_per_sequence"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean(1).tolist(), rel=1e-4)
     kl = (p.exp() * (p - q)).sum(-1)
     expected = torch.quantile(kl, torch.tensor([0.99, 0.999], dtype=kl.dtype)).tolist()
-    assert [found["kl_99"], found["kl_99_9"]] == pytest.approx(expected, rel=1e-3)
-    assert found["top1_agreement"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
+    assert [result["kl_99"], result["kl_99_9"]] == pytest.approx(expected, rel=1e-3)
+    assert result["top1_agreement"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
 
 
 def test_divergence_where_states_are_logits(checkpoints, text):
@@ -84,8 +84,8 @@ def test_a_wrong_cache_shows(checkpoints, tokenizer, text, monkeypatch):
         return keys, values * (1 if keys.shape[-2] < 35 else 0)
 
     monkeypatch.setattr(DynamicLayer, "update", forgetful)
-    found = LossTask(text, decoded=9).run(load(checkpoints("llama")), session(tokenizer, batch_size=2), None)
-    assert found["cached"]["largest_difference"] > 0.01
+    result = LossTask(text, decoded=9).run(load(checkpoints("llama")), session(tokenizer, batch_size=2), None)
+    assert result["cached"]["largest_difference"] > 0.01
 
 
 def test_limit_takes_the_first_windows(checkpoints, tokenizer, text):

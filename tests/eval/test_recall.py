@@ -148,10 +148,10 @@ def test_teacher_forcing_decides_as_decoding_does(demo_model, tokenizer, filler)
     for row, mask in zip(prompts.tokens, prompts.answer_mask, strict=True):
         answer = row[mask]
         question = row[: mask.nonzero()[0]][None]
-        written = demo_model.generate(
+        tokens = demo_model.generate(
             question, attention_mask=torch.ones_like(question), max_new_tokens=len(answer), do_sample=False
         )
-        decoded += torch.equal(written[0, question.shape[1] :], answer)
+        decoded += torch.equal(tokens[0, question.shape[1] :], answer)
     assert recall_accuracy(demo_model, prompts, batch_size=4) == decoded / 4
     assert decoded >= 2
 

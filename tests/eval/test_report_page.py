@@ -138,8 +138,8 @@ def test_no_text_of_a_report_becomes_markup():
 
 def test_quick_looks_say_so(page):
     assert "Quick look" not in page.text
-    looked = Page(render({**sample_report(limit=16, rows=1), "rows": [{"name": "one", "results": {}}]}))
-    assert "Quick look: first 16 samples of each task only" in looked.text
+    queries = Page(render({**sample_report(limit=16, rows=1), "rows": [{"name": "one", "results": {}}]}))
+    assert "Quick look: first 16 samples of each task only" in queries.text
 
 
 def test_reports_of_little():
@@ -163,8 +163,8 @@ def test_many_sources_go_down_instead_of_across():
 
 
 def test_the_headline_numbers_are_there(page):
-    for shown in ("2.3655", "+0.0870", "[+0.0759, +0.0981]", "25.0%", "0.0290", "88.5%", "68.8%", "lab/healing/abc123"):
-        assert shown in page.text, shown
+    for text in ("2.3655", "+0.0870", "[+0.0759, +0.0981]", "25.0%", "0.0290", "88.5%", "68.8%", "lab/healing/abc123"):
+        assert text in page.text, text
 
 
 def test_size_and_determinism(text, tmp_path):
@@ -193,10 +193,10 @@ def test_tables_can_be_read_aloud_and_scrolled_by_keyboard(text, page):
 
 
 def test_the_page_begins_with_what_the_best_checkpoint_costs(page):
-    said = page.text.partition("Summary")[0]
-    assert "Loses least of 3 checkpoints: mla-1/2, 50.0% of the KV bytes (1,536 a token), perplexity +2.1%" in said
-    assert "recall 89.6% → 85.4%" in said and "no larger, gqa int4 KV, 31.2%: +0.0310" in said
-    assert "mla-1/4 healed, 25.0%: perplexity +2.8%" in said
+    message = page.text.partition("Summary")[0]
+    assert "Loses least of 3 checkpoints: mla-1/2, 50.0% of the KV bytes (1,536 a token), perplexity +2.1%" in message
+    assert "recall 89.6% → 85.4%" in message and "no larger, gqa int4 KV, 31.2%: +0.0310" in message
+    assert "mla-1/4 healed, 25.0%: perplexity +2.8%" in message
 
 
 PAGES = sorted(path.parent for path in (ROOT / "docs").rglob("report.html"))
@@ -247,12 +247,12 @@ def test_a_browser_opens_it_without_network_or_errors(text, tmp_path):
     </script>"""
     path.write_text(text.replace("</body>", probe + "</body>"), encoding="utf-8")
     command = [BROWSER, *QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    done = subprocess.run([*command, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    root = next(attributes for name, attributes in Page(done.stdout).tags if name == "html")
+    process = subprocess.run([*command, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert not [line for line in process.stderr.splitlines() if "CONSOLE" in line]
+    root = next(attributes for name, attributes in Page(process.stdout).tags if name == "html")
     assert root["data-script"] == "ready"
-    assert "<title>demo model" in done.stdout  # the hostile completion has not changed it
+    assert "<title>demo model" in process.stdout  # the hostile completion has not changed it
     rows = by_bytes(sample_report())["rows"]
     recall = {row["name"]: row["results"]["recall"]["accuracy"] for row in rows}
     original, best_first, worst_first, again = re.findall(r'"([^"]*)"', root["data-probe"])

@@ -112,8 +112,8 @@ def test_needle_panels_have_length_across_depth_down_and_the_limit():
     figure = heat_maps.needle(report)
     assert len(figure.axes) == 3
     ax = figure.axes[1]
-    shown = ax.collections[0].get_array().reshape(5, 4)
-    assert shown[4][1] == grid[1][4]
+    output = ax.collections[0].get_array().reshape(5, 4)
+    assert output[4][1] == grid[1][4]
     assert ax.yaxis_inverted()
     assert [text.get_text() for text in ax.get_xticklabels()] == ["512", "1,024", "2,048", "3,072"]
     assert [line.get_xdata()[0] for line in ax.lines] == [3]  # between 2,048 and 3,072
@@ -158,18 +158,18 @@ def test_one_look_a_row():
     report["rows"] += [dict(row) for row in report["rows"][1:6]]
     mine = looks(report)
     assert len(set(mine)) == len(mine) == 13
-    assert all(to_hex(look.colour) == look.colour for look in mine)
+    assert all(to_hex(look.color) == look.color for look in mine)
 
 
 @pytest.mark.parametrize("folder", REPORTS, ids=lambda path: path.relative_to(DOCS).as_posix())
-def test_rows_that_are_shown_together_differ_in_colour(folder):
+def test_rows_that_are_shown_together_differ_in_color(folder):
     report = read_report(folder)
-    together = [[look.colour for look in looks(report) if not look.beaten or len(report["rows"]) <= 12]]
+    together = [[look.color for look in looks(report) if not look.beaten or len(report["rows"]) <= 12]]
     for figure in filter(None, (pareto.loss(report), pareto.recall(report))):
         marks = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 1 and not line.get_gid()]
         together.append([mark.get_markeredgecolor() for mark in marks])
-    for colours in together:
-        assert len(set(colours)) == len(colours) > 1
+    for colors in together:
+        assert len(set(colors)) == len(colors) > 1
 
 
 def test_labels_are_short_and_printable():

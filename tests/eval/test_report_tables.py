@@ -45,18 +45,18 @@ def test_headline_columns_and_their_order(report):
 def test_bytes_and_losses_at_contexts(report):
     for number, each in enumerate(report["rows"]):
         each["kv"]["by_context"] = {"1024": 1000 - 100 * number, "8192": 8000, "32768": 32_000, "131072": 0}
-    shown = {column.key: column for column in columns(report)}
-    assert [key for key in shown if key.startswith("kv_ratio_")] == ["kv_ratio_1k", "kv_ratio_8k", "kv_ratio_32k"]
+    items = {column.key: column for column in columns(report)}
+    assert [key for key in items if key.startswith("kv_ratio_")] == ["kv_ratio_1k", "kv_ratio_8k", "kv_ratio_32k"]
     second = report["rows"][1]
-    assert shown["kv_ratio_1k"].value(second, report) == 0.9 and shown["kv_ratio_8k"].value(second, report) == 1
-    assert not any(key.startswith("loss_change_") for key in shown)  # windows of 1k: Δ loss says the same
+    assert items["kv_ratio_1k"].value(second, report) == 0.9 and items["kv_ratio_8k"].value(second, report) == 1
+    assert not any(key.startswith("loss_change_") for key in items)  # windows of 1k: Δ loss says the same
     edges = position_buckets(8192)
     for number, each in enumerate(report["rows"]):
         parts = [{"start": a, "end": b, "loss": 2 + number * (b == 8192), "tokens": 1} for a, b in edges]
         each["results"]["loss"]["by_position"] = parts
-    shown = {column.key: column for column in columns(report)}
-    assert shown["loss_change_1k"].value(second, report) == 0 and shown["loss_change_8k"].value(second, report) == 1
-    assert shown["loss_change_8k"].value(report["rows"][0], report) is None and "loss_change_32k" not in shown
+    items = {column.key: column for column in columns(report)}
+    assert items["loss_change_1k"].value(second, report) == 0 and items["loss_change_8k"].value(second, report) == 1
+    assert items["loss_change_8k"].value(report["rows"][0], report) is None and "loss_change_32k" not in items
 
 
 def test_a_column_is_shown_only_if_a_row_has_it(report):
@@ -99,8 +99,8 @@ def test_one_sample_has_no_interval(report):
 
 def test_rows_go_by_their_bytes(report):
     report["rows"][0]["kv"] = None
-    held = [each["kv"]["bytes_per_token"] for each in by_bytes(report)["rows"] if each["kv"]]
-    assert held == sorted(held, reverse=True)
+    sizes = [each["kv"]["bytes_per_token"] for each in by_bytes(report)["rows"] if each["kv"]]
+    assert sizes == sorted(sizes, reverse=True)
     assert by_bytes(report)["rows"][-1]["name"] == "gqa"
     assert report["rows"][0]["name"] == "gqa"
 
@@ -147,14 +147,14 @@ def test_what_a_row_is(report):
 
 def test_scalars_reach_every_measurement(report):
     first = row(report, "mla-1/2")
-    found, results = scalars(first), first["results"]
-    assert found["loss.selectors.loss"] == results["loss"]["by_source"]["selectors"]["loss"]
-    assert found["loss.positions_129_256"] == results["loss"]["by_position"][1]["loss"]
-    assert found["ruler.2048.vt"] == results["ruler"]["lengths"]["2048"]["tasks"]["vt"]["score"]
-    assert found["needle.1024"] == sum(results["needle"]["grid"][1]) / 5
-    assert found["lm-eval:python_names.acc_stderr"] == 0.049
+    result, results = scalars(first), first["results"]
+    assert result["loss.selectors.loss"] == results["loss"]["by_source"]["selectors"]["loss"]
+    assert result["loss.positions_129_256"] == results["loss"]["by_position"][1]["loss"]
+    assert result["ruler.2048.vt"] == results["ruler"]["lengths"]["2048"]["tasks"]["vt"]["score"]
+    assert result["needle.1024"] == sum(results["needle"]["grid"][1]) / 5
+    assert result["lm-eval:python_names.acc_stderr"] == 0.049
     assert (
-        found["speed.2048.batch_8.decode_tokens_per_second"]
+        result["speed.2048.batch_8.decode_tokens_per_second"]
         == results["speed"]["points"][-1]["decode_tokens_per_second"]
     )
 

@@ -79,8 +79,8 @@ def logged(fake, report, tmp_path_factory):
 def test_a_finished_run_a_row(logged, wandb, report, tmp_path):
     assert [run.arguments["name"] for run in logged] == [row["name"] for row in report["rows"]]
     for run in logged:
-        given = run.arguments
-        assert run.finished and (given["project"], given["mode"], given["job_type"]) == ("p", "offline", "eval")
+        inputs = run.arguments
+        assert run.finished and (inputs["project"], inputs["mode"], inputs["job_type"]) == ("p", "offline", "eval")
         assert run.logged["needle"].startswith(PICTURE)
     assert log({"rows": [{"name": "x"}]}, tmp_path, mode="online") == ["https://wandb.example/run"]
     assert wandb.runs[-1].arguments["mode"] == "online"
@@ -149,13 +149,13 @@ def test_refusals(wandb, tmp_path, monkeypatch):
         log(report, tmp_path)
 
 
-def _once_it_holds(file: Path, wanted: bytes) -> bytes:
+def _once_it_holds(file: Path, expected: bytes) -> bytes:
     """The file's content; wandb's own process writes it, on a busy machine a little later."""
     for _ in range(300):
-        if wanted in (written := file.read_bytes()):
-            return written
+        if expected in (files := file.read_bytes()):
+            return files
         time.sleep(0.1)
-    raise AssertionError(f"{wanted!r} is not in {file.name} after half a minute")
+    raise AssertionError(f"{expected!r} is not in {file.name} after half a minute")
 
 
 def test_the_real_thing_offline(tmp_path, monkeypatch):
@@ -164,13 +164,13 @@ def test_the_real_thing_offline(tmp_path, monkeypatch):
     report = sample_report(rows=2)
     for row in report["rows"]:
         row["results"] = {name: row["results"][name] for name in ("loss", "needle")}
-    found = log(report, tmp_path)
-    assert len(set(found)) == 2
-    for number, (folder, row) in enumerate(zip(map(Path, found), report["rows"], strict=True)):
+    result = log(report, tmp_path)
+    assert len(set(result)) == 2
+    for number, (folder, row) in enumerate(zip(map(Path, result), report["rows"], strict=True)):
         assert folder.is_relative_to(tmp_path)
         assert {path.suffix for path in (folder / "files" / "media").rglob("*.*")} == {".json", ".png"} | (
             set() if number else {".html"}
         )
         (file,) = folder.glob("*.wandb")
-        written = _once_it_holds(file, row["name"].encode())
-        assert repr(row["results"]["loss"]["loss"]).encode() in written
+        files = _once_it_holds(file, row["name"].encode())
+        assert repr(row["results"]["loss"]["loss"]).encode() in files

@@ -31,13 +31,13 @@ def haystacks():
 @pytest.fixture(scope="module")
 def samples(tokenizer, haystacks):
     """Gives three samples of a task in a domain."""
-    made = {}
+    results = {}
 
     def get(task, domain="text", length=LENGTH):
         key = (task, domain, length)
-        if key not in made:
-            made[key] = build(task, tokenizer, length, 3, 0, DOMAINS[domain], haystacks[domain])
-        return made[key]
+        if key not in results:
+            results[key] = build(task, tokenizer, length, 3, 0, DOMAINS[domain], haystacks[domain])
+        return results[key]
 
     return get
 
@@ -88,9 +88,9 @@ def test_scores_are_shares_of_the_references():
 @pytest.mark.parametrize("task,kind", [("niah_single_2", "number"), ("niah_single_3", "uuid")])
 def test_one_needle_in_prose(samples, task, kind):
     for sample in samples(task):
-        found = re.findall(rf"One of the special magic {kind}s for ([a-z]+-[a-z]+) is: (\S+)\.", sample.prompt)
-        assert len(found) == 1
-        (key, value), text = found[0], sample.prompt
+        matches = re.findall(rf"One of the special magic {kind}s for ([a-z]+-[a-z]+) is: (\S+)\.", sample.prompt)
+        assert len(matches) == 1
+        (key, value), text = matches[0], sample.prompt
         assert sample.references == (value,)
         assert text.startswith(
             f"A special magic {kind} is hidden within the following text. Make sure to memorize it. "
@@ -121,8 +121,8 @@ def test_several_needles_in_prose(samples):
     for sample in samples("niah_multikey_1"):
         pairs = dict(needles(sample.prompt))
         assert len(pairs) == 4 and len(needles(sample.prompt)) == 4
-        asked = re.search(r"magic number for (\S+) mentioned in the provided text is$", sample.prompt)[1]
-        assert sample.references == (pairs[asked],)
+        match = re.search(r"magic number for (\S+) mentioned in the provided text is$", sample.prompt)[1]
+        assert sample.references == (pairs[match],)
     for sample in samples("niah_multivalue"):
         keys, values = zip(*needles(sample.prompt), strict=True)
         assert len(set(keys)) == 1 and set(values) == set(sample.references) and len(set(values)) == 4
@@ -142,8 +142,8 @@ def test_a_haystack_of_needles(samples, task, kind):
     for sample in samples(task):
         lines, pairs = sample.prompt.split("\n")[1:-1], needles(sample.prompt, kind)
         assert len(lines) == len(pairs) == len(dict(pairs)) > 10
-        asked = re.search(r"for (\S+) mentioned in the provided text is$", sample.prompt)[1]
-        assert dict(pairs)[asked] == sample.references[0]
+        match = re.search(r"for (\S+) mentioned in the provided text is$", sample.prompt)[1]
+        assert dict(pairs)[match] == sample.references[0]
         if kind == "uuids":
             assert all(uuid.UUID(part).version == 4 for pair in pairs for part in pair)
 
@@ -168,8 +168,8 @@ def test_a_chain_of_four_hops(samples):
             "the chain(s) of variable assignment in the text above, 5 variables are assgined the value "
             f"{value}, they are:"
         )
-        shown = re.search(r"they are: (\w{3}) (\w{3}) (\w{3}) (\w{3}) (\w{3})$", example)
-        assert re.findall(r"VAR (\w{3}) = ", example) == list(shown.groups())
+        match = re.search(r"they are: (\w{3}) (\w{3}) (\w{3}) (\w{3}) (\w{3})$", example)
+        assert re.findall(r"VAR (\w{3}) = ", example) == list(match.groups())
 
 
 @pytest.mark.parametrize("length,often,seldom", [(LENGTH, 6, 1), (4608, 30, 3), (9216, 30, 3)])
@@ -193,11 +193,11 @@ def test_common_words(samples, length, often, seldom):
 def test_frequent_words(samples):
     for sample in samples("fwe"):
         words = re.search(r"appeared coded words\. (.*)\nQuestion", sample.prompt)[1].split()
-        (dots, most), *others = Counter(words).most_common()
+        (dots, limit), *others = Counter(words).most_common()
         assert dots == "..." and sample.references == tuple(word for word, _ in others[:3])
         # size / ζ(2) / k² rounded down, for a size that the first rank gives to within one.
         for rank, (word, count) in enumerate(others[:3], 2):
-            assert most / rank**2 - 1 <= count <= (most + 1) / rank**2
+            assert limit / rank**2 - 1 <= count <= (limit + 1) / rank**2
             assert re.fullmatch("[a-z]{6}", word)
         assert others[2][1] > others[3][1]
 

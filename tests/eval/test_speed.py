@@ -43,11 +43,11 @@ def test_every_run_prefills_once_and_decodes_greedily():
     point = measure_speed(model, context=10, batch=2, new_tokens=4, repeats=3, seed=5)
     assert len(passes) == (1 + 3) * (1 + 4)  # a run to warm up
     prompt = random_tokens(model, 2, 10, seed=5)
-    wanted = reference.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    expected = reference.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     for run in range(4):
         tokens, cached = zip(*passes[5 * run : 5 * run + 5], strict=True)
         assert cached == (0, 10, 11, 12, 13)
-        assert torch.equal(torch.cat(tokens, dim=1), wanted)
+        assert torch.equal(torch.cat(tokens, dim=1), expected)
     assert len(point["prefill_seconds"]) == len(point["decode_seconds"]) == 3
     median = sorted(point["decode_seconds"])[1]
     assert point["decode_tokens_per_second"] == 2 * 4 / median

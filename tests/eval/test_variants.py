@@ -60,8 +60,8 @@ def decoded(model, tokens, sizes, **kwargs):
 def window_mask(padding, length, sinks, recent):
     query, key = torch.arange(length)[:, None], torch.arange(length)[None]
     first = torch.tensor(padding).view(-1, 1, 1)
-    seen = (key <= query) & (key >= first) & ((query - key < recent) | (key - first < sinks))
-    return (seen | (query == key))[:, None]
+    records = (key <= query) & (key >= first) & ((query - key < recent) | (key - first < sinks))
+    return (records | (query == key))[:, None]
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ NEAR = {"int8": (1e-6, 0.08), "fp8": (0.01, 0.3), "int4": (0.02, 0.7)}
 @pytest.mark.parametrize(
     ("name", "form"), [*(("llama", form) for form in NEAR), ("qwen3", "int4"), ("mixtral", "int4")]
 )
-def test_quantised_logits_are_near_the_source(load, name, form):
-    tokens, (least, most) = tokens_of(2, 64), NEAR[form]
+def test_quantized_logits_are_near_the_source(load, name, form):
+    tokens, (least, limit) = tokens_of(2, 64), NEAR[form]
     exact = load(name)(tokens, use_cache=False).logits
     logits = quantize_kv(load(name), form)(tokens, use_cache=False).logits
-    assert least < (logits - exact).norm() / exact.norm() < most
+    assert least < (logits - exact).norm() / exact.norm() < limit
 
 
-def test_quantised_decoding_is_a_cache_given_by_hand(load):
+def test_quantized_decoding_is_a_cache_given_by_hand(load):
     model, tokens = load(), tokens_of(2, 50)
     sizes = [20] + [1] * 30
     cache, parts, first = quantized_cache("int4", 16, 5), [], 0
@@ -177,8 +177,8 @@ def test_generate_in_all_its_modes(load, variant):
     beams = model.generate(prompt, **common, num_beams=3, num_return_sequences=2, do_sample=False)
     sampled = model.generate(prompt, **common, do_sample=True)
     assert greedy.shape == sampled.shape == (2, 28) and beams.shape == (4, 28)
-    kept = model.generate(prompt, **common, do_sample=False, return_dict_in_generate=True)
-    assert torch.equal(kept.sequences, greedy) and kept.past_key_values.get_seq_length() == 27
+    tokens = model.generate(prompt, **common, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(tokens.sequences, greedy) and tokens.past_key_values.get_seq_length() == 27
     chunked = model.generate(prompt, **common, do_sample=False, prefill_chunk_size=7)
     assert chunked.shape == (2, 28)
 
@@ -291,7 +291,7 @@ def test_pooling_equal_heads_changes_nothing(load, name):
     assert pooled.generate(tokens, max_new_tokens=3, do_sample=False).shape[1] <= 43
 
 
-def test_pooled_heads_are_means_of_neighbours_and_the_rest_is_shared():
+def test_pooled_heads_are_means_of_neighbors_and_the_rest_is_shared():
     torch.manual_seed(0)
     config = CONFIGS["llama_bias"]()
     config.num_key_value_heads = 4

@@ -35,8 +35,17 @@ def test_evaluations_made_apart_compare(main, folder):
     config = ["--config", folder / "quick.yaml"]
     code, out, _ = main("eval", folder / "source", *QUICK, *config, "--out", folder / "first")
     assert code == 0 and "KV B/token" in out and "no baseline" in out
-    asked = [folder / "small", "--baseline", folder / "source", *QUICK, *config, "--out", folder / "second", "--json"]
-    code, out, err = main("eval", *asked, "--log-file", folder / "log.jsonl")
+    arguments = [
+        folder / "small",
+        "--baseline",
+        folder / "source",
+        *QUICK,
+        *config,
+        "--out",
+        folder / "second",
+        "--json",
+    ]
+    code, out, err = main("eval", *arguments, "--log-file", folder / "log.jsonl")
     report = json.loads(out)
     assert code == 0 and [row["name"] for row in report["rows"]] == ["source", "small"]
     assert re.search(r"^about \d+\.\d s left for the other models$", err, re.MULTILINE)
@@ -58,7 +67,7 @@ def test_evaluations_made_apart_compare(main, folder):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["eval", "no-such-model"], "no-such-model"),
         (["eval", "{folder}/source", "--tasks", "los"], "did you mean loss?"),
@@ -68,7 +77,7 @@ def test_evaluations_made_apart_compare(main, folder):
         (["run", "{folder}/nothing.yaml"], "nothing.yaml"),
     ],
 )
-def test_mistakes_are_one_line(main, folder, tmp_path, monkeypatch, arguments, told):
+def test_mistakes_are_one_line(main, folder, tmp_path, monkeypatch, arguments, message):
     index = lm_harness._index
     if "lm-eval:no-such-task" in arguments:
         pytest.importorskip("lm_eval")
@@ -78,18 +87,18 @@ def test_mistakes_are_one_line(main, folder, tmp_path, monkeypatch, arguments, t
     code, out, err = main(*(argument.format(folder=folder) for argument in arguments))
     last = err.strip().splitlines()[-1]
     assert code == 1 and not out
-    assert last.startswith("surgery: error: ") and told in last
+    assert last.startswith("surgery: error: ") and message in last
     assert not list(tmp_path.iterdir())
 
 
 def test_the_baseline_may_be_the_model_that_ships(main, monkeypatch):
-    asked = []
+    requests = []
 
     def stop(request, progress):
-        asked.append(request.baseline)
+        requests.append(request.baseline)
         raise SurgeryError("seen enough")
 
     monkeypatch.setattr("surgery.evaluation.run.evaluate", stop)
     for baseline in ("builtin", "source=builtin", f"other={demo_model()}"):
         assert main("eval", demo_model(), "--baseline", baseline)[0] == 1
-    assert asked == [str(demo_model()), f"source={demo_model()}", f"other={demo_model()}"]
+    assert requests == [str(demo_model()), f"source={demo_model()}", f"other={demo_model()}"]

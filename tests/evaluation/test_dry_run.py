@@ -26,12 +26,12 @@ SMALL |= {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A source in bfloat16, and what it was converted to: the custom class with a quantised cache, and stock MLA."""
+    """A source in bfloat16, and what it was converted to: the custom class with a quantized cache, and stock MLA."""
     folder = tmp_path_factory.mktemp("plan")
     source = make_checkpoint(folder / "source", "llama", torch.bfloat16, 0)
-    asked = {"calibration": "none", "device": "cpu", "kv_ratio": 0.5}
-    convert_checkpoint(source, folder / "codes", TARGETS["lowrank"].settings({**asked, "bits": 4, "group": 8}))
-    convert_checkpoint(source, folder / "mla", TARGETS["mla"].settings({**asked, "rope_dim": 4}))
+    settings = {"calibration": "none", "device": "cpu", "kv_ratio": 0.5}
+    convert_checkpoint(source, folder / "codes", TARGETS["lowrank"].settings({**settings, "bits": 4, "group": 8}))
+    convert_checkpoint(source, folder / "mla", TARGETS["mla"].settings({**settings, "rope_dim": 4}))
     return folder
 
 
@@ -39,17 +39,17 @@ def request(*checkpoints, out, baseline=None, **settings):
     return EvaluationRequest(tuple(map(str, checkpoints)), baseline, out, EvalSettings(**{**SMALL, **settings}))
 
 
-def plan(*checkpoints, out, **asked):
-    return plan_evaluation(request(*checkpoints, out=out, **asked), Progress(silent=True))
+def plan(*checkpoints, out, **settings):
+    return plan_evaluation(request(*checkpoints, out=out, **settings), Progress(silent=True))
 
 
 def test_bytes_are_those_of_the_evaluation(folder, tmp_path):
     names = ["codes", "mla"]
-    asked = {"baseline": str(folder / "source"), "tasks": "loss", "variants": "window"}
-    asked |= {"decoded": 0, "length": 32}
+    settings = {"baseline": str(folder / "source"), "tasks": "loss", "variants": "window"}
+    settings |= {"decoded": 0, "length": 32}
     models = [folder / name for name in names]
-    forecast = plan(*models, out=tmp_path / "out", **asked)
-    report = evaluate(request(*models, out=tmp_path / "out", **asked), Progress(silent=True)).report
+    forecast = plan(*models, out=tmp_path / "out", **settings)
+    report = evaluate(request(*models, out=tmp_path / "out", **settings), Progress(silent=True)).report
     rows = [row for row in report["rows"] if row["role"] != "variant"]
     assert [row["name"] for row in forecast.rows] == ["source", *names] == [row["name"] for row in rows]
     assert [row["kv"] for row in forecast.rows] == [row["kv"]["held_bytes"] for row in rows]
@@ -76,12 +76,12 @@ def test_the_screen_says_what_and_where_and_nothing_is_written(folder, tmp_path,
     monkeypatch.chdir(tmp_path)
     quick = ["--tasks", "loss", "--windows", "3", "--length", "80", "--device", "cuda", "--variants", "int8"]
     verb = ["eval", f"small={folder / 'mla'}", "--baseline", folder / "source", *quick, "--dry-run"]
-    code, shown, _ = run_main(monkeypatch, capsys, *verb)
+    code, output, _ = run_main(monkeypatch, capsys, *verb)
     assert code == 0 and not listing(tmp_path)
-    for told in ("dry run: small-eval", "source", "int8 KV", "3 windows of 80 tokens", "on cuda", "small-eval/"):
-        assert told in shown
-    code, shown, _ = run_main(monkeypatch, capsys, *verb, "--json")
-    assert code == 0 and json.loads(shown)["tasks"] == ["kv", "loss"]
+    for message in ("dry run: small-eval", "source", "int8 KV", "3 windows of 80 tokens", "on cuda", "small-eval/"):
+        assert message in output
+    code, output, _ = run_main(monkeypatch, capsys, *verb, "--json")
+    assert code == 0 and json.loads(output)["tasks"] == ["kv", "loss"]
     (tmp_path / "small-eval").mkdir()
     (tmp_path / "small-eval" / "notes.txt").write_text("mine")
     code, _, errors = run_main(monkeypatch, capsys, *verb)

@@ -48,6 +48,6 @@ def test_a_disk_that_fills(suffix, before, tmp_path, monkeypatch):
 
 
 def test_all_files(tmp_path):
-    written = write_report(short_report(), tmp_path)
-    assert sorted(written) == sorted(tmp_path.iterdir()) and written[0].name == "report.json"
-    assert disk.read_json(written[0])["rows"]
+    files = write_report(short_report(), tmp_path)
+    assert sorted(files) == sorted(tmp_path.iterdir()) and files[0].name == "report.json"
+    assert disk.read_json(files[0])["rows"]

@@ -57,9 +57,9 @@ def finished(tmp_path_factory):
 def test_the_time_left_is_of_the_step(finished):
     recipe, _, _ = finished
     events = list(map(json.loads, (recipe.parent / "log.jsonl").read_text().splitlines()))
-    left = {(event["at"][:6], event["phase"]) for event in events if "step_seconds_left" in event}
+    leftovers = {(event["at"][:6], event["phase"]) for event in events if "step_seconds_left" in event}
     assert not any("seconds_left" in event for event in events)  # of all steps
-    assert {phase for step, phase in left if step == "step 1"} > {"calibrate: backward", "convert"}
+    assert {phase for step, phase in leftovers if step == "step 1"} > {"calibrate: backward", "convert"}
 
 
 def test_later_steps_use_earlier_ones_by_name(finished):
@@ -101,7 +101,7 @@ KEEP = {"kv_ratio": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("steps", "told"),
+    ("steps", "message"),
     [
         ([], "no steps"),
         ([{"convrt": {"name": "a"}}], r"unknown command 'convrt'; did you mean convert\?"),
@@ -140,8 +140,8 @@ KEEP = {"kv_ratio": 0.1}
         ),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(tmp_path, steps, told):
-    with pytest.raises(SurgeryError, match=told):
+def test_mistakes_are_told_before_anything_runs(tmp_path, steps, message):
+    with pytest.raises(SurgeryError, match=message):
         run_recipe(write(tmp_path, *steps), tmp_path / "work", Progress(silent=True))
     assert not (tmp_path / "work").exists()
 
@@ -196,10 +196,10 @@ def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
     alone = plan_conversion(source, work / "low", TARGETS["lowrank"].settings({n: LOW[n] for n in LOW if n != "to"}))
     assert steps["low"]["disk"] == alone.disk["output_bytes"]
     assert steps["low"]["host"] == pytest.approx(alone.memory["host_bytes"], rel=0.2)  # with what this process holds
-    told = [step for step in steps.values() if step["host"]]
-    assert [step["name"] for step in told] == ["low", "bits", "healed", "report"]
-    assert total["seconds"] == sum(step["seconds"] or 0 for step in told) > steps["low"]["seconds"] > 0
-    assert total["host"] == max(step["host"] for step in told)
+    messages = [step for step in steps.values() if step["host"]]
+    assert [step["name"] for step in messages] == ["low", "bits", "healed", "report"]
+    assert total["seconds"] == sum(step["seconds"] or 0 for step in messages) > steps["low"]["seconds"] > 0
+    assert total["host"] == max(step["host"] for step in messages)
     assert total["disk"] == steps["low"]["disk"] + steps["bits"]["disk"]
 
     # What is forecast from shapes alone is what is forecast once the checkpoint is there.

@@ -111,7 +111,7 @@ def test_an_evaluation_ends_in_one_line(folder, other, tmp_path, monkeypatch, ca
         return load(*arguments, **options)
 
     monkeypatch.setattr(models, "causal_model_unchecked", replaced)
-    asked = ["--tasks", "loss", "--windows", "1", "--length", "64", "--variants", "none", "--device", "cpu"]
-    code, _, told = run_main(monkeypatch, capsys, "eval", folder, *asked, "--out", tmp_path / "out")
-    assert code == 1 and "model.safetensors: was changed while it was read; start again" in told.splitlines()[-1]
+    requests = ["--tasks", "loss", "--windows", "1", "--length", "64", "--variants", "none", "--device", "cpu"]
+    code, _, err = run_main(monkeypatch, capsys, "eval", folder, *requests, "--out", tmp_path / "out")
+    assert code == 1 and "model.safetensors: was changed while it was read; start again" in err.splitlines()[-1]
     assert not (tmp_path / "out" / "report.json").exists()

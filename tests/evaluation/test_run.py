@@ -63,8 +63,8 @@ def rows_of(report):
 def test_rows_and_roles(whole):
     report, _ = whole
     # Both checkpoints have all bytes, so variants have nothing to match but the default ratios.
-    found = {name: row["role"] for name, row in rows_of(report).items()}
-    assert found == {
+    results = {name: row["role"] for name, row in rows_of(report).items()}
+    assert results == {
         "one": "baseline",
         "other": "checkpoint",
         "int8 KV": "variant",
@@ -88,10 +88,10 @@ def test_variants_that_a_model_does_not_have_are_left_out_with_a_note(tmp_path, 
         EvaluationRequest((str(source),), str(source), tmp_path / "out", settings, command=""), Progress()
     ).report
     assert rows_of(report).keys() == {"source"} | has
-    said = capsys.readouterr().err
+    err = capsys.readouterr().err
     for variant in ("int8 KV", "oscar_int2", "window 20"):
-        assert f"no {variant}: " in said
-    assert ("no mean-pool 1: " in said) == (not has)
+        assert f"no {variant}: " in err
+    assert ("no mean-pool 1: " in err) == (not has)
 
 
 def test_bytes_are_those_of_the_checkpoints_dtype(whole):
@@ -115,8 +115,8 @@ def test_differences_and_divergences_are_to_the_baseline(whole):
 
 def test_all_forms_are_written(whole, tmp_path):
     report, _ = whole
-    written = {path.name for path in write_report(report, tmp_path)}
-    assert {"report.json", "report.csv", "report.html"} <= written
+    files = {path.name for path in write_report(report, tmp_path)}
+    assert {"report.json", "report.csv", "report.html"} <= files
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert not list(tmp_path.glob("*.partial"))
 
@@ -149,11 +149,11 @@ def test_a_report_of_other_settings_is_not_replaced_unasked(whole, models, tmp_p
 def test_an_interrupted_evaluation_goes_on_unless_it_is_restarted(models, tmp_path, monkeypatch):
     measured, real, last = [], LossTask.run, 1
 
-    def counted(self, model, session, kept):
+    def counted(self, model, session, entries):
         if len(measured) == last:
             raise KeyboardInterrupt
         measured.append(model)
-        return real(self, model, session, kept)
+        return real(self, model, session, entries)
 
     monkeypatch.setattr(LossTask, "run", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -182,8 +182,8 @@ ResultStore.open(Path(sys.argv[1])).put("a", {})
 
 def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
     assert Fork(tmp_path, code=KILLED).wait() == -signal.SIGKILL
-    (left,) = (tmp_path / "results").iterdir()
-    assert left.match(".a.json.surgery-*.partial")
+    (leftovers,) = (tmp_path / "results").iterdir()
+    assert leftovers.match(".a.json.surgery-*.partial")
     ResultStore.open(tmp_path).put("a", {})
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["a.json"]
 
@@ -206,9 +206,9 @@ def test_losses_of_mla_are_those_of_its_own_attention(models, tmp_path, monkeypa
     monkeypatch.setattr(runs, "use_equal_widths", lambda model: False)
     [own] = run([out], None, tmp_path / "own", tasks="loss", decoded=4)["rows"]
     assert fused["class"] == "DeepseekV3ForCausalLM"
-    found, expected = fused["results"]["loss"], own["results"]["loss"]
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert found["cached"]["loss"] == pytest.approx(expected["cached"]["loss"], rel=1e-5)
+    result, expected = fused["results"]["loss"], own["results"]["loss"]
+    assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert result["cached"]["loss"] == pytest.approx(expected["cached"]["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("vocabulary", "expected"), [(4096, ("builtin",)), (49_152, ("prose", "code"))])
@@ -266,7 +266,7 @@ def test_other_tokenizers_are_refused(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "settings", "told"),
+    ("names", "settings", "message"),
     [
         (["{0}", "{0}/../one"], {}, "two models are called one"),
         (["no-such-folder"], {}, "no-such-folder"),
@@ -275,7 +275,7 @@ def test_other_tokenizers_are_refused(models, tmp_path):
         (["{0}"], {"tasks": "ruler", "ruler_lengths": "16", "ruler_tasks": "vt"}, "does not fit in 16"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(models, tmp_path, names, settings, told):
-    with pytest.raises(SurgeryError, match=told) as error:
+def test_what_cannot_be_measured_is_one_line(models, tmp_path, names, settings, message):
+    with pytest.raises(SurgeryError, match=message) as error:
         run([name.format(*models) for name in names], None, tmp_path / "out", **settings)
     assert "\n" not in str(error.value)

@@ -26,7 +26,7 @@ def test_all_tasks_and_no_variants():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("settings", "message"),
     [
         ({"tasks": "los"}, "did you mean loss"),
         ({"tasks": "lm-eval:"}, "unknown task"),
@@ -41,9 +41,9 @@ def test_all_tasks_and_no_variants():
         ({"wandb_mode": "on"}, "online or offline"),
     ],
 )
-def test_wrong_settings_are_refused(given, told):
-    with pytest.raises(SurgeryError, match=told):
-        EvalSettings(**given)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(SurgeryError, match=message):
+        EvalSettings(**settings)
 
 
 def test_unknown_settings_of_a_file_are_refused(tmp_path):

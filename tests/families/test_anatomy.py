@@ -38,7 +38,7 @@ def test_streamed_layers_and_anatomies_are_those_of_the_model(checkpoints, name)
     for index in range(opened.layers):
         with stream.layer(index) as layer:
             norm, inputs = stream.input_norm(index), layer.attention_inputs(own)
-            torch.testing.assert_close(own if norm is None else stream.normalise(own, *norm), inputs)
+            torch.testing.assert_close(own if norm is None else stream.normalize(own, *norm), inputs)
             stream.run_layer(layer, own, 2)
             captured = None if index in opened.stateful else CapturedAttention(opened.anatomy(index))
             stream.run_layer(layer, anatomy, 2, captured)
@@ -60,7 +60,7 @@ def test_a_layer_alone_names_no_tokens_that_its_vocabulary_lacks(checkpoints):
         ({"model_type": "bert"}, "model_type 'bert' is not supported"),
         ({"model_type": "gemma4"}, "'gemma4' is not supported: its layers share caches.* 8-bit cache"),
         ({}, "model_type None is not supported"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized .gptq."),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
             "mxfp4.*save_original_format=False",
@@ -87,8 +87,8 @@ def test_a_phi_that_is_no_llama_is_refused(checkpoints, tmp_path, change, messag
 
 
 def test_a_phi_is_read_as_what_it_is(checkpoints):
-    found = [inspect_checkpoint(checkpoints(name)).architecture for name in ("phi3", "phi3_window", "llama")]
-    assert [(facts["model_type"], facts["stored_as"]) for facts in found] == [
+    inspection = [inspect_checkpoint(checkpoints(name)).architecture for name in ("phi3", "phi3_window", "llama")]
+    assert [(facts["model_type"], facts["stored_as"]) for facts in inspection] == [
         ("llama", "phi3"),
         ("mistral", "phi3"),
         ("llama", None),

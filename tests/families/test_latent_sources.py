@@ -66,8 +66,8 @@ def outputs(anatomy, x: torch.Tensor) -> torch.Tensor:
     return output(anatomy, attend(anatomy, anatomy.project(x)), x)
 
 
-def off(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).abs().max() / want.abs().max())
+def off(result: torch.Tensor, want: torch.Tensor) -> float:
+    return float((result - want).abs().max() / want.abs().max())
 
 
 @pytest.mark.parametrize("name", LATENT_CONFIGS)
@@ -101,10 +101,10 @@ def test_latents_that_are_never_used_go_without_loss(checkpoints):
     down[half : anatomy.rank], bias[half : anatomy.rank] = mix @ down[:half], mix @ bias[:half]
     anatomy = replace(anatomy, down=down, down_bias=bias)
     x = inputs(anatomy)
-    found = smaller_latent(anatomy, statistics_of(anatomy, x), half)
-    assert found.layer.rank == half and found.error < 1e-9 * float(found.energy.sum())
-    assert norm_error(anatomy, found.layer, x) < 1e-7
-    assert off(outputs(found.layer, x), outputs(anatomy, x)) < 1e-7
+    result = smaller_latent(anatomy, statistics_of(anatomy, x), half)
+    assert result.layer.rank == half and result.error < 1e-9 * float(result.energy.sum())
+    assert norm_error(anatomy, result.layer, x) < 1e-7
+    assert off(outputs(result.layer, x), outputs(anatomy, x)) < 1e-7
 
 
 def test_the_metric_counts_what_a_wrong_norm_costs(checkpoints):
@@ -116,8 +116,8 @@ def test_the_metric_counts_what_a_wrong_norm_costs(checkpoints):
     for part in (0.0, 1.0, 10.0):
         rest = statistics.moment * part
         rest = rest * float((statistics.gradient @ statistics.moment).trace()) / anatomy.rank**2
-        found = smaller_latent(anatomy, replace(statistics, gradient=statistics.gradient + rest), 8)
-        errors.append(norm_error(anatomy, found.layer, x))
+        result = smaller_latent(anatomy, replace(statistics, gradient=statistics.gradient + rest), 8)
+        errors.append(norm_error(anatomy, result.layer, x))
     assert errors[0] > errors[1] > errors[2]
 
 
@@ -179,16 +179,16 @@ def test_latents_in_codes(checkpoints, tmp_path, name, form):
     source = checkpoints(name)
     forecast = plan_conversion(source, tmp_path / "forecast", settings)
     report = convert_checkpoint(source, tmp_path / "out", settings).report
-    kv, said = report.kv, json.loads((tmp_path / "out" / "config.json").read_text())
+    kv, message = report.kv, json.loads((tmp_path / "out" / "config.json").read_text())
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] < kv["source_bytes_per_token"]
-    assert (report.target["model_type"], said["base_model_type"], said["kv_lora_rank"]) == (
+    assert (report.target["model_type"], message["base_model_type"], message["kv_lora_rank"]) == (
         *("surgery", report.source["model_type"]),
         rank,
     )
     assert report.verification["logit_difference_to_simulation"] < 1e-5
     assert forecast.target["model_type"] == "surgery" and forecast.target["reasons"] == report.target["reasons"]
-    found = inspect_checkpoint(tmp_path / "out")
-    assert found.architecture["attention"][0].startswith(f"3 layers: latent of {rank} and 8 rotary dimensions")
+    inspection = inspect_checkpoint(tmp_path / "out")
+    assert inspection.architecture["attention"][0].startswith(f"3 layers: latent of {rank} and 8 rotary dimensions")
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -217,12 +217,12 @@ def test_latents_in_codes(checkpoints, tmp_path, name, form):
 def test_codes_of_what_was_converted_to_stock(checkpoints, tmp_path):
     first = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4)
     stock = convert_checkpoint(checkpoints("llama"), tmp_path / "stock", first)
-    asked = QuantizedSettings(**{**TEXT, "bits": 8, "group": 32, "rope_bits": 16})
-    quantized = convert_checkpoint(stock.path, tmp_path / "quantized", asked)
+    settings = QuantizedSettings(**{**TEXT, "bits": 8, "group": 32, "rope_bits": 16})
+    quantized = convert_checkpoint(stock.path, tmp_path / "quantized", settings)
     assert stock.report.target["model_type"] == "deepseek_v3" and quantized.report.target["model_type"] == "surgery"
-    turned = convert_checkpoint(stock.path, tmp_path / "turned", replace(asked, hadamard=True))
-    held = [entry_factors(CheckpointReader.open(folder)) for folder in (stock.path, quantized.path, turned.path)]
-    assert held[0] == held[1] == held[2] != {}  # what healing must not move
+    turned = convert_checkpoint(stock.path, tmp_path / "turned", replace(settings, hadamard=True))
+    sizes = [entry_factors(CheckpointReader.open(folder)) for folder in (stock.path, quantized.path, turned.path)]
+    assert sizes[0] == sizes[1] == sizes[2] != {}  # what healing must not move
     losses = {row["stage"]: row["loss"] for row in quantized.report.ladder}
     assert abs(losses["quantized"] - losses["source"]) < 1e-3 < abs(losses["source"])
 
@@ -299,9 +299,9 @@ def test_a_pass_over_codes_is_what_decoding_reads(checkpoints, rope_format):
     with source.stream.layer(1) as layer:
         want = layer.decode(hidden, 1, Cache(layers=[quantized()]))
         anatomy = source.anatomy(1).to(torch.float32)
-        got = layer(hidden, QuantizedAttention(anatomy, quantized()))
+        result = layer(hidden, QuantizedAttention(anatomy, quantized()))
         exact = layer(hidden, CapturedAttention(anatomy))
-    assert off(got, want) < 1e-5 < 1e-2 < off(exact, want)
+    assert off(result, want) < 1e-5 < 1e-2 < off(exact, want)
 
 
 def test_a_plan_weighs_fewer_latents_and_their_codes(checkpoints):
@@ -318,10 +318,10 @@ def test_a_plan_weighs_fewer_latents_and_their_codes(checkpoints):
 @torch.no_grad()
 @pytest.mark.parametrize("name", LATENT_CONFIGS)
 def test_inspection_tells_what_is_cached_and_what_comes_next(checkpoints, name, capsys):
-    found = inspect_checkpoint(checkpoints(name))
-    assert found.kv["bytes_per_token"] == 3 * (16 + 8) * 4 and len(found.windows) == 3
-    assert found.architecture["attention"][0].startswith("3 layers: latent of 16 and 8 rotary dimensions")
-    show_inspection(found)
+    inspection = inspect_checkpoint(checkpoints(name))
+    assert inspection.kv["bytes_per_token"] == 3 * (16 + 8) * 4 and len(inspection.windows) == 3
+    assert inspection.architecture["attention"][0].startswith("3 layers: latent of 16 and 8 rotary dimensions")
+    show_inspection(inspection)
     assert "--to mla --dry-run" in capsys.readouterr().out
 
 
@@ -336,8 +336,8 @@ def test_more_latents_are_nearer_to_the_source(checkpoints, tmp_path):
     want, divergence = log_probabilities(source), []
     for rank in (4, 10, 14):
         settings = ConvertSettings(**TEXT, kv_lora_rank=rank)
-        found = log_probabilities(convert_checkpoint(source, tmp_path / str(rank), settings).path)
-        divergence.append(float((want.exp() * (want - found)).sum(-1).mean()))
+        result = log_probabilities(convert_checkpoint(source, tmp_path / str(rank), settings).path)
+        divergence.append(float((want.exp() * (want - result)).sum(-1).mean()))
     assert divergence == sorted(divergence, reverse=True) and divergence[0] > 5 * divergence[-1]
 
 
@@ -355,8 +355,8 @@ def test_what_was_converted_before_becomes_smaller_again(checkpoints, tmp_path, 
     """Convert sources whose norms do nothing, by eps or by a channel of a large constant."""
     settings = {"llama_bias": {"latent_norm": "constant"}, "llama": {"latent_norm": "tiny"}}
     name = "llama" if norm == "tiny" else "llama_bias"
-    asked = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4, **settings[name])
-    first = convert_checkpoint(checkpoints(name), tmp_path / "first", asked)
+    options = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4, **settings[name])
+    first = convert_checkpoint(checkpoints(name), tmp_path / "first", options)
     extra = int(norm == "constant")
     again = convert_checkpoint(first.path, tmp_path / "again", ConvertSettings(**TEXT, kv_lora_rank=12))
     layers = again.report.to_dict()["layers"]
@@ -384,7 +384,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("settings", "message"),
     [
         ({"kv_lora_rank": 16}, "16 latents: the source has 16"),
         ({"kv_lora_rank": 7}, "an even"),
@@ -394,20 +394,20 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
         ({"method": "transmla"}, "chosen by the loss"),
         ({"allocate": "spectrum"}, "one rank for all layers"),
         ({"keep_layers": "0"}, "one rank for all layers"),
-        ({"carrier": "own"}, "the custom model class is for quantised caches alone"),
+        ({"carrier": "own"}, "the custom model class is for quantized caches alone"),
         ({"bits": 8, "method": "mha2mla"}, "chosen by the loss"),
         ({"latent_norm": "tiny"}, "keep their own norm"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_asked_of_an_mla_model(checkpoints, tmp_path, asked, message):
+def test_what_cannot_be_asked_of_an_mla_model(checkpoints, tmp_path, settings, message):
     with pytest.raises(SurgeryError, match=message) as refused:
-        convert_checkpoint(checkpoints("deepseek_v2"), tmp_path / "out", ConvertSettings(**asked))
+        convert_checkpoint(checkpoints("deepseek_v2"), tmp_path / "out", ConvertSettings(**settings))
     assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("to", "asked"),
+    ("to", "request"),
     [
         *((to, {}) for to in TARGETS if to not in ("mla", "quantized", "crosslayer", "hybrid")),
         ("hybrid", {"streaming": 1}),
@@ -416,8 +416,8 @@ def test_what_cannot_be_asked_of_an_mla_model(checkpoints, tmp_path, asked, mess
     ids=str,
 )
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
-def test_other_structures_refuse_an_mla_model(checkpoints, tmp_path, name, to, asked):
-    settings = TARGETS[to].settings({"calibration": "none", **asked})
+def test_other_structures_refuse_an_mla_model(checkpoints, tmp_path, name, to, request):
+    settings = TARGETS[to].settings({"calibration": "none", **request})
     with pytest.raises(SurgeryError, match=r"caches latents already|by method xkv|heads of stock MLA"):
         convert_checkpoint(checkpoints(name), tmp_path / "out", settings)
     assert not list(tmp_path.iterdir())

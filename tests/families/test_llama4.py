@@ -52,8 +52,8 @@ def test_a_layer_of_full_rank_is_the_source_far_beyond_a_chunk(form, attention):
     model = SurgeryForCausalLM(SurgeryConfig.from_base(source.config, entries)).eval()
     prefix = f"model.layers.{LAYER}.self_attn."
     dropped = tuple(f"{prefix}{name}_proj" for name in "kv")
-    kept = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith(dropped)}
-    model.load_state_dict(kept | {prefix + name: tensor for name, tensor in new.items()}, strict=True)
+    remaining = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith(dropped)}
+    model.load_state_dict(remaining | {prefix + name: tensor for name, tensor in new.items()}, strict=True)
     for one in (source, model):
         one.set_attn_implementation(attention)
 

@@ -175,7 +175,7 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
 @pytest.mark.parametrize("name", FORGETFUL)
 def test_codes_beside_windows_are_refused_before_any_work(checkpoints, monkeypatch, tmp_path, name):
     monkeypatch.setattr(converter, "load_texts", None)
-    with pytest.raises(SurgeryError, match="quantised KV cache needs full attention"):
+    with pytest.raises(SurgeryError, match="quantized KV cache needs full attention"):
         convert_checkpoint(checkpoints(name), tmp_path / "out", ConvertSettings(**TEXT, kv_ratio=0.5, bits=8))
     assert list(tmp_path.iterdir()) == []
 
@@ -217,8 +217,8 @@ def test_layers_that_predict_further_tokens_are_left_out(checkpoints, tmp_path):
     save_file(load_file(source / "model.safetensors") | further, source / "model.safetensors")
     edit_config(source, num_nextn_predict_layers=1)
     result = convert_checkpoint(source, tmp_path / "out", STRUCTURES["hybrid"]())
-    written = CheckpointReader.open(result.path)
-    assert written.config["num_nextn_predict_layers"] == 0 and not further.keys() & set(written.names())
+    files = CheckpointReader.open(result.path)
+    assert files.config["num_nextn_predict_layers"] == 0 and not further.keys() & set(files.names())
     assert {name for name in CheckpointReader.open(source).names() if ".self_attn." not in name} - further.keys() == {
-        name for name in written.names() if ".self_attn." not in name
+        name for name in files.names() if ".self_attn." not in name
     }

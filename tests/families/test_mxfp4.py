@@ -32,8 +32,8 @@ def mxfp4_checkpoint(folder):
         else:
             tensors[name] = tensor
     save_file(tensors, file, {"format": "pt"})
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": kept})
+    entries = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": entries})
 
 
 @pytest.mark.slow

@@ -58,31 +58,31 @@ save_file({"logits": logits, "made": made}, folder + "/made.safetensors")
 """
 
 
-def convert(source, out, to, **asked):
-    return convert_checkpoint(source, out, TARGETS[to].settings(asked or STRUCTURES[to]))
+def convert(source, out, to, **settings):
+    return convert_checkpoint(source, out, TARGETS[to].settings(settings or STRUCTURES[to]))
 
 
 @pytest.fixture(scope="module")
-def made(picture_models, tmp_path_factory):
+def conversion_of(picture_models, tmp_path_factory):
     """Gives what a model was converted to, once; to be read."""
 
     @cache
-    def get(name, to, **asked):
-        return convert(picture_models(name), tmp_path_factory.mktemp("made") / "out", to, **asked)
+    def get(name, to, **settings):
+        return convert(picture_models(name), tmp_path_factory.mktemp("made") / "out", to, **settings)
 
     return get
 
 
 @pytest.mark.parametrize(("name", "to"), CASES)
 @torch.no_grad()
-def test_a_structure_beside_pictures(picture_models, made, tmp_path, name, to):
-    source, given = picture_models(name), prompt(name)
+def test_a_structure_beside_pictures(picture_models, conversion_of, tmp_path, name, to):
+    source, inputs = picture_models(name), prompt(name)
     forecast = plan_conversion(source, tmp_path / "forecast", TARGETS[to].settings(STRUCTURES[to]))
-    report, out = made(name, to).report, made(name, to).path
+    report, out = conversion_of(name, to).report, conversion_of(name, to).path
     kv, stages = report.kv, {row["stage"]: row for row in report.ladder}
     assert report.target["model_type"] == forecast.target["model_type"] == "surgery_pictures"
-    engines = [said["status"] for said in report.target["engines"].values()]
-    assert engines == [said["status"] for said in forecast.target["engines"].values()] and engines[0] == LOADS_WITH
+    engines = [entry["status"] for entry in report.target["engines"].values()]
+    assert engines == [entry["status"] for entry in forecast.target["engines"].values()] and engines[0] == LOADS_WITH
     assert "AutoModelForImageTextToText" in report.target["engines"]["transformers"]["command"]
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"]
     if to == "mla":
@@ -96,23 +96,23 @@ def test_a_structure_beside_pictures(picture_models, made, tmp_path, name, to):
     state = after.state_dict()
     for key, tensor in before.state_dict().items():
         assert "language_model.layers." in key or torch.equal(state[key], tensor)
-    texts = [model.generate(**given, max_new_tokens=4, do_sample=False) for model in (before, after)]
+    texts = [model.generate(**inputs, max_new_tokens=4, do_sample=False) for model in (before, after)]
     assert texts[0].shape == texts[1].shape
-    check_caches(after, given, tolerance=5e-2 if to == "quantized" else 1e-4)
+    check_caches(after, inputs, tolerance=5e-2 if to == "quantized" else 1e-4)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3_vl")) for name in SOURCES]
 )
 @torch.no_grad()
-def test_it_loads_without_the_package(made, tmp_path, name):
-    given, out = prompt(name), made(name, "lowrank").path
-    save_file(given, tmp_path / "prompt.safetensors")
+def test_it_loads_without_the_package(conversion_of, tmp_path, name):
+    inputs, out = prompt(name), conversion_of(name, "lowrank").path
+    save_file(inputs, tmp_path / "prompt.safetensors")
     stranger = Fork(out, tmp_path, code=STRANGER, path=(), cwd=tmp_path)
     assert stranger.wait() == 0, stranger.stderr[-2000:]
     elsewhere, model = load_file(tmp_path / "made.safetensors"), loaded(out)
-    torch.testing.assert_close(elsewhere["logits"], model(**given).logits, rtol=0, atol=1e-5)
-    assert torch.equal(elsewhere["made"], model.generate(**given, max_new_tokens=4, do_sample=False))
+    torch.testing.assert_close(elsewhere["logits"], model(**inputs).logits, rtol=0, atol=1e-5)
+    assert torch.equal(elsewhere["made"], model.generate(**inputs, max_new_tokens=4, do_sample=False))
 
 
 WHOLE = {
@@ -134,37 +134,37 @@ WHOLE = {
     ],
 )
 @torch.no_grad()
-def test_latents_that_hold_all_change_nothing(picture_models, made, name, to):
+def test_latents_that_hold_all_change_nothing(picture_models, conversion_of, name, to):
     """Pictures too, whose tokens have three positions, or see each other."""
     target = "lowrank" if to == "window" else to.removeprefix("mha2")
     keep = {"keep_layers": "none"} if name == "gemma3" else {}
-    asked = {"rank": 32} if "many heads" in name else WHOLE[to]
-    out = made(name, target, **TEXT, **asked, **keep).path
-    before, after, given = loaded(picture_models(name)), loaded(out), prompt(name)
-    whole = before(**given).logits
-    torch.testing.assert_close(after(**given).logits, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
+    settings = {"rank": 32} if "many heads" in name else WHOLE[to]
+    out = conversion_of(name, target, **TEXT, **settings, **keep).path
+    before, after, inputs = loaded(picture_models(name)), loaded(out), prompt(name)
+    whole = before(**inputs).logits
+    torch.testing.assert_close(after(**inputs).logits, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
     beams = {"num_beams": 3, "do_sample": False, "max_new_tokens": 6}
-    assert torch.equal(after.generate(**given, **beams), before.generate(**given, **beams))
+    assert torch.equal(after.generate(**inputs, **beams), before.generate(**inputs, **beams))
 
 
 @torch.no_grad()
-def test_a_conversation_goes_on_from_its_cache(picture_models, made):
+def test_a_conversation_goes_on_from_its_cache(picture_models, conversion_of):
     """Text, then a picture, then text: the positions of all tokens are known at every turn."""
     name, per_token = "qwen3_vl", ("input_ids", "attention_mask", "mm_token_type_ids")
-    out = made(name, "lowrank", **TEXT, rank=16).path
-    given, said = prompt(name), []
-    text = {key: given[key][:, -8:] for key in per_token}
+    out = conversion_of(name, "lowrank", **TEXT, rank=16).path
+    inputs, message = prompt(name), []
+    text = {key: inputs[key][:, -8:] for key in per_token}
     for model in (loaded(picture_models(name)), loaded(out)):
         how = {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True}
         turn = model.generate(**text, **how)
-        for new in (given, text):
+        for new in (inputs, text):
             earlier = turn.sequences
             so_far = {"input_ids": earlier, "attention_mask": torch.ones_like(earlier)}
             so_far["mm_token_type_ids"] = torch.zeros_like(earlier)
             ids = {key: torch.cat([so_far[key], new[key]], dim=1) for key in per_token}
             turn = model.generate(**{**new, **ids}, **how, past_key_values=turn.past_key_values)
-        said.append(turn.sequences)
-    assert torch.equal(*said)
+        message.append(turn.sequences)
+    assert torch.equal(*message)
 
 
 @torch.no_grad()
@@ -186,20 +186,20 @@ def test_its_processor_is_the_source_s(picture_models, tmp_path):
         json.dumps({"image_processor_type": "CLIPImageProcessor", **sizes})
     )
     convert(source, tmp_path / "out", "hybrid")
-    made = [AutoProcessor.from_pretrained(folder) for folder in (source, tmp_path / "out")]
-    assert type(made[0]) is type(made[1]) and made[1].image_processor.size == made[0].image_processor.size
+    results = [AutoProcessor.from_pretrained(folder) for folder in (source, tmp_path / "out")]
+    assert type(results[0]) is type(results[1]) and results[1].image_processor.size == results[0].image_processor.size
 
 
 @pytest.mark.slow
 def test_what_was_converted_is_converted_on(picture_models, tmp_path):
-    """Sliced, streamed and quantised, in the same class."""
+    """Sliced, streamed and quantized, in the same class."""
     convert(picture_models("qwen3_vl"), tmp_path / "low", "lowrank")
-    made = [
+    results = [
         convert_checkpoint(tmp_path / "low", tmp_path / "sliced", SLICE.settings({**TEXT, "kv_ratio": 0.25})),
         convert(tmp_path / "low", tmp_path / "streaming", "hybrid"),
         convert(tmp_path / "low", tmp_path / "codes", "quantized"),
     ]
-    for result in made:
+    for result in results:
         config = json.loads((result.path / "config.json").read_text())
         assert config["model_type"] == "surgery_pictures" and config["base_model_type"] == "qwen3_vl"
         assert loaded(result.path)(**prompt("qwen3_vl")).logits.isfinite().all()
@@ -209,10 +209,10 @@ def test_what_was_converted_is_converted_on(picture_models, tmp_path):
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe"])
 def test_healing_writes_it_in_its_place(picture_models, tmp_path, name):
     convert(picture_models(name), tmp_path / "converted", "lowrank")
-    given = {"teacher": str(picture_models(name)), "data": [str(HELD_OUT)], "max_steps": 2, "length": 64}
-    given |= {"warmup": 0, "held_out": 1}
-    asked = HealRequest(str(tmp_path / "converted"), tmp_path / "healed", overrides=given, measure=None)
-    healed = heal_checkpoint(asked).path
+    settings = {"teacher": str(picture_models(name)), "data": [str(HELD_OUT)], "max_steps": 2, "length": 64}
+    settings |= {"warmup": 0, "held_out": 1}
+    request = HealRequest(str(tmp_path / "converted"), tmp_path / "healed", overrides=settings, measure=None)
+    healed = heal_checkpoint(request).path
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "converted", healed))
     assert {key: tensor.shape for key, tensor in after.items()} == {key: each.shape for key, each in before.items()}
     changed = {key for key, tensor in after.items() if not torch.equal(tensor, before[key])}
@@ -221,19 +221,19 @@ def test_healing_writes_it_in_its_place(picture_models, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "to", "asked", "reason"),
+    ("name", "to", "settings", "reason"),
     [
         ("qwen3_vl", "crosslayer", {"kv_ratio": 0.5}, "vision-language model, which this target cannot write"),
         ("llava", "crosslayer", {"method": "cascade"}, "vision-language model, which this target cannot write"),
         ("qwen3_vl", "gqa", {"kv_heads": 1}, "after a q/k-norm"),
-        ("qwen3_vl", "mla", {"method": "transmla"}, "takes neighbouring rotary pairs for one"),
+        ("qwen3_vl", "mla", {"method": "transmla"}, "takes neighboring rotary pairs for one"),
         ("llava", "mla", {"carrier": "stock"}, "cannot carry this model: the source has a vision tower"),
         ("llava", "mla", {"engine": "llama.cpp"}, "llama.cpp cannot serve it"),
         ("gemma3", "quantized", {"bits": 8}, "layers of sliding_attention"),
         ("qwen3_5", "quantized", {"bits": 8}, "layers of linear_attention"),
     ],
 )
-def test_what_it_cannot_hold_is_refused(picture_models, tmp_path, name, to, asked, reason):
+def test_what_it_cannot_hold_is_refused(picture_models, tmp_path, name, to, settings, reason):
     with pytest.raises(SurgeryError, match=reason):
-        convert(picture_models(name), tmp_path / "out", to, **asked)
+        convert(picture_models(name), tmp_path / "out", to, **settings)
     assert list(tmp_path.iterdir()) == []

@@ -91,8 +91,8 @@ def test_what_is_not_supported_is_refused(checkpoints, tmp_path, name, change, r
 
 @pytest.mark.parametrize("name", NAMES)
 def test_healing_one_that_was_not_converted_is_refused_before_any_work(checkpoints, monkeypatch, capsys, name):
-    code, _, said = run_main(monkeypatch, capsys, "heal", checkpoints(name), "--teacher", checkpoints(name))
-    assert code == 1 and f"a {name} as it came, which healing does not write: convert it first" in said
+    code, _, err = run_main(monkeypatch, capsys, "heal", checkpoints(name), "--teacher", checkpoints(name))
+    assert code == 1 and f"a {name} as it came, which healing does not write: convert it first" in err
 
 
 @pytest.mark.parametrize("kind", ENTRIES)
@@ -111,10 +111,10 @@ def test_the_own_class_is_a_model_like_others(name, kind):
     torch.testing.assert_close(shifted, want, rtol=1e-4, atol=1e-4)
     if kind != "cross_layer":
         model.set_attn_implementation("eager")
-        seen = model(tokens, output_attentions=True, output_hidden_states=True)
-        assert [tuple(each.shape) for each in seen.attentions] == [(1, 4, 40, 40)] * 2
-        assert len(seen.hidden_states) == 3
-        torch.testing.assert_close(seen.logits, want)
+        records = model(tokens, output_attentions=True, output_hidden_states=True)
+        assert [tuple(each.shape) for each in records.attentions] == [(1, 4, 40, 40)] * 2
+        assert len(records.hidden_states) == 3
+        torch.testing.assert_close(records.logits, want)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -152,12 +152,12 @@ def test_internlm3_is_a_llama_or_refused(checkpoints, tmp_path, change, reason):
     config = json.loads((folder / "config.json").read_text())
     theta = config.pop("rope_parameters")["rope_theta"]
     biases = {"qkv_bias": config.pop("attention_bias"), "bias": config.pop("mlp_bias")}
-    named = config | biases | {"model_type": "internlm3", "rope_theta": theta}
-    (folder / "config.json").write_text(json.dumps(named))
+    names = config | biases | {"model_type": "internlm3", "rope_theta": theta}
+    (folder / "config.json").write_text(json.dumps(names))
     tokens = torch.arange(3, 40)[None]
-    found = [Source.open(path, ConvertSettings()).stream.embed(tokens) for path in (folder, checkpoints("llama"))]
-    assert torch.equal(*found)
+    results = [Source.open(path, ConvertSettings()).stream.embed(tokens) for path in (folder, checkpoints("llama"))]
+    assert torch.equal(*results)
     assert open_model(folder).stored_as == "internlm3"
-    (folder / "config.json").write_text(json.dumps(named | change))
+    (folder / "config.json").write_text(json.dumps(names | change))
     with pytest.raises(SurgeryError, match=reason):
         Source.open(folder, ConvertSettings())

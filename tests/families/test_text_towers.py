@@ -54,8 +54,8 @@ def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name
     result = convert_checkpoint(source, tmp_path / "out", HALF)
     assert result.report.target["model_type"] == forecast.target["model_type"] == name.split()[0]
     assert result.report.target["engines"] == {
-        engine: {**said, "command": said["command"] and said["command"].replace("CKPT", "out")}
-        for engine, said in forecast.target["engines"].items()
+        engine: {**entry, "command": entry["command"] and entry["command"].replace("CKPT", "out")}
+        for engine, entry in forecast.target["engines"].items()
     }
     assert result.report.target["engines"]["transformers"]["status"] == (NOT_TRIED if name == "llama4" else LOADS)
     assert forecast.kv["bytes_per_token"] == result.report.kv["measured_bytes_per_token"]
@@ -76,18 +76,21 @@ def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name
     assert "one KV head already" in rows["gqa"]["reasons"][0]
     assert rows["lowrank"]["class"] == ("surgery_pictures" if name.split()[0] in HOLD_CUSTOM else None)
 
-    made = [
+    results = [
         loaded(folder).generate(**prompt(name), max_new_tokens=4, do_sample=False)
         for folder in (source, tmp_path / "out")
     ]
-    assert made[0].shape == made[1].shape
+    assert results[0].shape == results[1].shape
     check_caches(loaded(result.path), prompt(name))
 
 
 @torch.no_grad()
 def test_latents_become_fewer_and_pictures_still_work(picture_models, tmp_path):
-    source, asked = picture_models(MLA_INSIDE), ConvertSettings(**TEXT, kv_lora_rank=12)
-    forecast, result = plan_conversion(source, tmp_path / "forecast", asked), convert_checkpoint(source, None, asked)
+    source, request = picture_models(MLA_INSIDE), ConvertSettings(**TEXT, kv_lora_rank=12)
+    forecast, result = (
+        plan_conversion(source, tmp_path / "forecast", request),
+        convert_checkpoint(source, None, request),
+    )
     report, stages = result.report, {row["stage"]: row for row in result.report.ladder}
     assert report.target["model_type"] == forecast.target["model_type"] == "mistral3"
     assert report.kv["measured_bytes_per_token"] == forecast.kv["bytes_per_token"] == 3 * (12 + 8) * 4
@@ -107,7 +110,7 @@ def test_latents_become_fewer_and_pictures_still_work(picture_models, tmp_path):
 
     loaded(source).model.language_model.save_pretrained(tmp_path / "alone")
     with pytest.raises(SurgeryError, match="convert the whole mistral3 checkpoint"):
-        convert_checkpoint(tmp_path / "alone", tmp_path / "out", asked)
+        convert_checkpoint(tmp_path / "alone", tmp_path / "out", request)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
@@ -134,8 +137,8 @@ def test_heads_that_say_the_same_merge_exactly_beside_pictures(picture_models, t
     if name == "qwen2_5_vl":
         as_early_qwen(source)
     result = convert_checkpoint(source, tmp_path / "out", KVHeadsSettings(**TEXT, batch_size=2))
-    given = prompt(name)
-    before, after = (loaded(folder)(**given).logits for folder in (source, result.path))
+    inputs = prompt(name)
+    before, after = (loaded(folder)(**inputs).logits for folder in (source, result.path))
     torch.testing.assert_close(after, before, rtol=0, atol=1e-4 * float(before.abs().max()))
 
 
@@ -154,11 +157,11 @@ def test_healing_writes_the_language_model_in_its_place(picture_models, tmp_path
     monkeypatch.setattr("surgery.healing.heal.run_to_its_end", trained_here)
     name = "qwen2_5_vl"
     convert_checkpoint(picture_models(name), tmp_path / "converted", HALF)
-    given = {"teacher": str(picture_models(name)), "data": [str(HELD_OUT)], "max_steps": 2, "length": 64}
-    given |= {"train": "lora", "warmup": 0, "held_out": 1, "lora_modules": ["q_proj", "v_proj"]}
-    asked = HealRequest(str(tmp_path / "converted"), tmp_path / "healed", overrides=given, measure=None)
-    assert plan_healing(asked).estimate
-    healed = heal_checkpoint(asked).path
+    settings = {"teacher": str(picture_models(name)), "data": [str(HELD_OUT)], "max_steps": 2, "length": 64}
+    settings |= {"train": "lora", "warmup": 0, "held_out": 1, "lora_modules": ["q_proj", "v_proj"]}
+    request = HealRequest(str(tmp_path / "converted"), tmp_path / "healed", overrides=settings, measure=None)
+    assert plan_healing(request).estimate
+    healed = heal_checkpoint(request).path
     before, after = weights(tmp_path / "converted"), weights(healed)
     assert list(after) == list(before)
     changed = {key for key, tensor in after.items() if not torch.equal(tensor, before[key])}
@@ -179,11 +182,11 @@ def test_what_holds_a_language_model_alone_is_refused(picture_models, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "settings",
     [{"bits": 8, "group": 8}, {"allocate": "spectrum"}, {"carrier": "own"}, {"method": "key-norm"}, {"engine": "vllm"}],
     ids=str,
 )
-def test_what_would_be_of_another_class_is_refused(picture_models, tmp_path, asked):
+def test_what_would_be_of_another_class_is_refused(picture_models, tmp_path, settings):
     with pytest.raises(SurgeryError, match="keeps its class"):
-        convert_checkpoint(picture_models("qwen2_5_vl"), tmp_path / "out", KVHeadsSettings(**TEXT, **asked))
+        convert_checkpoint(picture_models("qwen2_5_vl"), tmp_path / "out", KVHeadsSettings(**TEXT, **settings))
     assert list(tmp_path.iterdir()) == []

@@ -21,15 +21,15 @@ def test_verbs_end_in_a_result_or_a_line(checkpoints, tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
-        code, _, said = run_main(monkeypatch, capsys, *arguments)
-        refused = [line for line in said.splitlines() if line.startswith("surgery: error:")]
-        assert len(refused) == bool(code), said
+        code, _, err = run_main(monkeypatch, capsys, *arguments)
+        refused = [line for line in err.splitlines() if line.startswith("surgery: error:")]
+        assert len(refused) == bool(code), err
         return code
 
     assert not run("inspect", source) and not run("doctor", source)
     run("plan", source, "--kv-ratio", "0.5", *TEXT)
-    made = [to for to in TARGETS if not run("convert", source, "--to", to, "--out", to, *ASKED.get(to, QUICK))]
-    assert "mla" in made or family == "phi4_mini"  # whose frequencies change with the length of the text
-    for to in made:
+    results = [to for to in TARGETS if not run("convert", source, "--to", to, "--out", to, *ASKED.get(to, QUICK))]
+    assert "mla" in results or family == "phi4_mini"  # whose frequencies change with the length of the text
+    for to in results:
         assert not any(run(verb, to) for verb in ("doctor", "verify", "inspect"))
         assert not run("eval", to, "--baseline", source, *SMALL)

@@ -20,8 +20,8 @@ class Conversion:
 
     def run(self, *arguments):
         """Exit code, and the lines on standard error."""
-        asked = ("convert", self.source, "--out", self.out, "--calibration", "none", "--kv-ratio", "0.5", *arguments)
-        ended, out, err = run_main(self._monkeypatch, self._capsys, *asked)
+        request = ("convert", self.source, "--out", self.out, "--calibration", "none", "--kv-ratio", "0.5", *arguments)
+        ended, out, err = run_main(self._monkeypatch, self._capsys, *request)
         assert "Traceback" not in err and (ended == 0 or out == "")
         return ended, err.splitlines()
 

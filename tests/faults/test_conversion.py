@@ -110,10 +110,10 @@ def test_a_source_that_becomes_shorter(conversion, monkeypatch):
     check_refused(conversion, ended, lines, "became shorter while it was read")
 
 
-@pytest.mark.parametrize("asked", ["torch", "python"])
-def test_memory_that_runs_out(conversion, monkeypatch, asked):
+@pytest.mark.parametrize("settings", ["torch", "python"])
+def test_memory_that_runs_out(conversion, monkeypatch, settings):
     room = {"torch": lambda: torch.empty(2**60, dtype=torch.uint8), "python": lambda: bytes(2**60)}
-    when_layers_are_done(monkeypatch, room[asked])
+    when_layers_are_done(monkeypatch, room[settings])
     check_refused(conversion, *conversion.run(), "out of memory")
 
 
@@ -161,11 +161,11 @@ def test_a_signal_while_a_slow_disk_renames(conversion, monkeypatch, when, old):
     monkeypatch.setattr(os, "rename", slowly)
     ended, lines = conversion.run("--overwrite", "--seed", "1")
     assert ended == 143 and lines[-1].startswith("surgery: interrupted")
-    left = {path.name for path in conversion.folder.iterdir()} - {"source", "temporary"}
+    leftovers = {path.name for path in conversion.folder.iterdir()} - {"source", "temporary"}
     if when == "before" and not old:
-        assert not left
+        assert not leftovers
     else:
         CheckpointReader.open(conversion.out)
         report = (conversion.out / "surgery_report.json").read_bytes()
         assert when == "after" or report == before
-        assert left == {"out"}
+        assert leftovers == {"out"}

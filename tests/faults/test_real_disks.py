@@ -17,10 +17,10 @@ def in_small_disk(folder, options, command):
         pytest.skip("needs unshare")
     script = f"mount -t tmpfs -o {options} none {folder} && {command}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
-    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, env=environment)
-    if "mount:" in done.stderr or "unshare:" in done.stderr:
+    process = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, env=environment)
+    if "mount:" in process.stderr or "unshare:" in process.stderr:
         pytest.skip("may not mount")
-    return done
+    return process
 
 
 QUICK = "--calibration-tokens 2048 --calibration-length 256 --held-out 2"
@@ -46,9 +46,9 @@ def test_one_line_and_nothing_left(options, verb, temporary, words, tmp_path):
     for folder in folders.values():
         folder.mkdir()
     command = f"TMPDIR={folders[temporary]} {sys.executable} -m surgery {verb.format(**folders)}"
-    left = f"ls -A {folders['small']} | grep -v torchinductor >&2"  # a cache of torch's own
-    done = in_small_disk(folders["small"], options, f"{command}; code=$?; {left}; exit $code")
-    assert done.returncode == 1 and words in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("surgery: error: ")  # nothing is listed after it
-    assert "Traceback" not in done.stderr and done.stdout == ""
+    leftovers = f"ls -A {folders['small']} | grep -v torchinductor >&2"  # a cache of torch's own
+    result = in_small_disk(folders["small"], options, f"{command}; code=$?; {leftovers}; exit $code")
+    assert result.returncode == 1 and words in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("surgery: error: ")  # nothing is listed after it
+    assert "Traceback" not in result.stderr and result.stdout == ""
     assert not list(folders["other"].iterdir())

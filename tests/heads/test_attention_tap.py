@@ -21,17 +21,17 @@ def test_attention_as_it_is_gives_the_model(checkpoints, family):
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     expected = model(ids, attention_mask=mask).logits
-    seen = []
+    calls = []
 
     def attention(call):
-        seen.append((call.layer, tuple(call.query.shape[:3]), tuple(call.key.shape[:3])))
+        calls.append((call.layer, tuple(call.query.shape[:3]), tuple(call.key.shape[:3])))
         return call.output()
 
     before = model.config._attn_implementation
     with tapped(model, attention):
-        got = model(ids, attention_mask=mask).logits
-    assert torch.allclose(got[mask.bool()], expected[mask.bool()], atol=1e-4)
-    assert seen == [(layer, (2, 4, 40), (2, 2, 40)) for layer in range(2)]
+        logits = model(ids, attention_mask=mask).logits
+    assert torch.allclose(logits[mask.bool()], expected[mask.bool()], atol=1e-4)
+    assert calls == [(layer, (2, 4, 40), (2, 2, 40)) for layer in range(2)]
     assert model.config._attn_implementation == before
     assert torch.equal(model(ids, attention_mask=mask).logits, expected)
 

@@ -25,8 +25,8 @@ CHEAP = ("needle", "induction", "kvzip")
 class Backwards(Processes):
     """Does the last item first: what several processes may do to the order of the work."""
 
-    def map(self, function, items, done=int):
-        return super().map(function, list(items)[::-1], done)[::-1]
+    def map(self, function, items, result=int):
+        return super().map(function, list(items)[::-1], result)[::-1]
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +66,17 @@ def best(scores, count):
 def test_rows_are_those_of_the_whole_matrix(checkpoints, family):
     model = load(checkpoints(family), attn_implementation="eager")
     ids = torch.randint(3, 4096, (2, 50), generator=torch.Generator().manual_seed(0))
-    wanted = model(ids, output_attentions=True).attentions
+    expected = model(ids, output_attentions=True).attentions
     rows = torch.tensor([0, 7, 31, 49])
 
     def look(call):
-        got = attention_rows.attention_rows(call, rows)
-        assert torch.allclose(got, wanted[call.layer][:, :, rows], atol=1e-5)
+        result = attention_rows.attention_rows(call, rows)
+        assert torch.allclose(result, expected[call.layer][:, :, rows], atol=1e-5)
         keys = torch.tensor([0, 5, 6, 20, 30])
         some = attention_rows.attention_rows(call, rows[2:], keys)
-        picked = wanted[call.layer][:, :, rows[2:]][..., keys]
-        seen = picked.sum(-1, keepdim=True)
-        assert torch.allclose(some * seen, picked, atol=1e-5)
+        picked = expected[call.layer][:, :, rows[2:]][..., keys]
+        records = picked.sum(-1, keepdim=True)
+        assert torch.allclose(some * records, picked, atol=1e-5)
         return call.output()
 
     with torch.no_grad(), tapped(model, look):
@@ -116,11 +116,11 @@ def test_echo_and_induction_of_heads_that_are_such(monkeypatch, checkpoints, ses
     length, period = 129, 32
     heads = (lambda row: row, lambda row: row - period, lambda row: row - period + 1, lambda row: 0)
     monkeypatch.setattr(induction, "attention_rows", looking_at(lambda row, head: heads[head](row)))
-    found = induction.score(session(load(checkpoints("llama")), "induction", length))
-    assert found.facts == {"repeated_tokens": period, "repetitions": 4}
-    assert found.parts["echo"].tolist() == [[0, 1, 0, 0]] * 2
-    assert found.parts["induction"].tolist() == [[0, 0, 1, 0]] * 2
-    assert found.scores.dtype == torch.float32 and found.scores.shape == (2, 2)
+    result = induction.score(session(load(checkpoints("llama")), "induction", length))
+    assert result.facts == {"repeated_tokens": period, "repetitions": 4}
+    assert result.parts["echo"].tolist() == [[0, 1, 0, 0]] * 2
+    assert result.parts["induction"].tolist() == [[0, 0, 1, 0]] * 2
+    assert result.scores.dtype == torch.float32 and result.scores.shape == (2, 2)
 
 
 def test_repeated_tokens(checkpoints, session, tokenizer):
@@ -170,11 +170,11 @@ def test_copy_score_of_a_head_that_copies(monkeypatch, checkpoints, session):
     assert needles.spans[0, 0, 0] > 4
     needles.tokens[0, 1:5] = answers[:4]  # before all facts
     scored = replace(scored, needles=lambda count: needles)
-    tokens, asked = needles.tokens[0].tolist(), needles.fact_numbers[0].tolist()
+    tokens, request = needles.tokens[0].tolist(), needles.fact_numbers[0].tolist()
 
     def source(row):
         """Place of the next token in the fact that is asked for."""
-        start, stop = needles.spans[0, asked[row + 1]].tolist()
+        start, stop = needles.spans[0, request[row + 1]].tolist()
         return tokens.index(tokens[row + 1], start, stop)
 
     def elsewhere(row):
@@ -183,7 +183,7 @@ def test_copy_score_of_a_head_that_copies(monkeypatch, checkpoints, session):
         return place if place < needles.spans[0, 0, 0] else 0
 
     nth = {}
-    for place, fact in enumerate(asked):
+    for place, fact in enumerate(request):
         if fact >= 0:
             nth[place] = nth.get(place - 1, -1) + 1
     answer = max(nth.values()) + 1
@@ -196,12 +196,12 @@ def test_copy_score_of_a_head_that_copies(monkeypatch, checkpoints, session):
     assert sum(elsewhere(place - 1) > 0 for place in nth) >= 4
     monkeypatch.setattr(needle, "attention_rows", looking_at(lambda row, head: heads[head](row)))
     monkeypatch.setattr(needle, "LogitReader", KnowsAll)
-    found = needle.score(scored)
+    result = needle.score(scored)
     expected = torch.tensor([[0, 2 / answer, 1, 0]] * 2)
-    assert torch.allclose(found.parts["copy"], expected) and torch.allclose(found.parts["mass"], expected)
-    assert (found.scores[:, 1] > found.scores[:, 0]).all()
+    assert torch.allclose(result.parts["copy"], expected) and torch.allclose(result.parts["mass"], expected)
+    assert (result.scores[:, 1] > result.scores[:, 0]).all()
     facts = needles.spans.shape[1]
-    assert found.facts == {"needles": facts, "needles_answered": facts}
+    assert result.facts == {"needles": facts, "needles_answered": facts}
 
 
 def test_a_model_that_answers_nothing_is_refused(checkpoints, session):
@@ -217,9 +217,9 @@ def test_kvzip_is_the_largest_attention_of_the_repetition(monkeypatch, checkpoin
     monkeypatch.setattr(kvzip, "CHUNK", chunk)
     model = load(checkpoints("llama"), attn_implementation="eager")
     scored = session(model, "kvzip", samples=1)
-    found = kvzip.score(scored)
-    context = scored.text(1)[0, : found.facts["context_tokens"]]
-    wanted = torch.zeros(2, 2, 2, len(context))
+    result = kvzip.score(scored)
+    context = scored.text(1)[0, : result.facts["context_tokens"]]
+    expected = torch.zeros(2, 2, 2, len(context))
     for start in range(1, len(context), chunk):
         stop = min(start + chunk, len(context))
         asking = tokenize(tokenizer, kvzip.REPEAT if start == 1 else kvzip.REPEAT_FROM)
@@ -233,13 +233,13 @@ def test_kvzip_is_the_largest_attention_of_the_repetition(monkeypatch, checkpoin
             for row in range(len(context), len(ids)):
                 some = attention[0, :, row, keys] / attention[0, :, row, keys].sum(-1, keepdim=True)
                 some = some[:, 1 : 1 + stop - start].view(2, 2, -1).amax(1)
-                wanted[0, layer, :, start:stop] = torch.maximum(wanted[0, layer, :, start:stop], some)
+                expected[0, layer, :, start:stop] = torch.maximum(expected[0, layer, :, start:stop], some)
                 far = torch.tensor([4 <= place <= row - 16 for place in range(start, stop)])
-                wanted[1, layer, :, start:stop] = torch.maximum(wanted[1, layer, :, start:stop], some * far)
-    assert torch.allclose(found.parts["largest_of_all"], wanted[0].amax(-1), atol=1e-5)
-    assert torch.allclose(found.parts["largest"], wanted[1].amax(-1), atol=1e-5)
-    assert torch.allclose(found.parts["mean"], wanted[1, :, :, 4:].mean(-1), atol=1e-5)
-    assert torch.equal(found.scores.argsort(), found.parts["largest"].argsort())
+                expected[1, layer, :, start:stop] = torch.maximum(expected[1, layer, :, start:stop], some * far)
+    assert torch.allclose(result.parts["largest_of_all"], expected[0].amax(-1), atol=1e-5)
+    assert torch.allclose(result.parts["largest"], expected[1].amax(-1), atol=1e-5)
+    assert torch.allclose(result.parts["mean"], expected[1, :, :, 4:].mean(-1), atol=1e-5)
+    assert torch.equal(result.scores.argsort(), result.parts["largest"].argsort())
 
 
 def test_kvzip_needs_more_than_streaming_keeps(checkpoints, session):
@@ -264,11 +264,11 @@ def test_finds_the_heads_that_retrieve(session, method):
     """Compare with the demo model's 24 heads: streaming these three, one by one, costs the most recall."""
     model = load(DEMO)
     length = 512
-    found = scorer(method)(session(model, method, length, sinks=16, recent=112))
-    assert found.scores.shape == (6, 4) and found.scores.dtype == torch.float32
-    assert {(5, 1), (3, 0), (4, 3)} <= best(found.scores, 3)
+    result = scorer(method)(session(model, method, length, sinks=16, recent=112))
+    assert result.scores.shape == (6, 4) and result.scores.dtype == torch.float32
+    assert {(5, 1), (3, 0), (4, 3)} <= best(result.scores, 3)
     again = scorer(method)(session(model, method, length, Backwards(), sinks=16, recent=112))
-    assert torch.equal(found.scores, again.scores) and found.facts == again.facts
+    assert torch.equal(result.scores, again.scores) and result.facts == again.facts
 
 
 def test_an_unknown_method_is_refused():

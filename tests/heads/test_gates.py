@@ -61,7 +61,7 @@ def test_the_mixture_is_float32_whatever_the_model_is():
 @pytest.mark.parametrize("values", [(1.0, 0.0), (0.0, 0.3), (1.0, 1.0), (0.3, 0.7)])
 def test_gradients_are_those_of_the_whole_mixture(values):
     """Also where a gate of 0 or 1 lets none back through one of the outputs."""
-    signal, found = torch.randn(2, 40, 4, 8, generator=torch.Generator().manual_seed(1)), []
+    signal, result = torch.randn(2, 40, 4, 8, generator=torch.Generator().manual_seed(1)), []
     for direct in (False, True):
         attention, gate = call(), torch.tensor(values, requires_grad=True)
         leaves = [part.requires_grad_() for part in (attention.query, attention.key, attention.value)]
@@ -70,9 +70,9 @@ def test_gradients_are_those_of_the_whole_mixture(values):
             share = gate.repeat_interleave(2)[:, None]
             out = share * attention.output() + (1 - share) * streaming_output(attention, 2, 5)
         (out * signal).sum().backward()
-        found.append([leaf.grad for leaf in (*leaves, gate)])
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        result.append([leaf.grad for leaf in (*leaves, gate)])
+    for actual, want in zip(*result, strict=True):
+        torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-5)
 
 
 def test_no_gradient_goes_back_through_an_output_that_counts_for_nothing(monkeypatch):
@@ -95,11 +95,11 @@ def test_gates_of_1_and_0_are_full_and_streaming_heads(checkpoints, family):
     streams = torch.tensor([[True, False], [False, True]])
     with torch.no_grad():
         with gated_heads(model, (~streams).float(), 4, 12):
-            found = model(tokens, use_cache=False).logits
+            logits = model(tokens, use_cache=False).logits
         with streaming_heads(model, streams, 4, 12):
             expected = model(tokens, use_cache=False).logits
-        assert torch.allclose(found, expected, atol=1e-4)
-        assert not torch.allclose(found, model(tokens, use_cache=False).logits, atol=1e-1)
+        assert torch.allclose(logits, expected, atol=1e-4)
+        assert not torch.allclose(logits, model(tokens, use_cache=False).logits, atol=1e-1)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
@@ -142,8 +142,8 @@ def test_layers_are_computed_again_as_in_evaluation(checkpoints, family):
 def test_layers_are_computed_again_only_where_they_would_keep_much(checkpoints, method, monkeypatch):
     results, calls, computed = [], [], gates.gated_output
     monkeypatch.setattr(gates, "gated_output", lambda *args: calls.append(None) or computed(*args))
-    for kept in (gate_training.KEPT_BYTES, 0):
-        monkeypatch.setattr(gate_training, "KEPT_BYTES", kept)
+    for entry in (gate_training.KEPT_BYTES, 0):
+        monkeypatch.setattr(gate_training, "KEPT_BYTES", entry)
         calls.clear()
         results.append((SCORERS[method].score(scoring_session(checkpoints("llama"), steps=3)).scores, len(calls)))
     (scores, once), (same, twice) = results
@@ -184,7 +184,7 @@ def test_gradients_are_those_of_the_loss(checkpoints, method):
 @pytest.mark.parametrize("values", [[[0.3, 0.6], [0.8, 0.5]], [[1.0, 0.0], [0.0, 1.0]]])
 def test_the_last_layer_is_computed_where_it_is_read(checkpoints, values, monkeypatch):
     session, output = scoring_session(checkpoints("llama"), steps=1), AttentionCall.output
-    found, computed = [], []
+    result, computed = [], []
     for everywhere in (False, True):
         if everywhere:
             for module in (duo, gates):
@@ -196,11 +196,11 @@ def test_the_last_layer_is_computed_where_it_is_read(checkpoints, values, monkey
             AttentionCall, "output", lambda call, q=queries: q.append(call.query.shape[2]) or output(call)
         )
         loss = objective.backward(0, 0)
-        found.append((loss.detach(), objective.gates.grad))
+        result.append((loss.detach(), objective.gates.grad))
         computed.append(set(queries))
     places = int(objective._needles.answers[0].sum())
     assert computed == [{session.settings.length, places}, {session.settings.length}]
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*result, rtol=1e-4, atol=1e-6)
 
 
 def test_full_gates_lose_nothing_to_their_teacher(checkpoints):
@@ -263,7 +263,7 @@ def test_what_is_not_finite_stops(checkpoints, method):
         SCORERS[method].score(session)
 
 
-def test_draws_of_gates_have_the_chance_that_is_penalised():
+def test_draws_of_gates_have_the_chance_that_is_penalized():
     log_alpha = torch.tensor([-3.0, -0.5, 0.0, 2.0]).repeat(20_000, 1)
     drawn = prulong.sampled_gates(log_alpha, torch.Generator().manual_seed(0))
     assert drawn.min() == 0 and drawn.max() == 1
@@ -299,8 +299,8 @@ def train(checkpoint: Path, method: str) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
     source = checkpoints("llama")
-    done = torchrun(__file__, source, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    result = torchrun(__file__, source, tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
     for method in OBJECTIVES:
         one = train(source, method)
         two, other = (load_file(tmp_path / f"{method}-{rank}") for rank in (0, 1))

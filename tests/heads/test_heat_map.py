@@ -13,8 +13,8 @@ PATTERN = HeadPattern(torch.tensor([[0.9, 0.1, 0.8, 0.2], [0.0, 0.3, 0.1, 0.4]])
 def test_heat_map(tmp_path):
     panel = head_map(PATTERN).axes[0]
     assert panel.get_title(loc="left") == r"a \$x\$"  # no mathematics
-    shown, scores = panel.collections[0].get_array().reshape(2, 4), PATTERN.scores.numpy()
-    assert shown.data == pytest.approx((scores - scores.min()) / (scores.max() - scores.min()))
+    output, scores = panel.collections[0].get_array().reshape(2, 4), PATTERN.scores.numpy()
+    assert output.data == pytest.approx((scores - scores.min()) / (scores.max() - scores.min()))
     assert panel.get_title(loc="right") == "0 to 0.9"
     assert [(round(box.get_y() + 0.44), round(box.get_x() + 0.44)) for box in panel.patches] == [(0, 0), (0, 2)]
     path = save_head_map(tmp_path / "map.png", PATTERN)

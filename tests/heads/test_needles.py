@@ -20,20 +20,20 @@ def test_facts_and_answers_are_where_they_should_be(tokenizer, filler):
     needles = needle_sequences(tokenizer, filler, 4, LENGTH, FACTS, seed=3)
     assert needles.tokens.shape == needles.answers.shape == needles.fact_numbers.shape == (4, LENGTH)
     assert needles.spans.shape == (4, FACTS, 2)
-    for tokens, answers, asked, spans in zip(
+    for tokens, answers, settings, spans in zip(
         needles.tokens, needles.answers, needles.fact_numbers, needles.spans, strict=True
     ):
         assert tokens[0] == tokenizer.bos_token_id
-        assert torch.equal(answers, asked >= 0)
-        order = asked[answers].unique_consecutive().tolist()
+        assert torch.equal(answers, settings >= 0)
+        order = settings[answers].unique_consecutive().tolist()
         assert sorted(order) == list(range(FACTS))
         first = int(answers.nonzero()[0])
         for fact, (start, stop) in enumerate(spans.tolist()):
             line = tokenizer.decode(tokens[start:stop])
-            value = tokenizer.decode(tokens[asked == fact]).strip()
+            value = tokenizer.decode(tokens[settings == fact]).strip()
             name = line.removeprefix("\n# The secret key of ").split(" is ")[0]
             assert line == f"\n# The secret key of {name} is {value}.\n" and len(value) == 5
-            place = int((asked == fact).nonzero()[0])
+            place = int((settings == fact).nonzero()[0])
             assert tokenizer.decode(tokens[:place]).endswith(f"\n# Recall: the secret key of {name} is")
             assert stop <= first
         assert (spans[:, 0].diff() > 0).all() and (spans[:-1, 1] <= spans[1:, 0]).all()

@@ -15,7 +15,7 @@ from surgery.heads.pattern import KEY, HeadPattern
 
 def make_pattern(**changes):
     generator = torch.Generator().manual_seed(0)
-    given = {
+    settings = {
         "scores": torch.randn(3, 4, generator=generator),
         "method": "needle",
         "sinks": 16,
@@ -30,7 +30,7 @@ def make_pattern(**changes):
         "seconds": 1.25,
         "versions": {"torch": "2.13"},
     }
-    return HeadPattern(**{**given, **changes})
+    return HeadPattern(**{**settings, **changes})
 
 
 def test_round_trip(tmp_path):
@@ -156,7 +156,7 @@ def test_files_that_are_none(tmp_path):
         ([], "no pattern of heads"),
         ({"format": 9, "method": "duo"}, "another form"),
         ({"format": 1}, "damaged header"),
-        ({"format": 1, "method": "duo", "colour": "red"}, "damaged header"),
+        ({"format": 1, "method": "duo", "color": "red"}, "damaged header"),
         ({"format": 1, "method": "duo", "recent": "many"}, "recent of a pattern"),
     ):
         save_header(path, header)

@@ -52,8 +52,8 @@ def test_a_mask_of_the_call_holds_too(monkeypatch):
 def test_heads_of_both_kinds(streams):
     call, out = make_call(40), mixed_output(make_call(40), torch.tensor(streams), 2, 5)
     for head, streaming_head in enumerate(streams):
-        wanted = dense(call, 2, 5 if streaming_head else 100)[:, :, 2 * head : 2 * head + 2]
-        assert torch.allclose(out[:, :, 2 * head : 2 * head + 2], wanted, atol=1e-12)
+        expected = dense(call, 2, 5 if streaming_head else 100)[:, :, 2 * head : 2 * head + 2]
+        assert torch.allclose(out[:, :, 2 * head : 2 * head + 2], expected, atol=1e-12)
 
 
 @torch.no_grad()
@@ -70,8 +70,8 @@ def test_in_a_model(checkpoints):
         return torch.cat((heads[0][:, :, :2], heads[1][:, :, 2:]), dim=2)
 
     with tapped(model, masked):
-        wanted = model(ids).logits
+        target = model(ids).logits
     with streaming_heads(model, streams, 4, 8):
-        got = model(ids).logits
-    assert torch.allclose(got, wanted, atol=1e-4)
-    assert not torch.allclose(got, expected, atol=1e-2)
+        logits = model(ids).logits
+    assert torch.allclose(logits, target, atol=1e-4)
+    assert not torch.allclose(logits, expected, atol=1e-2)

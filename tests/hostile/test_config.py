@@ -25,29 +25,31 @@ NAMES = ("llama", "qwen2_window", "qwen3_moe", "phi3_window", "gemma3_window", "
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Tiny checkpoints of several families, with their configs."""
-    made = {name: make_checkpoint(tmp_path_factory.mktemp("hostile") / name, name) for name in NAMES}
-    return {name: (folder, json.loads((folder / "config.json").read_text())) for name, folder in made.items()}
+    results = {name: make_checkpoint(tmp_path_factory.mktemp("hostile") / name, name) for name in NAMES}
+    return {name: (folder, json.loads((folder / "config.json").read_text())) for name, folder in results.items()}
 
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
     """Converted ones: stock MLA, the custom class, one whose layers keep different caches, and one next to pictures."""
-    place, made = tmp_path_factory.mktemp("hostile"), {}
+    place, result = tmp_path_factory.mktemp("hostile"), {}
     source, pictures = make_checkpoint(place / "llama", "llama"), make_model(place / "llava", "llava")
     quick = {"calibration": "none", "kv_ratio": 0.5}
-    asked = {
+    options = {
         "mla": (source, ConvertSettings(**quick)),
         "lowrank": (source, LowRankSettings(**quick)),
         "pictures": (pictures, LowRankSettings(**quick)),
     }
-    for name, (checkpoint, settings) in asked.items():
+    for name, (checkpoint, settings) in options.items():
         folder = convert_checkpoint(checkpoint, place / name, settings).path
-        made[name] = folder, json.loads((folder / "config.json").read_text())
+        result[name] = folder, json.loads((folder / "config.json").read_text())
     model = WRITTEN["mixed"]()  # as earlier versions wrote it
     model.save_pretrained(place / "mixed")
-    made["mixed"] = place / "mixed", json.loads((place / "mixed" / "config.json").read_text())
-    assert isinstance(made["mixed"][1]["kv_cache"], list) and made["pictures"][1]["model_type"] == "surgery_pictures"
-    return made
+    result["mixed"] = place / "mixed", json.loads((place / "mixed" / "config.json").read_text())
+    assert (
+        isinstance(result["mixed"][1]["kv_cache"], list) and result["pictures"][1]["model_type"] == "surgery_pictures"
+    )
+    return result
 
 
 # What was found: each ended in a traceback, or in memory for what was claimed, before it was mended.

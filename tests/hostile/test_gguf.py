@@ -51,8 +51,8 @@ TENSORS = {
 
 
 def text(value: str) -> bytes:
-    said = value.encode("utf-8", "replace")
-    return struct.pack("<Q", len(said)) + said
+    message = value.encode("utf-8", "replace")
+    return struct.pack("<Q", len(message)) + message
 
 
 def packed(kind: int, value) -> bytes:
@@ -65,7 +65,7 @@ def packed(kind: int, value) -> bytes:
     return struct.pack(f"<{code}", value)
 
 
-def written(metadata, tensors, room: int = 4096) -> bytes:
+def gguf_bytes(metadata, tensors, room: int = 4096) -> bytes:
     """A file of those metadata, (kind, value) by key, and tensors, (type, dimensions, offset) by name."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     for key, (kind, value) in metadata.items():
@@ -109,7 +109,7 @@ def read_all(file):
 
 def test_the_file_without_changes_is_read(file):
     tensors = {name: shape for name, shape in TENSORS.items() if name != "rope_freqs.weight"}
-    file.write_bytes(written(METADATA, plain(tensors)))
+    file.write_bytes(gguf_bytes(METADATA, plain(tensors)))
     assert read_all(file).config["num_hidden_layers"] == 1
 
 
@@ -117,14 +117,14 @@ def test_the_file_without_changes_is_read(file):
 @cases(37)
 def test_metadata(file, changes, scaled):
     tensors = {name: shape for name, shape in TENSORS.items() if scaled or name != "rope_freqs.weight"}
-    file.write_bytes(written(METADATA | changes, plain(tensors)))
+    file.write_bytes(gguf_bytes(METADATA | changes, plain(tensors)))
     taken_or_refused(lambda: read_all(file))
 
 
 @given(st.dictionaries(st.sampled_from((*TENSORS, "blk.9.x", "")), ENTRIES, min_size=1, max_size=3))
 @cases(25)
 def test_tensors(file, changes):
-    file.write_bytes(written(METADATA, plain(TENSORS) | changes))
+    file.write_bytes(gguf_bytes(METADATA, plain(TENSORS) | changes))
     taken_or_refused(lambda: read_all(file))
 
 
@@ -155,9 +155,9 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("found", FOUND)
-def test_found(found, file):
-    file.write_bytes(written(METADATA | FOUND[found], plain(TENSORS)))
+@pytest.mark.parametrize("result", FOUND)
+def test_found(result, file):
+    file.write_bytes(gguf_bytes(METADATA | FOUND[result], plain(TENSORS)))
     with pytest.raises(SurgeryError):
         read_all(file)
 
@@ -179,5 +179,5 @@ ODD = VALUES | LISTS.map(lambda items: (ARRAY, (STRING, items)))
 @given(st.dictionaries(st.sampled_from(sorted(TOKENIZER)), ODD, max_size=2))
 @cases(15)
 def test_tokenizers(file, tmp_path_factory, changes):
-    file.write_bytes(written(METADATA | TOKENIZER | changes, plain({"token_embd.weight": (8, 16)})))
+    file.write_bytes(gguf_bytes(METADATA | TOKENIZER | changes, plain({"token_embd.weight": (8, 16)})))
     taken_or_refused(lambda: CheckpointReader.open(file))

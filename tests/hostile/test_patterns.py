@@ -38,8 +38,8 @@ def used(path):
     """A pattern, and all that conversions, comparisons and recipes take from it."""
     pattern = read_pattern(path)
     assert pattern.full_heads(0.5).sum() == (pattern.layers * pattern.kv_heads + 1) // 2
-    kept = json.loads(json.dumps(pattern.identity()))
-    return dict(pattern.settings), pattern.model.get("sha256"), pattern.model.get("name"), kept
+    document = json.loads(json.dumps(pattern.identity()))
+    return dict(pattern.settings), pattern.model.get("sha256"), pattern.model.get("name"), document
 
 
 def test_a_pattern_without_changes_is_read(folder):

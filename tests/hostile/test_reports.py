@@ -43,10 +43,10 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("hostile")
 
 
-def compared(folder, *, written: bool):
+def compared(folder, *, paths: bool):
     with undamaged(["report.json"]):
         merged = merge([read_report(folder / "report.json")], ["report.json"])
-        if written:
+        if paths:
             (folder / "out").mkdir(exist_ok=True)
             write_report(merged, folder / "out")
         show_evaluation(merged, [], as_json=False)
@@ -56,7 +56,7 @@ def compared(folder, *, written: bool):
 @cases(10)
 def test_evaluations(folder, capsys, report):
     (folder / "report.json").write_text(json.dumps(report))
-    taken_or_refused(lambda: compared(folder, written=False))
+    taken_or_refused(lambda: compared(folder, paths=False))
     capsys.readouterr()
 
 
@@ -64,7 +64,7 @@ def test_evaluations(folder, capsys, report):
 @cases(1, most=200)
 def test_evaluations_written(folder, capsys, report):
     (folder / "report.json").write_text(json.dumps(report))
-    taken_or_refused(lambda: compared(folder, written=True))
+    taken_or_refused(lambda: compared(folder, paths=True))
     capsys.readouterr()
 
 
@@ -72,7 +72,7 @@ def test_evaluations_written(folder, capsys, report):
 @cases(7)
 def test_bytes(folder, capsys, content):
     (folder / "report.json").write_bytes(content)
-    taken_or_refused(lambda: compared(folder, written=False))
+    taken_or_refused(lambda: compared(folder, paths=False))
     capsys.readouterr()
 
 
@@ -157,19 +157,23 @@ WHOLE = {"settings": {}, "splits": [], "layers": [], "verification": {}, "enviro
 WHOLE |= {"peak_memory_bytes": 0}
 
 
-def card(said, name):
-    return model_card(Report(**said, **WHOLE), name)
+def card(message, name):
+    return model_card(Report(**message, **WHOLE), name)
 
 
 @given(st.lists(BREAKOUTS, min_size=6, max_size=6))
 @cases(7)
 def test_cards_escape_every_text(texts):
-    said, name = copy.deepcopy(CONVERSION), texts[0]
-    said["source"]["path"], said["target"]["reasons"], said["target"]["method"] = texts[1], [texts[2]], texts[3]
-    said["calibration"]["source"], said["command"] = texts[4], texts[5]
-    written, plain = card(said, name), card(CONVERSION, "llama")
-    assert len(written.splitlines()) == len(plain.splitlines())
-    head, body = written.split("---\n", 2)[1:]
+    message, name = copy.deepcopy(CONVERSION), texts[0]
+    message["source"]["path"], message["target"]["reasons"], message["target"]["method"] = (
+        texts[1],
+        [texts[2]],
+        texts[3],
+    )
+    message["calibration"]["source"], message["command"] = texts[4], texts[5]
+    files, plain = card(message, name), card(CONVERSION, "llama")
+    assert len(files.splitlines()) == len(plain.splitlines())
+    head, body = files.split("---\n", 2)[1:]
     assert yaml.safe_load(head).keys() == yaml.safe_load(plain.split("---\n", 2)[1]).keys()
     fences = body.split("```")
     assert len(fences) == 3
@@ -188,10 +192,10 @@ def test_odd_front_matter(head, tmp_path):
     """The card of a source decides nothing but a few short texts in that of the result."""
     (tmp_path / "README.source.md").write_text(f"---\n{head}\n---\n# x\n")
     inherited = of_source(tmp_path)
-    written = front_matter(Report.of({**WHOLE, **CONVERSION}), "name", inherited=inherited)
-    read = yaml.safe_load(written.split("---\n")[1])
-    assert {name: read[name] for name in inherited} == inherited and len(written) < 5000
-    assert "\x1b" not in written and inherited.get("language", "no") == "no"
+    files = front_matter(Report.of({**WHOLE, **CONVERSION}), "name", inherited=inherited)
+    read = yaml.safe_load(files.split("---\n")[1])
+    assert {name: read[name] for name in inherited} == inherited and len(files) < 5000
+    assert "\x1b" not in files and inherited.get("language", "no") == "no"
 
 
 @given(mutated({**CONVERSION, "previous": CONVERSION}))

@@ -76,14 +76,14 @@ def test_copies_stay_in_the_output(folder, tmp_path_factory, tokenizer, config):
     assert sorted(os.listdir(folder.parent)) == before
 
 
-@pytest.mark.parametrize("kept", [(), ("tokenizer.json",)])
-def test_no_code_runs_unless_it_is_trusted(kept, tmp_path):
+@pytest.mark.parametrize("entries", [(), ("tokenizer.json",)])
+def test_no_code_runs_unless_it_is_trusted(entries, tmp_path):
     folder, ran = make_checkpoint(tmp_path / "llama", "llama"), tmp_path / "ran"
     (folder / "evil.py").write_text(CODE.format(ran=str(ran)))
     for name, changes in REMOTE.items():
-        said = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**said, **changes}))
-    if not kept:
+        document = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**document, **changes}))
+    if not entries:
         (folder / "tokenizer.json").unlink()
     taken_or_refused(lambda: load_tokenizer(folder))
     taken_or_refused(lambda: Checkpoint.open(str(folder)).tokenizer())

@@ -22,12 +22,12 @@ CAPACITY = 131_072
 
 def dense() -> dict[str, Launch]:
     """Static caches, in pages of 16 and of 256 tokens, windows, and several new tokens."""
-    made = {name: one(*shape) for name, shape in MODELS.items()}
-    made["Llama-3-8B, pages of 16"] = one(32, 8, 128, page=16)
-    made["Llama-3-8B, pages of 256"] = one(32, 8, 128, page=256)
-    made["Llama-3-8B, 16 tokens, window"] = one(32, 8, 128, tokens=16, window=4096)
-    made["192/128"] = one(16, 16, 192, value=128)
-    return made
+    results = {name: one(*shape) for name, shape in MODELS.items()}
+    results["Llama-3-8B, pages of 16"] = one(32, 8, 128, page=16)
+    results["Llama-3-8B, pages of 256"] = one(32, 8, 128, page=256)
+    results["Llama-3-8B, 16 tokens, window"] = one(32, 8, 128, tokens=16, window=4096)
+    results["192/128"] = one(16, 16, 192, value=128)
+    return results
 
 
 def one(
@@ -50,7 +50,7 @@ def one(
         query = torch.empty(rows, tokens, heads, d, dtype=dtype)
         key, values = torch.empty(*pool, d, dtype=dtype), torch.empty(*pool, value, dtype=dtype)
         pages = None if page is None else torch.empty(rows, CAPACITY // page, dtype=torch.int32)
-        made = launches(
+        result = launches(
             query,
             key,
             values,
@@ -63,20 +63,20 @@ def one(
             window=window,
             config=config,
         )
-    return made[0]
+    return result[0]
 
 
 def quantized() -> dict[str, Launch]:
     """The formats by channel in groups of 32 tokens, one by token, and one of larger groups."""
-    made = {}
+    results = {}
     for name in ("Llama-2-7B", "Llama-3-8B", "Qwen2.5-7B"):
         for format in ("int8", "int4", "fp8"):
-            made[f"{name} {format}"] = coded(*MODELS[name], format)
-    made["Llama-3-8B int2"] = coded(*MODELS["Llama-3-8B"], "int2")
-    made["Llama-3-8B int8 by token"] = coded(*MODELS["Llama-3-8B"], "int8", keys="token")
-    made["Llama-3-8B int4, groups of 128"] = coded(*MODELS["Llama-3-8B"], "int4", group=128)
-    made["d=256 int8"] = coded(*MODELS["d=256"], "int8")
-    return made
+            results[f"{name} {format}"] = coded(*MODELS[name], format)
+    results["Llama-3-8B int2"] = coded(*MODELS["Llama-3-8B"], "int2")
+    results["Llama-3-8B int8 by token"] = coded(*MODELS["Llama-3-8B"], "int8", keys="token")
+    results["Llama-3-8B int4, groups of 128"] = coded(*MODELS["Llama-3-8B"], "int4", group=128)
+    results["d=256 int8"] = coded(*MODELS["d=256"], "int8")
+    return results
 
 
 def coded(
@@ -101,7 +101,7 @@ def coded(
         by_channel = torch.empty(rows, groups, CAPACITY // group, d, dtype=dtype)
         key_scale = by_channel if keys == "channel" else value_scale
         zeros = (None, None) if format == "fp8" else (key_scale, value_scale)
-        made = gqa_decode_quantized.launches(
+        result = gqa_decode_quantized.launches(
             query,
             codes,
             key_scale,
@@ -119,4 +119,4 @@ def coded(
             lse=torch.empty(rows, 1, heads),
             config=config,
         )
-    return made[0]
+    return result[0]

@@ -18,7 +18,7 @@ def hybrid_decode_launches() -> dict[str, Launch]:
         cases[f"{name}, 64 rows"] = _launches(*shape, sinks=128, recent=1024, rows=64, splits=1)
     cases["float32"] = _launches(32, 8, 128, sinks=64, recent=256, splits=16, dtype=torch.float32)
     cases["no power of two"] = _launches(28, 4, 96, sinks=64, recent=256, splits=16)
-    return {f"{name}: {launch.kernel.fn.__name__}": launch for name, made in cases.items() for launch in made}
+    return {f"{name}: {launch.kernel.fn.__name__}": launch for name, result in cases.items() for launch in result}
 
 
 def _launches(

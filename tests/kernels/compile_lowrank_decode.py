@@ -87,18 +87,18 @@ def few(capability: int) -> dict[str, Launch]:
 
 def more(capability: int) -> dict[str, Launch]:
     """The shapes of the models that are converted most, plain, next to full-precision tokens and as codes."""
-    made = {
+    results = {
         "Llama-3-8B, joint 1024": launch(32, 8, 128, 1024, capability=capability),
         "Llama-2-7B, blocks of four heads": launch(32, 32, 128, 1024, width=8192, capability=capability),
     }
     shapes = {"Llama-3-8B, blocks of two heads": (32, 8, 128, 256), "Qwen2.5-7B, one head": (28, 4, 128, 128)}
     for name, shape in shapes.items():
         width = 1024 if shape[1] == 8 else 512
-        made[name] = launch(*shape, width=width, capability=capability)
-        made[f"{name}, exact"] = launch(*shape, width=width, exact=132, norm=True, capability=capability)
+        results[name] = launch(*shape, width=width, capability=capability)
+        results[f"{name}, exact"] = launch(*shape, width=width, exact=132, norm=True, capability=capability)
         for bits, by_channel in product((8, 4), (True, False)):
             by = "channel" if by_channel else "token"
-            made[f"{name}, {bits} bits by {by}"] = launch(
+            results[f"{name}, {bits} bits by {by}"] = launch(
                 *shape, width=width, bits=bits, by_channel=by_channel, capability=capability
             )
-    return made
+    return results

@@ -56,16 +56,16 @@ def launch(
 
 def cases(sm: int) -> dict[str, Launch]:
     """Return the cases by name, with the default configuration for such a GPU."""
-    made = {f"{heads} x {rank}+{rope}": launch(heads, rank, rope, sm=sm) for heads, rank, rope in SHAPES}
-    made |= {
+    results = {f"{heads} x {rank}+{rope}": launch(heads, rank, rope, sm=sm) for heads, rank, rope in SHAPES}
+    results |= {
         f"{heads} x {rank}+{rope} paged": launch(heads, rank, rope, sm=sm, page=64) for heads, rank, rope in SHAPES[:4]
     }
-    made["32 x 512+0, one split"] = launch(32, 512, 0, sm=sm, splits=1)
-    made["16 x 512+64, window"] = launch(16, 512, 64, sm=sm, window=4096)
-    made["32 x 256+64, 8 gains"] = launch(32, 256, 64, sm=sm, gains=8)
-    made["32 x 256+64, 4 tokens"] = launch(32, 256, 64, sm=sm, tokens=4)
-    made["32 x 512+64, fp32"] = launch(32, 512, 64, sm=sm, dtype=torch.float32)
-    return made
+    results["32 x 512+0, one split"] = launch(32, 512, 0, sm=sm, splits=1)
+    results["16 x 512+64, window"] = launch(16, 512, 64, sm=sm, window=4096)
+    results["32 x 256+64, 8 gains"] = launch(32, 256, 64, sm=sm, gains=8)
+    results["32 x 256+64, 4 tokens"] = launch(32, 256, 64, sm=sm, tokens=4)
+    results["32 x 512+64, fp32"] = launch(32, 512, 64, sm=sm, dtype=torch.float32)
+    return results
 
 
 def quantized(heads: int, rank: int, rope: int, format: str, by_channel: bool, *, sm: int, group: int = 32) -> Launch:
@@ -99,14 +99,14 @@ def quantized(heads: int, rank: int, rope: int, format: str, by_channel: bool, *
 
 def quantized_cases(sm: int) -> dict[str, Launch]:
     """Return the cases that `quantized_kernel.unsupported` does not refuse."""
-    made = {}
+    results = {}
     for rank, format, by_channel in product((512, 256, 96), ("int8", "int4", "int2", "fp8"), (True, False)):
         assert quantized_kernel.unsupported(rank, 32, by_channel, torch.bfloat16) is None
         name = f"32 x {rank}+64 {format} by {'channel' if by_channel else 'token'}"
-        made[name] = quantized(32, rank, 64, format, by_channel, sm=sm)
-    made["128 x 512+64 int4 by token, groups of 64"] = quantized(128, 512, 64, "int4", False, sm=sm, group=64)
-    made["28 x 448+64 int4 by channel, groups of 128"] = quantized(28, 448, 64, "int4", True, sm=sm, group=128)
-    return made
+        results[name] = quantized(32, rank, 64, format, by_channel, sm=sm)
+    results["128 x 512+64 int4 by token, groups of 64"] = quantized(128, 512, 64, "int4", False, sm=sm, group=64)
+    results["28 x 448+64 int4 by channel, groups of 128"] = quantized(28, 448, 64, "int4", True, sm=sm, group=128)
+    return results
 
 
 PACKED = {"512+128 in 320 B": ([("4+4", 256)], [("4+4", 64)]), "256+128 in 192 B": ([("4+4", 128)], [("4+4", 64)])}
@@ -143,10 +143,10 @@ def packed(name: str, heads: int) -> list[Launch]:
 
 def packed_cases() -> dict[str, Launch]:
     """Of rows in bits that `packed_kernel.unsupported` does not refuse: the rows, and their first tokens."""
-    made, first = {}, None
+    result, first = {}, None
     for heads, name in zip((32, 9), PACKED, strict=True):
-        made[f"{heads} x {name}"], first = packed(name, heads)
-    return made | {"9 x 256+128, first tokens": first}
+        result[f"{heads} x {name}"], first = packed(name, heads)
+    return result | {"9 x 256+128, first tokens": first}
 
 
 def first_launches() -> dict[str, Launch]:

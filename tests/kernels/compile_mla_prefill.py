@@ -33,21 +33,21 @@ def of_shape(heads, kv_heads, key_width, value_width, *, capability, dtype=torch
             bounds = torch.empty(2, 2, TOKENS, dtype=torch.int32)
             settings = {"starts": rows, "lengths": rows, "offsets": rows, "bounds": bounds, "window": 4096}
         config = default_config(dtype.itemsize, capability)
-        made = {"forward": forward_launches(query, key, value, 0.1, **settings, out=out, lse=lse, config=config)[0]}
+        results = {"forward": forward_launches(query, key, value, 0.1, **settings, out=out, lse=lse, config=config)[0]}
         configs = default_configs(dtype.itemsize, capability)
-        known = {"out": out, "lse": lse, "grad_out": out, "grad_lse": None, "delta": lse}
+        reference = {"out": out, "lse": lse, "grad_out": out, "grad_lse": None, "delta": lse}
         gradients = (query, key, value)
-        backward = backward_launches(*gradients, 0.1, **settings, **known, gradients=gradients, configs=configs)
-        made |= dict(zip(("delta", "keys", "queries"), backward, strict=True))
-    return made
+        backward = backward_launches(*gradients, 0.1, **settings, **reference, gradients=gradients, configs=configs)
+        results |= dict(zip(("delta", "keys", "queries"), backward, strict=True))
+    return results
 
 
 def launches_of(capability: int) -> dict[str, Launch]:
     """Both passes for every shape; for one of them with everything that hides tokens, and in fp32."""
-    made = {}
+    results = {}
     for name, shape in SHAPES.items():
-        made |= {f"{name}, {part}": one for part, one in of_shape(*shape, capability=capability).items()}
+        results |= {f"{name}, {part}": one for part, one in of_shape(*shape, capability=capability).items()}
     widest = SHAPES["mla 32 x 192/128"]
     for name, setting in {"masks": {"masks": True}, "fp32": {"dtype": torch.float32}}.items():
-        made |= {f"{name}, {part}": one for part, one in of_shape(*widest, capability=capability, **setting).items()}
-    return made
+        results |= {f"{name}, {part}": one for part, one in of_shape(*widest, capability=capability, **setting).items()}
+    return results

@@ -15,10 +15,10 @@ NEVER = float("nan")
 
 def inputs(rows, tokens, heads, groups, d, v, capacity, dtype, device, seed=0):
     """Queries, and keys and values with strides of a cache [S, B, G, d]."""
-    made = torch.Generator().manual_seed(seed)
-    query = torch.randn(rows, tokens, heads, d, generator=made)
-    key = torch.randn(capacity, rows, groups, d, generator=made).permute(1, 2, 0, 3)
-    value = torch.randn(capacity, rows, groups, v, generator=made).permute(1, 2, 0, 3)
+    rng = torch.Generator().manual_seed(seed)
+    query = torch.randn(rows, tokens, heads, d, generator=rng)
+    key = torch.randn(capacity, rows, groups, d, generator=rng).permute(1, 2, 0, 3)
+    value = torch.randn(capacity, rows, groups, v, generator=rng).permute(1, 2, 0, 3)
     return tuple(tensor.to(device, dtype) for tensor in (query, key, value))
 
 
@@ -108,16 +108,16 @@ def test_the_kernel_in_bfloat16(case, device):
 def test_the_reference_is_attention_of_pytorch(window):
     query, key, value = inputs(2, 3, 6, 2, 8, 4, 11, torch.float64, "cpu")
     position = torch.arange(8, 11)[:, None]
-    seen = torch.arange(11) <= position
+    visible = torch.arange(11) <= position
     if window:
-        seen &= torch.arange(11) > position - window
+        visible &= torch.arange(11) > position - window
     expected = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key, value, attn_mask=seen, scale=0.3, enable_gqa=True
+        query.transpose(1, 2), key, value, attn_mask=visible, scale=0.3, enable_gqa=True
     )
     out, lse = grouped_query_attention(query, key, value, 0.3, window=window)
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-10, atol=1e-10)
     logits = torch.einsum("bthd,bhsd->bths", query, key.repeat_interleave(3, 1)) * 0.3
-    expected = logits.masked_fill(~seen[None, :, None], -torch.inf).logsumexp(-1)
+    expected = logits.masked_fill(~visible[None, :, None], -torch.inf).logsumexp(-1)
     torch.testing.assert_close(lse, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -133,10 +133,10 @@ def test_the_reference_ignores_what_is_not_held():
     assert (expected[0][2, 0] == 0).all() and (expected[1][2, 0] == -torch.inf).all()
     forget(key, value, lengths, starts)
     (key, pages), (value, _) = paged(key, 5, "cpu"), paged(value, 5, "cpu")
-    for got, want in zip(
+    for result, want in zip(
         grouped_query_attention(query, key, value, 0.3, lengths, starts, pages), expected, strict=True
     ):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(result, want, rtol=1e-10, atol=1e-10)
 
 
 def test_layouts_without_a_kernel_run_as_the_reference(device):
@@ -144,8 +144,8 @@ def test_layouts_without_a_kernel_run_as_the_reference(device):
     apart = query, key.transpose(2, 3).contiguous().transpose(2, 3), value
     wide = inputs(1, 1, 2, 1, 600, 600, 5, torch.float16, device)
     for tensors in (apart, wide):
-        for got, want in zip(gqa_decode(*tensors, 0.3), grouped_query_attention(*tensors, 0.3), strict=True):
-            assert torch.equal(got, want)
+        for result, want in zip(gqa_decode(*tensors, 0.3), grouped_query_attention(*tensors, 0.3), strict=True):
+            assert torch.equal(result, want)
 
 
 def test_an_empty_cache(device):
@@ -162,10 +162,10 @@ def test_tokens_of_two_caches_merge_to_one(device):
     expected = grouped_query_attention(query, key, value, 0.3, lengths, starts, window=30)
     rows = {"lengths": lengths - 64, "starts": starts - 64, "window": 30}
     parts = [gqa_decode(query, key[:, :, 64:], value[:, :, 64:], 0.3, **rows, splits=1)]
-    seen = torch.arange(64, device=device) <= (lengths[:, None] - 3 + torch.arange(3, device=device))[..., None]
-    seen &= torch.arange(64, device=device) > (lengths[:, None] - 33 + torch.arange(3, device=device))[..., None]
-    seen &= torch.arange(64, device=device) >= starts[:, None, None]
-    parts.append(attention(query, key[:, :, :64], value[:, :, :64], 0.3, seen))
+    visible = torch.arange(64, device=device) <= (lengths[:, None] - 3 + torch.arange(3, device=device))[..., None]
+    visible &= torch.arange(64, device=device) > (lengths[:, None] - 33 + torch.arange(3, device=device))[..., None]
+    visible &= torch.arange(64, device=device) >= starts[:, None, None]
+    parts.append(attention(query, key[:, :, :64], value[:, :, :64], 0.3, visible))
     out, lse = merge(torch.stack([part[0] for part in parts], -2), torch.stack([part[1] for part in parts], -1))
     assert_close("out", out, expected[0].double())
     assert_close("lse", lse, expected[1].double())

@@ -33,11 +33,11 @@ def roomy(tensor, fill):
 def inputs(rows, tokens, heads, groups, d, v, coded, settings, dtype, device, seed=0):
     """Queries, and keys and values as codes; keys have channels that are large in every token."""
     format, group, keys = settings
-    made = torch.Generator().manual_seed(seed)
-    query = torch.randn(rows, tokens, heads, d, generator=made).to(device, dtype)
-    large = torch.where(torch.rand(d, generator=made) < 0.1, 8.0, 1.0)
-    key = (torch.randn(rows, groups, coded, d, generator=made) * large + large / 2).to(device, dtype)
-    value = (torch.randn(rows, groups, coded, v, generator=made) * 0.1).to(device, dtype)
+    rng = torch.Generator().manual_seed(seed)
+    query = torch.randn(rows, tokens, heads, d, generator=rng).to(device, dtype)
+    large = torch.where(torch.rand(d, generator=rng) < 0.1, 8.0, 1.0)
+    key = (torch.randn(rows, groups, coded, d, generator=rng) * large + large / 2).to(device, dtype)
+    value = (torch.randn(rows, groups, coded, v, generator=rng) * 0.1).to(device, dtype)
     return query, quantized(key, format, group, keys == "channel"), quantized(value, format, group, False)
 
 
@@ -62,12 +62,14 @@ CASES = {
 
 
 def check(case, dtype, device, repeat=False):
-    format, group, keys, tokens, heads, groups, d, v, coded, lengths, held, starts, window, behind, splits = CASES[case]
-    rows = len(lengths or held or starts)
+    format, group, keys, tokens, heads, groups, d, v, coded, lengths, values, starts, window, behind, splits = CASES[
+        case
+    ]
+    rows = len(lengths or values or starts)
     settings = format, group, keys
     query, key, value = inputs(rows, tokens, heads, groups, d, v, coded, settings, dtype, device)
     call = {"format": format, "group": group, "keys": keys, "window": window, "behind": behind}
-    call |= {"lengths": counts(lengths, device), "coded": counts(held, device), "starts": counts(starts, device)}
+    call |= {"lengths": counts(lengths, device), "coded": counts(values, device), "starts": counts(starts, device)}
     with only_kernels():
         out, lse = gqa_decode_quantized(query, *key, *value, d**-0.5, **call, splits=splits)
     expected = quantized_attention(query.double(), *wide(key), *wide(value), d**-0.5, **call)
@@ -113,7 +115,7 @@ def test_every_code_is_a_number_of_the_format(device):
     """One token of weight 1 for each code: the output is the code times the scale, exactly."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     expected = codes.view(torch.float8_e4m3fn).float()
-    codes[~expected.isfinite()], expected[~expected.isfinite()] = 0, 0  # no quantiser writes NaN
+    codes[~expected.isfinite()], expected[~expected.isfinite()] = 0, 0  # no quantizer writes NaN
     value = codes.view(8, 1, 1, 32)
     one = torch.ones(8, 1, 1, 1, device=device)
     key = torch.zeros(8, 1, 1, 16, dtype=torch.uint8, device=device)
@@ -125,33 +127,33 @@ def test_every_code_is_a_number_of_the_format(device):
 
 @pytest.mark.parametrize(("format", "keys"), [("int8", "channel"), ("int2", "token"), ("fp8", "channel")])
 def test_the_reference_reads_the_codes_of_the_cache(format, keys):
-    made = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     layer = QuantizedKVLayer(format, group=8, window=3, keys=keys)
-    query = torch.randn(2, 2, 4, 20, generator=made, dtype=torch.float64)
-    key, value = (torch.randn(2, 2, 21, width, generator=made, dtype=torch.float64) for width in (20, 12))
+    query = torch.randn(2, 2, 4, 20, generator=rng, dtype=torch.float64)
+    key, value = (torch.randn(2, 2, 21, width, generator=rng, dtype=torch.float64) for width in (20, 12))
     expected = grouped_query_attention(query, *layer.update(key, value), 0.3, window=9)
     assert (layer.key_codes.tokens, layer.keys.shape[-2]) == (16, 5)
     codes = [t for part in (layer.key_codes, layer.value_codes) for t in (part.codes, part.scale, part.zero)]
     call = {"format": format, "group": 8, "keys": keys, "window": 9, "behind": 5}
     parts = [quantized_attention(query, *codes, 0.3, **call)]
     parts.append(grouped_query_attention(query, layer.keys, layer.values, 0.3, window=9))
-    for got, want in zip(merge_parts(*zip(*parts, strict=True)), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    for result, want in zip(merge_parts(*zip(*parts, strict=True)), expected, strict=True):
+        torch.testing.assert_close(result, want, rtol=1e-10, atol=1e-10)
 
 
 def test_codes_and_the_exact_tail_are_one_cache(device):
     """A cache's update and attention of PyTorch, against codes and tail read where they lie and merged."""
-    made = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     layer = QuantizedKVLayer("int8", group=32, window=8)
-    query = torch.randn(2, 3, 4, 32, generator=made).to(device, torch.float16)
-    key, value = (torch.randn(2, 2, 75, 32, generator=made).to(device, torch.float16) for _ in range(2))
+    query = torch.randn(2, 3, 4, 32, generator=rng).to(device, torch.float16)
+    key, value = (torch.randn(2, 2, 75, 32, generator=rng).to(device, torch.float16) for _ in range(2))
     expected = grouped_query_attention(query.double(), *(t.double() for t in layer.update(key, value)), 0.3)
     codes = [t for part in (layer.key_codes, layer.value_codes) for t in (part.codes, part.scale, part.zero)]
     behind = layer.keys.shape[-2]
     parts = [gqa_decode_quantized(query, *codes, 0.3, format="int8", group=32, behind=behind)]
     parts.append(gqa_decode(query, layer.keys, layer.values, 0.3))
     out, _ = merge_parts(*zip(*parts, strict=True))
-    # The cache rounds what it dequantises to its dtype.
+    # The cache rounds what it dequantizes to its dtype.
     assert relative_error(out, expected[0]) < 2e-3
 
 

@@ -53,10 +53,10 @@ def inputs_of(
     device="cpu",
 ):
     """Positional inputs of the operator, with NaN where nothing may be read; strides as views of longer caches have."""
-    made = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
 
     def random_tensor(*shape):
-        return torch.randn(*shape, generator=made).to(device, dtype)
+        return torch.randn(*shape, generator=rng).to(device, dtype)
 
     query = random_tensor(rows, heads, tokens, head_size).transpose(1, 2)
     full_key, full_value = (
@@ -169,9 +169,9 @@ def agree_with_operators(entries, padding, chunks, dtype, tolerance, monkeypatch
     expected = through_cache(model, ids, padding, chunks)
     with monkeypatch.context() as patch:
         patch.setattr(HybridAttention, "forward", through_operators)
-        got = through_cache(model, ids, padding, chunks)
+        result = through_cache(model, ids, padding, chunks)
     for row, first in enumerate(padding):
-        agree(got[row, first:], expected[row, first:], tolerance)
+        agree(result[row, first:], expected[row, first:], tolerance)
 
 
 EXAMPLES = {

@@ -33,20 +33,20 @@ def inputs(batch, tokens, heads, kv_heads, dim, rank, slots, *, width=None, exac
         return torch.randn(*shape, generator=make, dtype=torch.float64)
 
     width = width or rank
-    given = {
+    settings = {
         "query": normal(batch, tokens, heads, dim),
         "latent": normal(batch, slots, width),
         "key_up": normal(kv_heads, dim, rank) / rank**0.5,
         "inv_freq": 10_000.0 ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim // 2)),
     }
     if biased:
-        given["key_bias"] = normal(kv_heads, dim)
+        settings["key_bias"] = normal(kv_heads, dim)
     if norm:
-        given |= {"norm_weight": 1 + 0.1 * normal(dim), "norm_eps": 1e-6}
+        settings |= {"norm_weight": 1 + 0.1 * normal(dim), "norm_eps": 1e-6}
     if exact:
-        given["exact_key"] = normal(batch, exact, 2 * kv_heads, dim).transpose(1, 2)[:, :kv_heads]
-        given["exact_value"] = normal(batch, exact, 2 * kv_heads, dim).transpose(1, 2)[:, kv_heads:]
-    return given
+        settings["exact_key"] = normal(batch, exact, 2 * kv_heads, dim).transpose(1, 2)[:, :kv_heads]
+        settings["exact_value"] = normal(batch, exact, 2 * kv_heads, dim).transpose(1, 2)[:, kv_heads:]
+    return settings
 
 
 def turned(keys, slots, inv_freq):
@@ -56,12 +56,12 @@ def turned(keys, slots, inv_freq):
     return torch.cat([real * angles.cos() - imag * angles.sin(), imag * angles.cos() + real * angles.sin()], dim=-1)
 
 
-def normed(keys, given):
+def normed(keys, settings):
     """Keys [G, n, d] with bias and norm."""
-    if "key_bias" in given:
-        keys = keys + given["key_bias"][:, None]
-    if "norm_weight" in given:
-        keys = keys / (keys.square().mean(-1, keepdim=True) + given["norm_eps"]).sqrt() * given["norm_weight"]
+    if "key_bias" in settings:
+        keys = keys + settings["key_bias"][:, None]
+    if "norm_weight" in settings:
+        keys = keys / (keys.square().mean(-1, keepdim=True) + settings["norm_eps"]).sqrt() * settings["norm_weight"]
     return keys
 
 
@@ -72,28 +72,28 @@ def by_hand(query, key, value, scale):
     return (weights @ value).flatten(0, 1)
 
 
-def tables(given, slots=256, dtype=torch.float64):
-    return rotation_tables(given["inv_freq"], slots, dtype)
+def tables(settings, slots=256, dtype=torch.float64):
+    return rotation_tables(settings["inv_freq"], slots, dtype)
 
 
-def rotation_of(given, dtype):
-    within, begins = tables(given, dtype=dtype)
+def rotation_of(settings, dtype):
+    within, begins = tables(settings, dtype=dtype)
     return {"within": within, "begins": begins}
 
 
-def test_keys_are_rebuilt_normalised_and_rotated_to_their_slots():
-    given = inputs(1, 2, 4, 2, 8, 5, 200, biased=True, norm=True)
-    inv_freq = given.pop("inv_freq")
+def test_keys_are_rebuilt_normalized_and_rotated_to_their_slots():
+    settings = inputs(1, 2, 4, 2, 8, 5, 200, biased=True, norm=True)
+    inv_freq = settings.pop("inv_freq")
     rotation = rotation_tables(inv_freq, 200, torch.float64)
-    out, exact, lse = lowrank_decode(**given, scale=0.3, rotation=rotation, starts=ints(3), lengths=ints(190))
+    out, exact, lse = lowrank_decode(**settings, scale=0.3, rotation=rotation, starts=ints(3), lengths=ints(190))
     assert exact is None
     for token, own in enumerate((188, 189)):
-        seen = torch.arange(3, own + 1)
-        latent = given["latent"][0, seen]
-        key = turned(normed(latent @ given["key_up"].mT, given), seen, inv_freq)
-        expected = by_hand(given["query"][0, token], key, latent.expand(2, -1, -1), 0.3)
+        visible = torch.arange(3, own + 1)
+        latent = settings["latent"][0, visible]
+        key = turned(normed(latent @ settings["key_up"].mT, settings), visible, inv_freq)
+        expected = by_hand(settings["query"][0, token], key, latent.expand(2, -1, -1), 0.3)
         torch.testing.assert_close(out[0, token], expected, rtol=1e-10, atol=1e-10)
-        logits = given["query"][0, token].unflatten(0, (2, 2)) @ key.mT * 0.3
+        logits = settings["query"][0, token].unflatten(0, (2, 2)) @ key.mT * 0.3
         torch.testing.assert_close(lse[0, token], logits.logsumexp(-1).flatten().float())
 
 
@@ -102,8 +102,8 @@ def test_what_an_exact_window_caches_is_served():
     torch.manual_seed(3)
     sinks, window, padding, dim, kv_heads = 2, 4, [0, 3], 4, 2
     slots = 14
-    given = inputs(2, slots, 4, kv_heads, dim, 5, slots)
-    rotation = tables(given)
+    settings = inputs(2, slots, 4, kv_heads, dim, 5, slots)
+    rotation = tables(settings)
     keys, values = torch.randn(2, 2, slots, kv_heads, dim, dtype=torch.float64)
     layer = ExactWindowLayer(sinks, window)
     layer.padding = LeftPadding(padding)
@@ -112,14 +112,14 @@ def test_what_an_exact_window_caches_is_served():
             places, visible = layer.slots(1, "cpu"), layer.visible(1, "cpu")
             places = places.where(visible.expand(2, 1, 1, -1)[:, 0, 0], -1)
         both = torch.cat([keys[:, own], values[:, own]], dim=1).flatten(1)[:, None, None]
-        latent, exact = layer.update(given["latent"][:, None, own : own + 1], both)
+        latent, exact = layer.update(settings["latent"][:, None, own : own + 1], both)
         if own < max(padding):
             continue
         exact = exact.unflatten(-1, (2 * kv_heads, dim))[:, 0].transpose(1, 2)
         out, exact_out, _ = lowrank_decode(
-            given["query"][:, own, None],
+            settings["query"][:, own, None],
             latent[:, 0],
-            given["key_up"],
+            settings["key_up"],
             0.5,
             rotation=rotation,
             starts=ints(*padding),
@@ -130,26 +130,26 @@ def test_what_an_exact_window_caches_is_served():
             exact_slots=places,
         )
         for row, start in enumerate(padding):
-            seen = torch.arange(start, own + 1)
-            is_exact = (seen > own - window) | (seen - start < sinks)
-            rebuilt = given["latent"][row, seen] @ given["key_up"].mT
-            key = torch.where(is_exact[:, None], keys[row, seen].transpose(0, 1), rebuilt)
-            key = turned(key, seen, given["inv_freq"])
-            latents = given["latent"][row, seen] * ~is_exact[:, None]
+            mask = torch.arange(start, own + 1)
+            is_exact = (mask > own - window) | (mask - start < sinks)
+            rebuilt = settings["latent"][row, mask] @ settings["key_up"].mT
+            key = torch.where(is_exact[:, None], keys[row, mask].transpose(0, 1), rebuilt)
+            key = turned(key, mask, settings["inv_freq"])
+            latents = settings["latent"][row, mask] * ~is_exact[:, None]
             both = torch.cat(
-                [latents.expand(kv_heads, -1, -1), values[row, seen].transpose(0, 1) * is_exact[:, None]], dim=-1
+                [latents.expand(kv_heads, -1, -1), values[row, mask].transpose(0, 1) * is_exact[:, None]], dim=-1
             )
-            expected = by_hand(given["query"][row, own], key, both, 0.5)
-            got = torch.cat([out, exact_out], dim=-1)[row, 0]
-            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+            expected = by_hand(settings["query"][row, own], key, both, 0.5)
+            result = torch.cat([out, exact_out], dim=-1)[row, 0]
+            torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("piece", [1, 2])
 def test_what_a_group_of_layers_caches_is_served(piece):
     """`rebuilt` and full-precision tokens as `Reading` has them, several queries at once included."""
     dim, kv_heads, rank, slots, block, sinks, window = 4, 2, 3, 16, 4, 2, 5
-    given = inputs(1, slots, 4, kv_heads, dim, rank, slots, biased=True, norm=True)
-    rotation, basis = tables(given), torch.randn(2, kv_heads, dim, rank, dtype=torch.float64)
+    settings = inputs(1, slots, 4, kv_heads, dim, rank, slots, biased=True, norm=True)
+    rotation, basis = tables(settings), torch.randn(2, kv_heads, dim, rank, dtype=torch.float64)
     tokens = torch.randn(1, 1, slots, 2 * kv_heads * dim, dtype=torch.float64)
     down = torch.randn(rank, tokens.shape[-1], dtype=torch.float64)
     layer = GroupLayer(SharedCodes(1, rank), 0, block, sinks, window)
@@ -161,8 +161,8 @@ def test_what_a_group_of_layers_caches_is_served(piece):
         codes = layer.store.codes if layer.store.codes is not None else torch.zeros(1, 1, 1, rank, dtype=torch.float64)
         read = torch.cat([codes[:, :, start:stop] @ basis.flatten(0, 2).mT, exact], dim=2)
         key, value = read[0, 0].unflatten(-1, (2, kv_heads, dim)).permute(1, 2, 0, 3)
-        key = turned(normed(key, given), reading.positions, given["inv_freq"])
-        query = given["query"][0, first : first + piece]
+        key = turned(normed(key, settings), reading.positions, settings["inv_freq"])
+        query = settings["query"][0, first : first + piece]
         causal = reading.first + torch.arange(piece)[:, None] >= torch.arange(layer.seen)
         mask = reading.select(causal[None, None])[0, 0]
         exact_key, exact_value = exact[0].unflatten(-1, (2, kv_heads, dim)).permute(2, 0, 3, 1, 4)
@@ -172,9 +172,9 @@ def test_what_a_group_of_layers_caches_is_served(piece):
             basis[0],
             0.5,
             rotation=rotation,
-            key_bias=given["key_bias"],
-            norm_weight=given["norm_weight"],
-            norm_eps=given["norm_eps"],
+            key_bias=settings["key_bias"],
+            norm_weight=settings["norm_weight"],
+            norm_eps=settings["norm_eps"],
             lengths=ints(layer.seen),
             rebuilt=ints([sinks, reading.block_start]),
             window=window,
@@ -183,10 +183,10 @@ def test_what_a_group_of_layers_caches_is_served(piece):
             exact_slots=reading.exact.int()[None],
             raw_exact=True,
         )
-        got = torch.einsum("thr,hvr->thv", out[0], basis[1].repeat_interleave(2, 0)) + exact_out[0]
+        result = torch.einsum("thr,hvr->thv", out[0], basis[1].repeat_interleave(2, 0)) + exact_out[0]
         for token in range(piece):
             expected = by_hand(query[token], key[:, mask[token]], value[:, mask[token]], 0.5)
-            torch.testing.assert_close(got[token], expected, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(result[token], expected, rtol=1e-10, atol=1e-10)
         layer.settle(lambda whole: whole @ down.mT)
 
 
@@ -213,64 +213,64 @@ CASES = {
 def case(name, dtype, device):
     """Kernel arguments in `dtype` whose unseen tokens are NaN, what the reference is given, and how to run them."""
     how = dict(CASES[name])
-    given = inputs(
+    settings = inputs(
         *how.pop("shape"),
         width=how.pop("width", None),
         exact=how.pop("exact", 0),
         biased=how.pop("biased", False),
         norm=how.pop("norm", False),
     )
-    inv_freq = given.pop("inv_freq")
+    inv_freq = settings.pop("inv_freq")
     options = {key: how.pop(key) for key in ("window", "sinks", "raw_exact") if key in how}
     for key in ("lengths", "starts", "first", "held", "rebuilt"):
         if key in how:
             options[key] = torch.tensor(how.pop(key), dtype=torch.int32)
     if "ranges" in how:
         options["ranges"] = [number for head in how.pop("ranges") for number in head]
-    batch, slots = given["latent"].shape[:2]
+    batch, slots = settings["latent"].shape[:2]
     zero = torch.zeros(batch, dtype=torch.int32)
     slot = options.get("first", zero)[:, None] + torch.arange(slots)
     hidden = (slot >= options["lengths"][:, None]) | (slot < options.get("starts", zero)[:, None])
     if "held" in options:
         hidden |= slot >= (options["first"] + options["held"])[:, None]
         hidden |= (slot < options["rebuilt"][:, :1]) | (slot >= options["rebuilt"][:, 1:])
-    given["latent"][hidden] = torch.nan
-    if "exact_key" in given:
-        count = given["exact_key"].shape[2]
+    settings["latent"][hidden] = torch.nan
+    if "exact_key" in settings:
+        count = settings["exact_key"].shape[2]
         places = options["lengths"][:, None] - 1 - torch.arange(count)  # backwards: any order will do
         places[:, -2:] = torch.tensor([-1, 400])
         options["exact_slots"] = places.int()
         for key in ("exact_key", "exact_value"):
-            given[key].masked_fill_((places == -1)[:, None, :, None] | (places == 400)[:, None, :, None], torch.nan)
-    given = {key: value.to(dtype) if isinstance(value, torch.Tensor) else value for key, value in given.items()}
-    wide = {key: value.double() if isinstance(value, torch.Tensor) else value for key, value in given.items()}
+            settings[key].masked_fill_((places == -1)[:, None, :, None] | (places == 400)[:, None, :, None], torch.nan)
+    settings = {key: value.to(dtype) if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
+    wide = {key: value.double() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
     wide |= options | dict(zip(("within", "begins"), rotation_tables(inv_freq, 512, torch.float64), strict=True))
-    given |= options | dict(zip(("within", "begins"), rotation_tables(inv_freq, 512), strict=True))
-    given = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in given.items()}
-    return given, wide, how
+    settings |= options | dict(zip(("within", "begins"), rotation_tables(inv_freq, 512), strict=True))
+    settings = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
+    return settings, wide, how
 
 
-def run(given, *, splits, passing=None, **changes):
+def run(settings, *, splits, passing=None, **changes):
     """Outputs of the kernel with so many splits."""
-    query, latent, key_up, ranges = (given.get(key) for key in ("query", "latent", "key_up", "ranges"))
+    query, latent, key_up, ranges = (settings.get(key) for key in ("query", "latent", "key_up", "ranges"))
     batch, tokens, heads, dim = query.shape
     rank = latent.shape[-1] if ranges is None else max(ranges[3::4])
-    width = rank + (given["exact_value"].shape[-1] if "exact_value" in given else 0)
+    width = rank + (settings["exact_value"].shape[-1] if "exact_value" in settings else 0)
     config = default_config(dim=dim, key_rank=key_up.shape[-1], value_rank=rank, dtype=query.dtype)
     out, log = query.new_empty(batch, tokens, heads, width), query.new_empty(batch, tokens, heads, dtype=torch.float32)
     config, resident = replace(config, splits=splits, **changes), None if passing is None else not passing
-    for launch in launches(**given, scale=dim**-0.5, out=out, lse=log, config=config, resident=resident):
+    for launch in launches(**settings, scale=dim**-0.5, out=out, lse=log, config=config, resident=resident):
         launch.run()
     return out, log
 
 
 def check(name, dtype, device):
-    given, wide, how = case(name, dtype, device)
-    out, log = run(given, **how)
-    both, lse = lowrank_attention(**wide, scale=given["query"].shape[-1] ** -0.5)
+    inputs, wide, how = case(name, dtype, device)
+    out, log = run(inputs, **how)
+    both, lse = lowrank_attention(**wide, scale=inputs["query"].shape[-1] ** -0.5)
     assert_close("out", out.cpu(), both)
     assert_close("lse", log.cpu(), lse, units=4 * 2**13 if dtype != torch.float32 else 4)
-    again, _ = run(given, **how)
+    again, _ = run(inputs, **how)
     assert torch.equal(out, again)
 
 
@@ -293,10 +293,10 @@ def test_the_kernel_in_bf16(name, device):
 @pytest.mark.parametrize("by_channel", [False, True], ids=["token", "channel"])
 @pytest.mark.parametrize("format", ["int8", "int4", "int2", "fp8"])
 def test_codes_are_read_as_the_cache_writes_them(format, by_channel, device):
-    given = inputs(2, 1, 4, 2, 16, 40, 64)
-    rotation = tuple(table.to(device) for table in tables(given, dtype=torch.float32))
-    codes = GroupedCodes(given["latent"][:, None].float(), format, 16, by_channel=by_channel)
-    codes.append(given["latent"][:, None].float())
+    settings = inputs(2, 1, 4, 2, 16, 40, 64)
+    rotation = tuple(table.to(device) for table in tables(settings, dtype=torch.float32))
+    codes = GroupedCodes(settings["latent"][:, None].float(), format, 16, by_channel=by_channel)
+    codes.append(settings["latent"][:, None].float())
     latent = dequantized(
         codes.codes[:, 0],
         codes.scale[:, 0],
@@ -306,7 +306,7 @@ def test_codes_are_read_as_the_cache_writes_them(format, by_channel, device):
         torch.float32,
     )
     assert torch.equal(latent, codes.dequantized()[:, 0])
-    query, key_up = given["query"].float().to(device), given["key_up"].float().to(device)
+    query, key_up = settings["query"].float().to(device), settings["key_up"].float().to(device)
     lengths = ints(64, 51).to(device)
     out, _, lse = lowrank_decode_quantized(
         query,
@@ -321,7 +321,7 @@ def test_codes_are_read_as_the_cache_writes_them(format, by_channel, device):
         rotation=rotation,
         lengths=lengths,
     )
-    within, begins = tables(given)
+    within, begins = tables(settings)
     expected, expected_lse = lowrank_attention(
         query.cpu().double(), latent.double(), key_up.cpu().double(), 0.25, within=within, begins=begins,
         lengths=lengths.cpu(),
@@ -332,16 +332,16 @@ def test_codes_are_read_as_the_cache_writes_them(format, by_channel, device):
 
 def test_codes_and_the_rest_are_merged_by_their_lse():
     """Latents [0, 48) in one call, the rest with the full-precision tokens in another: one call over all."""
-    given = inputs(1, 2, 4, 2, 8, 6, 60, exact=12)
-    rotation, exact = tables(given), {key: given.pop(key) for key in ("exact_key", "exact_value")}
-    given.pop("inv_freq")
+    settings = inputs(1, 2, 4, 2, 8, 6, 60, exact=12)
+    rotation, exact = tables(settings), {key: settings.pop(key) for key in ("exact_key", "exact_value")}
+    settings.pop("inv_freq")
     exact["exact_slots"] = torch.cat([torch.arange(50, 60), torch.arange(2)]).int()[None]
     common = {"rotation": rotation, "lengths": ints(60), "window": 9, "sinks": 2, "scale": 0.4}
-    latent = given.pop("latent")
-    whole, whole_exact, whole_lse = lowrank_decode(latent=latent, **given, **common, **exact)
+    latent = settings.pop("latent")
+    whole, whole_exact, whole_lse = lowrank_decode(latent=latent, **settings, **common, **exact)
     spare = torch.cat([latent[:, :48], latent[:, :5] * torch.nan], dim=1)
-    old, _, old_lse = lowrank_decode(latent=spare, **given, **common, held=ints(48))
-    new, new_exact, new_lse = lowrank_decode(latent=latent[:, 48:], **given, **common, **exact, first=ints(48))
+    old, _, old_lse = lowrank_decode(latent=spare, **settings, **common, held=ints(48))
+    new, new_exact, new_lse = lowrank_decode(latent=latent[:, 48:], **settings, **common, **exact, first=ints(48))
     parts = [torch.cat([old, new_exact * 0], dim=-1), torch.cat([new, new_exact], dim=-1)]
     logs = torch.stack([old_lse, new_lse], dim=-1).double()
     merged, lse = merge(torch.stack(parts, dim=-2).flatten(0, 2), logs.flatten(0, 2))
@@ -380,7 +380,7 @@ def among_others(name, capability, mma):
 
 def spilled(name, capability):
     """Bytes, where a few addresses are over 255 registers."""
-    known = {
+    reference = {
         80: {
             "joint": 8,
             "Llama-3-8B, joint 1024": 128,
@@ -390,7 +390,7 @@ def spilled(name, capability):
         # With Triton 3.6.
         90: {"Qwen2.5-7B, one head, 8 bits by token": 56, "Qwen2.5-7B, one head, 4 bits by token": 40},
     }
-    return known[capability].get(name, 0)
+    return reference[capability].get(name, 0)
 
 
 def launches_compiled(name, *capabilities):

@@ -20,8 +20,8 @@ def test_parts_are_one_softmax(stacked):
     expected = part(query, key, value)
     cuts = [slice(0, 1), slice(1, 7), slice(7, 9)]
     outs, lses = zip(*(part(query, key[..., cut, :], value[..., cut, :]) for cut in cuts), strict=True)
-    got = merge_parts(torch.stack(outs), torch.stack(lses)) if stacked else merge_parts(outs, lses)
-    for one, other in zip(got, expected, strict=True):
+    result = merge_parts(torch.stack(outs), torch.stack(lses)) if stacked else merge_parts(outs, lses)
+    for one, other in zip(result, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
@@ -53,8 +53,8 @@ def test_gradients():
 
 def test_it_compiles_into_a_graph():
     outs, lses = torch.randn(2, 1, 1, 3, 4), torch.randn(2, 1, 1, 3)
-    made = torch.compile(merge_parts, fullgraph=True, backend="aot_eager")
-    for one, other in zip(made(list(outs), list(lses)), merge_parts(outs, lses), strict=True):
+    result = torch.compile(merge_parts, fullgraph=True, backend="aot_eager")
+    for one, other in zip(result(list(outs), list(lses)), merge_parts(outs, lses), strict=True):
         assert torch.equal(one, other)
 
 

@@ -41,14 +41,14 @@ def run(query, latent, rope_key, scale, *, splits=1, config=SMALL, **extra):
 def check(query, latent, rope_key, scale=0.1, *, units=4.0, **extra):
     """The kernel against the reference in fp64, of inputs whose hidden tokens are clean; twice, for the same bits."""
     splits, config = extra.pop("splits", 1), extra.pop("config", SMALL)
-    got = run(query, latent, rope_key, scale, splits=splits, config=config, **extra)
+    result = run(query, latent, rope_key, scale, splits=splits, config=config, **extra)
     again = run(query, latent, rope_key, scale, splits=splits, config=config, **extra)
-    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
     wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in extra.items()}
     expected = ragged_latent_attention(query.double(), latent.double(), rope_key.double(), scale, **wide)
-    assert_close("out", got[0], expected[0], units=units)
-    assert_close("lse", got[1], expected[1])
-    return got
+    assert_close("out", result[0], expected[0], units=units)
+    assert_close("lse", result[1], expected[1])
+    return result
 
 
 def test_the_reference_is_plain_softmax():
@@ -56,10 +56,10 @@ def test_the_reference_is_plain_softmax():
     logits = torch.einsum("bthc,bsc->bths", query, torch.cat([latent, rope_key], -1)) * 0.3
     logits = logits * gain.repeat_interleave(2, -1).mT[:, None]
     for window in (None, 2):
-        seen = logits.masked_fill(~causal_mask(3, 9, window, query.device)[:, None], -torch.inf)
+        visible = logits.masked_fill(~causal_mask(3, 9, window, query.device)[:, None], -torch.inf)
         out, lse = ragged_latent_attention(query, latent, rope_key, 0.3, key_gain=gain, window=window)
-        torch.testing.assert_close(out, seen.softmax(-1) @ latent[:, None], rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(lse, seen.logsumexp(-1), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(out, visible.softmax(-1) @ latent[:, None], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(lse, visible.logsumexp(-1), rtol=1e-10, atol=1e-10)
 
 
 def test_the_reference_ends_rows_where_they_end():
@@ -71,8 +71,8 @@ def test_the_reference_ends_rows_where_they_end():
         each = ragged_latent_attention(
             query[row, None], latent[row, None, start:length], rope_key[row, None, start:length], 0.3
         )
-        for got, expected in zip(whole, each, strict=True):
-            torch.testing.assert_close(got[row], expected[0], rtol=1e-12, atol=1e-12)
+        for result, expected in zip(whole, each, strict=True):
+            torch.testing.assert_close(result[row], expected[0], rtol=1e-12, atol=1e-12)
     assert whole[0][2].abs().max() == 0 and (whole[1][2] == -torch.inf).all()
 
 
@@ -139,8 +139,10 @@ def test_pages(page, device):
         assert torch.equal(paged_tokens(pool, pages), tensor)
     expected = check(query, latent, rope_key, splits=2, lengths=lengths, starts=starts, key_gain=gain)
     pages[1, 3:], pages[2, 1:] = -1, 10**6
-    got = run(query, pools[0], pools[1], 0.1, splits=2, lengths=lengths, starts=starts, pages=pages, key_gain=pools[2])
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    result = run(
+        query, pools[0], pools[1], 0.1, splits=2, lengths=lengths, starts=starts, pages=pages, key_gain=pools[2]
+    )
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 def test_gains_multiply_keys(device):
@@ -183,8 +185,8 @@ def test_the_operator_runs_the_kernel(device, caplog):
     """Default configuration, chosen splits; float64 goes to the reference and says so."""
     query, latent, rope_key, _ = inputs(1, 1, 4, 90, 64, 16, device=device)
     expected = ragged_latent_attention(query.double(), latent.double(), rope_key.double(), 0.1)
-    for got, want in zip(mla_decode(query, latent, rope_key, 0.1), expected, strict=True):
-        assert_close("operator", got, want)
+    for result, want in zip(mla_decode(query, latent, rope_key, 0.1), expected, strict=True):
+        assert_close("operator", result, want)
     assert not caplog.records
     exact = mla_decode(query.double(), latent.double(), rope_key.double(), 0.1)
     assert all(torch.equal(a, b) for a, b in zip(exact, expected, strict=True))

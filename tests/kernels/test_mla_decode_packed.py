@@ -89,10 +89,10 @@ def run(arguments, splits=1, chunk=16, block_tokens=16):
 
 def check(arguments, **cut):
     """The kernel against the reference in float64."""
-    got, expected = run(arguments, **cut), packed_latent_attention(**wide(apart(arguments)))
-    assert_close("out", got[0], expected[0], units=6)
-    assert_close("lse", got[1], expected[1], units=2**12 if arguments["query"].dtype == torch.float16 else 6)
-    return got
+    result, expected = run(arguments, **cut), packed_latent_attention(**wide(apart(arguments)))
+    assert_close("out", result[0], expected[0], units=6)
+    assert_close("lse", result[1], expected[1], units=2**12 if arguments["query"].dtype == torch.float16 else 6)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -154,19 +154,19 @@ def test_the_reference_reads_what_the_cache_holds():
     query, starts = torch.randn(2, 2, 4, width, dtype=torch.float64), ints(0, 4)
     expected = ragged_latent_attention(query, read[..., :rank], rope_key, 0.3, starts=starts)
     options = {"exact": first[:, 0].double(), "exact_starts": starts, "starts": starts}
-    got = mla_decode_packed(
+    result = mla_decode_packed(
         query, rows[:, 0].view(torch.int16), quantizer.step, quantizer.mean, 0.3, fields=fields, rank=rank,
         rotation=rotation_tables(frequencies, 20, torch.float64), **options,
     )  # fmt: skip
-    for one, other in zip(got, expected, strict=True):
+    for one, other in zip(result, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_the_operator_runs_the_kernel(device, caplog):
     arguments = inputs(SHORT, device=device)
     expected = packed_latent_attention(**wide(apart(arguments)))
-    for got, want in zip(mla_decode_packed(**arguments), expected, strict=True):
-        assert_close("operator", got, want, units=6)
+    for result, want in zip(mla_decode_packed(**arguments), expected, strict=True):
+        assert_close("operator", result, want, units=6)
     assert not caplog.records
 
 

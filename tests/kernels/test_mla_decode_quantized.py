@@ -21,9 +21,9 @@ ROWS = ("lengths", "coded", "starts", "key_gain", "window")
 
 def codes_of(tokens, format, group, by_channel):
     """codes, scales and zeros of tokens [B, S, n], as the cache makes them."""
-    made = GroupedCodes(tokens.unsqueeze(1), format, group, by_channel=by_channel)
-    made.append(tokens.unsqueeze(1))
-    return tuple(None if t is None else t.squeeze(1) for t in (made.codes, made.scale, made.zero))
+    result = GroupedCodes(tokens.unsqueeze(1), format, group, by_channel=by_channel)
+    result.append(tokens.unsqueeze(1))
+    return tuple(None if t is None else t.squeeze(1) for t in (result.codes, result.scale, result.zero))
 
 
 def inputs(batch, tokens, heads, total, rank, rope, format, group, by_channel, dtype=torch.float32, device="cpu"):
@@ -53,13 +53,13 @@ def run(tensors, settings, *, splits=1, block_rows=16, block_tokens=None, chunk=
 
 
 def check(tensors, settings, *, splits=1, block_tokens=None, chunk=16, **extra):
-    """The kernel against the reference in float64; of fp16, dequantised numbers are rounded once more."""
-    got = run(tensors, settings, splits=splits, block_tokens=block_tokens, chunk=chunk, **extra)
+    """The kernel against the reference in float64; of fp16, dequantized numbers are rounded once more."""
+    result = run(tensors, settings, splits=splits, block_tokens=block_tokens, chunk=chunk, **extra)
     rest = wide([extra.get(name) for name in ROWS])
     expected = quantized_latent_attention(*wide(tensors), 0.1, *settings, *rest)
-    assert_close("out", got[0], expected[0], units=6)
-    assert_close("lse", got[1], expected[1], units=2**12 if tensors[0].dtype == torch.float16 else 4)
-    return got
+    assert_close("out", result[0], expected[0], units=6)
+    assert_close("lse", result[1], expected[1], units=2**12 if tensors[0].dtype == torch.float16 else 4)
+    return result
 
 
 @pytest.mark.parametrize("by_channel", [True, False])
@@ -71,13 +71,13 @@ def test_the_reference_reads_what_the_cache_holds(format, by_channel):
     new = [torch.randn(2, 1, 30, width, dtype=torch.float64) for width in (20, 10)]
     read = [t.squeeze(1) for t in layer.update(*new)]
     query = torch.randn(2, 3, 4, 30, dtype=torch.float64)
-    held = layer.key_codes.tokens
+    values = layer.key_codes.tokens
     parts = [(c.codes, c.scale, c.zero) for c in (layer.key_codes, layer.value_codes)]
     flat = [t if t is None else t.squeeze(1) for part in parts for t in part]
     latent = dequantized(*flat[:3], BITS[format], 8 if by_channel else None, torch.float64)
-    torch.testing.assert_close(latent, read[0][:, :held], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(latent, read[0][:, :values], rtol=1e-12, atol=1e-12)
     old = mla_decode_quantized(query, *flat, 0.3, format=format, group=8, by_channel=by_channel, lengths=ints(30, 30))
-    recent = ragged_latent_attention(query, *(t[:, held:] for t in read), 0.3)
+    recent = ragged_latent_attention(query, *(t[:, values:] for t in read), 0.3)
     both = merge(
         torch.stack([old[0], recent[0]], dim=-2).flatten(0, 2), torch.stack([old[1], recent[1]], dim=-1).flatten(0, 2)
     )
@@ -140,8 +140,8 @@ def test_the_operator_runs_the_kernel(device, caplog):
     tensors = inputs(1, 1, 4, 64, 64, 16, *settings, torch.float32, device)
     names = dict(zip(("format", "group", "by_channel"), settings, strict=True))
     expected = quantized_latent_attention(*wide(tensors), 0.1, *settings)
-    for got, want in zip(mla_decode_quantized(*tensors, 0.1, **names), expected, strict=True):
-        assert_close("operator", got, want)
+    for result, want in zip(mla_decode_quantized(*tensors, 0.1, **names), expected, strict=True):
+        assert_close("operator", result, want)
     assert not caplog.records
 
 

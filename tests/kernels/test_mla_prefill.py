@@ -56,12 +56,12 @@ def check(case, dtype, device):
     tensors = [tensor.requires_grad_() for tensor in tensors]
     out, lse = mla_prefill(*tensors, 0.3, **masks)
     grad_lse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1)).to(device)
-    got = [out, lse, *torch.autograd.grad((out, lse), tensors, (grad, grad_lse), retain_graph=True)]
+    result = [out, lse, *torch.autograd.grad((out, lse), tensors, (grad, grad_lse), retain_graph=True)]
     for name, one, exact in zip(
-        ("out", "lse", "dq", "dk", "dv"), got, expected_of(tensors, masks, grad, grad_lse), strict=True
+        ("out", "lse", "dq", "dk", "dv"), result, expected_of(tensors, masks, grad, grad_lse), strict=True
     ):
         assert_close(f"{case}: {name}", one.detach(), exact.detach(), units=6.0)
-    return tensors, masks, got, (grad, grad_lse)
+    return tensors, masks, result, (grad, grad_lse)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -77,14 +77,14 @@ def test_the_plain_gradients_are_autograds(case):
     masks = {"bounds": document_bounds(masks["documents"])} | masks if "documents" in masks else masks
     order = {"causal": True, "window": None, "starts": None, "lengths": None, "bounds": None, "offsets": None}
     arguments = [masks.get(name, default) for name, default in order.items()]
-    for got, exact in zip(prefill_gradients(grad, grad_lse, *tensors, 0.3, *arguments), expected, strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
+    for result, exact in zip(prefill_gradients(grad, grad_lse, *tensors, 0.3, *arguments), expected, strict=True):
+        torch.testing.assert_close(result, exact, rtol=1e-10, atol=1e-10)
 
 
 def test_half_precision_and_the_same_bits_again(device):
-    tensors, masks, got, grads = check("continued, grouped", torch.float16, device)
+    tensors, masks, result, grads = check("continued, grouped", torch.float16, device)
     out, lse = mla_prefill(*tensors, 0.3, **masks)
-    for one, again in zip(got, (out, lse, *torch.autograd.grad((out, lse), tensors, grads)), strict=True):
+    for one, again in zip(result, (out, lse, *torch.autograd.grad((out, lse), tensors, grads)), strict=True):
         assert torch.equal(one, again)
 
 
@@ -122,13 +122,13 @@ def test_the_attention_function_gives_masks_to_the_operator_and_to_pytorch_alike
     documents = torch.tensor([[0] * 9 + [1] * 9] * 2, dtype=torch.int32)
     options = {"sliding_window": 6, "documents": documents, "scaling": 0.3}
     exact = prefill_attention_function(module, query.double(), key.double(), value.double(), there, **options)[0]
-    got = prefill_attention_function(module, query, key, value, there, **options)[0]
-    assert_close("out", got[1], exact[1])
-    assert_close("out behind padding", got[0, 5:], exact[0, 5:])
+    result = prefill_attention_function(module, query, key, value, there, **options)[0]
+    assert_close("out", result[1], exact[1])
+    assert_close("out behind padding", result[0, 5:], exact[0, 5:])
     reference, _ = prefill_attention(
         query.double(), key.double(), value.double(), 0.3, True, 6, ints(5, 0), None, document_bounds(documents)
     )
-    assert_close("reference", got[0, 5:], reference[0, 5:])
+    assert_close("reference", result[0, 5:], reference[0, 5:])
 
 
 EXAMPLES = {

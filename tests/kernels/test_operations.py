@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_checks import assert_close
-from kernel_examples import found
+from kernel_examples import collect
 from torch import Tensor
 
 from surgery.kernels import plan
 
-CALLS = dict(found("EXAMPLES"))
+CALLS = dict(collect("EXAMPLES"))
 every = pytest.mark.parametrize("example", CALLS.values(), ids=CALLS)
 
 
@@ -35,7 +35,7 @@ with_backward = pytest.mark.parametrize("example", [each for each in CALLS.value
 
 @with_backward
 def test_gradients_are_those_of_the_reference(example, device):
-    found = []
+    results = []
     for function, width, settings in (
         (example.operator, torch.float32, example.settings),
         (example.reference, torch.float64, {}),
@@ -44,10 +44,10 @@ def test_gradients_are_those_of_the_reference(example, device):
         leaves = [value for value in arguments.values() if isinstance(value, Tensor) and value.requires_grad]
         out, lse = function(**arguments, **settings)
         result = out.square().sum() + lse[lse.isfinite()].sum()
-        found.append(torch.autograd.grad(result, leaves))
-    for got, expected in zip(*found, strict=True):
+        results.append(torch.autograd.grad(result, leaves))
+    for actual, expected in zip(*results, strict=True):
         assert expected.abs().max() > 0
-        assert_close("gradient", got, expected)
+        assert_close("gradient", actual, expected)
 
 
 @with_backward
@@ -63,7 +63,7 @@ def test_gradients_are_differences(example, device):
 
 @every
 def test_it_compiles_into_one_graph(example, device):
-    given = {
+    settings = {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in (example.given | example.of_function | example.settings).items()
     }
@@ -72,11 +72,11 @@ def test_it_compiles_into_one_graph(example, device):
         out, *_, lse = example.function(query=query * 2, **rest)
         return out + 1, lse
 
-    query = given.pop("query")
+    query = settings.pop("query")
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(query, given), step(query, given), strict=True):
-        assert torch.equal(got, expected)
+    for result, expected in zip(compiled(query, settings), step(query, settings), strict=True):
+        assert torch.equal(result, expected)
 
 
 REFUSED = [(name, *refused) for name, example in CALLS.items() for refused in example.refused]

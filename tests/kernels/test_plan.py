@@ -104,11 +104,11 @@ STEPS = {
     "gqa in pages": lambda n: gqa_decode(
         normal(2, 1, 4, 8), normal(9, 2, 16, 8), normal(9, 2, 16, 8), 0.3, pages=pages(n)
     ),
-    "mla quantised": quantized_latents,
+    "mla quantized": quantized_latents,
     "mla in rows": packed,
-    "gqa quantised": quantized_heads,
+    "gqa quantized": quantized_heads,
     "low rank": lowrank,
-    "low rank quantised": quantized_lowrank,
+    "low rank quantized": quantized_lowrank,
     "hybrid": hybrid,
 }
 
@@ -141,12 +141,12 @@ def test_a_plan_of_another_length_launches_the_same(step, launched):
     for size in SIZES:
         launched.clear()
         step(size)
-        known = list(launched)
+        reference = list(launched)
         caches = [dict(cache) for cache in plan._caches]
         plan.forget_plans()
         launched.clear()
         step(size)
-        assert known == launched and known, size
+        assert reference == launched and reference, size
         for cache, entries in zip(plan._caches, caches, strict=True):
             cache.clear()
             cache.update(entries)
@@ -157,14 +157,14 @@ def test_a_text_that_grows_by_300_tokens_compiles_and_plans_rarely():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join((str(SUPPORT.parents[1]), str(SUPPORT)))}
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "growing_texts.py"), "300", "700", "900"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for begin, most in (("700", 0), ("900", 2)):
-        for name, counts in json.loads(done.stdout)[begin].items():
-            # Quantised caches grow by whole groups, planned one by one; a block of full-precision tokens fills again
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-4000:]
+    for begin, limit in (("700", 0), ("900", 2)):
+        for name, counts in json.loads(process.stdout)[begin].items():
+            # Quantized caches grow by whole groups, planned one by one; a block of full-precision tokens fills again
             # and again.
             assert counts["plans"] <= {"lowrank_decode": 40}.get(name, 12), (begin, name, counts)
-            assert len(counts["compilations"]) <= most, (begin, name, counts)
+            assert len(counts["compilations"]) <= limit, (begin, name, counts)
 
 
 @pytest.mark.parametrize("processors", [1, 78, 132])
@@ -190,9 +190,9 @@ def test_one_tensor_twice_is_no_plan_for_two(device):
     query, key, value = (normal(*shape).to(device) for shape in ((1, 1, 2, 16), (1, 1, 20, 16), (1, 1, 20, 16)))
     plan.forget_plans()
     gqa_decode(query, key, key, 0.3)
-    known = gqa_decode(query, key, value, 0.3)
+    reference = gqa_decode(query, key, value, 0.3)
     plan.forget_plans()
-    assert all(map(torch.equal, known, gqa_decode(query, key, value, 0.3)))
+    assert all(map(torch.equal, reference, gqa_decode(query, key, value, 0.3)))
 
 
 def test_a_plan_keeps_no_tensors_of_its_first_call_alive(device):
@@ -234,16 +234,16 @@ def test_gradients_modes_transforms_and_subclasses_see_the_operator(arguments):
     assert mla_decode(query.clone().requires_grad_(), *cached, 0.3)[0].grad_fn is not None
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert isinstance(mla_decode(query, *cached, 0.3)[0], FakeTensor)
-    seen = []
+    calls = []
 
     class Watcher(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
+            calls.append(function)
             return function(*args, **(kwargs or {}))
 
     with Watcher():
         mla_decode(query, *cached, 0.3)
-    assert torch.ops.surgery.mla_decode.default in seen
+    assert torch.ops.surgery.mla_decode.default in calls
     # PyTorch transforms no operator of this kind: it says so.
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(lambda query: mla_decode(query, *cached, 0.3)[0].sum())(query)

@@ -47,11 +47,11 @@ def inputs_of(
     device="cpu",
 ):
     """Positional inputs of the operator, with NaN where nothing may be read; strides as projections leave them."""
-    made = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     groups, tokens = len(sinks), tokens or positions
 
     def random_heads(count, heads, width):
-        return torch.randn(rows, count, heads, width, generator=made).to(device, dtype).transpose(1, 2)
+        return torch.randn(rows, count, heads, width, generator=rng).to(device, dtype).transpose(1, 2)
 
     query = random_heads(tokens, groups * size, head_size)
     key, value = random_heads(positions, groups, head_size), random_heads(positions, groups, value_size)
@@ -133,8 +133,8 @@ def test_long_texts_are_cut_by_the_reference(monkeypatch):
     inputs = inputs_of(**CASES["padding"], dtype=torch.float64)
     expected = sink_recent_attention(*inputs)
     monkeypatch.setattr("surgery.kernels.sink_recent_prefill.reference.QUERIES", 10)
-    for got, right in zip(sink_recent_attention(*inputs), expected, strict=True):
-        agree(got, right, 1e-12)
+    for result, right in zip(sink_recent_attention(*inputs), expected, strict=True):
+        agree(result, right, 1e-12)
 
 
 EXAMPLES = {

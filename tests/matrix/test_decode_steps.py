@@ -52,14 +52,14 @@ def test_steps_never_wait_for_the_device_and_move_no_cache(name, padded):
     model = WRITTEN[name]()
     cache, growing = reserved(model), DynamicCache(config=model.config)
     steps, _ = fill(model, padded, cache), fill(model, padded, growing)
-    held = addresses(cache)
+    values = addresses(cache)
     for step in steps:
         with NoHostSync(allow_transformers=padded or name == IMAGES):
             logits, expected = (model(**step, past_key_values=each).logits for each in (cache, growing))
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
         now = addresses(cache)
-        assert not {path for path in held.keys() & now.keys() if held[path] != now[path]}
-        held |= now
+        assert not {path for path in values.keys() & now.keys() if values[path] != now[path]}
+        values |= now
 
 
 KERNELS = [
@@ -83,13 +83,13 @@ def test_steps_on_kernels_never_wait_for_the_device(name, monkeypatch):
             model(**step, past_key_values=growing)
 
 
-def addresses(value: object, path: str = "", seen: set[int] | None = None) -> dict[str, int]:
+def addresses(value: object, path: str = "", records: set[int] | None = None) -> dict[str, int]:
     """Map the attributes that lead to a cache's tensors to their addresses in memory; empty ones have none."""
-    seen = set() if seen is None else seen
+    records = set() if records is None else records
     if isinstance(value, torch.Tensor):
         return {path: value.data_ptr()} if value.numel() else {}
-    if id(value) in seen or isinstance(value, torch.nn.Module | type):
+    if id(value) in records or isinstance(value, torch.nn.Module | type):
         return {}
-    seen.add(id(value))
+    records.add(id(value))
     children = enumerate(value) if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).items()
-    return {key: at for name, child in children for key, at in addresses(child, f"{path}.{name}", seen).items()}
+    return {key: at for name, child in children for key, at in addresses(child, f"{path}.{name}", records).items()}

@@ -54,7 +54,7 @@ def _made(name: str) -> tuple[PreTrainedModel, torch.Tensor]:
     return model, logits(model, name)
 
 
-def made(name: str) -> tuple[PreTrainedModel, torch.Tensor]:
+def model_and_logits(name: str) -> tuple[PreTrainedModel, torch.Tensor]:
     """A model of its own for a test, and its logits."""
     model, expected = _made(name)
     return copy.deepcopy(model), expected
@@ -203,7 +203,7 @@ def test_a_loaded_model_computes_the_same(aspect, name, tmp_path):
 
 
 def check_loaded(aspect: str, name: str, folder: Path) -> None:
-    model, expected = made(name)
+    model, expected = model_and_logits(name)
     with allowed(aspect, name):
         agree(logits(LOADED[aspect](model, name, folder), name), expected)
 
@@ -215,7 +215,7 @@ HALF = {torch.float16: 0.01, torch.bfloat16: 0.08}
 @each_quick_model
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_precision_is_near(dtype, name):
-    model, expected = made(name)
+    model, expected = model_and_logits(name)
     with allowed(str(dtype), name):
         actual = logits(model.to(dtype), name).float()
         assert float((actual - expected).norm()) < HALF[dtype] * float(expected.norm())
@@ -225,7 +225,7 @@ def test_half_precision_is_near(dtype, name):
 @each_model
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_computes_the_same(backend, name):
-    model, expected = made(name)
+    model, expected = model_and_logits(name)
     with allowed("compile", name):
         torch._dynamo.reset()
         agree(logits(torch.compile(model, backend=backend), name), expected)
@@ -236,7 +236,7 @@ def test_a_compiled_model_computes_the_same(backend, name):
 
 @each_quick_model
 def test_gradient_checkpointing_has_the_same_gradients(name):
-    model = made(name)[0].train()
+    model = model_and_logits(name)[0].train()
     expected = gradients(model, name)
     with allowed("gradient_checkpointing", name):
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -247,7 +247,7 @@ def test_gradient_checkpointing_has_the_same_gradients(name):
 @each_model
 def test_every_adapter_of_heal_trains(name):
     """`--train lora` on results: unslothai/unsloth#11132."""
-    model = made(name)[0].train()
+    model = model_and_logits(name)[0].train()
     add_adapters(model, rank=2, alpha=4)
     stir_adapters(model)
     assert without_gradient(model, name) == []
@@ -264,7 +264,7 @@ def named_modules(model: torch.nn.Module) -> list[str]:
 def test_adapters_of_peft_train_and_merge(target, name):
     from peft import LoraConfig, get_peft_model
 
-    model, _ = made(name)
+    model, _ = model_and_logits(name)
     targets = target if target == "all-linear" else named_modules(model)
     adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=targets)).train()
     stir_adapters(adapted)
@@ -294,7 +294,7 @@ def targets_of(model: PreTrainedModel) -> dict:
 @each_model
 def test_names_for_adapters_are_those_of_the_modules(name):
     """Every matrix of the attentions is listed once, and what is listed as a module is a linear one."""
-    model, _ = made(name)
+    model, _ = model_and_logits(name)
     attentions = [layer.self_attn for layer in model.get_decoder().layers]
     matrices = {key for each in attentions for key, value in each.named_parameters() if value.ndim > 1}
     linear = {key for each in attentions for key, module in each.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -308,7 +308,7 @@ def test_names_for_adapters_are_those_of_the_modules(name):
 def test_adapters_of_parameters_train_and_merge(name):
     from peft import LoraConfig, get_peft_model
 
-    model, _ = made(name)
+    model, _ = model_and_logits(name)
     targets = targets_of(model)
     adapted = get_peft_model(
         model,
@@ -325,7 +325,7 @@ def test_usual_names_that_adapt_nothing_are_told():
     """PEFT passes over k_proj and v_proj, which a low-rank attention does not have."""
     from peft import LoraConfig, get_peft_model
 
-    model, _ = made("low_rank")
+    model, _ = model_and_logits("low_rank")
     section = adapters_section(targets_of(model))
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=list(USUAL)))
     names = {key.split(".lora_A")[0].rpartition(".")[2] for key, _ in adapted.named_parameters() if ".lora_A" in key}
@@ -333,5 +333,5 @@ def test_usual_names_that_adapt_nothing_are_told():
     (missing,) = (line for line in section.splitlines() if "Not in this model" in line)
     assert [each for each in USUAL if f"`{each}`" in missing] == ["k_proj", "v_proj"]
     assert adapters_section(None) == "" and "`kv_down` (1 of 2 layers)" in adapters_section(
-        targets_of(made("mixed")[0])
+        targets_of(model_and_logits("mixed")[0])
     )

@@ -30,7 +30,7 @@ def no_gradients():
 
 
 @cache
-def written(name: str) -> PreTrainedModel:
+def written_model(name: str) -> PreTrainedModel:
     return WRITTEN[name]()
 
 
@@ -39,11 +39,11 @@ def tolerance(name: str) -> float:
     """Return the tolerance of logits against one uncached pass: that of plain decoding, if the cache is lossy."""
     if name not in LOSSY:
         return TOLERANCE
-    model, ids = written(name), tokens()
+    model, ids = written_model(name), tokens()
     pieces = ids.split((PROMPT, *[1] * (ids.shape[1] - PROMPT)), dim=1)
-    kept, decoded = DynamicCache(config=model.config), []
+    entries, decoded = DynamicCache(config=model.config), []
     for piece in pieces:
-        output = model(input_ids=piece, past_key_values=kept)
+        output = model(input_ids=piece, past_key_values=entries)
         decoded.append(output.logits)
     return TOLERANCE + 2 * (torch.cat(decoded, dim=1) - uncached(model, ids)).abs().max().item()
 
@@ -58,17 +58,17 @@ def close(name: str, actual: Tensor, expected: Tensor) -> None:
 
 def compression_error(name: str) -> float:
     """Return the distance of logits from a model whose layers share nothing: padding moves the ends of blocks."""
-    config = copy.deepcopy(written(name).config)
+    config = copy.deepcopy(written_model(name).config)
     for entry in config.attention_layers:
         entry["block"] = 64
     exact = SurgeryForCausalLM(config).eval()
-    exact.load_state_dict(written(name).state_dict())
-    return (uncached(exact, tokens()) - uncached(written(name), tokens())).abs().max().item()
+    exact.load_state_dict(written_model(name).state_dict())
+    return (uncached(exact, tokens()) - uncached(written_model(name), tokens())).abs().max().item()
 
 
 def generated(name: str, **settings) -> None:
     """Compare the logits of what is generated greedily with one uncached pass over it."""
-    model, ids = written(name), settings.pop("ids", tokens()[:, :PROMPT])
+    model, ids = written_model(name), settings.pop("ids", tokens()[:, :PROMPT])
     settings |= {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "disable_compile": True}
     settings |= {"return_dict_in_generate": True, "output_logits": True}
     output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
@@ -79,7 +79,7 @@ def generated(name: str, **settings) -> None:
 
 def packed(name: str) -> None:
     """Two documents in a row, at other places in each row."""
-    model, ids = written(name), tokens()
+    model, ids = written_model(name), tokens()
     for cuts in ((5, 5), (3, 7)):
         rows = [torch.cat((torch.arange(cut), torch.arange(12 - cut))) for cut in cuts]
         positions = torch.stack(rows)
@@ -92,15 +92,15 @@ def packed(name: str) -> None:
 
 
 def left_padding(name: str) -> None:
-    model, ids = written(name), tokens(batch=1, length=8)
+    model, ids = written_model(name), tokens(batch=1, length=8)
     padded = torch.cat((torch.zeros(1, 3, dtype=torch.long), ids), dim=1)
     mask = (torch.arange(11) >= 3).long()[None]
-    kept = DynamicCache(config=model.config)
+    entries = DynamicCache(config=model.config)
     logits = []
     for piece in (slice(0, 9), slice(9, 10), slice(10, 11)):
         settings = {} if name == IMAGES else {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, piece]}
         call = {"input_ids": padded[:, piece], "attention_mask": mask[:, : piece.stop], **settings}
-        logits.append(model(**call, past_key_values=kept).logits)
+        logits.append(model(**call, past_key_values=entries).logits)
     actual, expected = torch.cat(logits, dim=1)[:, 3:], uncached(model, ids)
     if name in CROSS_LAYER and name != "cross_layer_prompt":
         assert (actual - expected).abs().max() < 2 * compression_error(name)
@@ -109,7 +109,7 @@ def left_padding(name: str) -> None:
 
 
 def right_padding(name: str) -> None:
-    model, ids = written(name), tokens(batch=1, length=8)
+    model, ids = written_model(name), tokens(batch=1, length=8)
     padded = torch.cat((ids, torch.zeros(1, 3, dtype=torch.long)), dim=1)
     mask = (torch.arange(11) < 8).long()[None]
     close(name, model(input_ids=padded, attention_mask=mask).logits[:, :8], uncached(model, ids))
@@ -117,7 +117,7 @@ def right_padding(name: str) -> None:
 
 def assisted(name: str) -> None:
     """Drafts of another model are taken back from the cache, or refused (huggingface/transformers#48280)."""
-    assistant = copy.deepcopy(written(name)) if name == IMAGES else tiny_source("llama", num_hidden_layers=1)
+    assistant = copy.deepcopy(written_model(name)) if name == IMAGES else tiny_source("llama", num_hidden_layers=1)
     generated(name, ids=tokens(batch=1, length=PROMPT), assistant_model=assistant)
 
 
@@ -127,7 +127,7 @@ def prompt_lookup(name: str) -> None:
 
 def beams(name: str) -> None:
     """The score of the best beam is that of one pass over it."""
-    model, ids = written(name), tokens()[:, :PROMPT]
+    model, ids = written_model(name), tokens()[:, :PROMPT]
     settings = {"num_beams": 3, "do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW}
     settings |= {"return_dict_in_generate": True, "output_scores": True, "length_penalty": 0.0}
     output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
@@ -142,10 +142,10 @@ def static(name: str) -> None:
 
 def continued(name: str) -> None:
     """A cache that was filled before, and a copy of it, each go on with a text of its own."""
-    model, ids = written(name), tokens()
-    kept = DynamicCache(config=model.config)
-    model(input_ids=ids[:, :PROMPT], past_key_values=kept)
-    for rest, own in ((ids[:, PROMPT:], copy.deepcopy(kept)), (ids[:, PROMPT:].flip(1), kept)):
+    model, ids = written_model(name), tokens()
+    entries = DynamicCache(config=model.config)
+    model(input_ids=ids[:, :PROMPT], past_key_values=entries)
+    for rest, own in ((ids[:, PROMPT:], copy.deepcopy(entries)), (ids[:, PROMPT:].flip(1), entries)):
         logits = [model(input_ids=token, past_key_values=own).logits for token in rest.split(1, dim=1)]
         close(name, torch.cat(logits, dim=1), uncached(model, torch.cat((ids[:, :PROMPT], rest), dim=1))[:, PROMPT:])
 
@@ -155,24 +155,24 @@ def chunked(name: str) -> None:
 
 
 def attentions(name: str) -> None:
-    model, ids = written(name), tokens()
+    model, ids = written_model(name), tokens()
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        kept = DynamicCache(config=model.config)
-        for piece, seen in ((ids[:, :PROMPT], PROMPT), (ids[:, PROMPT:], ids.shape[1])):
-            output = model(input_ids=piece, past_key_values=kept, output_attentions=True)
+        entries = DynamicCache(config=model.config)
+        for piece, entry in ((ids[:, :PROMPT], PROMPT), (ids[:, PROMPT:], ids.shape[1])):
+            output = model(input_ids=piece, past_key_values=entries, output_attentions=True)
             for weights in output.attentions:
-                assert weights.shape == (2, weights.shape[1], piece.shape[1], seen)
+                assert weights.shape == (2, weights.shape[1], piece.shape[1], entry)
                 torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:3]), atol=1e-5, rtol=0)
-                later = torch.arange(seen) > torch.arange(seen - piece.shape[1], seen)[:, None]
+                later = torch.arange(entry) > torch.arange(entry - piece.shape[1], entry)[:, None]
                 assert not weights[..., later].any()
     finally:
         model.set_attn_implementation(before)
 
 
 def embeddings(name: str) -> None:
-    model, ids = written(name), tokens()
+    model, ids = written_model(name), tokens()
     embedded = model.get_input_embeddings()(ids)
     close(name, model(inputs_embeds=embedded).logits, uncached(model, ids))
     settings = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}
@@ -182,12 +182,12 @@ def embeddings(name: str) -> None:
 
 
 def compiled(name: str) -> None:
-    model, ids = written(name), tokens()
+    model, ids = written_model(name), tokens()
     torch._dynamo.reset()
     step = torch.compile(model.__call__, backend="eager")
-    kept = DynamicCache(config=model.config)
-    model(input_ids=ids[:, :-1], past_key_values=kept)
-    close(name, step(input_ids=ids[:, -1:], past_key_values=kept).logits, uncached(model, ids)[:, -1:])
+    entries = DynamicCache(config=model.config)
+    model(input_ids=ids[:, :-1], past_key_values=entries)
+    close(name, step(input_ids=ids[:, -1:], past_key_values=entries).logits, uncached(model, ids)[:, -1:])
 
 
 ASPECTS: dict[str, Callable[[str], None]] = {
@@ -235,7 +235,7 @@ CUSTOM = [name for name in WRITTEN if name not in ("mla", "fewer_heads")]
 @pytest.mark.parametrize("name", CUSTOM)
 def test_packed_rows_are_refused_where_a_cache_is_kept(name):
     """huggingface/transformers#46634, hiyouga/LLaMA-Factory#4224: documents of a row that attend to each other."""
-    model, positions = written(name), torch.cat((torch.arange(5), torch.arange(7))).expand(2, -1)
+    model, positions = written_model(name), torch.cat((torch.arange(5), torch.arange(7))).expand(2, -1)
     if name == IMAGES:
         positions = positions.expand(4, -1, -1)
     with pytest.raises(ValueError, match=r"pass use_cache=False|share a cache"):
@@ -244,14 +244,14 @@ def test_packed_rows_are_refused_where_a_cache_is_kept(name):
 
 def test_documents_are_read_off_the_arguments_of_varlen_kernels():
     """`cu_seq_lens_q` and `seq_idx`, as transformers' DataCollatorWithFlattening gives them."""
-    model, ids = written("hybrid"), tokens(batch=1)
+    model, ids = written_model("hybrid"), tokens(batch=1)
     positions = torch.cat((torch.arange(5), torch.arange(7)))[None]
     expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     ends = torch.tensor([0, 5, 12], dtype=torch.int32)
     varlen = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 7, "max_length_k": 7}
     numbers = {"seq_idx": (torch.arange(12) >= 5).int()[None]}
-    for told in (varlen, numbers, varlen | {"position_ids": positions}):
-        assert torch.equal(model(input_ids=ids, use_cache=False, **told).logits, expected)
+    for message in (varlen, numbers, varlen | {"position_ids": positions}):
+        assert torch.equal(model(input_ids=ids, use_cache=False, **message).logits, expected)
     ones = torch.ones_like(ids)
     assert torch.equal(
         model(input_ids=ids, position_ids=positions, attention_mask=ones, use_cache=False).logits, expected
@@ -297,7 +297,7 @@ NAMES = ("paged|eager", "paged|sdpa", "flex_attention", "nonsense")
 @pytest.mark.parametrize("implementation", NAMES)
 def test_attention_that_is_not_for_converted_models_is_refused_in_one_line(name, implementation):
     """QwenLM/Qwen3-VL#1682, huggingface/transformers#31741: tracebacks where an attention is not supported."""
-    model = copy.deepcopy(written(name))
+    model = copy.deepcopy(written_model(name))
     with pytest.raises(ValueError, match=r"This model takes eager, sdpa") as refusal:
         model.set_attn_implementation(implementation)
     assert "\n" not in str(refusal.value) and "http" not in str(refusal.value)
@@ -310,7 +310,7 @@ def test_attention_that_is_not_for_converted_models_is_refused_in_one_line(name,
 def test_flash_attention_gives_what_eager_attention_gives(name, monkeypatch):
     """QwenLM/Qwen3-VL#1682, huggingface/transformers#31741: FlashAttention on the custom class."""
     flash_attention.install(monkeypatch)
-    model, ids = copy.deepcopy(written(name)), tokens()
+    model, ids = copy.deepcopy(written_model(name)), tokens()
     if pattern := RUNNING.get(("flash", name)):
         for implementation in FLASH:
             with pytest.raises(ValueError, match=pattern):
@@ -325,8 +325,8 @@ def test_flash_attention_gives_what_eager_attention_gives(name, monkeypatch):
 
     def outputs(implementation: str) -> tuple[Tensor, Tensor]:
         model.set_attn_implementation(implementation)
-        kept = DynamicCache(config=model.config)
-        decoded = [model(input_ids=piece, past_key_values=kept).logits for piece in pieces]
+        entries = DynamicCache(config=model.config)
+        decoded = [model(input_ids=piece, past_key_values=entries).logits for piece in pieces]
         padded = [model(input_ids=ids, **mask).logits[mask["attention_mask"].bool()] for mask in (left, right)]
         return torch.cat([*decoded, model(input_ids=ids[:1], **packed_call).logits.view(2, 6, -1)], 1), torch.cat(
             padded
@@ -334,7 +334,7 @@ def test_flash_attention_gives_what_eager_attention_gives(name, monkeypatch):
 
     (decoded, padded), (expected, expected_padded) = outputs("flash_attention_2"), outputs("eager")
     torch.testing.assert_close(decoded, expected, atol=TOLERANCE, rtol=1e-4)
-    close(name, padded, expected_padded)  # real tokens and padding share scales of a quantised cache
+    close(name, padded, expected_padded)  # real tokens and padding share scales of a quantized cache
     model.set_attn_implementation("flash_attention_2")
     with pytest.raises(ValueError, match="a batch of one row"):
         model(input_ids=ids, **packed_call)
@@ -344,7 +344,7 @@ def test_flash_attention_gives_what_eager_attention_gives(name, monkeypatch):
 def test_stock_results_take_flash_attention(name, monkeypatch):
     """QwenLM/Qwen3-VL#1682, huggingface/transformers#31741."""
     flash_attention.install(monkeypatch)
-    model = copy.deepcopy(written(name))
+    model = copy.deepcopy(written_model(name))
     expected = model(input_ids=tokens()).logits
     model.set_attn_implementation("flash_attention_2")
     torch.testing.assert_close(model(input_ids=tokens()).logits, expected, atol=TOLERANCE, rtol=1e-4)
@@ -354,7 +354,7 @@ def test_stock_results_take_flash_attention(name, monkeypatch):
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "some-hub/kernel"])
 def test_a_config_file_does_not_choose_the_attention(name, implementation, tmp_path):
     """QwenLM/Qwen3-VL#1682: `attn_implementation` in config.json. A kernel of the hub would be code that runs."""
-    model = written(name)
+    model = written_model(name)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"attn_implementation": implementation}

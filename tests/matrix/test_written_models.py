@@ -41,7 +41,7 @@ def test_every_format_and_option_of_a_cache_has_a_model(configs):
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_outputs_depend_on_every_parameter(name):
-    """`--train all`: each parameter has a gradient; also where training reads the quantised cache."""
+    """`--train all`: each parameter has a gradient; also where training reads the quantized cache."""
     model = WRITTEN[name]().train()
     for aware in (False, True) if getattr(model.config.get_text_config(), "kv_cache", None) else (False,):
         model.zero_grad()

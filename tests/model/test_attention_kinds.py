@@ -30,9 +30,9 @@ CACHED = [(family, kind) for family, kind in PAIRS if family in BOTH or kind in 
 FEW = [(family, kind) for family, kind in CACHED if family == "qwen3" or kind == "latent"]
 
 
-def on(chosen: list[tuple[str, str]]):
+def on(selection: list[tuple[str, str]]):
     """A test on all pairs of a family and a kind, slow but for some."""
-    pairs = [pytest.param(*pair, marks=() if pair in chosen else SLOW) for pair in PAIRS]
+    pairs = [pytest.param(*pair, marks=() if pair in selection else SLOW) for pair in PAIRS]
     return pytest.mark.parametrize(("family", "kind"), pairs, indirect=True)
 
 
@@ -47,13 +47,13 @@ def kind(request) -> str:
 
 
 @functools.cache
-def made(family: str, kind: str) -> SurgeryForCausalLM:
+def cached_model(family: str, kind: str) -> SurgeryForCausalLM:
     return KINDS[kind](tiny_source(family))
 
 
 @pytest.fixture
 def model(family, kind) -> SurgeryForCausalLM:
-    return copy.deepcopy(made(family, kind))
+    return copy.deepcopy(cached_model(family, kind))
 
 
 @on(PAIRS)
@@ -132,7 +132,7 @@ def test_generates_what_the_source_generates(source, kind, model, how):
     "family", ["qwen3", *(pytest.param(name, marks=SLOW) for name in ("llama", "mistral"))], indirect=True
 )
 def test_decode_step_compiles_in_one_graph(model):
-    torch._dynamo.reset()  # every model of this test is a new specialisation of the same code
+    torch._dynamo.reset()  # every model of this test is a new specialization of the same code
     caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
     for cache in caches:
         model(tokens(length=5), past_key_values=cache)
@@ -144,15 +144,15 @@ def test_decode_step_compiles_in_one_graph(model):
 
 @on(CACHED)
 def test_loss_hidden_states_and_attentions_are_those_of_the_source(source, kind, model):
-    wanted = {"labels": tokens(), "logits_to_keep": 0, "output_hidden_states": True, "output_attentions": True}
+    expected = {"labels": tokens(), "logits_to_keep": 0, "output_hidden_states": True, "output_attentions": True}
     source.set_attn_implementation("eager")
     model.set_attn_implementation("eager")
-    theirs, outputs = source(tokens(), **wanted), ("hidden_states", "attentions")
+    theirs, outputs = source(tokens(), **expected), ("hidden_states", "attentions")
     if kind in OWN_CACHE and kind != "window":
         with pytest.raises(ValueError, match="stream and give no weights"):
-            model(tokens(), **wanted)
-        wanted["output_attentions"], outputs = False, outputs[:1]
-    ours = model(tokens(), **wanted)
+            model(tokens(), **expected)
+        expected["output_attentions"], outputs = False, outputs[:1]
+    ours = model(tokens(), **expected)
     agree(ours.loss, theirs.loss)
     for name in outputs:
         for a, b in zip(getattr(ours, name), getattr(theirs, name), strict=True):
@@ -176,12 +176,12 @@ def test_copies_and_saved_models_are_bit_identical(model, tmp_path):
 
 
 @on(FEW)
-def test_meta_device_and_materialisation(model):
+def test_meta_device_and_materialization(model):
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(model.config)
     assert all(parameter.is_meta for parameter in skeleton.parameters())
-    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    assert {name: tensor.shape for name, tensor in skeleton.state_dict().items()} == wanted
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in skeleton.state_dict().items()} == expected
     skeleton.to_empty(device="cpu")
     for name, buffer in model.named_buffers():
         if "rotary.inv_freq" in name:

@@ -45,16 +45,16 @@ def test_every_pair_turns_by_its_axis():
     cos, sin = decoder.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.tensor([3, 50, 700])[:, None, None])
     attention = model_of(latent(own)).get_decoder().layers[0].self_attn
     with torch.no_grad():
-        found = attention.rotary(torch.tensor([3, 50, 700])[:, None, None])
-    for got, want in zip(found, (cos, sin), strict=True):
-        torch.testing.assert_close(got[0, 0, 0].double(), want[0, 0, : len(own)])
+        result = attention.rotary(torch.tensor([3, 50, 700])[:, None, None])
+    for actual, want in zip(result, (cos, sin), strict=True):
+        torch.testing.assert_close(actual[0, 0, 0].double(), want[0, 0, : len(own)])
 
 
 def test_frequencies_of_no_axis_turn_text_alone():
-    model, given = model_of(latent([0.5, 0.123])), prompt("qwen3_vl")
-    assert model(given["input_ids"][:, :8]).logits.isfinite().all()
+    model, inputs = model_of(latent([0.5, 0.123])), prompt("qwen3_vl")
+    assert model(inputs["input_ids"][:, :8]).logits.isfinite().all()
     with pytest.raises(ValueError, match="no frequencies of the family"):
-        model(**given)
+        model(**inputs)
 
 
 @pytest.mark.parametrize("entry", [LOW_RANK, STREAMING], ids=["low_rank", "streaming"])
@@ -71,31 +71,31 @@ def test_positions_are_kept_with_the_cache(entry):
 
     cache = DynamicCache(config=decoder.config)
     calls = [(slice(0, 4), None), (slice(4, 8), places[..., 4:8]), (slice(8, 10), None)]
-    got = [decoder(ids[:, at], position_ids=given, past_key_values=cache).last_hidden_state for at, given in calls]
+    result = [decoder(ids[:, at], position_ids=values, past_key_values=cache).last_hidden_state for at, values in calls]
     assert cache.axis_positions.shape == (3, 2, 10)
     if entry is LOW_RANK:
         decoder(ids[:, :2], past_key_values=cache)
         cache.crop(-2)
     cache = copy.deepcopy(cache)
-    got.append(decoder(ids[:, 10:], position_ids=places[0, :, 10:], past_key_values=cache).last_hidden_state)
-    torch.testing.assert_close(torch.cat(got, dim=1), want, rtol=0, atol=1e-5)
+    result.append(decoder(ids[:, 10:], position_ids=places[0, :, 10:], past_key_values=cache).last_hidden_state)
+    torch.testing.assert_close(torch.cat(result, dim=1), want, rtol=0, atol=1e-5)
     assert not hasattr(decoder(ids).past_key_values, "axis_positions")
 
 
 @pytest.mark.parametrize("entry", [LOW_RANK, None], ids=["low_rank", "stock"])
 @torch.no_grad()
 def test_copies_and_saved_models_compute_the_same(tmp_path, entry):
-    model, given = model_of(entry), prompt("qwen3_vl")
-    want = model(**given).logits
+    model, inputs = model_of(entry), prompt("qwen3_vl")
+    want = model(**inputs).logits
     model.save_pretrained(tmp_path)
     reloaded = AutoModelForImageTextToText.from_pretrained(tmp_path)
     assert type(reloaded) is type(model) and isinstance(reloaded, SurgeryForPicturesAndText)
     for other in (reloaded, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(**given).logits, want)
+        assert torch.equal(other(**inputs).logits, want)
     model.set_attn_implementation("eager")
-    seen = model(**given, output_attentions=True)
-    torch.testing.assert_close(seen.logits, want, rtol=0, atol=1e-5)
-    assert len(seen.attentions) == 2
+    records = model(**inputs, output_attentions=True)
+    torch.testing.assert_close(records.logits, want, rtol=0, atol=1e-5)
+    assert len(records.attentions) == 2
 
 
 def test_a_wrapper_of_nothing_converted_is_refused():

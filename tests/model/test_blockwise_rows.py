@@ -66,5 +66,5 @@ def test_it_is_attention_over_all_decoded_values(name, tokens, padding, queries,
     blocks = BlockwiseRows(*FORMATS[name], inv_freq)
     additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     for mask in (visible, additive, *([None] if not any(padding) else [])):
-        got = blocks.attend(query, rows[:, 0], layer.values[:, 0], quantizer, layer.padding, mask=mask, gains=gains)
-        assert (got - want).abs().max() < 2e-5
+        result = blocks.attend(query, rows[:, 0], layer.values[:, 0], quantizer, layer.padding, mask=mask, gains=gains)
+        assert (result - want).abs().max() < 2e-5

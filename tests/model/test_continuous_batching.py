@@ -17,11 +17,11 @@ def loaded(kind):
     return AutoModelForCausalLM.from_pretrained(OLD / kind, dtype=torch.float32).eval()
 
 
-def batched(model, **said):
+def batched(model, **settings):
     """Results by prompt. By default its pages take most of the memory that is free."""
     pages = ContinuousBatchingConfig(num_blocks=8)
-    written = model.generate_batch(PROMPTS, GenerationConfig(**said), pages, progress_bar=False)
-    return {tuple(each.prompt_ids): each for each in written.values()}
+    files = model.generate_batch(PROMPTS, GenerationConfig(**settings), pages, progress_bar=False)
+    return {tuple(each.prompt_ids): each for each in files.values()}
 
 
 SAID = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
@@ -30,10 +30,10 @@ SAID = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_toke
 @pytest.mark.slow  # torch compiles the pages
 def test_fewer_heads_write_in_batches_what_they_write_alone():
     model = loaded("gqa")
-    written = batched(model, **SAID)
+    files = batched(model, **SAID)
     for prompt in PROMPTS:
         alone = model.generate(torch.tensor([prompt]), **SAID)[0, len(prompt) :].tolist()
-        assert written[tuple(prompt)].generated_tokens == alone
+        assert files[tuple(prompt)].generated_tokens == alone
 
 
 @pytest.mark.slow

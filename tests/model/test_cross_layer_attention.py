@@ -53,8 +53,8 @@ def test_every_way_to_feed_a_text_gives_the_same(model, pieces):
     expected = model(text(), use_cache=False)
     assert expected.past_key_values is None
     cache = DynamicCache(config=model.config)
-    found = [model(piece, past_key_values=cache).logits for piece in text().split(pieces, dim=1)]
-    agree(torch.cat(found, dim=1), expected.logits)
+    results = [model(piece, past_key_values=cache).logits for piece in text().split(pieces, dim=1)]
+    agree(torch.cat(results, dim=1), expected.logits)
     assert cache_bytes(cache) == model.kv_cache_bytes(2, 23)
 
 
@@ -63,10 +63,10 @@ def test_every_family_decodes_what_it_reads_at_once(family):
     model = shared(tiny_source(family), STATIC)
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
-        found = model(text()).logits
+        logits = model(text()).logits
         cache = DynamicCache(config=model.config)
         pieces = text().split((6, *[1] * 17), dim=1)
-        agree(torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1), found)
+        agree(torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1), logits)
 
 
 def test_the_shared_form_is_really_read():
@@ -93,13 +93,13 @@ def test_left_padding_shifts_nothing_but_blocks(model, form):
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_greedy_generation_is_the_argmax_of_one_pass(model, chunk):
     options = {} if chunk is None else {"prefill_chunk_size": chunk, "disable_compile": True}
-    made = model.generate(text(), max_new_tokens=6, do_sample=False, eos_token_id=None, **options)
-    logits = model(made).logits
-    assert torch.equal(made[:, 23:], logits[:, 22:-1].argmax(-1))
+    tokens = model.generate(text(), max_new_tokens=6, do_sample=False, eos_token_id=None, **options)
+    logits = model(tokens).logits
+    assert torch.equal(tokens[:, 23:], logits[:, 22:-1].argmax(-1))
 
 
 def test_beams_are_scored_as_one_pass_scores_them(model):
-    made = model.generate(
+    tokens = model.generate(
         text(),
         max_new_tokens=7,
         num_beams=3,
@@ -108,9 +108,9 @@ def test_beams_are_scored_as_one_pass_scores_them(model):
         return_dict_in_generate=True,
         output_scores=True,
     )
-    logits = model(made.sequences).logits[:, 22:-1].log_softmax(-1)
-    scores = logits.gather(-1, made.sequences[:, 23:, None])[..., 0].sum(-1) / 7
-    assert torch.allclose(scores, made.sequences_scores, atol=1e-4)
+    logits = model(tokens.sequences).logits[:, 22:-1].log_softmax(-1)
+    scores = logits.gather(-1, tokens.sequences[:, 23:, None])[..., 0].sum(-1) / 7
+    assert torch.allclose(scores, tokens.sequences_scores, atol=1e-4)
 
 
 def test_sampling_is_the_same_with_and_without_a_cache(model):
@@ -137,8 +137,8 @@ def test_a_basis_of_the_prompt_reads_the_prompt_exactly_and_compresses_it_afterw
     agree(coarse(text()).logits, source(text()).logits)
     for model, exact in ((lossless, True), (coarse, False)):
         cache = DynamicCache(config=model.config)
-        found = [model(piece, past_key_values=cache).logits for piece in text().split((15, 3, 5), dim=1)]
-        error = (torch.cat(found, dim=1) - source(text()).logits).abs().max() / source(text()).logits.abs().max()
+        results = [model(piece, past_key_values=cache).logits for piece in text().split((15, 3, 5), dim=1)]
+        error = (torch.cat(results, dim=1) - source(text()).logits).abs().max() / source(text()).logits.abs().max()
         assert (error < 2e-5) == exact
         assert cache_bytes(cache) == model.kv_cache_bytes(2, 23, prompt=15)
 
@@ -151,8 +151,8 @@ def test_padding_does_not_weigh_in_a_basis_of_the_prompt():
     model(text(), past_key_values=plain)
     model(padded, attention_mask=mask, past_key_values=shifted)
     more = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
-    found = model(text()[:, :1], attention_mask=more, past_key_values=shifted).logits
-    agree(found, model(text()[:, :1], past_key_values=plain).logits, 1e-3)
+    logits = model(text()[:, :1], attention_mask=more, past_key_values=shifted).logits
+    agree(logits, model(text()[:, :1], past_key_values=plain).logits, 1e-3)
 
 
 def test_layers_outside_groups_keep_their_own_cache():
@@ -163,8 +163,8 @@ def test_layers_outside_groups_keep_their_own_cache():
         SurgeryConfig.from_base(config, [None, {**PAIRS, "place": 0}, {**PAIRS, "place": 1}])
     ).eval()
     cache = DynamicCache(config=model.config)
-    found = [model(piece, past_key_values=cache).logits for piece in text().split((9, *[1] * 14), dim=1)]
-    agree(torch.cat(found, dim=1), model(text()).logits)
+    results = [model(piece, past_key_values=cache).logits for piece in text().split((9, *[1] * 14), dim=1)]
+    agree(torch.cat(results, dim=1), model(text()).logits)
     assert cache_bytes(cache) == model.kv_cache_bytes(2, 23)
 
 
@@ -197,7 +197,7 @@ def test_other_caches_and_prepared_masks_are_refused(model):
 
 
 @pytest.mark.parametrize(
-    ("entries", "said"),
+    ("entries", "message"),
     [
         ([{**STATIC, "place": 0}, None], "not one of a group of 2"),
         ([{**STATIC, "place": 0}, {**STATIC, "place": 1, "rank": 5}], "equal entries"),
@@ -207,8 +207,8 @@ def test_other_caches_and_prepared_masks_are_refused(model):
         ([{**STATIC, "group_size": 1, "block": b, "place": 0} for b in (2, 4)], "cannot run together"),
     ],
 )
-def test_groups_that_make_no_sense_are_refused(entries, said):
-    with pytest.raises(ValueError, match=said):
+def test_groups_that_make_no_sense_are_refused(entries, message):
+    with pytest.raises(ValueError, match=message):
         SurgeryConfig.from_base(tiny_source("llama").config, entries)
 
 

@@ -50,6 +50,6 @@ def test_every_way_to_feed_a_text_gives_the_same(recent):
     assert float((expected - latent(text()).logits).abs().max()) > 1e-2
     for pieces in ((5, *[1] * 18), (3, 9, 11)):
         cache = DynamicCache(config=model.config)
-        found = [model(piece, past_key_values=cache).logits for piece in text().split(pieces, dim=1)]
-        agree(torch.cat(found, dim=1), expected)
+        results = [model(piece, past_key_values=cache).logits for piece in text().split(pieces, dim=1)]
+        agree(torch.cat(results, dim=1), expected)
         assert cache_bytes(cache) == model.kv_cache_bytes(2, 23)

@@ -26,32 +26,32 @@ def numbered(first: int, count: int) -> torch.Tensor:
 @given(st.integers(1, 5), st.integers(0, 4), st.integers(0, 7), st.lists(st.integers(1, 6), min_size=1, max_size=8))
 @settings(deadline=None, max_examples=60)
 def test_every_query_reads_each_slot_once_in_the_form_that_the_rule_says(block, sinks, window, pieces):
-    cache, seen = layer(block, sinks, window), 0
+    cache, records = layer(block, sinks, window), 0
     ends = {*range(block, sum(pieces) + 1, block), *(sum(pieces[: i + 1]) for i in range(len(pieces)))}
     for end in sorted(ends):
-        count = end - seen
+        count = end - records
         reading = cache.reading(count, torch.device("cpu"))
-        mask = torch.arange(end) <= torch.arange(seen, end)[:, None]
-        chosen = reading.select(mask) if count > 1 else mask[:, reading.positions]
-        exact, _ = cache.update(numbered(seen, count), numbered(seen, count)[..., :0])
+        mask = torch.arange(end) <= torch.arange(records, end)[:, None]
+        selection = reading.select(mask) if count > 1 else mask[:, reading.positions]
+        exact, _ = cache.update(numbered(records, count), numbered(records, count)[..., :0])
         assert torch.equal(exact[0, 0, :, 0].long(), reading.exact)
         stored = cache.store.read(0, *reading.rebuilt) if reading.rebuilt[0] < reading.rebuilt[1] else exact[..., :0, :]
         assert torch.equal(stored[0, 0, :, 0].long(), torch.arange(*reading.rebuilt))
         is_exact = torch.arange(len(reading.positions)) >= len(reading.positions) - len(reading.exact)
-        for row, query in enumerate(range(seen, end)):
+        for row, query in enumerate(range(records, end)):
             read = {
                 int(position): bool(e)
-                for position, e, see in zip(reading.positions, is_exact, chosen[row], strict=True)
+                for position, e, see in zip(reading.positions, is_exact, selection[row], strict=True)
                 if see
             }
             start = query // block * block
             assert read == {n: n >= start or n > query - window or n < sinks for n in range(query + 1)}
-            assert int(chosen[row].sum()) == query + 1
+            assert int(selection[row].sum()) == query + 1
         cache.settle(torch.clone)
-        seen = end
-        assert cache.keys.shape[-2] == exact_tokens(seen, block, sinks, window)
+        records = end
+        assert cache.keys.shape[-2] == exact_tokens(records, block, sinks, window)
         size = {"batch": 1, "heads": 1, "key_dim": WIDTH, "value_dim": 0, "dtype": torch.float32}
-        assert cache_bytes(cache) == cache.predicted_bytes(seen, **size)
+        assert cache_bytes(cache) == cache.predicted_bytes(records, **size)
 
 
 def test_an_additive_mask_is_chosen_from_too():
@@ -114,9 +114,9 @@ def test_the_prompt_basis_is_the_best_of_its_rank(key_rank, value_rank):
     rebuilt = [store.read(place, 0, 9) for place in range(2)]
     for side, rank in ((slice(0, 2), key_rank), (slice(2, 6), value_rank)):
         stacked = torch.cat([part[..., side] for part in tokens], dim=-1)
-        found = torch.cat([part[..., side] for part in rebuilt], dim=-1)
+        result = torch.cat([part[..., side] for part in rebuilt], dim=-1)
         dropped = torch.linalg.svdvals(stacked)[..., rank:].square().sum(-1)
-        assert torch.allclose((stacked - found).square().sum((-1, -2)), dropped, atol=1e-4)
+        assert torch.allclose((stacked - result).square().sum((-1, -2)), dropped, atol=1e-4)
     assert cache_bytes(store) == 2 * 4 * store.numbers(9, 6)
 
 
@@ -124,8 +124,8 @@ def test_slerp_turns_by_a_share_of_the_angle():
     x, y = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 0.5])
     merged, angle = slerp(x, y, 0.6)
     assert float(angle) == pytest.approx(math.pi / 2)
-    wanted = [math.cos(0.6 * math.pi / 2), math.sin(0.6 * math.pi / 2)]
-    assert merged.tolist() == pytest.approx(wanted)
+    expected = [math.cos(0.6 * math.pi / 2), math.sin(0.6 * math.pi / 2)]
+    assert merged.tolist() == pytest.approx(expected)
     same, none = slerp(x, 2 * x, 0.6)
     assert same.tolist() == pytest.approx([1, 0]) and float(none) == pytest.approx(0, abs=1e-3)
     assert float(slerp(x, torch.zeros(2), 0.6)[1]) == 0

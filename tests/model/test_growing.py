@@ -19,25 +19,25 @@ def entries(size: int, dim: int = -2, **settings) -> torch.Tensor:
 @pytest.mark.parametrize("dim", [-2, -1])
 @pytest.mark.parametrize("capacity", [0, 30])
 def test_values_are_those_of_cat(dim, capacity):
-    held, parts = None, [entries(size, dim) for size in (3, 1, 1, 20, 1, 0, 600, 1)]
+    values, parts = None, [entries(size, dim) for size in (3, 1, 1, 20, 1, 0, 600, 1)]
     for number in range(len(parts)):
-        held = append(held, parts[number], dim, capacity=capacity)
-        assert torch.equal(held, torch.cat(parts[: number + 1], dim=dim))
+        values = append(values, parts[number], dim, capacity=capacity)
+        assert torch.equal(values, torch.cat(parts[: number + 1], dim=dim))
 
 
 def test_memory_moves_seldom_and_has_little_to_spare():
-    held, places = None, set()
+    values, places = None, set()
     for _ in range(2000):
-        held = append(held, entries(1))
-        places.add(held.data_ptr())
-        room = held.untyped_storage().nbytes() // (2 * 3 * 5 * 4) - held.shape[-2]
-        assert room <= min(max(held.shape[-2], LEAST_ROOM), MOST_ROOM)
+        values = append(values, entries(1))
+        places.add(values.data_ptr())
+        room = values.untyped_storage().nbytes() // (2 * 3 * 5 * 4) - values.shape[-2]
+        assert room <= min(max(values.shape[-2], LEAST_ROOM), MOST_ROOM)
     assert len(places) <= 13
-    held = append(None, entries(3), capacity=50)
-    place = held.data_ptr()
+    values = append(None, entries(3), capacity=50)
+    place = values.data_ptr()
     for _ in range(47):
-        held = append(held, entries(1))
-    assert held.data_ptr() == place and held.untyped_storage().nbytes() == held.numel() * 4
+        values = append(values, entries(1))
+    assert values.data_ptr() == place and values.untyped_storage().nbytes() == values.numel() * 4
 
 
 def test_copies_and_slices_never_write_to_what_others_hold():
@@ -47,45 +47,45 @@ def test_copies_and_slices_never_write_to_what_others_hold():
     before = second.clone()
     for other in (second[..., :2, :], second[:1], copy.deepcopy(second), second.clone()):
         append(other, entries(2)[: len(other)])
-        refill(other, entries(2)[: len(other)], most=9)
+        refill(other, entries(2)[: len(other)], max_size=9)
     assert torch.equal(second, before)
     twin = copy.deepcopy(second)
     assert append(twin, entries(1)).data_ptr() == twin.data_ptr(), "a copy of a cache has the room of the cache"
 
 
 def test_refilled_memory_stays_up_to_the_most():
-    held = refill(None, entries(0), most=6)
-    held = refill(held, entries(4), most=6)
-    place = held.data_ptr()
+    values = refill(None, entries(0), max_size=6)
+    values = refill(values, entries(4), max_size=6)
+    place = values.data_ptr()
     for size in (6, 0, 5):
         new = entries(size)
-        held = refill(held, new, most=6)
-        assert torch.equal(held, new) and (held.data_ptr() == place or not size)
-    assert held.untyped_storage().nbytes() == 6 * 2 * 3 * 5 * 4
+        values = refill(values, new, max_size=6)
+        assert torch.equal(values, new) and (values.data_ptr() == place or not size)
+    assert values.untyped_storage().nbytes() == 6 * 2 * 3 * 5 * 4
 
 
 @torch.enable_grad()
 def test_gradients_go_through_and_dtypes_widen():
     parts = [entries(2, requires_grad=True) for _ in range(3)]
-    held = None
+    values = None
     for part in parts:
-        held = append(held, part)
-    held.square().sum().backward()
+        values = append(values, part)
+    values.square().sum().backward()
     assert all(torch.equal(part.grad, 2 * part) for part in parts)
     assert append(append(None, entries(2).half()), entries(1)).dtype == torch.float32
 
 
 def test_what_inference_mode_allocated_is_left_alone_outside():
     with torch.inference_mode():
-        held = append(None, entries(2))
-    assert append(held, entries(1)).shape[-2] == 3
+        values = append(None, entries(2))
+    assert append(values, entries(1)).shape[-2] == 3
 
 
 def test_results_are_made_once_until_the_step_or_the_values_change():
-    shared, made = torch.zeros(3), []
+    shared, result = torch.zeros(3), []
 
     def ask(key, step=None):
-        return once(shared, key, lambda: made.append(key) or len(made), step)
+        return once(shared, key, lambda: result.append(key) or len(result), step)
 
     assert [ask("a"), ask("b"), ask("a")] == [1, 2, 1]
     assert [ask("a", 5), ask("a", 5), ask("a", 6)] == [3, 3, 4]
@@ -100,5 +100,5 @@ def test_padding_is_read_once_and_follows_rows():
     assert not LeftPadding.of_mask(mask[:2]).has_gaps
     rows = padding.on(torch.device("cpu"))
     assert padding.on(torch.device("cpu")) is rows and padding.on(rows.device, torch.int32).dtype == torch.int32
-    chosen = padding.changed(lambda each: each[[2, 2]])
-    assert (chosen.tolist(), chosen.least, chosen.most) == ([1, 1], 0, 2)
+    selection = padding.changed(lambda each: each[[2, 2]])
+    assert (selection.tolist(), selection.least, selection.most) == ([1, 1], 0, 2)

@@ -150,7 +150,7 @@ def test_latents_stream_likewise(family, make):
 
 
 @pytest.mark.parametrize("form", ["int8", "int4", "int2", "fp8"])
-def test_quantised_streaming_heads_do_not_depend_on_chunks(form):
+def test_quantized_streaming_heads_do_not_depend_on_chunks(form):
     source = tiny_source("llama", **MANY_HEADS).double()
     kv_cache = {"format": "int8", "group": 32, "window": 64, "keys": "channel", "streaming_format": form}
     entries = [hybrid_entry(1, [3, 1, 0, 2], 1, sinks=2, recent=6), hybrid_entry(0, [0, 1, 2, 3], sinks=0, recent=4)]

@@ -75,22 +75,22 @@ each_model = pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
 @pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float32), (4, torch.bfloat16)])
 def test_live_bytes_are_those_predicted(make, batch, dtype):
     model = make().to(dtype)
-    cache, seen, sizes = DynamicCache(config=model.config), 0, (1, 3, 7, 1, 20, 1, 1)
+    cache, records, sizes = DynamicCache(config=model.config), 0, (1, 3, 7, 1, 20, 1, 1)
     if layers := model.cache_layers():
         cache = Cache(layers=layers)
         for layer in layers:
             layer.reserve(sum(sizes))
     for size in sizes:
         cache = model(tokens(batch, size), past_key_values=cache).past_key_values
-        seen += size
-        assert cache_bytes(cache) == model.kv_cache_bytes(batch, seen)
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in plain_tensors(cache)}
+        records += size
+        assert cache_bytes(cache) == model.kv_cache_bytes(batch, records)
+    values = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in plain_tensors(cache)}
     if not any(type(layer).__name__ == "DynamicSlidingWindowLayer" for layer in cache.layers):
-        # Of full-precision tokens there are fewer than have memory, until the next group of them is quantised.
+        # Of full-precision tokens there are fewer than have memory, until the next group of them is quantized.
         quantized = getattr(model.config, "kv_cache", None)
         exact = quantized["group"] + quantized["window"] if quantized else 0
         spare = batch * LAYERS * 2 * LATENT * exact * dtype.itemsize
-        assert 0 <= sum(held.values()) - cache_bytes(cache) <= spare, "a view keeps more memory alive than it shows"
+        assert 0 <= sum(values.values()) - cache_bytes(cache) <= spare, "a view keeps more memory alive than it shows"
 
 
 def measured_peak(model, batch: int, prompt: int, chunk: int, steps: int) -> int:
@@ -108,8 +108,8 @@ def measured_peak(model, batch: int, prompt: int, chunk: int, steps: int) -> int
         def watched(*args, **kwargs):
             nonlocal peak
             returned = update(*args, **kwargs)
-            held = [tensor for tensor in plain_tensors(cache) if tensor.ndim > 0]
-            peak = max(peak, storage_bytes([*held, *returned]))
+            sizes = [tensor for tensor in plain_tensors(cache) if tensor.ndim > 0]
+            peak = max(peak, storage_bytes([*sizes, *returned]))
             return returned
 
         part.update = watched
@@ -134,9 +134,9 @@ def test_the_peak_is_as_predicted(make, batch, prompt, chunk, steps, monkeypatch
 def test_pieces_bound_the_peak():
     """A prompt in one chunk costs no more than the window and one piece beyond what stays."""
     model = hybrid_model(tiny_source("llama"), [hybrid_entry(0, [0, 1], sinks=4, recent=60)] * LAYERS)
-    kept, piece = 63, 256
+    entries, piece = 63, 256
     token = 2 * 2 * HEAD_DIM * 4
-    assert model.kv_peak_bytes(1, 5000, 5000, 0) == token * (2 * kept + kept + piece)
+    assert model.kv_peak_bytes(1, 5000, 5000, 0) == token * (2 * entries + entries + piece)
 
 
 def test_sizes_of_no_generation_are_refused():

@@ -1,4 +1,4 @@
-"""Models of the custom model class that keep their cache quantised: whoever calls them, and however, reads it."""
+"""Models of the custom model class that keep their cache quantized: whoever calls them, and however, reads it."""
 
 import copy
 import pickle

@@ -67,9 +67,9 @@ def test_cache_holds_the_latent_and_nothing_else(family, model):
     cache = model(ids, use_cache=True).past_key_values
     width = LATENT + LATENT + (KV_HEADS if family in WITH_KEY_NORM else 0)
     for layer in cache.layers:
-        held = min(12, layer.sliding_window - 1) if layer.is_sliding else 12
+        values = min(12, layer.sliding_window - 1) if layer.is_sliding else 12
         nbytes = layer.keys.numel() * layer.keys.itemsize + layer.values.numel() * layer.values.itemsize
-        assert nbytes == 2 * held * width * 4
+        assert nbytes == 2 * values * width * 4
     assert any(layer.is_sliding for layer in cache.layers) == (family not in FULL_ATTENTION)
 
 
@@ -103,12 +103,12 @@ def test_layers_may_keep_their_own_attention_and_ranks_may_differ():
     source = tiny_source("qwen3")
     config = lossless_config(source)
     config.attention_layers[0] = None
-    mixed = SurgeryForCausalLM(config).eval()
+    mixture = SurgeryForCausalLM(config).eval()
     tensors = lossless_tensors(source, source.state_dict())
     first = {name: tensor for name, tensor in source.state_dict().items() if ".layers.0." in name}
-    mixed.load_state_dict({k: v for k, v in tensors.items() if ".layers.0." not in k} | first, strict=True)
-    agree(mixed(tokens()).logits, source(tokens()).logits)
-    agree(decode(mixed, DynamicCache(config=config)), source(tokens()).logits)
+    mixture.load_state_dict({k: v for k, v in tensors.items() if ".layers.0." not in k} | first, strict=True)
+    agree(mixture(tokens()).logits, source(tokens()).logits)
+    agree(decode(mixture, DynamicCache(config=config)), source(tokens()).logits)
 
     config.attention_layers = [
         {"kind": "latent", "kv_lora_rank": 3, "rope_inv_freq": [], "key_norm_eps": None},

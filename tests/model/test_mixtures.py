@@ -26,7 +26,7 @@ MIXTURES = {
 each_mixture = pytest.mark.parametrize("mixture", MIXTURES.values(), ids=list(MIXTURES))
 
 
-def mixed(mixture, family="llama") -> SurgeryForCausalLM:
+def mixture_model(mixture, family="llama") -> SurgeryForCausalLM:
     entries, kv_cache = mixture
     entries = [
         entry | {"key_norm_eps": 1e-6} if family == "qwen3" and entry and "key_norm_eps" in entry else entry
@@ -48,7 +48,7 @@ def one_by_one(model, ids, cache=None, **kwargs):
 @each_mixture
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_decoding_is_one_pass_and_bytes_are_those_predicted(mixture, family):
-    model, ids = mixed(mixture, family), tokens(2, 19)
+    model, ids = mixture_model(mixture, family), tokens(2, 19)
     logits, cache = one_by_one(model, ids)
     assert cache_bytes(cache) == model.kv_cache_bytes(2, 19) == sum(model.kv_layer_bytes(2, 19))
     assert len({type(layer) for layer in cache.layers}) > 1
@@ -62,7 +62,7 @@ def test_decoding_is_one_pass_and_bytes_are_those_predicted(mixture, family):
 
 @each_mixture
 def test_left_padding_and_generation(mixture):
-    model, ids = mixed(mixture), tokens(1, 9)
+    model, ids = mixture_model(mixture), tokens(1, 9)
     padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), ids), dim=1)
     mask = (torch.arange(13) >= 4).long()[None]
     how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -82,10 +82,10 @@ def test_left_padding_and_generation(mixture):
 
 @each_mixture
 def test_a_layer_alone_is_that_layer(mixture):
-    model = mixed(mixture)
+    model = mixture_model(mixture)
     alone = [single_layer_config(model.config, layer) for layer in range(4)]
-    held = [SurgeryForCausalLM(config).kv_cache_bytes(2, 30) for config in alone]
-    assert held == model.kv_layer_bytes(2, 30)
+    sizes = [SurgeryForCausalLM(config).kv_cache_bytes(2, 30) for config in alone]
+    assert sizes == model.kv_layer_bytes(2, 30)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_a_layer_alone_is_that_layer(mixture):
 )
 def test_what_cannot_be_is_refused(kv_cache, message):
     with pytest.raises(ValueError, match=message):
-        mixed(([None] * 4, kv_cache))
+        mixture_model(([None] * 4, kv_cache))
 
 
 def test_layers_that_keep_a_state_hold_no_keys_and_values():
     config = CONFIGS["granite4_state"]()
     model = SurgeryForCausalLM(SurgeryConfig.from_base(config, [None] * config.num_hidden_layers))
-    held = model.kv_layer_bytes(2, 19)
-    assert held[0] == 0 < held[1]
-    assert sum(held) == model.kv_cache_bytes(2, 19) > 0
+    values = model.kv_layer_bytes(2, 19)
+    assert values[0] == 0 < values[1]
+    assert sum(values) == model.kv_cache_bytes(2, 19) > 0

@@ -1,4 +1,4 @@
-"""Packing, quantisation error and the cache of integers itself."""
+"""Packing, quantization error and the cache of integers itself."""
 
 import itertools
 
@@ -98,11 +98,11 @@ def test_scales_are_of_key_channels_and_of_value_tokens(form):
 
 
 @formats
-def test_keys_by_token_are_quantised_as_values(form):
+def test_keys_by_token_are_quantized_as_values(form):
     keys = states(tokens=64, dim=80)
-    got, same = quantized_cache(form, keys="token").update(keys, keys, 0)
+    result, same = quantized_cache(form, keys="token").update(keys, keys, 0)
     by_channel, _ = quantized_cache(form).update(keys, keys, 0)
-    assert torch.equal(got, same) and not torch.equal(got, by_channel)
+    assert torch.equal(result, same) and not torch.equal(result, by_channel)
 
 
 @pytest.mark.parametrize(("width", "groups"), [(0, 0), (4, 1), (32, 1), (33, 2), (80, 3), (97, 4)])
@@ -116,8 +116,8 @@ def test_a_token_has_the_fewest_groups(width, groups):
     if groups > 1:
         loud = values.clone()
         loud[..., 0] *= 1000
-        _, got = quantized_cache("int4").update(states(1, 1, 32), loud, 0)
-        same = (got == quiet).all(dim=-2).flatten()
+        _, result = quantized_cache("int4").update(states(1, 1, 32), loud, 0)
+        same = (result == quiet).all(dim=-2).flatten()
         first = -(-width // groups)
         assert not same[:first].any() and same[first:].all()
 
@@ -132,13 +132,13 @@ def test_any_chunks_keep_the_same_and_recent_tokens_exactly(form, keys_by, windo
     expected = whole.update(keys, values, 0)
     chunked = quantized_cache(form, 16, window, keys_by)
     for first, last in [(0, 7), (7, 8), (8, 40), (40, 69), (69, 70)]:
-        got = chunked.update(keys[:, :, first:last], values[:, :, first:last], 0)
-        assert chunked.get_seq_length() == got[0].shape[2] == got[1].shape[2] == last
-    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-    assert got[1].shape[-1] == value_dim
+        result = chunked.update(keys[:, :, first:last], values[:, :, first:last], 0)
+        assert chunked.get_seq_length() == result[0].shape[2] == result[1].shape[2] == last
+    assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
+    assert result[1].shape[-1] == value_dim
     exact = (70 - window) % 16 + window
-    assert torch.equal(got[0][:, :, -exact:], keys[:, :, -exact:])
-    changed = ~torch.isclose(got[0][:, :, : 70 - exact], keys[:, :, : 70 - exact], atol=0)
+    assert torch.equal(result[0][:, :, -exact:], keys[:, :, -exact:])
+    changed = ~torch.isclose(result[0][:, :, : 70 - exact], keys[:, :, : 70 - exact], atol=0)
     # The least and the greatest of a group's 16 numbers are codes of their own.
     assert changed.float().mean() > 0.8
     assert cache_bytes(chunked) == cache_bytes(whole)
@@ -154,7 +154,7 @@ def test_any_chunks_keep_the_same_and_recent_tokens_exactly(form, keys_by, windo
         (131, 32, 0, (32, 64), torch.float16),
         (131, 32, 40, (80, 80), torch.float32),  # 80 is no multiple of 32
         (131, 16, 0, (88, 0), torch.bfloat16),  # a latent alone
-        (9, 32, 0, (16, 4), torch.bfloat16),  # nothing quantised yet
+        (9, 32, 0, (16, 4), torch.bfloat16),  # nothing quantized yet
     ],
 )
 def test_bytes_are_those_predicted(form, keys_by, batch, tokens, group, window, dims, dtype):
@@ -168,10 +168,10 @@ def test_bytes_are_those_predicted(form, keys_by, batch, tokens, group, window, 
     size = dict(batch=batch, heads=3, key_dim=dims[0], value_dim=dims[1], dtype=dtype)
     predicted = cache.layers[0].predicted_bytes(tokens, **size)
     assert cache_bytes(cache) == 2 * predicted
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors_of(cache) if t.numel()}
-    # Of full-precision tokens there are fewer than have memory, until the next group of them is quantised.
+    values = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors_of(cache) if t.numel()}
+    # Of full-precision tokens there are fewer than have memory, until the next group of them is quantized.
     spare = 2 * batch * 3 * (group + window - 1) * sum(dims) * dtype.itemsize
-    assert 0 <= sum(held.values()) - 2 * predicted <= spare, "a view keeps more memory alive than it shows"
+    assert 0 <= sum(values.values()) - 2 * predicted <= spare, "a view keeps more memory alive than it shows"
 
 
 def _tensors_of(cache):
@@ -198,11 +198,11 @@ def test_rows_are_repeated_reordered_and_selected(form):
     cache.reorder_cache(torch.tensor([3, 0, 0, 1]))
     cache.batch_select_indices(torch.tensor([0, 1]))
     more = states(tokens=30, seed=2)
-    got = cache.update(more, more, 0)
+    result = cache.update(more, more, 0)
     direct = quantized_cache(form, 16)
     direct.update(keys[[1, 0]], values[[1, 0]], 0)
     expected = direct.update(more, more, 0)
-    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
 
 
 @pytest.mark.parametrize("form", ["int4", "fp8"])
@@ -229,7 +229,7 @@ def test_impossible_settings_are_refused(arguments):
         QuantizedKVLayer(*arguments)
 
 
-def test_the_latent_of_stock_deepseek_v3_is_quantised():
+def test_the_latent_of_stock_deepseek_v3_is_quantized():
     torch.manual_seed(0)
     config = DeepseekV3Config(
         vocab_size=97,
@@ -276,8 +276,8 @@ def test_caches_of_several_formats(more, keys):
     whole, values = states(tokens=tokens), states(tokens=tokens, seed=1)
     for first, last in ((0, 2), (2, 40), (40, tokens)):
         read = layer.update(whole[..., first:last, :], values[..., first:last, :])
-        held = sum(tensor.nbytes for tensor in plain_tensors(layer))
-        assert held == layer.predicted_bytes(last, **size) and layer.get_seq_length() == last
+        entries = sum(tensor.nbytes for tensor in plain_tensors(layer))
+        assert entries == layer.predicted_bytes(last, **size) and layer.get_seq_length() == last
 
     sinks, window = more.get("sinks", 0), more.get("window", 0)
 

@@ -33,11 +33,11 @@ def test_a_query_sees_exactly_the_tokens_of_the_definition(sinks, recent, sizes)
         assert torch.equal(keys, -values)
         for row, padding in enumerate(PADDINGS):
             for query in range(first, last):
-                shown = keys[row, 0, visible[row, 0, query - first], 0].tolist()
+                output = keys[row, 0, visible[row, 0, query - first], 0].tolist()
                 expected = [
                     key + 1.0 for key in range(padding, query + 1) if query - key < recent or key - padding < sinks
                 ] or [query + 1.0]
-                assert sorted(shown) == expected
+                assert sorted(output) == expected
         assert layer.get_seq_length() == last
         assert layer.keys.shape[2] == min(last, recent - 1)
 
@@ -53,8 +53,8 @@ def test_bytes_are_those_predicted(batch):
         predicted = batch * 2 * min(last, 4 + 16 - 1) * (8 + 6) * 2
         assert cache_bytes(cache) == 2 * predicted
     tensors = [t for layer in cache.layers for t in (layer.keys, layer.values, layer.sink_keys, layer.sink_values)]
-    held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    assert held == 2 * predicted == 2 * batch * 2 * 19 * 14 * 2
+    values = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    assert values == 2 * predicted == 2 * batch * 2 * 19 * 14 * 2
 
 
 def test_rows_are_repeated_reordered_and_selected():

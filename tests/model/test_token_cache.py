@@ -18,9 +18,9 @@ def logits(model, ids, cache=None, **kwargs):
         return model(ids, past_key_values=cache, use_cache=True, **kwargs)
 
 
-def agree(found, wanted):
+def agree(result, expected):
     # A product of another shape may round a value over the edge of a step.
-    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(result, expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("chunks", [[1] * 12, [5, 7], [1, 3, 8]])
@@ -34,20 +34,20 @@ def test_any_chunks(model, chunks):
         agree(torch.cat(parts, dim=1), model(ids, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("kept", [1, 6, 11])
-def test_cropped_tokens_come_again(model, kept):
+@pytest.mark.parametrize("entries", [1, 6, 11])
+def test_cropped_tokens_come_again(model, entries):
     ids = tokens()
     whole = logits(model, ids)
-    cache = logits(model, torch.cat([ids[:, :kept], ids.flip(1)[:, : 12 - kept]], dim=1)).past_key_values
-    cache.crop(kept - 12)
-    assert cache.get_seq_length() == kept
-    agree(logits(model, ids[:, kept:], cache).logits, whole.logits[:, kept:])
+    cache = logits(model, torch.cat([ids[:, :entries], ids.flip(1)[:, : 12 - entries]], dim=1)).past_key_values
+    cache.crop(entries - 12)
+    assert cache.get_seq_length() == entries
+    agree(logits(model, ids[:, entries:], cache).logits, whole.logits[:, entries:])
 
 
 @pytest.mark.parametrize("chunks", [[15], [2, 13], [4, 1, 10]])
 def test_first_tokens_are_those_after_the_padding(model, chunks):
     ids, rows = tokens(), []
-    wanted = logits(model, ids).logits
+    expected = logits(model, ids).logits
     padded = torch.zeros(2, 15, dtype=torch.long)
     mask = torch.zeros_like(padded)
     for row, padding in enumerate((3, 1)):
@@ -59,9 +59,9 @@ def test_first_tokens_are_those_after_the_padding(model, chunks):
         out = logits(model, part, cache, attention_mask=mask[:, :start])
         cache = out.past_key_values
         rows.append(out.logits)
-    found = torch.cat(rows, dim=1)
-    agree(found[0, 3:], wanted[0])
-    agree(found[1, 1:13], wanted[1])
+    result = torch.cat(rows, dim=1)
+    agree(result[0, 3:], expected[0])
+    agree(result[1, 1:13], expected[1])
 
 
 def test_assisted_decoding_and_beams_give_the_tokens_of_plain_decoding(model):

@@ -16,11 +16,11 @@ RUNS = st.lists(st.tuples(st.sampled_from(list(PATTERNS)), st.integers(1, 4).map
 
 
 def quantizer_of(runs, seed: int = 0) -> TokenQuantizer:
-    made = TokenQuantizer(TokenFormat(runs))
+    result = TokenQuantizer(TokenFormat(runs))
     generator = torch.Generator().manual_seed(seed)
-    made.step = 0.05 + torch.rand(made.step.shape, generator=generator)
-    made.mean = torch.randn(made.mean.shape, generator=generator)
-    return made
+    result.step = 0.05 + torch.rand(result.step.shape, generator=generator)
+    result.mean = torch.randn(result.mean.shape, generator=generator)
+    return result
 
 
 @settings(max_examples=50, deadline=None)

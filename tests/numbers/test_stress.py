@@ -86,10 +86,10 @@ TEXTS = {"constant tokens": (json.dumps({"text": "a " * 200}) + "\n") * 100, "on
 CASES = [*WEIGHTS, *ROPE, *TEXTS]
 
 
-def made(folder, case):
+def source_and_request(folder, case):
     """The checkpoint of a case, and settings that belong to it."""
     source = make_checkpoint(folder / "source", "llama", torch.float16 if case == "fp16 overflow" else torch.float32)
-    asked = {**QUICK, "calibration": str(HELD_OUT)}
+    settings = {**QUICK, "calibration": str(HELD_OUT)}
     if case in WEIGHTS:
         tensors = load_file(source / "model.safetensors")
         WEIGHTS[case](tensors)
@@ -98,11 +98,11 @@ def made(folder, case):
         rope = config_of(source)["rope_parameters"]
         edit_config(source, rope_parameters=rope | {"rope_theta": ROPE[case]})
     elif case == "one token":
-        asked |= {"calibration_tokens": 1, "calibration_length": 2, "recall": 0.0}
+        settings |= {"calibration_tokens": 1, "calibration_length": 2, "recall": 0.0}
     else:
         (folder / "text.jsonl").write_text(TEXTS[case])
-        asked |= {"calibration": str(folder / "text.jsonl"), "recall": 0.0}
-    return source, asked
+        settings |= {"calibration": str(folder / "text.jsonl"), "recall": 0.0}
+    return source, settings
 
 
 def numbers(value):
@@ -114,9 +114,9 @@ def numbers(value):
 
 
 def converges_or_refuses(folder, case, to):
-    source, asked = made(folder, case)
+    source, request = source_and_request(folder, case)
     try:
-        settings = TARGETS[to].settings({**asked, **REQUESTS[to]})
+        settings = TARGETS[to].settings({**request, **REQUESTS[to]})
         report = convert_checkpoint(source, folder / "out", settings).report.to_dict()
     except SurgeryError as error:
         assert "\n" not in str(error)

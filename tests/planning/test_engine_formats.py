@@ -68,8 +68,8 @@ def test_a_format_is_measured_as_evaluation_measures_it(source, engine):
         differences = sorted(abs(own - other) for own, other in zip(score.losses, losses(model, tokens), strict=True))
         # Rounding decides a code at the edge between two, of which this random model makes much.
         assert differences[len(differences) // 2] < 5e-4 and differences[-1] < 5e-3, each.name
-        held = model(tokens[:2, :64]).past_key_values
-        assert each.kv_bytes == cache_bytes(held), each.name
+        values = model(tokens[:2, :64]).past_key_values
+        assert each.kv_bytes == cache_bytes(values), each.name
     assert candidates[-1].skipped == (1, 3)
     assert [layer for layer in range(5) if candidates[-1].leaves(layer)] == [1, 3]
 
@@ -87,19 +87,19 @@ def test_room_in_a_budget_goes_to_layers_in_full_precision(source):
 def test_what_needs_no_surgery_is_said_and_converts_to_nothing(source, tmp_path, monkeypatch, capsys):
     text = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items()]
     out = tmp_path / "plan.yaml"
-    asked = ["plan", source, "--kv-ratio", "0.5", "--engine", "vllm", "--allow", "engine", *text, "--out", out]
-    code, printed, error = run_main(monkeypatch, capsys, *asked, "--json")
+    arguments = ["plan", source, "--kv-ratio", "0.5", "--engine", "vllm", "--allow", "engine", *text, "--out", out]
+    code, printed, error = run_main(monkeypatch, capsys, *arguments, "--json")
     assert code == 0, error
     plan = json.loads(printed)
     assert {row["engine"] for row in plan["rows"]} == {"vllm"} and {row["to"] for row in plan["rows"]} == {None}
     assert any("--kv-cache-dtype-skip-layers" in row["command"] for row in plan["rows"])
-    chosen = plan["rows"][plan["choice"]]
-    assert chosen["command"].startswith("vllm serve") and chosen["kv_ratio"] <= 0.5
+    selection = plan["rows"][plan["choice"]]
+    assert selection["command"].startswith("vllm serve") and selection["kv_ratio"] <= 0.5
     code, _, error = run_main(monkeypatch, capsys, "convert", source, "--plan", out, "--out", tmp_path / "converted")
     assert code == 1 and not (tmp_path / "converted").exists()
-    with pytest.raises(SurgeryError) as told:
+    with pytest.raises(SurgeryError) as message:
         read_plan(out)
-    assert told.value.path == out and chosen["command"] in str(told.value)
+    assert message.value.path == out and selection["command"] in str(message.value)
 
 
 def test_formats_stand_beside_conversions(source, tmp_path):
@@ -125,9 +125,9 @@ def test_tensorrt_llm_is_weighed_by_its_formats_alone(source):
 
 @pytest.mark.parametrize("engine", [None, "mlx", "all"])
 def test_engines_without_a_format_are_refused(engine):
-    with pytest.raises(SurgeryError) as told:
+    with pytest.raises(SurgeryError) as message:
         PlanSettings(engine=engine, allow=("engine",))
-    assert told.value.setting == "engine"
+    assert message.value.setting == "engine"
     if engine:
         with pytest.raises(SurgeryError):
             cache_formats(engine)

@@ -90,18 +90,18 @@ OF_ANY = [case for case in CASES if "whole layers" not in case]
     ],
 )
 def test_candidates_lose_what_the_written_model_loses_as_it_decodes(checkpoints, at_work, tmp_path, family, case):
-    target, asked = find_target(case.partition(",")[0]), dict(CASES[case])
-    if "heads" in asked:
-        asked["heads"] = str(tmp_path / "pattern.safetensors")
-        HeadPattern(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), "needle", 3, 20).save(Path(asked["heads"]))
+    target, request = find_target(case.partition(",")[0]), dict(CASES[case])
+    if "heads" in request:
+        request["heads"] = str(tmp_path / "pattern.safetensors")
+        HeadPattern(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), "needle", 3, 20).save(Path(request["heads"]))
     settings, opened, texts, work = at_work(family)
     candidates = Candidates(opened, work, settings)
-    sized = candidates.sized(target, asked, None)
+    sized = candidates.sized(target, request, None)
     assert sized is not None, candidates.refused
     (scored,) = measure([sized], work, texts.held_out).scored
-    settings = target.settings({**settings.common(), **asked})
-    written = convert_checkpoint(checkpoints(family), tmp_path / "out", settings)
-    model = AutoModelForCausalLM.from_pretrained(written.path).eval()
+    settings = target.settings({**settings.common(), **request})
+    conversion = convert_checkpoint(checkpoints(family), tmp_path / "out", settings)
+    model = AutoModelForCausalLM.from_pretrained(conversion.path).eval()
     tokens = texts.held_out.tokens[: texts.held_out.texts]
     losses, cache = decoded(model, tokens)
     assert scored.losses == pytest.approx(losses.tolist(), abs=2e-5)
@@ -111,14 +111,14 @@ def test_candidates_lose_what_the_written_model_loses_as_it_decodes(checkpoints,
 def test_chosen_bits_are_weighed_before_layers_are_measured(checkpoints, at_work, tmp_path):
     """A plan spends bits by predicted losses; the conversion measures layers first, and leaves out the first tokens."""
     settings, opened, texts, work = at_work("llama_bias")
-    target, asked = find_target("lowrank"), {"kv_ratio": 0.1, "bits": "auto"}
-    sized = Candidates(opened, work, settings).sized(target, asked, None)
+    target, request = find_target("lowrank"), {"kv_ratio": 0.1, "bits": "auto"}
+    sized = Candidates(opened, work, settings).sized(target, request, None)
     (scored,) = measure([sized], work, texts.held_out).scored
-    written = convert_checkpoint(
-        checkpoints("llama_bias"), tmp_path / "out", target.settings({**settings.common(), **asked})
+    conversion = convert_checkpoint(
+        checkpoints("llama_bias"), tmp_path / "out", target.settings({**settings.common(), **request})
     )
     losses, cache = decoded(
-        AutoModelForCausalLM.from_pretrained(written.path).eval(), texts.held_out.tokens[: texts.held_out.texts]
+        AutoModelForCausalLM.from_pretrained(conversion.path).eval(), texts.held_out.tokens[: texts.held_out.texts]
     )
     assert scored.losses == pytest.approx(losses.tolist(), abs=0.1)
     # Rows have the same bytes in all; what is kept of first tokens, much at 64 tokens, follows from the ranks.
@@ -156,9 +156,9 @@ def test_held_out_text_is_short_but_where_heads_stream(checkpoints):
 def test_intervals_are_students():
     for freedom, tabulated in {2: 1.886, 3: 1.638, 4: 1.533, 7: 1.415, 30: 1.310}.items():
         assert student_t(freedom) == pytest.approx(tabulated, rel=2e-3)
-    made = Increase.of([-0.1, 0.0, 0.1])
-    assert made.mean == pytest.approx(0, abs=1e-12)
-    assert made.high == -made.low == pytest.approx(student_t(2) * 0.1 / 3**0.5)
+    result = Increase.of([-0.1, 0.0, 0.1])
+    assert result.mean == pytest.approx(0, abs=1e-12)
+    assert result.high == -result.low == pytest.approx(student_t(2) * 0.1 / 3**0.5)
     alike = Increase.of([0.2, 0.2])
     assert (alike.low, alike.high) == pytest.approx((0.15, 0.25))
     assert Increase.of([0.1]) == Increase(0.1, None, None)
@@ -181,43 +181,43 @@ def test_rows_are_told_by_bytes_and_the_choice_costs_least_within_them(plan):
 
 def test_memory_is_a_share_of_what_all_sequences_hold(checkpoints, plan):
     source = checkpoints("llama")
-    asked = {"allow": ("lowrank",), **TEXT, **CONTEXT}
-    held = AutoModelForCausalLM.from_pretrained(source)(torch.zeros(2, 64, dtype=torch.long)).past_key_values
-    assert plan.source["kv_bytes"] == cache_bytes(held)
-    by_memory = make_plan(source, PlanSettings(memory=f"{0.4 * cache_bytes(held) / 1024:.6f}KiB", **asked))
+    settings = {"allow": ("lowrank",), **TEXT, **CONTEXT}
+    values = AutoModelForCausalLM.from_pretrained(source)(torch.zeros(2, 64, dtype=torch.long)).past_key_values
+    assert plan.source["kv_bytes"] == cache_bytes(values)
+    by_memory = make_plan(source, PlanSettings(memory=f"{0.4 * cache_bytes(values) / 1024:.6f}KiB", **settings))
     assert by_memory.budget["kv_ratio"] == pytest.approx(0.4, abs=1e-4)
-    assert by_memory.chosen.kv_bytes <= 0.4 * cache_bytes(held)
+    assert by_memory.chosen.kv_bytes <= 0.4 * cache_bytes(values)
     with pytest.raises(SurgeryError, match="nothing to convert"):
-        make_plan(source, PlanSettings(memory="1GiB", **asked))
+        make_plan(source, PlanSettings(memory="1GiB", **settings))
 
 
 def test_a_loss_is_met_by_the_fewest_bytes(checkpoints):
-    asked = {"allow": ("lowrank", "gqa", "quantized"), **TEXT, **CONTEXT}
-    found = make_plan(checkpoints("llama"), PlanSettings(max_loss=9.0, **asked))
-    assert found.choice == 0 and {row.to for row in found.rows} == {"lowrank", "gqa", "quantized"}
-    assert not found.refused  # of sizes that nobody asked for
-    # Bits were not allowed next to other structures, and a quantised cache is nothing without.
-    assert all(("bits" in row.asked) == (row.to == "quantized") for row in found.rows)
+    settings = {"allow": ("lowrank", "gqa", "quantized"), **TEXT, **CONTEXT}
+    result = make_plan(checkpoints("llama"), PlanSettings(max_loss=9.0, **settings))
+    assert result.choice == 0 and {row.to for row in result.rows} == {"lowrank", "gqa", "quantized"}
+    assert not result.refused  # of sizes that nobody asked for
+    # Bits were not allowed next to other structures, and a quantized cache is nothing without.
+    assert all(("bits" in row.asked) == (row.to == "quantized") for row in result.rows)
 
 
 @pytest.mark.parametrize(("least", "looked_at"), [(0.0, [1 / 32, 1 / 64, 0.02108]), (1 / 32, [1 / 32])])
 def test_a_loss_is_looked_for_below_the_sizes_that_every_plan_weighs(least, looked_at):
     """Losses of 0.001 over the square of the share, and 2.5 allowed: nine tenths of that at a share of 0.02108."""
-    target, scores, asked = SimpleNamespace(name="lowrank"), [], []
+    target, scores, request = SimpleNamespace(name="lowrank"), [], []
 
-    def sized(target, said, share, **kwargs):
-        of = {"target": target, "asked": {**said, "kv_ratio": share}, "kv_bytes": share}
+    def sized(target, message, share, **kwargs):
+        of = {"target": target, "asked": {**message, "kv_ratio": share}, "kv_bytes": share}
         return SimpleNamespace(**of) if share >= least else None
 
     def add(more):
-        asked.extend(each.kv_bytes for each in more)
-        tried.extend(more)
+        request.extend(each.kv_bytes for each in more)
+        attempts.extend(more)
         scores.extend((Scored([1 + 0.001 / each.kv_bytes**2], None, None), Scored([1.0], None, None)) for each in more)
 
-    tried = []
+    attempts = []
     add([sized(target, {"bits": 8}, share) for share in (0.125, 0.0625)])
-    look_for_loss(tried, scores, SimpleNamespace(source_bytes=1.0, sized=sized), 2.5, add)
-    assert asked[2:] == pytest.approx(looked_at, abs=1e-5)
+    look_for_loss(attempts, scores, SimpleNamespace(source_bytes=1.0, sized=sized), 2.5, add)
+    assert request[2:] == pytest.approx(looked_at, abs=1e-5)
 
 
 def row_of(plan, by_text, divergence, *, kv_ratio=0.3, answers=0.0):
@@ -255,13 +255,13 @@ def test_of_what_texts_cannot_tell_apart_the_one_that_moved_least_is_chosen(plan
 
 
 def test_what_moves_much_and_costs_more_than_something_no_larger_is_far_behind(plan):
-    least, most = (row_of(plan, [0.001, 0.002], 0.001), row_of(plan, [0.01, 0.02], 0.005))
-    assert far_behind([least, most]) == {1} and far_behind([least, replace(most, divergence=0.004)]) == set()
-    larger = replace(least, kv_bytes=2 * most.kv_bytes, kv_ratio=0.4)
-    assert far_behind([larger, most]) == set() and far_behind([larger, most], 0.4) == {1}  # both keep to the budget
-    assert far_behind([larger, most], 0.3) == set()
-    assert far_behind([replace(least, cost=0.1), replace(most, cost=0.09)]) == set()  # it costs more
-    assert far_behind([least, replace(most, cost=most.cost + 0.05, divergence=0.001)]) == {1}  # by its answers
+    least, limit = (row_of(plan, [0.001, 0.002], 0.001), row_of(plan, [0.01, 0.02], 0.005))
+    assert far_behind([least, limit]) == {1} and far_behind([least, replace(limit, divergence=0.004)]) == set()
+    larger = replace(least, kv_bytes=2 * limit.kv_bytes, kv_ratio=0.4)
+    assert far_behind([larger, limit]) == set() and far_behind([larger, limit], 0.4) == {1}  # both keep to the budget
+    assert far_behind([larger, limit], 0.3) == set()
+    assert far_behind([replace(least, cost=0.1), replace(limit, cost=0.09)]) == set()  # it costs more
+    assert far_behind([least, replace(limit, cost=limit.cost + 0.05, divergence=0.001)]) == {1}  # by its answers
 
 
 def test_more_text_is_for_what_it_may_decide(plan):
@@ -280,12 +280,12 @@ def test_text_is_spent_where_it_decides(plan):
     """Candidates are their losses on eight texts, a source that loses 1 on all, and how far they move predictions."""
     sure, close, other = ([1 + each] * 8 for each in (0.0, 0.001, 0.02))
     close[1] = 0.99
-    tried = [(sure, 1e-5), (close, 2e-5), ([2.0] * 8, 0.7), (other, 3e-5)]
-    held_out, asked = HeldOut.of_text(torch.arange(8)[:, None]), []
+    attempts = [(sure, 1e-5), (close, 2e-5), ([2.0] * 8, 0.7), (other, 3e-5)]
+    held_out, request = HeldOut.of_text(torch.arange(8)[:, None]), []
 
     def measure(some, part):
         texts = part.tokens[:, 0].tolist()
-        asked.append(([tried.index(each) for each in some], texts))
+        request.append(([attempts.index(each) for each in some], texts))
         scored = [Scored([losses[text] for text in texts], None, None, moved) for losses, moved in some]
         return Carried(Scored([1.0] * len(texts), None, None), scored)
 
@@ -294,32 +294,36 @@ def test_text_is_spent_where_it_decides(plan):
         return [row_of(plan, by_text, moved) for by_text, (_, moved) in zip(differences, some, strict=True)]
 
     rounds = Rounds(held_out, measure, told, 0.5)
-    rounds.add(tried)
+    rounds.add(attempts)
     rounds.decide(None)
-    assert asked == [([0, 1, 2, 3], [0, 1]), ([0, 1, 3], [2, 3]), ([0, 1], [4, 5, 6, 7])]
+    assert request == [([0, 1, 2, 3], [0, 1]), ([0, 1, 3], [2, 3]), ([0, 1], [4, 5, 6, 7])]
     assert [len(row.by_text) for row in rounds.rows()] == [8, 8, 2, 4] and choose(rounds.rows(), 0.5, None) == 0
-    tried.append((sure, 0.0))
-    rounds.add(tried[-1:])
-    assert [texts for _, texts in asked[3:]] == [[0, 1], [2, 3]]
+    attempts.append((sure, 0.0))
+    rounds.add(attempts[-1:])
+    assert [texts for _, texts in request[3:]] == [[0, 1], [2, 3]]
     for share, due in ((0.5, [[0, 1], [2, 3]]), (0.2, [[0, 1]])):  # rows have 0.3 of the bytes
-        del asked[:]
+        del request[:]
         some = Rounds(held_out, measure, told, share)
-        some.add(tried[:1], twice=False)
-        assert [texts for _, texts in asked] == due
+        some.add(attempts[:1], twice=False)
+        assert [texts for _, texts in request] == due
 
 
 def test_sizes_around_a_budget_are_of_what_is_not_far_behind_there(plan):
-    def sized(target, said, share, **kwargs):
-        asked = {**said, "kv_ratio": share}
-        return SimpleNamespace(target=target, asked=asked, config=(target, share)) if share != 0.5 else None
+    def sized(target, message, share, **kwargs):
+        settings = {**message, "kv_ratio": share}
+        return SimpleNamespace(target=target, asked=settings, config=(target, share)) if share != 0.5 else None
 
-    tried = [sized("good", {"bits": "auto"}, 0.25), sized("far", {}, 0.25), SimpleNamespace(asked={}, config="plain")]
+    attempts = [
+        sized("good", {"bits": "auto"}, 0.25),
+        sized("far", {}, 0.25),
+        SimpleNamespace(asked={}, config="plain"),
+    ]
     rows = [
         replace(row_of(plan, [cost, cost], cost, kv_ratio=size / 16), kv_bytes=size)
         for size, cost in [(4, 1.0), (3, 9.0), (5, 2.0)]  # the second is smaller, but the first keeps to the budget too
     ]
-    found = around_best(SimpleNamespace(tried=tried, rows=lambda: rows), SimpleNamespace(sized=sized), 0.25)
-    assert [(each.target, each.asked) for each in found] == [("good", {"bits": "auto", "kv_ratio": 0.125})]
+    result = around_best(SimpleNamespace(weighed=attempts, rows=lambda: rows), SimpleNamespace(sized=sized), 0.25)
+    assert [(each.target, each.asked) for each in result] == [("good", {"bits": "auto", "kv_ratio": 0.125})]
 
 
 def test_scores_of_more_text_are_means_over_all_of_it():
@@ -334,7 +338,7 @@ def test_divergence_is_half_the_mean_square_of_what_tokens_lose(checkpoints):
     texts = load_texts(opened, settings, quiet)
     with opened_work(opened, settings, texts, quiet) as work:
         sized = Candidates(opened, work, settings).sized(find_target("lowrank"), {"kv_ratio": 0.3}, None)
-        found = measure([sized], work, texts.held_out)
+        result = measure([sized], work, texts.held_out)
         hidden, stream = opened.stream.embed(texts.held_out.tokens), opened.stream
         own = hidden.clone()
         for index in range(opened.layers):
@@ -343,10 +347,10 @@ def test_divergence_is_half_the_mean_square_of_what_tokens_lose(checkpoints):
                 own = stream.run_layer(layer, own, 4, sized.structure.closed_form(work, index, None))
         losses = (stream.token_losses(each[:4], texts.held_out.tokens[:4]) for each in (own, hidden))
     own, source = losses
-    assert found.source.divergence == 0
+    assert result.source.divergence == 0
     assert (
-        found.scored[0].divergence == pytest.approx(float((own - source).square().mean()) / 2)
-        and found.scored[0].divergence > 0
+        result.scored[0].divergence == pytest.approx(float((own - source).square().mean()) / 2)
+        and result.scored[0].divergence > 0
     )
 
 
@@ -366,37 +370,37 @@ def test_a_budget_that_nothing_meets_is_told_with_the_smallest_that_there_is(che
     settings = PlanSettings(kv_ratio=0.001, allow=("lowrank", "quantized", "bits"), **TEXT, **CONTEXT)
     with pytest.raises(
         SurgeryError, match=r"keeps to 0.1% of the KV bytes; the smallest is \d+\.\d%, for [+-]"
-    ) as told:
+    ) as message:
         make_plan(checkpoints("llama"), settings)
-    assert "--to lowrank --kv-ratio 0.0" in str(told.value) and "\n" not in str(told.value)
+    assert "--to lowrank --kv-ratio 0.0" in str(message.value) and "\n" not in str(message.value)
 
 
 def test_an_engine_gets_what_it_loads_only(checkpoints):
-    found = make_plan(checkpoints("llama"), PlanSettings(kv_ratio=0.5, engine="llama.cpp", **TEXT, **CONTEXT))
-    assert {row.to for row in found.rows} <= {"mla", "gqa"} and not any("bits" in row.asked for row in found.rows)
-    assert all(row.engines["llama.cpp"]["status"] != "refused" for row in found.rows)
-    assert "llama.cpp" in found.refused["--to lowrank"]
+    result = make_plan(checkpoints("llama"), PlanSettings(kv_ratio=0.5, engine="llama.cpp", **TEXT, **CONTEXT))
+    assert {row.to for row in result.rows} <= {"mla", "gqa"} and not any("bits" in row.asked for row in result.rows)
+    assert all(row.engines["llama.cpp"]["status"] != "refused" for row in result.rows)
+    assert "llama.cpp" in result.refused["--to lowrank"]
 
 
 def test_stock_mla_is_weighed_where_that_class_can_hold_it(checkpoints, plan):
     """It has no norm of queries and keys."""
-    asked = {"allow": ("mla",), **TEXT, **CONTEXT}
-    own = make_plan(checkpoints("qwen3"), PlanSettings(kv_ratio=0.4, **asked))
+    settings = {"allow": ("mla",), **TEXT, **CONTEXT}
+    own = make_plan(checkpoints("qwen3"), PlanSettings(kv_ratio=0.4, **settings))
     stock = [row for row in plan.rows if row.to == "mla" and 0.3 < row.kv_ratio < 0.4]
     assert {row.asked.get("carrier") for row in stock} == {"stock", "own", None}
     assert own.rows and all(row.asked.get("carrier") != "stock" for row in own.rows)
 
 
 def test_windows_count_in_bytes_and_what_takes_none_is_refused(checkpoints):
-    asked = {**TEXT, "context": "1k", "batch": 2}
-    found = make_plan(checkpoints("qwen2_window"), PlanSettings(kv_ratio=0.6, **asked))
+    settings = {**TEXT, "context": "1k", "batch": 2}
+    result = make_plan(checkpoints("qwen2_window"), PlanSettings(kv_ratio=0.6, **settings))
     # One layer of 1,024 tokens and one of its window of 16, less the query's own: 2 heads, 2 * 8 numbers of 4 bytes.
-    assert found.source["kv_bytes"] == 2 * (1024 + 15) * 2 * 2 * 8 * 4
-    (merged,) = [row for row in found.rows if row.to == "gqa"]
+    assert result.source["kv_bytes"] == 2 * (1024 + 15) * 2 * 2 * 8 * 4
+    (merged,) = [row for row in result.rows if row.to == "gqa"]
     assert merged.kv_ratio == 0.5
-    assert not any("bits" in row.asked for row in found.rows)
-    assert "sliding windows" in found.refused.pop("--to mla --carrier stock")
-    assert all("full attention" in why or "which heads stream" in why for why in found.refused.values())
+    assert not any("bits" in row.asked for row in result.rows)
+    assert "sliding windows" in result.refused.pop("--to mla --carrier stock")
+    assert all("full attention" in why or "which heads stream" in why for why in result.refused.values())
 
 
 def test_the_file_of_a_plan_is_what_convert_carries_out(plan, tmp_path, checkpoints, monkeypatch, capsys):
@@ -404,8 +408,8 @@ def test_the_file_of_a_plan_is_what_convert_carries_out(plan, tmp_path, checkpoi
     write_plan(plan, path)
     planned = read_plan(path)
     assert planned.target.name == plan.chosen.to and planned.settings.items() >= plan.chosen.asked.items()
-    asked = ["convert", checkpoints("llama"), "--plan", path, "--out", tmp_path / "out", "--json"]
-    code, out, error = run_main(monkeypatch, capsys, *asked)
+    arguments = ["convert", checkpoints("llama"), "--plan", path, "--out", tmp_path / "out", "--json"]
+    code, out, error = run_main(monkeypatch, capsys, *arguments)
     assert code == 0, error
     report = json.loads(out)
     assert report["target"]["to"] == plan.chosen.to
@@ -421,7 +425,7 @@ def test_the_file_of_a_plan_is_what_convert_carries_out(plan, tmp_path, checkpoi
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("settings", "message"),
     [
         ({"memory": "8 potatoes"}, "not a size"),
         ({"memory": "0GiB"}, "not a size"),
@@ -432,9 +436,9 @@ def test_the_file_of_a_plan_is_what_convert_carries_out(plan, tmp_path, checkpoi
         ({"calibration": "none"}, "needs text"),
     ],
 )
-def test_settings_that_cannot_be_are_one_line(asked, message):
+def test_settings_that_cannot_be_are_one_line(settings, message):
     with pytest.raises(SurgeryError, match=message):
-        PlanSettings.from_mapping(asked, "plan")
+        PlanSettings.from_mapping(settings, "plan")
 
 
 def test_contexts_are_read_as_people_write_them():
@@ -445,9 +449,9 @@ def test_contexts_are_read_as_people_write_them():
 
 def test_the_verb_prints_a_table_and_writes_plan_and_picture(checkpoints, tmp_path, monkeypatch, capsys):
     text = [f"--{name.replace('_', '-')}={value}" for name, value in {**TEXT, "context": 1024}.items()]
-    asked = ["plan", checkpoints("llama"), "--kv-ratio", "0.5", "--allow", "lowrank,quantized,bits", *text]
+    arguments = ["plan", checkpoints("llama"), "--kv-ratio", "0.5", "--allow", "lowrank,quantized,bits", *text]
     code, out, error = run_main(
-        *(monkeypatch, capsys, *asked, "--out", tmp_path / "plan.yaml", "--plot", tmp_path / "plan.svg"),
+        *(monkeypatch, capsys, *arguments, "--out", tmp_path / "plan.yaml", "--plot", tmp_path / "plan.svg"),
     )
     assert code == 0, error
     assert "within the bytes" in out
@@ -456,5 +460,5 @@ def test_the_verb_prints_a_table_and_writes_plan_and_picture(checkpoints, tmp_pa
     assert "lowrank, bits auto" in (tmp_path / "plan.svg").read_text()
     beyond = "context 1,024 is beyond the model's 256 positions"
     assert beyond in out and beyond in error
-    code, _, error = run_main(monkeypatch, capsys, *asked, "--out", tmp_path / "plan.yaml")
+    code, _, error = run_main(monkeypatch, capsys, *arguments, "--out", tmp_path / "plan.yaml")
     assert code == 1 and "exists" in error

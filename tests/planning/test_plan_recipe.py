@@ -22,21 +22,21 @@ def write(folder, *steps):
 
 def test_a_conversion_carries_out_the_plan_before_it(checkpoints, tmp_path):
     source = str(checkpoints("llama"))
-    asked = {"kv_ratio": 0.5, "allow": ["lowrank", "quantized"], "context": "64", **TEXT}
+    settings = {"kv_ratio": 0.5, "allow": ["lowrank", "quantized"], "context": "64", **TEXT}
     recipe = write(
         tmp_path,
-        {"plan": {"name": "chosen", "source": source, **asked}},
+        {"plan": {"name": "chosen", "source": source, **settings}},
         {"convert": {"name": "small", "source": source, "plan": "chosen", "held_out": 1}},
     )
     finished = run_recipe(recipe, tmp_path / "work", QUIET)
-    said = yaml.safe_load((tmp_path / "work" / "chosen.yaml").read_text())
+    document = yaml.safe_load((tmp_path / "work" / "chosen.yaml").read_text())
     report = json.loads((finished.checkpoints["small"] / "surgery_report.json").read_text())
-    assert report["target"]["to"] == said["to"] and report["target"]["predicted"] == said["predicted"]
+    assert report["target"]["to"] == document["to"] and report["target"]["predicted"] == document["predicted"]
     assert report["settings"]["held_out"] == 1  # a conversion's own settings win
     before = [path.stat().st_mtime_ns for path in sorted((tmp_path / "work").glob("*.yaml"))]
     run_recipe(recipe, tmp_path / "work", QUIET)
     assert before == [path.stat().st_mtime_ns for path in sorted((tmp_path / "work").glob("*.yaml"))]
-    other = write(tmp_path, {"plan": {"name": "chosen", "source": source, **asked, "kv_ratio": 0.25}})
+    other = write(tmp_path, {"plan": {"name": "chosen", "source": source, **settings, "kv_ratio": 0.25}})
     with pytest.raises(SurgeryError, match=r"chosen\.yaml: is of another source or other settings"):
         run_recipe(other, tmp_path / "work", QUIET)
 
@@ -45,7 +45,7 @@ PLAN = {"plan": {"name": "chosen", "source": "builtin"}}
 
 
 @pytest.mark.parametrize(
-    ("steps", "told"),
+    ("steps", "message"),
     [
         ([{"convert": {"name": "a", "source": "builtin", "plan": "chosen"}}, PLAN], "chosen is not made by an earlier"),
         ([{"convert": {"name": "a", "source": "builtin", "plan": "gone.yaml"}}], "gone.yaml: no such plan file"),
@@ -54,7 +54,7 @@ PLAN = {"plan": {"name": "chosen", "source": "builtin"}}
         ([{"plan": {"name": "chosen", "source": "builtin", "kv_ration": 0.5}}], "did you mean kv_ratio"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(tmp_path, steps, told):
-    with pytest.raises(SurgeryError, match=told):
+def test_mistakes_are_told_before_anything_runs(tmp_path, steps, message):
+    with pytest.raises(SurgeryError, match=message):
         run_recipe(write(tmp_path, *steps), tmp_path / "work", QUIET)
     assert not (tmp_path / "work").exists()

@@ -28,9 +28,9 @@ def launch(*arguments, code: str = LAUNCH, cwd: Path = ROOT) -> subprocess.Compl
 
 def two_processes(*arguments) -> subprocess.CompletedProcess:
     """`surgery ARGUMENTS` in two processes, as `accelerate launch` starts them; both have to end well."""
-    done = torchrun("-m", "surgery", *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+    result = torchrun("-m", "surgery", *arguments)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result
 
 
 def listing(folder: Path) -> list[str]:

@@ -83,9 +83,9 @@ def compile_launch(launch: Launch, capability: int = 90) -> Compiled:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = made.asm["ptx"]
-    return Compiled(made.metadata.shared, *_assembled(ptx, capability), _matrix_instructions(ptx), ptx)
+    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = result.asm["ptx"]
+    return Compiled(result.metadata.shared, *_assembled(ptx, capability), _matrix_instructions(ptx), ptx)
 
 
 def _type(value: Tensor | bool | int | float) -> str:
@@ -116,9 +116,9 @@ def _assembled(ptx: str, capability: int) -> tuple[int, int, int]:
             "-o",
             str(Path(folder) / "kernel.cubin"),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"ptxas: {done.stderr.strip()}")
-    found = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", done.stderr)
-    registers = re.search(r"Used (\d+) registers", done.stderr)
-    return int(found[1]), int(found[2]), int(registers[1])
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(f"ptxas: {process.stderr.strip()}")
+    match = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", process.stderr)
+    registers = re.search(r"Used (\d+) registers", process.stderr)
+    return int(match[1]), int(match[2]), int(registers[1])

@@ -13,9 +13,9 @@ module, function = sys.argv[1].split(":")
 launches = getattr(importlib.import_module(module), function)
 facts = defaultdict(dict)
 for capability in map(int, sys.argv[2:]):
-    given = (capability,) if inspect.signature(launches).parameters else ()
-    for name, launch in launches(*given).items():
-        made = asdict(compile_launch(launch, capability))
-        del made["ptx"]
-        facts[name][str(capability)] = {**made, "mma": sorted(made["mma"])}
+    arguments = (capability,) if inspect.signature(launches).parameters else ()
+    for name, launch in launches(*arguments).items():
+        compilation = asdict(compile_launch(launch, capability))
+        del compilation["ptx"]
+        facts[name][str(capability)] = {**compilation, "mma": sorted(compilation["mma"])}
 json.dump(facts, sys.stdout)

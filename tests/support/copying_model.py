@@ -69,9 +69,9 @@ class CopyingModel(PreTrainedModel, GenerationMixin):
         """Logits [B, T, vocabulary] fp32, of the last `logits_to_keep` positions if any number is given."""
         if use_cache and cache is None:
             cache = DynamicCache()
-        seen = cache.get_seq_length() if cache is not None else 0
+        records = cache.get_seq_length() if cache is not None else 0
         if attention_mask is None:
-            attention_mask = input_ids.new_ones(len(input_ids), seen + input_ids.shape[1])
+            attention_mask = input_ids.new_ones(len(input_ids), records + input_ids.shape[1])
         mask = attention_mask.bool()[:, -input_ids.shape[1] :]
         tokens = input_ids
         if cache is not None:
@@ -80,7 +80,7 @@ class CopyingModel(PreTrainedModel, GenerationMixin):
             keys, values = cache.update(keys, values, 0)
             tokens, mask = keys[:, 0, :, 0].long(), values[:, 0, :, 0].bool()
 
-        first = max(seen, tokens.shape[1] - logits_to_keep) if logits_to_keep else seen
+        first = max(records, tokens.shape[1] - logits_to_keep) if logits_to_keep else records
         logits = torch.zeros(len(tokens), tokens.shape[1] - first, self.config.vocab_size, device=tokens.device)
         for row, (line, real) in enumerate(zip(tokens.tolist(), mask.tolist(), strict=True)):
             padding = real.index(True) if True in real else len(real)
@@ -96,12 +96,12 @@ def _continuations(tokens: list[int], first: int) -> list[tuple[int, int]]:
     """(position, copied token) for every position from `first` on whose token has occurred before."""
     places: dict[int, list[int]] = {}
     matches: dict[int, int] = {}  # earlier place -> length of the common suffix that ends there and here
-    found = []
+    results = []
     for position, token in enumerate(tokens):
         earlier = places.setdefault(token, [])
         matches = {place: matches.get(place - 1, 0) + 1 for place in earlier}
         if matches and position >= first:
             best = max(matches, key=lambda place, lengths=matches: (lengths[place], place))
-            found.append((position, tokens[best + 1]))
+            results.append((position, tokens[best + 1]))
         earlier.append(position)
-    return found
+    return results

@@ -88,19 +88,19 @@ def lags(device: torch.device) -> None:
     anatomy, x = random_layer()
     with WithoutValues(allow_non_fake_inputs=True):
         basis = identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
-        found = lag_statistics(anatomy.to(device), basis, x)
-        for sums, dtype in ((found.turned, torch.complex128), (found.energy, torch.float64)):
+        result = lag_statistics(anatomy.to(device), basis, x)
+        for sums, dtype in ((result.turned, torch.complex128), (result.energy, torch.float64)):
             assert (sums.device, sums.dtype, sums.shape) == (CPU, dtype, (basis.components, anatomy.heads))
 
 
-def factorisations(device: torch.device) -> None:
+def factorizations(device: torch.device) -> None:
     """Large matrices of the CPU go to the device, and what is made of them comes back."""
-    from surgery.running.moment_precision import SMALLEST, factorising_on, solver_of
+    from surgery.running.moment_precision import SMALLEST, factorizing_on, solver_of
     from surgery.transforms.algebra import eigh, eigvalsh, psd_powers, reduced_rank_projection
 
     with WithoutValues(allow_non_fake_inputs=True):
         large, small = (torch.eye(size, dtype=torch.float64) for size in (SMALLEST, 8))
-        with factorising_on(device):
+        with factorizing_on(device):
             assert solver_of(large) == device and solver_of(small) == CPU
             solved = [*eigh(large), eigvalsh(large), *psd_powers(large, (0.5, -0.5))]
             solved += reduced_rank_projection(large, large, 4)

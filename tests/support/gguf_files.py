@@ -54,7 +54,7 @@ def make_model(name: str, seed: int = 0) -> PreTrainedModel:
 def write_gguf(
     path: Path, model: PreTrainedModel, kind: str = "F32", *, tokenizer: bool = False, more=None, tensors=None
 ) -> Path:
-    """Writes a model; vectors in F32 and, where it is quantised, one kind of matrix in Q8_0, as llama.cpp mixes types.
+    """Writes a model; vectors in F32 and, where it is quantized, one kind of matrix in Q8_0, as llama.cpp mixes types.
 
     Args:
         kind: GGML type of the matrices.
@@ -96,8 +96,8 @@ def write_gguf(
             array = permuted(array, config.num_attention_heads)
         elif arch == "llama" and name.endswith(("k_proj.weight", "k_proj.bias")):
             array = permuted(array, config.num_key_value_heads)
-        quantised = kind not in ("F32", "F16", "BF16")
-        stored = "F32" if array.ndim == 1 else "Q8_0" if quantised and "down_proj" in name else kind
+        quantized = kind not in ("F32", "F16", "BF16")
+        stored = "F32" if array.ndim == 1 else "Q8_0" if quantized and "down_proj" in name else kind
         _add_tensor(writer, gguf_name(name), array, stored)
     for name, array in (tensors or {}).items():
         _add_tensor(writer, name, array, "F32")
@@ -130,14 +130,14 @@ def _add_tensor(writer: GGUFWriter, name: str, array: np.ndarray, kind: str) -> 
 
 
 def _add_tokenizer(writer: GGUFWriter) -> None:
-    found = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
-    special = {token["id"] for token in found["added_tokens"]}
-    tokens = sorted(found["model"]["vocab"], key=found["model"]["vocab"].get)
+    document = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+    special = {token["id"] for token in document["added_tokens"]}
+    tokens = sorted(document["model"]["vocab"], key=document["model"]["vocab"].get)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if index in special else 1 for index in range(len(tokens))])
-    writer.add_token_merges([" ".join(merge) for merge in found["model"]["merges"]])
+    writer.add_token_merges([" ".join(merge) for merge in document["model"]["merges"]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(0)
     writer.add_pad_token_id(2)

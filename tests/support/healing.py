@@ -130,8 +130,8 @@ def sharded_as_one(
     one = heal_settings(folder, student, teacher, name="one", **others)
     two = heal_settings(folder, student, teacher, name="two", **others, **alone, gradient_accumulation=1)
     for steps in (4, 6):
-        done = launch({**two, "max_steps": steps, "overwrite": True})
-        assert done.returncode == 0, done.stderr[-3000:]
+        process = launch({**two, "max_steps": steps, "overwrite": True})
+        assert process.returncode == 0, process.stderr[-3000:]
     heal_here(one)
     assert log_of(two, "resume")[0]["step"] == 4
     same_results(one, two)

@@ -33,10 +33,10 @@ JUNK = st.recursive(
 )
 
 
-def cases(few: int, most: int | None = None) -> settings:
+def cases(few: int, limit: int | None = None) -> settings:
     """Settings of a property that is looked at in ``few`` examples, or SURGERY_CASES of them but ``most``."""
     return settings(
-        max_examples=min(CASES, most or CASES) if CASES else few,
+        max_examples=min(CASES, limit or CASES) if CASES else few,
         derandomize=not CASES,
         database=None,
         deadline=None,

@@ -20,25 +20,25 @@ EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0*
 """Half a unit in the last place, relative."""
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
+def relative_error(result: Tensor, expected: Tensor) -> float:
     """Root mean square of the difference over that of the expected values, both in float64."""
-    got, expected = got.double(), expected.double()
-    return float((got - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-300))
+    result, expected = result.double(), expected.double()
+    return float((result - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-300))
 
 
-def assert_close(name: str, got: Tensor, expected: Tensor, *, units: float = 4.0) -> None:
+def assert_close(name: str, result: Tensor, expected: Tensor, *, units: float = 4.0) -> None:
     """Finite where expected is, infinite where it is, and within `units` roundings of the dtype (relative RMS).
 
     `expected` is the reference in float64. fp32 results have a floor of 2e-6 for sums in another order.
     """
-    assert got.shape == expected.shape, f"{name}: {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    assert result.shape == expected.shape, f"{name}: {tuple(result.shape)} instead of {tuple(expected.shape)}"
     finite = expected.isfinite()
-    assert torch.equal(got.isfinite(), finite), f"{name}: other entries are finite"
-    assert torch.equal(got[~finite].double(), expected[~finite].double()), f"{name}: other infinities"
+    assert torch.equal(result.isfinite(), finite), f"{name}: other entries are finite"
+    assert torch.equal(result[~finite].double(), expected[~finite].double()), f"{name}: other infinities"
     if finite.any():
-        error = relative_error(got[finite], expected[finite])
-        most = max(units * EPSILON[got.dtype], 2e-6)
-        assert error <= most, f"{name}: relative error {error:.2e}, at most {most:.2e}"
+        error = relative_error(result[finite], expected[finite])
+        limit = max(units * EPSILON[result.dtype], 2e-6)
+        assert error <= limit, f"{name}: relative error {error:.2e}, at most {limit:.2e}"
 
 
 def counts(values: list[int] | None, device: torch.device | str) -> Tensor | None:
@@ -71,6 +71,6 @@ def compiled(cases: str, capabilities: tuple[int, ...] = (80, 90)) -> dict[str, 
     path = os.pathsep.join(map(str, (SUPPORT.parents[1], SUPPORT, SUPPORT.parent / "kernels")))
     environment |= {"PYTHONPATH": path, "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "compile_launches.py"), cases, *map(str, capabilities)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout)

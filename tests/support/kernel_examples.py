@@ -40,9 +40,9 @@ def coded(name: str, width: int, heads: int, format: str, group: int, by_channel
     tokens = normal(2, max(heads, 1), 8, width)
     codes = GroupedCodes(tokens, format, group, by_channel=by_channel)
     codes.append(tokens)
-    made = (codes.codes, codes.scale, codes.zero)
-    held = [tensor if heads or tensor is None else tensor[:, 0] for tensor in made]
-    return dict(zip((f"{name}{kind}" for kind in names.split()), held, strict=True))
+    result = (codes.codes, codes.scale, codes.zero)
+    sizes = [tensor if heads or tensor is None else tensor[:, 0] for tensor in result]
+    return dict(zip((f"{name}{kind}" for kind in names.split()), sizes, strict=True))
 
 
 LEAVES = {"query", "key", "value", "full_key", "full_value", "streaming_key", "streaming_value", "latent", "rope_key"}
@@ -74,13 +74,13 @@ class Example:
     def arguments(self, dtype: torch.dtype, device: torch.device, gradients: bool = False) -> dict:
         """Return the arguments of operator and reference; with gradients, all floating-point tensors but scales and
         tables have one."""
-        found = {}
+        results = {}
         for name, value in (self.given | self.of_operator).items():
             if isinstance(value, Tensor):
                 value = value.to(device, dtype if value.is_floating_point() else None, copy=True)
                 value.requires_grad_(gradients and value.is_floating_point() and name in LEAVES)
-            found[name] = value
-        return found
+            results[name] = value
+        return results
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def slow(case: Any) -> Any:
     return pytest.param(case, marks=pytest.mark.slow)
 
 
-def found(name: str) -> list[Any]:
+def collect(name: str) -> list[Any]:
     """`EXAMPLES` or `COMPILED` of all test files here that have it."""
     every = []
     for file in sorted(TESTS.glob("test_*.py")):

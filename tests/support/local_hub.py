@@ -23,11 +23,11 @@ class LocalHub:
         if path == "/api/whoami-v2":
             return 200, {"type": "user", "name": "me", "orgs": [{"name": "lab"}]}
         if path == "/api/repos/create":
-            asked = json.loads(body)
-            repo = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            document = json.loads(body)
+            repo = f"{document.get('organization') or 'me'}/{document['name']}"
             if repo in self.repos:
                 return 409, {"error": "exists", "url": f"{self.address}/{repo}"}
-            private = asked.get("private") or asked.get("visibility") == "private"
+            private = document.get("private") or document.get("visibility") == "private"
             self.repos[repo] = {"private": private, "files": {}, "commits": []}
             return 200, {"url": f"{self.address}/{repo}", "name": repo}
         if path == "/api/validate-yaml":
@@ -47,7 +47,7 @@ class LocalHub:
             return (403, {"error": "quota"}) if self.refuses_commits else (200, self._commit(f"{org}/{name}", body))
         if rest[:1] == ["tree"]:
             return 200, [
-                {"type": "file", "path": file, "size": len(held), "oid": "0"} for file, held in repo["files"].items()
+                {"type": "file", "path": file, "size": len(entry), "oid": "0"} for file, entry in repo["files"].items()
             ]
         return 404, {"error": f"{method} {path} is not known here"}
 
@@ -75,14 +75,14 @@ def local_hub(monkeypatch):
         def _handle(self):
             length = int(self.headers.get("Content-Length") or 0)
             status, content = hub.answer(self.command, self.path, self.rfile.read(length))
-            told = json.dumps(content).encode()
+            message = json.dumps(content).encode()
             self.send_response(status)
             if status == 404:
                 self.send_header("X-Error-Code", "RepoNotFound")
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(told)))
+            self.send_header("Content-Length", str(len(message)))
             self.end_headers()
-            self.wfile.write(told)
+            self.wfile.write(message)
 
         do_GET = do_POST = do_HEAD = _handle
 

@@ -24,7 +24,7 @@ def recall_accuracy(model: nn.Module, prompts: RecallSet, batch_size: int = 8) -
     batches = zip(prompts.tokens.split(batch_size), prompts.answer_mask.split(batch_size), strict=True)
     with evaluation_mode(model):
         reader = LogitReader(model, prompts.tokens)
-        hits = [hit for tokens, asked in batches for hit in recall_hits(reader, tokens, asked)]
+        hits = [hit for tokens, settings in batches for hit in recall_hits(reader, tokens, settings)]
     return sum(hits) / len(hits)
 
 

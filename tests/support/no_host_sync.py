@@ -111,7 +111,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _reason(name: str, args: tuple, kwargs: dict) -> str | None:
-    """Return why an operator of ATen synchronises; None: it does not."""
+    """Return why an operator of ATen synchronizes; None: it does not."""
     if name in OPERATORS:
         return "the host reads the result"
     if name == "repeat_interleave" and isinstance(args[-1], Tensor) and kwargs.get("output_size") is None:

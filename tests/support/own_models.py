@@ -154,13 +154,13 @@ def lossless_low_rank(source: PreTrainedModel, entries: list[dict] | None = None
     tensors = source.state_dict()
     for index, entry in enumerate(entries):
         prefix = f"model.layers.{index}.self_attn."
-        taken = {
+        original = {
             name: tensors.pop(prefix + name) if not entry["window"] else tensors[prefix + name]
             for name in ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
             if prefix + name in tensors
         }
-        rows = {"keys": taken["k_proj.weight"].view(KV_HEADS, HEAD_DIM, -1)}
-        rows["values"] = taken["v_proj.weight"].view(KV_HEADS, HEAD_DIM, -1)
+        rows = {"keys": original["k_proj.weight"].view(KV_HEADS, HEAD_DIM, -1)}
+        rows["values"] = original["v_proj.weight"].view(KV_HEADS, HEAD_DIM, -1)
         down = []
         for number, block in enumerate(entry["blocks"]):
             stacked = torch.cat([rows[kind][block[kind]].flatten(0, 1) for kind in ("keys", "values")])
@@ -173,8 +173,8 @@ def lossless_low_rank(source: PreTrainedModel, entries: list[dict] | None = None
                     tensors[f"{prefix}{kind}_up.{number}"] = part
         tensors[f"{prefix}kv_down.weight"] = torch.cat(down)
         for name in "kv":
-            if f"{name}_proj.bias" in taken:
-                tensors[f"{prefix}{'key' if name == 'k' else 'value'}_bias"] = taken[f"{name}_proj.bias"]
+            if f"{name}_proj.bias" in original:
+                tensors[f"{prefix}{'key' if name == 'k' else 'value'}_bias"] = original[f"{name}_proj.bias"]
     model.load_state_dict(tensors, strict=True)
     return model.eval()
 

@@ -193,13 +193,13 @@ def picture(name: str) -> tuple[dict[str, Tensor], int]:
 
 def prompt(name: str) -> dict[str, Tensor]:
     """Text with a picture in it."""
-    given, count = picture(name)
+    inputs, count = picture(name)
     text = torch.randint(3, IMAGE, (20,), generator=torch.Generator().manual_seed(2))
     start = torch.tensor([IMAGE + 2] if name.split()[0] in GRIDS else [], dtype=torch.long)
     ids = torch.cat([text[:8], start, torch.full((count,), IMAGE), text[8:]])[None]
-    given |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     types = {**dict.fromkeys(GRIDS, "mm_token_type_ids"), "gemma3": "token_type_ids"}.get(name.split()[0])
-    return given | ({types: (ids == IMAGE).int()} if types else {})
+    return inputs | ({types: (ids == IMAGE).int()} if types else {})
 
 
 def loaded(folder: Path) -> PreTrainedModel:
@@ -209,19 +209,21 @@ def loaded(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def check_caches(model: PreTrainedModel, given: dict[str, Any], *, tolerance: float = 1e-4) -> None:
+def check_caches(model: PreTrainedModel, settings: dict[str, Any], *, tolerance: float = 1e-4) -> None:
     """One pass, the same through a cache, and behind padding; and the picture is seen."""
-    whole = model(**given).logits
+    whole = model(**settings).logits
     close = {"rtol": 0, "atol": tolerance * float(whole.abs().max())}
-    per_token = [key for key in given if key in PER_TOKEN]
-    cache, first = DynamicCache(config=model.config), {key: given[key][:, :-3] for key in per_token}
-    pieces = [model(**{**given, **first}, past_key_values=cache).logits]
-    pieces += [model(input_ids=token, past_key_values=cache).logits for token in given["input_ids"][:, -3:].split(1, 1)]
+    per_token = [key for key in settings if key in PER_TOKEN]
+    cache, first = DynamicCache(config=model.config), {key: settings[key][:, :-3] for key in per_token}
+    pieces = [model(**{**settings, **first}, past_key_values=cache).logits]
+    pieces += [
+        model(input_ids=token, past_key_values=cache).logits for token in settings["input_ids"][:, -3:].split(1, 1)
+    ]
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole, **close)
 
     padding = dict.fromkeys(per_token, 0) | {"input_ids": 2}
-    padded = {key: torch.nn.functional.pad(given[key], (5, 0), value=padding[key]) for key in per_token}
-    torch.testing.assert_close(model(**{**given, **padded}).logits[:, 5:], whole, **close)
+    padded = {key: torch.nn.functional.pad(settings[key], (5, 0), value=padding[key]) for key in per_token}
+    torch.testing.assert_close(model(**{**settings, **padded}).logits[:, 5:], whole, **close)
 
-    other = model(**{**given, "pixel_values": -given["pixel_values"]}).logits
+    other = model(**{**settings, "pixel_values": -settings["pixel_values"]}).logits
     assert float((other - whole).abs().max()) > 10 * 1e-4 * float(whole.abs().max())

@@ -1,4 +1,4 @@
-"""Quantised caches for any model, by hand."""
+"""Quantized caches for any model, by hand."""
 
 from functools import partial
 

@@ -94,8 +94,8 @@ def _row(rng: random.Random, name: str, role: str, variant: dict | None, ratio: 
 
 def _results(rng: random.Random, ratio: float, worse: float, growth: float, *, converted: bool, baseline: bool) -> dict:
     loss = 2.2785 + worse
-    kept = math.exp(-3 * worse)
-    needle = [[_rate(rng, kept - 0.5 * (n > LIMIT) - 0.1 * (d in (25, 50))) for d in DEPTHS] for n in LENGTHS]
+    entries = math.exp(-3 * worse)
+    needle = [[_rate(rng, entries - 0.5 * (n > LIMIT) - 0.1 * (d in (25, 50))) for d in DEPTHS] for n in LENGTHS]
     ruler = {
         str(n): {
             task: {
@@ -105,7 +105,7 @@ def _results(rng: random.Random, ratio: float, worse: float, growth: float, *, c
                 "generated": task.startswith("qa"),
             }
             for task in RULER_TASKS
-            for score in [max(0.0, kept * rng.uniform(0.2, 0.9) - n / 20_000)]
+            for score in [max(0.0, entries * rng.uniform(0.2, 0.9) - n / 20_000)]
         }
         for n in (1024, 2048)
     }
@@ -139,12 +139,12 @@ def _results(rng: random.Random, ratio: float, worse: float, growth: float, *, c
             if baseline
             else {
                 "kl": worse / 3,
-                "top1_agreement": 0.5 + 0.5 * kept,
+                "top1_agreement": 0.5 + 0.5 * entries,
                 "kl_per_sequence": [worse / 3] * 24,
                 "agreement_per_sequence": [0.9] * 24,
             },
         },
-        "recall": {"accuracy": round(48 * 0.9 * kept) / 48, "prompts": 48, "length": 1024, "hits": [1, 0] * 24},
+        "recall": {"accuracy": round(48 * 0.9 * entries) / 48, "prompts": 48, "length": 1024, "hits": [1, 0] * 24},
         "needle": {
             "lengths": LENGTHS,
             "depths": DEPTHS,
@@ -225,14 +225,14 @@ def _comparison(worse: float) -> dict:
     def interval(difference: float, width: float) -> dict:
         return {"difference": difference, "low": difference - width, "high": difference + width}
 
-    lost = -0.85 * (1 - math.exp(-3 * worse))
+    loss_increase = -0.85 * (1 - math.exp(-3 * worse))
     width = 0.0002 + worse / 8
     return {
         "loss": interval(worse, width),
         "cached_loss": interval(worse, width),
-        "recall": interval(lost, 0.04),
-        "needle": interval(lost, 0.03),
-        "ruler": interval(lost * 0.6, 0.02),
+        "recall": interval(loss_increase, 0.04),
+        "needle": interval(loss_increase, 0.03),
+        "ruler": interval(loss_increase * 0.6, 0.02),
     }
 
 

@@ -21,22 +21,22 @@ SHAPE = {"sinks": 4, "recent": 12, "length": 96, "facts": 1}
 
 def scoring_session(checkpoint: Path, journal: Journal | None = None, processes=None, **settings) -> ScoringSession:
     """A session on random text, in float32 on the CPU."""
-    asked = HeadSettings(**{**SHAPE, **settings})
+    options = HeadSettings(**{**SHAPE, **settings})
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval().requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    drawn = torch.randint(3, 4096, (40, asked.length), generator=torch.Generator().manual_seed(asked.seed))
+    drawn = torch.randint(3, 4096, (40, options.length), generator=torch.Generator().manual_seed(options.seed))
     filler = drawn.flatten().tolist()
 
     def needles(count: int):
-        return needle_sequences(tokenizer, filler, count, asked.length, asked.facts, asked.seed)
+        return needle_sequences(tokenizer, filler, count, options.length, options.facts, options.seed)
 
     return ScoringSession(
         model,
         tokenizer,
-        asked,
+        options,
         lambda count: drawn[:count],
         needles,
-        asked.seed,
+        options.seed,
         processes or Processes(cpu=True),
         Bars(),
         journal or Journal(None, {}),

@@ -7,10 +7,10 @@ from surgery.training.open_data import HealingData, open_data
 from surgery.training.settings import HealSettings
 
 
-def opened_data(data, tokenizer, folder, length, **asked) -> HealingData:
+def opened_data(data, tokenizer, folder, length, **settings) -> HealingData:
     """Opened data of one source, or of a list of them."""
     sources = (data,) if isinstance(data, str) else tuple(data)
-    return open_data(HealSettings(data=sources, length=length, **asked), tokenizer, folder)
+    return open_data(HealSettings(data=sources, length=length, **settings), tokenizer, folder)
 
 
 def packed_batch(vocabulary: int = 64, length: int = 16) -> Batch:

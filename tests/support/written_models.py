@@ -121,7 +121,7 @@ WRITTEN: dict[str, Callable[[], PreTrainedModel]] = {
     "mla": mla,
     "fewer_heads": fewer_heads,
 }
-"""Makes a model by name: those of `own_models.KINDS` and the other kinds, quantised caches, stock classes."""
+"""Makes a model by name: those of `own_models.KINDS` and the other kinds, quantized caches, stock classes."""
 
 QUICK = ("latent", "low_rank", "window", "hybrid", "cross_layer_static", "quantized_plain", "quantized_latent", "mixed")
 """Kinds on which slow tests run by default."""

@@ -39,8 +39,8 @@ def test_losses_and_gradients_are_the_models_own(make, call, choice):
     model.train()
     expected = loss_and_gradients(model, **call)
     assert use_attention(model, choice, CPU) == model.config._attn_implementation
-    for found, wanted in zip(loss_and_gradients(model, **call), expected, strict=True):
-        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
+    for result, target in zip(loss_and_gradients(model, **call), expected, strict=True):
+        torch.testing.assert_close(result, target, atol=2e-5, rtol=1e-3)
 
 
 def test_no_weights_are_held():

@@ -43,17 +43,17 @@ def test_the_function_stays_and_sizes_meet(kind, dtype):
         for layer in model.model.layers:
             attention = layer.self_attn
             for block, readers in zip(attention.latent_slices, attention.latent_readers(), strict=True):
-                made = attention.kv_down.weight[block].float().square().mean(1).sqrt()
+                result = attention.kv_down.weight[block].float().square().mean(1).sqrt()
                 read = torch.cat([reader.float().square() for reader in readers]).mean(0).sqrt()
-                assert ((made / read).log2().abs() <= 1.001).all()
+                assert ((result / read).log2().abs() <= 1.001).all()
         assert not balance_latents_again(model)
 
 
 def balance_latents_again(model) -> bool:
     """Return whether a second time changes anything."""
-    held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     balance_latents(model)
-    return any(not torch.equal(tensor, held[name]) for name, tensor in model.state_dict().items())
+    return any(not torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "minicpm3"])
@@ -73,8 +73,8 @@ def test_latents_behind_a_norm_of_their_own_stay(checkpoints, name):
 def test_stock_latents_and_rotary_pairs(kind, checkpoints, tmp_path):
     """The constant channel and what reads it stay; all that trains has entries of one size on both sides."""
     source = checkpoints("llama_bias" if kind == "constant" else "llama")
-    asked = {"kv_lora_rank": 12, "rope_dim": 4, "latent_norm": kind, "carrier": "stock", "calibration": "none"}
-    path = convert_checkpoint(source, tmp_path / "stock", ConvertSettings(**asked)).path
+    settings = {"kv_lora_rank": 12, "rope_dim": 4, "latent_norm": kind, "carrier": "stock", "calibration": "none"}
+    path = convert_checkpoint(source, tmp_path / "stock", ConvertSettings(**settings)).path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     factors = factors_of(entry_factors(CheckpointReader.open(str(path))), model, "test")
     with torch.no_grad():
@@ -93,10 +93,10 @@ def test_stock_latents_and_rotary_pairs(kind, checkpoints, tmp_path):
             down, up = attention.kv_a_proj_with_mqa.weight, attention.kv_b_proj.weight
             query = attention.q_b_proj if kind == "constant" else attention.q_proj
             query = query.weight.unflatten(0, (-1, attention.qk_head_dim))[:, attention.qk_nope_head_dim :]
-            made = down[:12].square().mean(1).sqrt()
+            result = down[:12].square().mean(1).sqrt()
             if kind == "tiny":
-                made = made / factors[f"model.layers.{number}.self_attn.kv_a_proj_with_mqa.weight"][0, 0]
-            assert ((made / up[:, :12].square().mean(0).sqrt()).log2().abs() <= 1.001).all()
+                result = result / factors[f"model.layers.{number}.self_attn.kv_a_proj_with_mqa.weight"][0, 0]
+            assert ((result / up[:, :12].square().mean(0).sqrt()).log2().abs() <= 1.001).all()
             pairs = down[-4:].square().mean(1).view(-1, 2).mean(1), query.square().mean((0, 2)).view(-1, 2).mean(1)
             assert ((pairs[0] / pairs[1]).log2().abs() <= 2.002).all()
             if kind == "constant":

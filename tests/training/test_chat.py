@@ -133,7 +133,7 @@ def test_conversations_are_packed_without_planted_facts(tmp_path):
     assert healing.describe()["recall"] == 0
 
 
-def test_another_template_is_tokenised_anew(tmp_path):
+def test_another_template_is_tokenized_anew(tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": TURNS}] * 20)
     hashes = {
         opened_data(str(path), tokenizer_with(t), tmp_path / "out", 64, held_out=0).data_sha256 for t in (MARKED, PLAIN)

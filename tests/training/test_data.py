@@ -77,7 +77,7 @@ def source(family):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_models_of_the_custom_class_honour_document_masks(kind):
+def test_models_of_the_custom_class_honor_document_masks(kind):
     """hiyouga/LLaMA-Factory#4224, huggingface/transformers#46634."""
     assert honours_document_masks(KINDS[kind](source("llama")))
 
@@ -87,7 +87,7 @@ def test_layers_that_share_a_cache_refuse_packed_documents():
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "mixtral"])
-def test_stock_models_honour_document_masks(family):
+def test_stock_models_honor_document_masks(family):
     model = source(family).train()
     assert honours_document_masks(model, 24)
     assert model.training
@@ -122,11 +122,13 @@ def test_global_batches_do_not_depend_on_the_number_of_processes(texts, tokenize
     }[kind]
     batches = {}
     for ranks in (1, 2, 3):
-        found = {}
+        results = {}
         for rank in range(ranks):
             sequences = opened(texts, tokenizer, tmp_path, data).sequences
-            found |= {number: sequences.sequence(number) for step in range(4) for number in dealt(step, 6, rank, ranks)}
-        batches[ranks] = found
+            results |= {
+                number: sequences.sequence(number) for step in range(4) for number in dealt(step, 6, rank, ranks)
+            }
+        batches[ranks] = results
     assert sorted(batches[1]) == list(range(24))
     for number, row in batches[1].items():
         assert same(row, batches[2][number]) and same(row, batches[3][number])
@@ -139,13 +141,13 @@ def test_sequences_are_dealt_by_their_number():
             dealt(0, 6, rank, ranks)
 
 
-def test_a_second_opening_tokenises_nothing(texts, tokenizer, tmp_path):
+def test_a_second_opening_tokenizes_nothing(texts, tokenizer, tmp_path):
     first = opened(texts, tokenizer, tmp_path)
     (folder,) = tmp_path.glob("tokens-*")
     before = (folder / "about.json").stat().st_mtime_ns
 
     class Mute:
-        """The tokenizer, but that it tokenises no text."""
+        """The tokenizer, but that it tokenizes no text."""
 
         def __getattr__(self, name):
             return getattr(tokenizer, name)
@@ -158,7 +160,7 @@ def test_a_second_opening_tokenises_nothing(texts, tokenizer, tmp_path):
     assert second.data_sha256 == third.data_sha256 != first.data_sha256
 
 
-def test_another_tokenizer_or_file_is_tokenised_anew(texts, tokenizer, tmp_path):
+def test_another_tokenizer_or_file_is_tokenized_anew(texts, tokenizer, tmp_path):
     opened(texts, tokenizer, tmp_path)
     other = AutoTokenizer.from_pretrained(DEMO, eos_token="<|pad|>")
     opened(texts, other, tmp_path)
@@ -191,11 +193,11 @@ def test_the_builtin_text_packs_with_recalls_and_repeats_exactly(tokenizer, tmp_
 
 
 def test_the_builtin_text_of_a_model_of_language_is_prose_and_code(tokenizer, tmp_path, monkeypatch):
-    asked = parse_sources(["teacher.txt", {"source": "builtin", "weight": 2, "tokens": 20_000}])
-    assert fitting(asked, tokenizer) == asked  # a small vocabulary
+    request = parse_sources(["teacher.txt", {"source": "builtin", "weight": 2, "tokens": 20_000}])
+    assert fitting(request, tokenizer) == request  # a small vocabulary
     monkeypatch.setattr(sources, "SMALL_VOCABULARY", 0)
-    found = [(each.source, round(each.weight, 6), each.tokens) for each in fitting(asked, tokenizer)]
-    assert found == [("teacher.txt", 1.0, None), ("prose", 1.4, 14_000), ("code", 0.6, 6_000)]
+    results = [(each.source, round(each.weight, 6), each.tokens) for each in fitting(request, tokenizer)]
+    assert results == [("teacher.txt", 1.0, None), ("prose", 1.4, 14_000), ("code", 0.6, 6_000)]
     healing = opened_data([{"source": "builtin", "tokens": 20_000}], tokenizer, tmp_path, 256, held_out=3, recall=1.0)
     mixture = [(part["source"], part["weight"]) for part in healing.describe()["mixture"]]
     assert mixture == [("prose", 0.7), ("code", 0.3)]

@@ -23,18 +23,18 @@ from surgery.training.trainable import choose_parameters
 TOKENS, BATCH = 64, 2
 
 
-def settings(**given) -> HealSettings:
+def settings(**kwargs) -> HealSettings:
     some = {"dtype": "fp32", "length": TOKENS, "batch_size": BATCH, "gradient_accumulation": 3, "teacher": "t"}
-    return HealSettings(**{**some, "max_tokens": 10_000, **given})
+    return HealSettings(**{**some, "max_tokens": 10_000, **kwargs})
 
 
-def llama(**given):
-    return estimate(CONFIGS["llama"](), CONFIGS["llama"](), settings(**given))
+def llama(**kwargs):
+    return estimate(CONFIGS["llama"](), CONFIGS["llama"](), settings(**kwargs))
 
 
-def model_of(config, **given):
+def model_of(config, **settings):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, **given)
+    return AutoModelForCausalLM.from_config(config, **settings)
 
 
 def held_bytes(tensors) -> int:
@@ -67,10 +67,10 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("train", ["attention", "all", "lora"])
 def test_weights_are_those_of_real_modules(train):
-    asked = settings(train=train, dtype="bf16")
-    memory = estimate(CONFIGS["qwen3"](), CONFIGS["llama"](), asked).memory
+    options = settings(train=train, dtype="bf16")
+    memory = estimate(CONFIGS["qwen3"](), CONFIGS["llama"](), options).memory
     student = model_of(CONFIGS["qwen3"]())
-    choose_parameters(student, asked, None)
+    choose_parameters(student, options, None)
     set_dtypes(student, torch.bfloat16)
     trains = [each for each in student.parameters() if each.requires_grad]
     assert memory["weights that train"] == memory["gradients"] == memory["Adam's moments"] // 2 == held_bytes(trains)
@@ -78,23 +78,23 @@ def test_weights_are_those_of_real_modules(train):
     assert memory["teacher"] == held_bytes(model_of(CONFIGS["llama"]()).bfloat16().parameters())
 
 
-def peaks(length, batch, **given) -> tuple[int, int]:
+def peaks(length, batch, **kwargs) -> tuple[int, int]:
     """Peak bytes of a step of the demo model's first layers, its own teacher: as estimated, and as allocated."""
     config = AutoConfig.from_pretrained(demo_model(), num_hidden_layers=3)
-    asked = settings(length=length, batch_size=batch, **given)
+    options = settings(length=length, batch_size=batch, **kwargs)
     student, teacher = model_of(config), model_of(config)
-    choose_parameters(student, asked, teacher)
-    if asked.gradient_checkpointing:
+    choose_parameters(student, options, teacher)
+    if options.gradient_checkpointing:
         student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    module = Distillation(student, asked.weights(), teacher, document_masks=True).train()
+    module = Distillation(student, options.weights(), teacher, document_masks=True).train()
     for each in (student, teacher):
-        set_dtypes(each, {"fp32": torch.float32, "bf16": torch.bfloat16}[asked.dtype])
+        set_dtypes(each, {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype])
     optimizer = torch.optim.AdamW([each for each in student.parameters() if each.requires_grad])
     tokens = torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
     rows = Batch(tokens, tokens.clone(), torch.arange(length).expand(batch, length) // (length // 2))
 
     def step():
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=asked.dtype == "bf16"):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.dtype == "bf16"):
             loss, _ = module(rows, float(batch * length))
         loss.backward()
         optimizer.step()
@@ -102,27 +102,27 @@ def peaks(length, batch, **given) -> tuple[int, int]:
     step()
     moments = [value for state in optimizer.state.values() for value in state.values()]
     gradients = [each.grad for each in student.parameters() if each.grad is not None]
-    with Allocations([*student.parameters(), *teacher.parameters(), *moments, *gradients]) as seen:
+    with Allocations([*student.parameters(), *teacher.parameters(), *moments, *gradients]) as records:
         step()
-    return estimate(config, config, asked).peak_bytes, seen.peak
+    return estimate(config, config, options).peak_bytes, records.peak
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
         {"train": "attention"},
         pytest.param({"train": "all", "dtype": "bf16"}, marks=pytest.mark.slow),
         {"train": "attention", "dtype": "bf16", "gradient_checkpointing": True},
     ],
 )
-def test_a_real_step_takes_what_was_said(given):
-    estimated, allocated = peaks(64, 2, **given)
+def test_a_real_step_takes_what_was_said(settings):
+    estimated, allocated = peaks(64, 2, **settings)
     assert estimated == pytest.approx(allocated, rel=0.1)
 
 
 def test_training_less_takes_less():
-    def peak(**given):
-        return llama(**{"length": 256, **given}).peak_bytes
+    def peak(**settings):
+        return llama(**{"length": 256, **settings}).peak_bytes
 
     assert peak(train="attention") < peak(train="all")
     assert peak(gradient_checkpointing=True, batch_size=8) < peak(batch_size=8)
@@ -143,12 +143,12 @@ def test_processes_share_what_is_sharded():
 
 
 def test_operations_are_two_a_parameter_and_pass():
-    found = llama(train="all", max_tokens=None, max_steps=5)
+    result = llama(train="all", max_tokens=None, max_steps=5)
     config = CONFIGS["llama"]()
     matrices = sum(each.numel() for each in model_of(config).parameters() if each.ndim > 1)
     passed = matrices - config.vocab_size * config.hidden_size * (not config.tie_word_embeddings)
-    assert found.tokens == 5 * 3 * BATCH * TOKENS
-    assert found.total_flops == found.tokens * (6 + 2) * passed  # the student's and the teacher's
+    assert result.tokens == 5 * 3 * BATCH * TOKENS
+    assert result.total_flops == result.tokens * (6 + 2) * passed  # the student's and the teacher's
     assert llama(train="attention").total_flops < llama(train="all").total_flops
     assert llama(max_tokens=None, max_seconds=60).total_flops is None
 
@@ -161,17 +161,29 @@ def test_no_device_is_guessed():
 def test_a_dry_run_only_tells(checkpoints, tmp_path, monkeypatch, capsys):
     source, out = checkpoints("llama"), tmp_path / "out"
     (tmp_path / "fsdp2.yaml").write_text("distributed_type: FSDP\nnum_processes: 4\n")
-    asked = ["heal", source, "--teacher", source, "--out", out, "--dry-run", "--device", "cpu", "--max-tokens", "99999"]
-    code, shown, error = run_main(monkeypatch, capsys, *asked)
+    arguments = [
+        "heal",
+        source,
+        "--teacher",
+        source,
+        "--out",
+        out,
+        "--dry-run",
+        "--device",
+        "cpu",
+        "--max-tokens",
+        "99999",
+    ]
+    code, output, error = run_main(monkeypatch, capsys, *arguments)
     assert code == 0, error
-    assert "time: about " in shown and "Adam's moments" in shown
-    code, shown, error = run_main(monkeypatch, capsys, *asked, "--json", "--launcher", tmp_path / "fsdp2.yaml")
-    plan = json.loads(shown)
+    assert "time: about " in output and "Adam's moments" in output
+    code, output, error = run_main(monkeypatch, capsys, *arguments, "--json", "--launcher", tmp_path / "fsdp2.yaml")
+    plan = json.loads(output)
     assert plan["estimate"]["processes"] == 4 and plan["estimate"]["sharded"]
     assert plan["work"]["estimated_seconds"] is None and plan["disk"]["output_bytes"] > 0
     assert plan["settings"]["dtype"] == "fp32"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fsdp2.yaml"]
     out.mkdir()
     (out / "kept").touch()
-    code, _, error = run_main(monkeypatch, capsys, *asked)
+    code, _, error = run_main(monkeypatch, capsys, *arguments)
     assert code == 1 and "exists" in error

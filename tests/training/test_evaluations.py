@@ -49,26 +49,26 @@ def same_weights(one: dict, two: dict) -> bool:
 
 
 def test_what_surgery_eval_has_by_default():
-    given = EvalSettings()
+    settings = EvalSettings()
     ours = evaluations
-    assert (given.windows, given.decoded, given.recall_prompts) == (ours.WINDOWS, ours.DECODED, ours.PROMPTS)
-    assert (given.seed, RECALL_SEED) == (ours.SEED, ours.RECALL_SEED)
+    assert (settings.windows, settings.decoded, settings.recall_prompts) == (ours.WINDOWS, ours.DECODED, ours.PROMPTS)
+    assert (settings.seed, RECALL_SEED) == (ours.SEED, ours.RECALL_SEED)
 
 
 def test_the_numbers_are_those_of_surgery_eval(settings, tmp_path):
     values = settings(evaluate_data=[], max_steps=2)
     facts = heal_here(values)
     assert [entry["step"] for entry in facts["evaluations"]] == [0, 2]
-    wanted = EvalSettings(tasks=("loss", "recall"), length=96, limit=2, batch_size=2, variants=(), device="cpu")
+    expected = EvalSettings(tasks=("loss", "recall"), length=96, limit=2, batch_size=2, variants=(), device="cpu")
     report = evaluate(
-        EvaluationRequest((values["out"],), None, tmp_path / "report", wanted), Progress(silent=True)
+        EvaluationRequest((values["out"],), None, tmp_path / "report", expected), Progress(silent=True)
     ).report
     results, last = report["rows"][0]["results"], facts["evaluations"][-1]
     assert last["loss"]["loss"] == pytest.approx(results["loss"]["loss"], rel=1e-6)
     assert last["loss"]["cached_loss"] == pytest.approx(results["loss"]["cached"]["loss"], rel=1e-6)
     assert last["recall"] == {"accuracy": results["recall"]["accuracy"]}
-    for name, given in facts["evaluation_settings"].items():  # a report tells the modules of the text apart
-        assert {**given, "sources": None} == {**report["tasks"][name], "sources": None}
+    for name, arguments in facts["evaluation_settings"].items():  # a report tells the modules of the text apart
+        assert {**arguments, "sources": None} == {**report["tasks"][name], "sources": None}
     assert facts["evaluations"][0]["loss"]["loss"] != last["loss"]["loss"]
     logged = log_of(values, "evaluation")
     assert [{name: value for name, value in line.items() if name != "event"} for line in logged] == facts["evaluations"]
@@ -174,8 +174,8 @@ def test_own_texts(measured):
 def test_two_processes_measure_what_one_does(settings, launch):
     one, two = settings(name="one"), settings(name="two", gradient_accumulation=1)
     script = {"gloo": ["-m", "surgery.training.heal", "--config"], "fsdp2": [Path(__file__).with_name("test_fsdp2.py")]}
-    done = torchrun(*script[launch], settings_file(two))
-    assert done.returncode == 0, done.stderr[-3000:]
+    result = torchrun(*script[launch], settings_file(two))
+    assert result.returncode == 0, result.stderr[-3000:]
     facts = heal_here(one)["evaluations"]
     shared = json.loads((Path(two["out"]) / "heal.json").read_text())["evaluations"]
     assert [entry["step"] for entry in shared] == [0, 2, 3]

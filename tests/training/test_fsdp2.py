@@ -23,16 +23,16 @@ def sharded_process(file: str) -> int:
     make = heal.open_accelerator
 
     def accelerator(settings):
-        made = make(settings)
+        result = make(settings)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             state_dict_type="SHARDED_STATE_DICT",
             cpu_ram_efficient_loading=False,
         )
-        made.state.distributed_type, made.state.fsdp_plugin = DistributedType.FSDP, plugin
+        result.state.distributed_type, result.state.fsdp_plugin = DistributedType.FSDP, plugin
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # every new state starts from this one
-        return made
+        return result
 
     def run(self):
         assert all(isinstance(each, DTensor) for each in self._t.module.parameters())

@@ -66,12 +66,12 @@ def test_models_replaced_after_they_were_hashed_are_refused(settings, student, t
     """heal.json would have the hash of another student than the one that trained."""
     copy = shutil.copytree(student, tmp_path / "copy")
     values = settings(max_steps=1) | {"student": str(copy)}
-    taken = CarriedFiles.of.__func__
+    original = CarriedFiles.of.__func__
 
     def replaced(kind, reader, **options):
         shutil.copyfile(copy / name, copy / "new")
         (copy / "new").replace(copy / name)
-        return taken(kind, reader, **options)
+        return original(kind, reader, **options)
 
     monkeypatch.setattr(CarriedFiles, "of", classmethod(replaced))
     with pytest.raises(SurgeryError, match=f"{name}: was changed while it was read"):
@@ -119,9 +119,9 @@ def test_a_resumed_run_goes_on_exactly(settings, whole, capsys):
     assert not Path(parts["out"]).exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     facts = heal_here(parts)
-    told = capsys.readouterr().err
-    assert facts["steps"] == 4 and "last digits may differ" not in told
-    assert "step 1 (25%, about " in told
+    err = capsys.readouterr().err
+    assert facts["steps"] == 4 and "last digits may differ" not in err
+    assert "step 1 (25%, about " in err
     assert losses_of(parts) == losses_of(whole)
     assert all(torch.equal(each, tensors(whole["out"])[name]) for name, each in tensors(parts["out"]).items())
 
@@ -133,8 +133,8 @@ def test_another_number_of_threads_is_said(settings, capsys, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     capsys.readouterr()
     heal_here(values)
-    said = f"was begun with {threads} threads and goes on with {threads + 1}: last digits may differ"
-    assert said in " ".join(capsys.readouterr().err.split())
+    message = f"was begun with {threads} threads and goes on with {threads + 1}: last digits may differ"
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_ends_with_one_line_and_a_code(settings, tmp_path, monkeypatch, capsys):
@@ -286,17 +286,17 @@ def test_weights_that_train_are_fp32_and_the_result_is_the_students_dtype(tmp_pa
     assert facts["precision"] == "bf16"
     assert {each.dtype for each in tensors(values["out"]).values()} == {torch.bfloat16}
     assert json.loads((Path(values["out"]) / "config.json").read_text())["dtype"] == "bfloat16"
-    kept = load_file(next(Path(f"{values['out']}.run").glob("checkpoints/*6")) / "trained.safetensors")
-    assert {each.dtype for each in kept.values()} == {torch.float32}
+    result_tensors = load_file(next(Path(f"{values['out']}.run").glob("checkpoints/*6")) / "trained.safetensors")
+    assert {each.dtype for each in result_tensors.values()} == {torch.float32}
 
 
 def test_logits_on_disk_take_the_teachers_place(settings, whole, tmp_path):
     cache = str(tmp_path / "cache")
-    written, read = settings(name="written"), settings(name="read")
-    heal_here({**written, "teacher_logits": cache, "teacher_top_k": 4096})
-    torch.testing.assert_close(losses_of(written), losses_of(whole), rtol=5e-3, atol=1e-4)
+    files, read = settings(name="written"), settings(name="read")
+    heal_here({**files, "teacher_logits": cache, "teacher_top_k": 4096})
+    torch.testing.assert_close(losses_of(files), losses_of(whole), rtol=5e-3, atol=1e-4)
     heal_here({**read, "teacher_logits": cache, "teacher": None})
-    assert losses_of(read) == losses_of(written)
+    assert losses_of(read) == losses_of(files)
     with pytest.raises(SurgeryError, match=r"has logits of 16 sequences, the budget needs 20"):
         heal_here({**read, "max_steps": 5, "teacher_logits": cache, "teacher": None, "overwrite": True})
 
@@ -340,12 +340,12 @@ def test_the_layer_wise_stage_trains_each_attention_on_its_teachers_inputs(setti
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("inputs", "reason"),
     [
         ({"objective": {"layerwise": 1.0, "kl": 1.0}}, "stage of its own"),
         ({"objective": {"layerwise": 1.0}, "train": "all"}, "attentions alone"),
     ],
 )
-def test_the_layer_wise_stage_stands_alone(settings, given, reason):
+def test_the_layer_wise_stage_stands_alone(settings, inputs, reason):
     with pytest.raises(SurgeryError, match=reason):
-        HealSettings(**settings(**given)).weights()
+        HealSettings(**settings(**inputs)).weights()

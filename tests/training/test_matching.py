@@ -121,8 +121,8 @@ def test_gradients_of_matching(source, kind, checkpointing):
     assert all(grad is not None and grad.isfinite().all() for grad in grads.values()), kind
     moved = student_of(source, kind).train()
     outputs = moved(tokens(BATCH, LENGTH), output_hidden_states=True, use_cache=False).hidden_states[1]
-    wanted = layer_errors([outputs], teacher.hidden[:1])
-    torch.testing.assert_close(layer_errors(record.hidden, teacher.hidden)[0], wanted[0])
+    expected = layer_errors([outputs], teacher.hidden[:1])
+    torch.testing.assert_close(layer_errors(record.hidden, teacher.hidden)[0], expected[0])
 
 
 def test_checkpointed_gradients_are_the_plain_ones(source):
@@ -159,9 +159,9 @@ def test_errors_are_relative_to_each_sequence():
     for ours, theirs in zip(student, teacher, strict=True):
         total = 0.0
         for row in range(2):
-            chosen = valid[row]
-            error = (ours[row, chosen] - theirs[row, chosen]).square().mean()
-            total += chosen.sum() * error / theirs[row, chosen].square().mean()
+            selection = valid[row]
+            error = (ours[row, selection] - theirs[row, selection]).square().mean()
+            total += selection.sum() * error / theirs[row, selection].square().mean()
         expected.append(total / 7)
     torch.testing.assert_close(layer_errors(student, teacher, valid), torch.stack(expected))
     torch.testing.assert_close(matching_loss(student, teacher, valid), torch.stack(expected).mean())
@@ -284,13 +284,13 @@ def test_decoders_that_run_in_pieces(source):
     with torch.no_grad(), recorded(source, attention=True) as first:
         source(tokens()[:, :8])
     torch.testing.assert_close(record.attention[1][:, :8], first.attention[1])
-    seen = []
+    calls = []
     with torch.no_grad(), on_teacher_inputs(student, record) as own:
         student.layers[1].self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True
+            lambda module, args, kwargs: calls.append(kwargs["hidden_states"]), with_kwargs=True
         )
         student(tokens())
-    assert torch.equal(torch.cat(seen, dim=1), record.inputs[1])
+    assert torch.equal(torch.cat(calls, dim=1), record.inputs[1])
     torch.testing.assert_close(own.attention, record.attention)
     student.layers[1].self_attn._forward_pre_hooks.clear()
     student.layers[1].self_attn._forward_pre_hooks_with_kwargs.clear()

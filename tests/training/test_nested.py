@@ -112,20 +112,20 @@ def test_gradients_are_those_of_the_slice(source, tmp_path, checkpointing):
         model(ids, labels=ids, use_cache=False).loss.backward()
     for own, other in zip(gradients(model), gradients(smaller), strict=True):
         for name, each in other.items():
-            kept = own[name][: len(each), : each.shape[1]]
-            torch.testing.assert_close(kept, each, rtol=1e-9, atol=1e-12)
+            entries = own[name][: len(each), : each.shape[1]]
+            torch.testing.assert_close(entries, each, rtol=1e-9, atol=1e-12)
 
 
 def draws(model, seed, steps):
-    found = []
+    results = []
     nested = NestedRanks(model, SHARES, seed)
     for step in steps:
         with nested.drawn(step) as share:
             masks = [layer.self_attn.kv_down.latent_mask.clone() for layer in model.model.layers]
             assert nested.kept() == pytest.approx(float(torch.cat(masks).mean()))
-            found.append((share, torch.cat(masks).tolist()))
+            results.append((share, torch.cat(masks).tolist()))
     assert nested.kept() == 1.0
-    return found
+    return results
 
 
 def test_draws_follow_from_seed_and_step_alone(source):
@@ -201,7 +201,7 @@ def test_refuses_students_that_do_not_nest(source):
         NestedRanks(source, SHARES, 0)
     quantized = make("low_rank", source)
     quantized.config.kv_cache = {"format": "int4"}
-    with pytest.raises(SurgeryError, match="cache is quantised"):
+    with pytest.raises(SurgeryError, match="cache is quantized"):
         NestedRanks(quantized, SHARES, 0)
     with pytest.raises(SurgeryError, match="layer 0 are read by other layers too"):
         OrthogonalFactors(make("shared", source))
@@ -291,9 +291,9 @@ def test_the_slices_loss_is_that_of_the_sliced_checkpoint(settings, models, tmp_
     sliced(student, 0.5, tmp_path / "whole").save_pretrained(smaller)
     add_tokenizer(smaller)
     plain = settings(name="plain", max_steps=1, nested_ranks=[]) | {"student": str(smaller)}
-    found = heal_here(plain)["held_out"]["first"]
-    assert facts["held_out"]["first"]["kl_at_0.5"] == pytest.approx(found["kl"], rel=1e-4)
-    assert facts["held_out"]["first"]["cross_entropy_at_0.5"] == pytest.approx(found["cross_entropy"], rel=1e-5)
+    result = heal_here(plain)["held_out"]["first"]
+    assert facts["held_out"]["first"]["kl_at_0.5"] == pytest.approx(result["kl"], rel=1e-4)
+    assert facts["held_out"]["first"]["cross_entropy_at_0.5"] == pytest.approx(result["cross_entropy"], rel=1e-5)
 
 
 def test_a_resumed_run_draws_what_it_would_have(settings, whole):
@@ -321,8 +321,8 @@ def test_two_processes_train_as_one(settings, sharded):
     one = settings(name="one", orthogonal=not sharded)
     two = settings(name="two", orthogonal=not sharded, gradient_accumulation=1)
     heal_here(one)
-    done = in_two_processes(two, sharded)
-    assert done.returncode == 0, done.stderr[-3000:]
+    result = in_two_processes(two, sharded)
+    assert result.returncode == 0, result.stderr[-3000:]
     torch.testing.assert_close(losses_of(two), losses_of(one), rtol=1e-4, atol=0)
     last = [log_of(run, "held_out")[-1] for run in (one, two)]
     for name, value in last[0].items():
@@ -332,9 +332,9 @@ def test_two_processes_train_as_one(settings, sharded):
 
 @pytest.mark.slow
 def test_sharded_factors_are_not_made_orthogonal(settings):
-    done = in_two_processes(settings(orthogonal=True, gradient_accumulation=1), sharded=True)
-    assert done.returncode == 1
-    assert "orthogonal needs whole parameters on every process" in done.stderr
+    result = in_two_processes(settings(orthogonal=True, gradient_accumulation=1), sharded=True)
+    assert result.returncode == 1
+    assert "orthogonal needs whole parameters on every process" in result.stderr
 
 
 def in_two_processes(values, sharded) -> CompletedProcess:

@@ -67,8 +67,8 @@ def test_documents_that_the_host_knows_make_the_same_states(models, own_class, p
     positions = data.position_ids if packed else torch.arange(LENGTH)[None]
     spans = data.spans if packed else [[slice(0, LENGTH)]] * 2
     with torch.no_grad():
-        looked, known = (body.states(data.tokens, positions, each) for each in (None, spans))
-    assert torch.equal(looked, known)
+        queries, reference = (body.states(data.tokens, positions, each) for each in (None, spans))
+    assert torch.equal(queries, reference)
 
 
 def test_a_batch_knows_where_its_documents_are():
@@ -80,8 +80,8 @@ def test_a_batch_knows_where_its_documents_are():
 
 def test_a_batch_knows_where_it_predicts():
     data = packed_batch()
-    kept = (data.labels[:, 1:] != IGNORED).flatten()
-    assert data.predicted == int(kept.sum()) and data.packed
-    assert torch.equal(data.tokens.flatten()[data.predicting + 1], data.labels[:, 1:].flatten()[kept])
+    entries = (data.labels[:, 1:] != IGNORED).flatten()
+    assert data.predicted == int(entries.sum()) and data.packed
+    assert torch.equal(data.tokens.flatten()[data.predicting + 1], data.labels[:, 1:].flatten()[entries])
     nothing = replace(data, labels=torch.full_like(data.labels, IGNORED), predicting=None)
     assert nothing.predicted == 0 and nothing.to("cpu").predicted == 0

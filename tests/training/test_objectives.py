@@ -75,10 +75,10 @@ def test_computes_in_fp32(dtype):
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss, expected[name], atol=1e-5, rtol=1e-5)
         grads = zip(gradients(loss, student), gradients(expected[name], student), strict=True)
-        for grad, wanted in grads:
+        for grad, target in grads:
             assert grad.dtype == dtype
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-            torch.testing.assert_close(grad, wanted, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(grad, target, atol=tolerance, rtol=tolerance)
 
 
 def test_each_alone_is_the_same_part():
@@ -130,11 +130,11 @@ def test_frozen_heads_and_heads_of_other_forms():
     student, teacher, _ = pair(bias=False)
     expected = divergences.forward_kl(student, teacher)
     student.head.requires_grad_(False)
-    (wanted,) = torch.autograd.grad(expected, student.hidden)
+    (target,) = torch.autograd.grad(expected, student.hidden)
     for head in (student.head, student.head.weight, lambda hidden: student.head(hidden)):
         loss = divergences.forward_kl(States(student.hidden, head), teacher, chunks=4)
         torch.testing.assert_close(loss, expected)
-        torch.testing.assert_close(torch.autograd.grad(loss, student.hidden)[0], wanted)
+        torch.testing.assert_close(torch.autograd.grad(loss, student.hidden)[0], target)
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -152,17 +152,17 @@ def test_tied_heads(chunks):
 
 def test_logits_of_all_positions_never_exist_at_once():
     student, teacher, targets = pair()
-    seen = []
-    student.head.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    teacher.head.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    calls = []
+    student.head.register_forward_hook(lambda module, args, output: calls.append(len(output)))
+    teacher.head.register_forward_hook(lambda module, args, output: calls.append(len(output)))
     loss = combine(ALL, logit_losses(ALL, student, teacher, targets, chunks=5))[0]
-    assert max(seen) == 5 and len(seen) == 2 * 5
-    held = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: held.append(tensor.numel()) or tensor, lambda x: x):
+    assert max(calls) == 5 and len(calls) == 2 * 5
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.numel()) or tensor, lambda x: x):
         loss = combine(ALL, logit_losses(ALL, student, teacher, targets, chunks=5))[0]
-    assert max(held) < 5 * VOCAB
+    assert max(sizes) < 5 * VOCAB
     loss.backward()
-    assert max(seen) == 5
+    assert max(calls) == 5
 
 
 def test_positions_dealt_out_sum_to_the_whole():

@@ -20,7 +20,7 @@ def documents(count, shortest=3, longest=40):
     return [[1000 * (number + 1) + place for place in range(n)] + [EOS] for number, n in enumerate(lengths)]
 
 
-def written(folder, texts, limit=None):
+def token_file(folder, texts, limit=None):
     return TokenFile.write(folder / "tokens", {"of": "test"}, texts, limit)
 
 
@@ -34,25 +34,25 @@ def owners(row):
 
 def test_a_token_file_gives_back_what_was_written(tmp_path):
     texts = [[5, 6, 7], [], [70_000]]
-    made = written(tmp_path, texts)
+    result = token_file(tmp_path, texts)
     again = TokenFile.read(tmp_path / "tokens", {"of": "test"})
     assert len(again) == 2 and again.lengths.tolist() == [3, 1]
     assert [again.document(number) for number in range(2)] == [texts[0], texts[2]]
     assert again.document(0, 1, 2) == [6]
-    assert again.sha256 == made.sha256
+    assert again.sha256 == result.sha256
     assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
 
 
 def test_a_token_file_of_another_identity_is_not_read(tmp_path):
-    written(tmp_path, documents(3))
+    token_file(tmp_path, documents(3))
     assert TokenFile.read(tmp_path / "tokens", {"of": "another"}) is None
     assert TokenFile.read(tmp_path / "none", {"of": "test"}) is None
 
 
 def test_equal_documents_have_equal_hashes_and_others_have_not(tmp_path):
-    one = written(tmp_path / "a", [[1, 2], [3]]).sha256
-    assert written(tmp_path / "b", [[1, 2], [3]]).sha256 == one
-    assert written(tmp_path / "c", [[1], [2, 3]]).sha256 != one
+    one = token_file(tmp_path / "a", [[1, 2], [3]]).sha256
+    assert token_file(tmp_path / "b", [[1, 2], [3]]).sha256 == one
+    assert token_file(tmp_path / "c", [[1], [2, 3]]).sha256 != one
 
 
 def test_a_failed_writing_leaves_nothing(tmp_path):
@@ -61,14 +61,14 @@ def test_a_failed_writing_leaves_nothing(tmp_path):
         raise SurgeryError("line 2 is bad")
 
     with pytest.raises(SurgeryError, match="line 2 is bad"):
-        written(tmp_path, broken())
+        token_file(tmp_path, broken())
     with pytest.raises(SurgeryError, match="holds no text"):
-        written(tmp_path, [])
+        token_file(tmp_path, [])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_token_file_is_refused(tmp_path):
-    written(tmp_path, documents(3))
+    token_file(tmp_path, documents(3))
     path = tmp_path / "tokens" / "tokens.i4"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(SurgeryError, match="remove the folder"):
@@ -77,23 +77,23 @@ def test_a_damaged_token_file_is_refused(tmp_path):
 
 def test_reading_stops_at_the_limit(tmp_path):
     texts = documents(50)
-    file = written(tmp_path, texts, limit=100)
+    file = token_file(tmp_path, texts, limit=100)
     total = int(file.lengths.sum())
     assert 100 <= total < 100 + 41 and len(file) < 50
 
 
 def test_an_epoch_holds_every_token_once_but_for_the_last_row_s_rest(tmp_path):
     texts = documents(30)
-    packed = PackedSequences(written(tmp_path, texts), text_shape(), "test")
+    packed = PackedSequences(token_file(tmp_path, texts), text_shape(), "test")
     rows = [packed.sequence(number).tokens.tolist() for number in range(packed.rows)]
     assert all(len(row) == 16 and row[0] == BOS for row in rows)
-    seen = sorted(token for row in rows for token in row[1:] if token != EOS)
+    records = sorted(token for row in rows for token in row[1:] if token != EOS)
     every = sorted(token for text in texts for token in text if token != EOS)
-    assert len(seen) == len(set(seen)) and set(seen) <= set(every) and len(every) - len(seen) < 15
+    assert len(records) == len(set(records)) and set(records) <= set(every) and len(every) - len(records) < 15
 
 
 def test_epochs_are_permutations_of_each_other_in_other_orders(tmp_path):
-    packed = PackedSequences(written(tmp_path, documents(30)), text_shape(), "test")
+    packed = PackedSequences(token_file(tmp_path, documents(30)), text_shape(), "test")
     epochs = [
         [tuple(packed.sequence(number).tokens.tolist()) for number in range(e * packed.rows, (e + 1) * packed.rows)]
         for e in range(2)
@@ -102,7 +102,7 @@ def test_epochs_are_permutations_of_each_other_in_other_orders(tmp_path):
 
 
 def test_any_row_can_be_asked_for_at_any_time(tmp_path):
-    file = written(tmp_path, documents(30))
+    file = token_file(tmp_path, documents(30))
     first, second = (PackedSequences(file, text_shape(), "test", seed=3) for _ in range(2))
     forward = [first.sequence(number).tokens for number in range(40)]
     for number in (39, 0, 17, 38, 1):
@@ -113,7 +113,7 @@ def test_any_row_can_be_asked_for_at_any_time(tmp_path):
 
 
 def test_labels_and_documents_of_a_row_of_text(tmp_path):
-    packed = PackedSequences(written(tmp_path, documents(30, 3, 8)), text_shape(), "test")
+    packed = PackedSequences(token_file(tmp_path, documents(30, 3, 8)), text_shape(), "test")
     for number in range(packed.rows):
         row = packed.sequence(number)
         numbers, labels = row.documents.tolist(), row.labels.tolist()
@@ -126,7 +126,7 @@ def test_labels_and_documents_of_a_row_of_text(tmp_path):
 
 
 def test_held_out_documents_are_in_no_row_and_do_not_depend_on_the_seed(tmp_path):
-    file = written(tmp_path, documents(40))
+    file = token_file(tmp_path, documents(40))
     one, other = (PackedSequences(file, text_shape(), "test", seed, held_out=4) for seed in (0, 1))
     assert len(one.held_out) == 4
     for a, b in zip(one.held_out, other.held_out, strict=True):
@@ -148,7 +148,7 @@ class Letters:
 
 
 def test_a_share_of_the_rows_carries_planted_facts_in_one_document(tmp_path):
-    file, letters = written(tmp_path, documents(200)), Letters()
+    file, letters = token_file(tmp_path, documents(200)), Letters()
     shape = text_shape(600)
     plain = PackedSequences(file, shape, "test", held_out=1)
     packed = PackedSequences(file, shape, "test", held_out=1, recalls=Recalls(letters, 0.25, 0))
@@ -159,8 +159,8 @@ def test_a_share_of_the_rows_carries_planted_facts_in_one_document(tmp_path):
             continue
         assert len(row.tokens) == 600 and row.tokens[0] == BOS
         text = letters.text(row)
-        asked = text.split("# Recall: the secret key of ")[1:]
-        assert asked and all(f"# The secret key of {line[: line.index('.')]}." in text for line in asked)
+        request = text.split("# Recall: the secret key of ")[1:]
+        assert request and all(f"# The secret key of {line[: line.index('.')]}." in text for line in request)
         assert row.documents.max() == 0 and (row.labels[1:] == row.tokens[1:]).all()
         assert torch.equal(row.tokens, packed.sequence(number).tokens)
     assert "Recall" not in letters.text(packed.held_out[0])
@@ -177,17 +177,17 @@ def test_a_mixture_goes_through_each_source_in_order():
         def sequence(self, number):
             return self.source, number
 
-    mixed = MixedSequences([Numbers(0), Numbers(1), Numbers(2)], [5, 3, 2])
-    rows = [mixed.sequence(number) for number in range(40)]
+    mixture = MixedSequences([Numbers(0), Numbers(1), Numbers(2)], [5, 3, 2])
+    rows = [mixture.sequence(number) for number in range(40)]
     for source, share in enumerate([5, 3, 2]):
         assert [number for of, number in rows if of == source] == list(range(4 * share))
-    assert [mixed.sequence(number) for number in (33, 7)] == [rows[33], rows[7]]
-    assert mixed.data_sha256 != MixedSequences([Numbers(0), Numbers(1), Numbers(2)], [5, 2, 3]).data_sha256
+    assert [mixture.sequence(number) for number in (33, 7)] == [rows[33], rows[7]]
+    assert mixture.data_sha256 != MixedSequences([Numbers(0), Numbers(1), Numbers(2)], [5, 2, 3]).data_sha256
 
 
 @pytest.mark.parametrize(("count", "held_out"), [(1, 1), (2, 40), (1, 0)])
 def test_too_little_text(tmp_path, count, held_out):
-    file = written(tmp_path, documents(count, 5, 6) if not held_out else documents(count))
+    file = token_file(tmp_path, documents(count, 5, 6) if not held_out else documents(count))
     with pytest.raises(SurgeryError, match=r"novel\.txt has too little text"):
         PackedSequences(file, text_shape(), "novel.txt", held_out=held_out)
 

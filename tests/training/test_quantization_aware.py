@@ -32,7 +32,7 @@ def tokens(length=22):
 
 
 def quantized(model: SurgeryForCausalLM, **changes) -> SurgeryForCausalLM:
-    """Return the same weights with a quantised cache, in evaluation mode."""
+    """Return the same weights with a quantized cache, in evaluation mode."""
     config = copy.deepcopy(model.config)
     config.kv_cache = INT2 | changes
     with_codes = SurgeryForCausalLM(config)
@@ -138,13 +138,13 @@ def test_streaming_tokens_pass_their_gradients(form):
     exact = torch.randn(2, 2, 3, 24, 7, generator=generator, dtype=torch.float64)
     codes = TokenCodes(form, 4)
     read, gradients = [], []
-    for kept in (codes, StraightThroughCodes(codes), None):
+    for entry in (codes, StraightThroughCodes(codes), None):
         keys, values = exact.clone().requires_grad_()
-        layer = StreamingLayer(2, 5, codes=kept)
+        layer = StreamingLayer(2, 5, codes=entry)
         layer.padding = LeftPadding([0, 3])
         pieces = [part for cut in (9, 1, 14) for part in layer.update(*(t[:, :, :cut] for t in (keys, values)))]
         read.append(pieces)
-        if kept is not codes:
+        if entry is not codes:
             weighed = [(part * torch.arange(part.numel()).view(part.shape)).sum() for part in pieces]
             gradients.append(torch.autograd.grad(sum(weighed), (keys, values)))
     for one, two, other in zip(*read, strict=True):
@@ -206,8 +206,8 @@ def kl_through_the_cache(teacher, student, ids: torch.Tensor) -> float:
         output = student.eval()(token, past_key_values=cache)
         cache = output.past_key_values
         logits.append(output.logits)
-    own, wanted = (each.log_softmax(-1).flatten(0, 1) for each in (torch.cat(logits, dim=1), teacher(ids).logits))
-    return float(torch.nn.functional.kl_div(own, wanted, log_target=True, reduction="batchmean"))
+    own, expected = (each.log_softmax(-1).flatten(0, 1) for each in (torch.cat(logits, dim=1), teacher(ids).logits))
+    return float(torch.nn.functional.kl_div(own, expected, log_target=True, reduction="batchmean"))
 
 
 def test_training_lowers_the_loss_through_the_cache(teacher, student):

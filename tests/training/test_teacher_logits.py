@@ -55,8 +55,8 @@ def test_fewer_tokens_and_one_for_the_rest(chunks):
 
     def merged(logits):
         probabilities = logits.softmax(-1)
-        named = probabilities.gather(1, top.ids.long())
-        return torch.cat([named, 1 - named.sum(1, keepdim=True)], dim=1)
+        names = probabilities.gather(1, top.ids.long())
+        return torch.cat([names, 1 - names.sum(1, keepdim=True)], dim=1)
 
     p, q = merged(teacher.head(teacher.hidden).detach()), merged(student.head(student.hidden))
     expected = (p * (p / q).log()).sum(-1).mean()
@@ -117,12 +117,12 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(teacher_logits, "SHARD_BYTES", 3 * IDENTITY.sequence_bytes)
 
 
-def teacher_of(seen: list | None = None):
+def teacher_of(records: list | None = None):
     teacher = states(1, IDENTITY.sequences, LENGTH, dtype=torch.float32)
 
     def give(numbers: range) -> States:
-        if seen is not None:
-            seen.extend(numbers)
+        if records is not None:
+            records.extend(numbers)
         return teacher._replace(hidden=teacher.hidden[numbers.start : numbers.stop])
 
     return give
@@ -132,7 +132,7 @@ def test_written_and_read(tmp_path, small_shards):
     cache = TeacherLogits(tmp_path / "logits", IDENTITY)
     assert cache.missing() == [range(0, 3), range(3, 6), range(6, 7)]
     counted = []
-    cache.fill(teacher_of(), batch=2, done=counted.append)
+    cache.fill(teacher_of(), batch=2, advance=counted.append)
     assert cache.missing() == [] and sum(counted) == 7
     give = teacher_of()
     for number in (6, 0, 4):
@@ -157,11 +157,11 @@ def test_trains_on_chosen_positions(tmp_path):
     cache = TeacherLogits(tmp_path, IDENTITY)
     cache.fill(teacher_of())
     student, teacher = states(0, 2, LENGTH, dtype=torch.float32), teacher_of()(range(2, 4))
-    chosen = torch.zeros(2, LENGTH - 1, dtype=torch.bool)
-    chosen[0, 3:] = chosen[1, 1] = True
-    student, teacher = (States(part.hidden[:, :-1][chosen], part.head) for part in (student, teacher))
-    kept = cache.batch([2, 3]).map(lambda tensor: tensor[chosen])
-    (loss,) = logit_losses(ObjectiveWeights(), student, kept).values()
+    selection = torch.zeros(2, LENGTH - 1, dtype=torch.bool)
+    selection[0, 3:] = selection[1, 1] = True
+    student, teacher = (States(part.hidden[:, :-1][selection], part.head) for part in (student, teacher))
+    entries = cache.batch([2, 3]).map(lambda tensor: tensor[selection])
+    (loss,) = logit_losses(ObjectiveWeights(), student, entries).values()
     torch.testing.assert_close(loss, divergences.forward_kl(student, top_k(teacher, 3)))
 
 
@@ -177,9 +177,9 @@ def test_goes_on_where_it_stopped(tmp_path, small_shards):
     assert cache.missing() == [range(3, 6), range(6, 7)]
     with pytest.raises(SurgeryError, match=r"shard-00001\.safetensors: is not written yet"):
         cache.read(3)
-    seen = []
-    cache.fill(teacher_of(seen))
-    assert seen == [3, 4, 5, 6] and cache.missing() == []
+    calls = []
+    cache.fill(teacher_of(calls))
+    assert calls == [3, 4, 5, 6] and cache.missing() == []
 
 
 def test_processes_share_the_shards(tmp_path, small_shards):

@@ -45,14 +45,14 @@ class Service:
         self.disabled = False
         self.id, self.entity, self.project, self.url = "abc123", "us", "p", "https://example.org/us/p/runs/abc123"
         self.config = types.SimpleNamespace(update=lambda values, **_: self.asked.update(config=values))
-        self.Settings = lambda **given: given
+        self.Settings = lambda **settings: settings
         self.__spec__ = pytest.importorskip("wandb").__spec__
         monkeypatch.setitem(sys.modules, "wandb", self)
 
-    def init(self, **given):
+    def init(self, **settings):
         if self._breaks == "init":
             raise RuntimeError("api key is\nnot valid")
-        self.asked |= given
+        self.asked |= settings
         return self
 
     def log(self, values, step=None, **_):
@@ -71,12 +71,12 @@ def test_wandb_follows_a_run(settings, monkeypatch, tmp_path):
     values = settings(tracker="wandb", wandb_mode="offline", project="mine", held_out=2, evaluate_every=1, length=96)
     values |= {"evaluate_tasks": ["recall"], "evaluate_limit": 1, "tracker_folder": str(tmp_path / "kept")}
     facts = heal_here(values)
-    asked = (service.asked["project"], service.asked["mode"], service.asked["dir"])
-    assert asked == ("mine", "offline", str(tmp_path / "kept")) and (tmp_path / "kept").is_dir()
+    request = (service.asked["project"], service.asked["mode"], service.asked["dir"])
+    assert request == ("mine", "offline", str(tmp_path / "kept")) and (tmp_path / "kept").is_dir()
     assert service.asked["config"]["max_steps"] == 2
-    named = {(step, name) for step, numbers in service.logged for name in numbers}
-    assert {(1, "loss"), (2, "tokens_per_second"), (0, "held_out/cross_entropy")} <= named
-    assert {(0, "evaluation/recall/accuracy"), (2, "evaluation/recall/accuracy")} <= named
+    names = {(step, name) for step, numbers in service.logged for name in numbers}
+    assert {(1, "loss"), (2, "tokens_per_second"), (0, "held_out/cross_entropy")} <= names
+    assert {(0, "evaluation/recall/accuracy"), (2, "evaluation/recall/accuracy")} <= names
     assert service.finished == 1
     assert facts["wandb"] == {"entity": "us", "project": "p", "run_id": "abc123", "url": service.url}
     assert facts["tracker_failed"] is None
@@ -97,8 +97,8 @@ def test_a_tracker_that_fails_does_not_end_the_run(settings, losses, monkeypatch
     heal_here(tracked)
     assert losses_of(tracked) == losses
     assert (Path(tracked["out"]) / "model.safetensors").exists()
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("the tracker failed")]
-    assert said == [
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("the tracker failed")]
+    assert lines == [
         f"the tracker failed at {breaks} (the service went away): the run goes on without it, heal.jsonl has everything"
     ]
     (failed,) = log_of(tracked, "tracker", finished=False)

@@ -36,25 +36,25 @@ def with_gradients(model) -> set[str]:
 
 @pytest.mark.parametrize("train", ["all", "attention", "new"])
 def test_gradients_reach_exactly_what_trains(student, teacher, train):
-    chosen = choose(student, train, teacher_shapes=shapes(teacher))
+    selection = choose(student, train, teacher_shapes=shapes(teacher))
     names = set(shapes(student))
     expected = {
         "all": names,
         "attention": {name for name in names if "self_attn" in name},
         "new": {name for name in names if any(part in name for part in ("kv_down", "query_up", "value_up"))},
     }[train]
-    assert set(chosen) == expected
+    assert set(selection) == expected
     assert with_gradients(student) == expected
 
 
 def test_patterns_train_besides(student, teacher):
-    chosen = choose(student, "new", teacher_shapes=shapes(teacher), patterns=["layers.1.mlp.*", "norm.weight"])
-    others = {name for name in chosen if "self_attn" not in name}
+    selection = choose(student, "new", teacher_shapes=shapes(teacher), patterns=["layers.1.mlp.*", "norm.weight"])
+    others = {name for name in selection if "self_attn" not in name}
     assert {name for name in others if "mlp" in name} == {
         f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")
     }
     assert "model.norm.weight" in others
-    assert with_gradients(student) == set(chosen)
+    assert with_gradients(student) == set(selection)
 
 
 def test_nothing_to_train_is_refused(teacher):
@@ -127,9 +127,9 @@ def test_a_factor_trains_a_small_weight_as_if_it_were_large():
         small.bias.copy_(plain.bias)
     factors = factors_of({"weight": {"rows": "0:3", "factor": factor}}, small, "test")
     norms = []
-    for layer, gain, given in ((plain, 1.0, {}), (small, 1 / factor, factors)):
+    for layer, gain, values in ((plain, 1.0, {}), (small, 1 / factor, factors)):
         optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, weight_decay=0.0)
-        entries = EntryFactors(layer.named_parameters(), given)
+        entries = EntryFactors(layer.named_parameters(), values)
         for _ in range(4):
             output = torch.nn.functional.linear(inputs, layer.weight * gain, layer.bias)
             (output - target).square().mean().backward()

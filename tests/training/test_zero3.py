@@ -64,8 +64,8 @@ def test_a_sharded_run_is_that_of_one_process(tmp_path, models):
 def test_rules_of_stock_mla_are_refused(tmp_path, models):
     teacher, student = models
     (tmp_path / "rules.json").write_text('{"*.k_proj.weight": [0, -1]}')
-    done = launch(tmp_path, heal_settings(tmp_path, student, teacher, entry_factors=str(tmp_path / "rules.json")))
-    assert done.returncode != 0 and "use fsdp2.yaml" in done.stderr
+    process = launch(tmp_path, heal_settings(tmp_path, student, teacher, entry_factors=str(tmp_path / "rules.json")))
+    assert process.returncode != 0 and "use fsdp2.yaml" in process.stderr
 
 
 if __name__ == "__main__":

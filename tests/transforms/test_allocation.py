@@ -52,12 +52,12 @@ def test_equal_energies_go_to_the_first():
 # Widths of two kinds.
 
 
-def spending(layers, found) -> tuple[int, float]:
+def spending(layers, result) -> tuple[int, float]:
     """Numbers in all, and what they cost."""
-    chosen = [(choices[index], rank) for choices, (index, rank) in zip(layers, found, strict=True)]
+    selection = [(choices[index], rank) for choices, (index, rank) in zip(layers, result, strict=True)]
     return (
-        sum(choice.width + rank for choice, rank in chosen),
-        sum(choice.cost + float(choice.energies[rank:].sum()) for choice, rank in chosen),
+        sum(choice.width + rank for choice, rank in selection),
+        sum(choice.cost + float(choice.energies[rank:].sum()) for choice, rank in selection),
     )
 
 
@@ -79,8 +79,8 @@ def test_no_spending_on_the_hull_costs_less(drawn, total):
         for choices in layers
     ]
     least: dict[int, float] = {}
-    for found in itertools.product(*options):
-        needed, cost = spending(layers, found)
+    for result in itertools.product(*options):
+        needed, cost = spending(layers, result)
         least[needed] = min(cost, least.get(needed, cost))
     hull = [
         n
@@ -98,9 +98,9 @@ def test_no_spending_on_the_hull_costs_less(drawn, total):
 def test_without_a_choice_widths_are_ranks(lists, total):
     spectra = energies(lists)
     assume(len(spectra) <= total <= sum(map(len, spectra)))
-    found = choose_widths([[Choice(0, 0.0, spectrum)] for spectrum in spectra], total)
-    assert all(index == 0 for index, _ in found)
-    ranks = [rank for _, rank in found]
+    result = choose_widths([[Choice(0, 0.0, spectrum)] for spectrum in spectra], total)
+    assert all(index == 0 for index, _ in result)
+    ranks = [rank for _, rank in result]
     assert sum(ranks) == total
     assert dropped(spectra, ranks) == pytest.approx(dropped(spectra, water_fill(spectra, total)))
 
@@ -136,11 +136,11 @@ def test_shares_of_a_budget():
     st.integers(20, 60),
 )
 def test_shares_within_their_bounds(weights, total, multiple, minimum, maximum):
-    least, most = -(-minimum // multiple), maximum // multiple
-    assume(least * multiple * len(weights) <= total and least <= most)
+    least, limit = -(-minimum // multiple), maximum // multiple
+    assume(least * multiple * len(weights) <= total and least <= limit)
     ranks = proportional(weights, total, multiple, minimum, maximum)
     assert all(rank % multiple == 0 and minimum <= rank <= maximum for rank in ranks)
-    assert sum(ranks) == multiple * min(total // multiple, most * len(weights))
+    assert sum(ranks) == multiple * min(total // multiple, limit * len(weights))
     for (a, wa), (b, wb) in itertools.permutations(zip(ranks, weights, strict=True), 2):
         assert a <= b + multiple or wa > wb  # who has more weighs more
 

@@ -39,9 +39,9 @@ def test_the_predicted_error_is_the_measured_one(group, rank):
     rebuilt = torch.cat(basis.rebuild(list(tokens.chunk(LAYERS, dim=1))), dim=1)
     assert [part.shape for part in basis.down] == [(rank, WIDTH)] * LAYERS
     assert [part.shape for part in basis.up] == [(WIDTH, rank)] * LAYERS
-    lost, whole = loss(tokens, rebuilt, metrics), loss(tokens, 0 * tokens, metrics)
-    assert lost == pytest.approx(float(basis.energy[rank:].sum()), rel=1e-6, abs=1e-7)
-    assert lost / whole == pytest.approx(basis.error, rel=1e-6, abs=1e-9)
+    loss_increase, whole = loss(tokens, rebuilt, metrics), loss(tokens, 0 * tokens, metrics)
+    assert loss_increase == pytest.approx(float(basis.energy[rank:].sum()), rel=1e-6, abs=1e-7)
+    assert loss_increase / whole == pytest.approx(basis.error, rel=1e-6, abs=1e-9)
 
 
 def test_no_other_basis_of_the_rank_loses_less(group):

@@ -60,7 +60,7 @@ def test_simulation_equals_the_kernel_reference(case):
     basis = bases(anatomy.kv_heads, anatomy.head_dim)["fisher"]
     form = latent_form(anatomy, basis, torch.tensor([0, 3]))
     latent, rope_key = form.compress(x)
-    mixed, _ = ragged_latent_attention(
+    mixture, _ = ragged_latent_attention(
         form.queries(x),
         latent,
         rope_key,
@@ -68,7 +68,7 @@ def test_simulation_equals_the_kernel_reference(case):
         key_gain=anatomy.project_key_gain(x),
         window=anatomy.window,
     )
-    torch.testing.assert_close(torch.einsum("bthr,her->bthe", mixed, form.value_up), form.attend(x))
+    torch.testing.assert_close(torch.einsum("bthr,her->bthe", mixture, form.value_up), form.attend(x))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -68,8 +68,8 @@ def inputs_of(layer: AttentionAnatomy, seed: int = 20) -> Tensor:
 def gradients_of(layer: AttentionAnatomy, x: Tensor) -> tuple[Tensor, Tensor]:
     """Stand-ins for loss gradients at keys and values that are correlated and not all alike."""
     groups, dim = layer.kv_heads, layer.head_dim
-    mixed = (x**2) @ random(layer.hidden, 2 * groups * dim, seed=30)
-    k, v = mixed.unflatten(-1, (2, groups, dim)).unbind(-3)
+    mixture = (x**2) @ random(layer.hidden, 2 * groups * dim, seed=30)
+    k, v = mixture.unflatten(-1, (2, groups, dim)).unbind(-3)
     return k, v * torch.linspace(0.1, 2, dim)
 
 
@@ -113,8 +113,8 @@ def test_heads_that_are_alike_merge_exactly(method, rigid, biased):
     x = inputs_of(layer, seed=50)  # not what the statistics were taken on
     torch.testing.assert_close(output(merged.anatomy, x), output(layer, x), atol=1e-9, rtol=1e-9)
     positions = torch.randperm(5000, generator=torch.Generator().manual_seed(0))[: x.shape[1]]
-    wanted = scores(layer, x, positions)[:, query_order(PAIRS)]
-    torch.testing.assert_close(scores(merged.anatomy, x, positions), wanted, atol=1e-9, rtol=1e-9)
+    expected = scores(layer, x, positions)[:, query_order(PAIRS)]
+    torch.testing.assert_close(scores(merged.anatomy, x, positions), expected, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -180,7 +180,7 @@ def test_without_gradients_errors_are_shares():
     torch.testing.assert_close(output(merged.anatomy, x), output(exact, x), atol=1e-9, rtol=1e-9)
 
 
-def test_mean_pool_is_the_plain_mean_of_neighbours():
+def test_mean_pool_is_the_plain_mean_of_neighbors():
     layer = random_layer()
     merged = merge_kv_heads(layer, statistics_of(layer), 2, "mean-pool").anatomy
     torch.testing.assert_close(merged.k, layer.k.unflatten(0, (2, 2)).mean(1))
@@ -224,9 +224,9 @@ def test_the_stock_class_computes_the_merged_layers(checkpoints, name):
 
 @pytest.mark.parametrize(("heads", "size"), [(4, 2), (6, 3), (8, 2), (8, 4), (5, 1), (3, 3)])
 def test_partitions_are_all_there_once(heads, size):
-    found = list(partitions(tuple(range(heads)), size))
-    assert len(found) == len(set(found)) == partition_count(heads, size)
-    assert all(sorted(sum(groups, ())) == list(range(heads)) for groups in found)
+    results = list(partitions(tuple(range(heads)), size))
+    assert len(results) == len(set(results)) == partition_count(heads, size)
+    assert all(sorted(sum(groups, ())) == list(range(heads)) for groups in results)
 
 
 @pytest.mark.parametrize(("heads", "size"), [(4, 2), (8, 4), (16, 2), (16, 4), (12, 6)])
@@ -274,14 +274,14 @@ def test_allocation_is_the_best_of_all(total):
         dict(zip((1, 2, 4), row, strict=True))
         for row in ((5.0, 4.9, 0.0), (2.0, 2.5, 0.0), (3.0, 0.2, 0.0), (0.1, 0.05, 0.0))
     ]
-    found = allocate_kv_heads(errors, total)
+    result = allocate_kv_heads(errors, total)
 
     def error(heads):
         return sum(layer[count] for layer, count in zip(errors, heads, strict=True))
 
     allowed = [heads for heads in product((1, 2, 4), repeat=4) if sum(heads) <= total]
-    assert sum(found) <= total
-    assert error(found) == pytest.approx(min(map(error, allowed)))
+    assert sum(result) <= total
+    assert error(result) == pytest.approx(min(map(error, allowed)))
 
 
 def test_allocation_gives_heads_to_the_layer_that_needs_them():
@@ -294,8 +294,8 @@ def test_allocation_gives_heads_to_the_layer_that_needs_them():
 
 def test_a_layer_that_keeps_its_heads_is_itself():
     layer = random_layer()
-    kept = unmerged(layer)
-    assert kept.anatomy is layer and kept.groups == ((0,), (1,), (2,), (3,)) and kept.key_error == 0
+    entries = unmerged(layer)
+    assert entries.anatomy is layer and entries.groups == ((0,), (1,), (2,), (3,)) and entries.key_error == 0
 
 
 def test_query_heads_are_dealt_by_key_norms():
@@ -309,8 +309,8 @@ def test_query_heads_are_dealt_by_key_norms():
 def test_pooled_norms_are_those_of_the_pooled_keys():
     layer, kv_heads = random_layer(), 2
     keys = layer.project(inputs_of(layer)).k.unflatten(2, (kv_heads, -1)).mean(3)
-    wanted = keys.square().sum(-1).mean((0, 1)).sqrt()
-    torch.testing.assert_close(pooled_key_norms(layer, statistics_of(layer), kv_heads), wanted)
+    expected = keys.square().sum(-1).mean((0, 1)).sqrt()
+    torch.testing.assert_close(pooled_key_norms(layer, statistics_of(layer), kv_heads), expected)
 
 
 def test_padded_groups_compute_what_unequal_groups_do():

@@ -41,9 +41,9 @@ def random_layer(kind: str = "plain") -> AttentionAnatomy:
 
 def inputs_of(layer: AttentionAnatomy, seed: int = 20) -> Tensor:
     """Inputs with a mean, channels of all sizes and correlations between them."""
-    mixed = random(4, 60, layer.hidden, seed=seed) @ random(layer.hidden, layer.hidden, seed=seed + 1)
+    mixture = random(4, 60, layer.hidden, seed=seed) @ random(layer.hidden, layer.hidden, seed=seed + 1)
     size = torch.logspace(0.5, -1, layer.hidden, dtype=torch.float64)
-    return (mixed / layer.hidden**0.5 + random(layer.hidden, seed=seed + 2)) * size
+    return (mixture / layer.hidden**0.5 + random(layer.hidden, seed=seed + 2)) * size
 
 
 def swept(layer: AttentionAnatomy, *, gradients: bool = True) -> LayerStatistics:
@@ -63,7 +63,7 @@ def bias_free(layer: AttentionAnatomy, x: Tensor) -> Tensor:
     return x.flatten(0, 1) @ torch.cat([layer.k.flatten(0, 1), layer.v.flatten(0, 1)]).mT
 
 
-def lost(converted: LowRankConversion, x: Tensor, shared: Tensor | None = None) -> Tensor:
+def unpredicted(converted: LowRankConversion, x: Tensor, shared: Tensor | None = None) -> Tensor:
     """Return the error of the bias-free keys and values [tokens, n]."""
     layer = converted.layer
     latents = x @ layer.down.mT
@@ -77,7 +77,7 @@ def metric_of(statistics: LayerStatistics) -> Tensor:
     return damp(gradient, METRIC_DAMPING)
 
 
-def met(error: Tensor, statistics: LayerStatistics) -> Tensor:
+def gradient_moment(error: Tensor, statistics: LayerStatistics) -> Tensor:
     """Second moment of errors [tokens, n], each token weighted as in the statistics."""
     weight = statistics.token_weight.double()
     return error.mT @ (error * weight[:, None]) / weight.sum()
@@ -85,7 +85,7 @@ def met(error: Tensor, statistics: LayerStatistics) -> Tensor:
 
 def assert_predicted(converted: LowRankConversion, error: Tensor, statistics: LayerStatistics) -> None:
     keys = G * HEAD
-    both = metric_of(statistics) * met(error, statistics)
+    both = metric_of(statistics) * gradient_moment(error, statistics)
     assert converted.error == pytest.approx(float(both.sum()), rel=1e-6)
     assert converted.key_error == pytest.approx(float(both[:keys, :keys].sum()), rel=1e-6)
     assert converted.value_error == pytest.approx(float(both[keys:, keys:].sum()), rel=1e-6)
@@ -98,9 +98,9 @@ def test_full_rank_changes_nothing(checkpoints, name):
     want, _ = CapturedAttention(layer)(x)
     for method in METHODS:
         converted = low_rank_layer(layer, statistics, blocks_for(method, layer, layer.kv_width), method)
-        got, _ = SimulatedLowRank(converted.layer)(x)
+        result, _ = SimulatedLowRank(converted.layer)(x)
         assert converted.layer.rank == layer.kv_width
-        assert float((got - want).norm() / want.norm()) < 1e-9, method
+        assert float((result - want).norm() / want.norm()) < 1e-9, method
         assert converted.error == pytest.approx(0, abs=1e-9)
 
 
@@ -110,7 +110,7 @@ def test_predicted_errors_are_the_measured_ones(method, kind):
     layer = random_layer(kind)
     statistics, blocks = swept(layer), blocks_for(method, layer, WIDTH * 3 // 4)
     converted = low_rank_layer(layer, statistics, blocks, method)
-    assert_predicted(converted, lost(converted, inputs_of(layer)), statistics)
+    assert_predicted(converted, unpredicted(converted, inputs_of(layer)), statistics)
     mask = torch.cat([converted.layer.key_mask(), converted.layer.value_mask()])
     ups = torch.cat([converted.layer.key_up, converted.layer.value_up]).mT
     assert not ups[~mask].any()
@@ -123,7 +123,7 @@ def test_without_gradients_errors_are_shares_of_energy(kind):
     converted = low_rank_layer(
         layer, swept(layer, gradients=False), blocks_for("svd-llm", layer, WIDTH // 4), "svd-llm"
     )
-    whole, missing = (m.square().sum(0).split(G * HEAD) for m in (bias_free(layer, x), lost(converted, x)))
+    whole, missing = (m.square().sum(0).split(G * HEAD) for m in (bias_free(layer, x), unpredicted(converted, x)))
     shares = [float(part.sum() / all_.sum()) for part, all_ in zip(missing, whole, strict=True)]
     assert [converted.key_error, converted.value_error] == pytest.approx(shares, rel=1e-8)
     assert converted.error == pytest.approx(sum(shares), rel=1e-8)
@@ -169,8 +169,8 @@ def test_a_bias_costs_nothing():
     converted = low_rank_layer(layer, swept(layer), blocks_for("fisher", layer, 5))
     x = inputs_of(layer, seed=50)
     want, _ = CapturedAttention(layer)(x)
-    got, _ = SimulatedLowRank(converted.layer)(x)
-    torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+    result, _ = SimulatedLowRank(converted.layer)(x)
+    torch.testing.assert_close(result, want, rtol=1e-8, atol=1e-8)
 
 
 def test_channels_that_the_key_norm_removes_are_left_alone():
@@ -191,7 +191,9 @@ def test_latents_are_as_large_as_what_they_stand_for():
     converted = low_rank_layer(layer, statistics, blocks_for("fisher", layer, 12))
     x = inputs_of(layer)
     latents, whole = (x @ converted.layer.down.mT).flatten(0, 1), bias_free(layer, x)
-    assert float(met(latents, statistics).trace()) == pytest.approx(float(met(whole, statistics).trace()), rel=1e-6)
+    assert float(gradient_moment(latents, statistics).trace()) == pytest.approx(
+        float(gradient_moment(whole, statistics).trace()), rel=1e-6
+    )
 
 
 # Latents of earlier layers.
@@ -207,7 +209,7 @@ def test_shared_latents_are_used_as_well_as_least_squares_can(kind):
     moments = SharedMoments.of(layer, x, shared, statistics.token_weight)
     converted = low_rank_layer(layer, statistics, blocks_for("fisher", layer, 9), shared=moments)
     assert (converted.layer.rank, converted.layer.shared) == (9, 8)
-    error, metric = lost(converted, x, shared), metric_of(statistics)
+    error, metric = unpredicted(converted, x, shared), metric_of(statistics)
     assert_predicted(converted, error, statistics)
     assert converted.error == pytest.approx(float(converted.energies[0][9:].sum()), rel=1e-6)
     # No other ups do better on the same latents.
@@ -234,9 +236,9 @@ def test_a_group_reads_the_latents_that_its_first_layer_cached():
     converted = low_rank_layer(second, statistics, blocks_for("fisher", second, 18), shared=moments)
     earlier = SimulatedLowRank(start.layer)
     earlier(x)
-    got, _ = SimulatedLowRank(converted.layer, (earlier,))(x)
+    result, _ = SimulatedLowRank(converted.layer, (earlier,))(x)
     want, _ = CapturedAttention(second)(x)
-    assert float((got - want).norm() / want.norm()) < 1e-5
+    assert float((result - want).norm() / want.norm()) < 1e-5
 
 
 @pytest.mark.parametrize("method", ["separate", "svd-llm"])
@@ -284,11 +286,11 @@ def test_think_keeps_the_pairs_that_matter_to_scores():
     layer = replace(layer, k=k, q=q, q_bias=q_bias)
     converted = low_rank_layer(layer, swept(layer), blocks_for("think", layer, 40), "think").layer
     assert [block.rank for block in converted.blocks] == [4, 4, 4, 4, G * HEAD]
-    for head, gone in enumerate((2, 0, 0, 0)):
-        kept = [i for i in range(HEAD) if i % 3 != gone]
+    for head, missing in enumerate((2, 0, 0, 0)):
+        entries = [i for i in range(HEAD) if i % 3 != missing]
         rows = converted.key_up[head]
-        assert rows.any(-1).nonzero().flatten().tolist() == kept
-        torch.testing.assert_close(rows[kept] @ converted.down, layer.k[head, kept])
+        assert rows.any(-1).nonzero().flatten().tolist() == entries
+        torch.testing.assert_close(rows[entries] @ converted.down, layer.k[head, entries])
     torch.testing.assert_close(converted.value_up.flatten(0, 1) @ converted.down, layer.v.flatten(0, 1))
 
 
@@ -312,15 +314,15 @@ def test_fisher_information_is_the_size_of_weight_gradients():
     statistics = swept(layer)
     g, x = random(3, G * HEAD, seed=90), random(4, D, seed=91)
     both = torch.cat([g, 2 * g], dim=1)
-    made = replace(statistics, raw_gradient=both.mT @ both / len(g), input_energy=x.square().mean(0))
+    result = replace(statistics, raw_gradient=both.mT @ both / len(g), input_energy=x.square().mean(0))
     roots = torch.einsum("ti,sj->tsij", g, x).square().mean((0, 1)).sqrt()
     want = float(roots.mean())
-    assert fisher_information(layer, made) == pytest.approx((want, 2 * want))
+    assert fisher_information(layer, result) == pytest.approx((want, 2 * want))
     weight = layer.k_norm.weight.repeat(G)
-    held = replace(made, raw_gradient=None, gradient=made.raw_gradient)
-    assert fisher_information(layer, held)[0] == pytest.approx(float((roots * weight[:, None]).mean()))
+    values = replace(result, raw_gradient=None, gradient=result.raw_gradient)
+    assert fisher_information(layer, values)[0] == pytest.approx(float((roots * weight[:, None]).mean()))
     with pytest.raises(SurgeryError, match=r"palu .* lack loss gradients"):
-        fisher_information(layer, replace(made, gradient=None))
+        fisher_information(layer, replace(result, gradient=None))
 
 
 def test_palu_groups_up_to_four_heads():
@@ -372,7 +374,7 @@ def test_weights_alone_know_their_bias(kind):
     converted = low_rank_layer(layer, statistics, blocks_for("svd-llm", layer, 12), "svd-llm")
     moment = replace(statistics, gradient=None)
     shares = low_rank_layer(layer, moment, converted.layer.blocks, "svd-llm")
-    error = lost(converted, torch.eye(D, dtype=torch.float64)[None]).square().sum(0)[: G * HEAD].sum()
+    error = unpredicted(converted, torch.eye(D, dtype=torch.float64)[None]).square().sum(0)[: G * HEAD].sum()
     assert shares.key_error == pytest.approx(float(error / layer.k.square().sum()))
 
 

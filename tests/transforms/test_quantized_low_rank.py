@@ -13,7 +13,7 @@ from surgery.model.token_format import TokenFormat
 from surgery.model.token_quantizer import TokenQuantizer
 from surgery.transforms.low_rank_layer import SimulatedLowRank
 from surgery.transforms.quantized_low_rank import convert_layer, unpredicted
-from surgery.transforms.row_quantizer import centred, fit_steps, reader
+from surgery.transforms.row_quantizer import centered, fit_steps, reader
 
 FIRST = 2
 EIGHT, FOUR = (("8", 24),), (("4+4", 12),)
@@ -51,16 +51,16 @@ def layer(request):
 
 def converted(layer, runs, shared=None):
     anatomy, inputs, statistics = layer
-    left = unpredicted(anatomy, statistics, inputs, shared, FIRST)
-    return convert_layer(anatomy, statistics, left, runs, inputs, shared, FIRST)
+    leftovers = unpredicted(anatomy, statistics, inputs, shared, FIRST)
+    return convert_layer(anatomy, statistics, leftovers, runs, inputs, shared, FIRST)
 
 
 def output_error(layer, result, earlier=(), read=None) -> float:
     anatomy, inputs, _ = layer
     source = CapturedAttention(anatomy)(inputs)[0]
     read = read or reader(result.quantizer, FIRST)
-    found = SimulatedLowRank(result.layer, earlier, read=read)(inputs)[0]
-    return float((found - source).norm() / source.norm())
+    results = SimulatedLowRank(result.layer, earlier, read=read)(inputs)[0]
+    return float((results - source).norm() / source.norm())
 
 
 def exact(values):
@@ -84,10 +84,10 @@ def test_what_no_latent_tells_has_its_mean(layer):
     rebuilt = replace(few, source=bare).rebuilt(few.latents(inputs))
     keys = inputs @ anatomy.k.flatten(0, 1).T, inputs @ anatomy.v.flatten(0, 1).T
     biases = anatomy.k_bias, anatomy.v_bias
-    for found, product, bias in zip(rebuilt, keys, biases, strict=True):
-        left = product + (0 if bias is None else bias.flatten()) - found.flatten(2)
-        mean = statistics.token_weight.double() @ left[:, FIRST:].flatten(0, 1) / len(statistics.token_weight)
-        assert float(mean.abs().max()) < 1e-5 * float(product.abs().max()) and float(left.abs().max()) > 0.1
+    for result, product, bias in zip(rebuilt, keys, biases, strict=True):
+        leftovers = product + (0 if bias is None else bias.flatten()) - result.flatten(2)
+        mean = statistics.token_weight.double() @ leftovers[:, FIRST:].flatten(0, 1) / len(statistics.token_weight)
+        assert float(mean.abs().max()) < 1e-5 * float(product.abs().max()) and float(leftovers.abs().max()) > 0.1
 
 
 def test_channels_without_a_latent_are_zero(layer):
@@ -114,9 +114,9 @@ def test_latents_that_earlier_ones_tell_hold_what_is_left(layer):
     torch.testing.assert_close(reader(after.quantizer, FIRST)(after.layer.latents(inputs, decoded))[:, :FIRST], first)
 
 
-def test_a_centred_moment_has_no_mean(layer):
+def test_a_centered_moment_has_no_mean(layer):
     _, _, statistics = layer
-    moment = centred(statistics).weighted_moment
+    moment = centered(statistics).weighted_moment
     assert torch.linalg.eigvalsh(moment).min() > -1e-9 * float(moment.trace())
     assert float(moment.trace()) < float(statistics.weighted_moment.trace())
 

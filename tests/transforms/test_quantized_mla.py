@@ -9,7 +9,7 @@ from surgery.families.attention import CapturedAttention
 from surgery.model.token_format import TokenFormat
 from surgery.transforms import mla, quantized_mla
 from surgery.transforms.latent_layer import SimulatedAttention
-from surgery.transforms.row_quantizer import centred, reader
+from surgery.transforms.row_quantizer import centered, reader
 
 RUNS = (("8", 6), ("4+4", 2)), (("4+4", 2), ("8", 8))
 """Of 12 values and 12 numbers of the shared key; the last two of each are in the fields of least bits."""
@@ -41,7 +41,7 @@ def layer(request):
 
 def converted(layer, runs):
     anatomy, inputs, statistics = layer
-    statistics = centred(statistics)
+    statistics = centered(statistics)
     basis = mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)
     order = quantized_mla.spectra(anatomy, statistics, basis).order
     return quantized_mla.convert_layer(anatomy, statistics, basis, order, runs, inputs, first=2)
@@ -50,9 +50,9 @@ def converted(layer, runs):
 def output_error(layer, result) -> float:
     anatomy, inputs, _ = layer
     source = CapturedAttention(anatomy.to(torch.float32))(inputs.float())[0]
-    read = reader(result.quantizer, 2, result.layer.neighbouring())
-    found = SimulatedAttention(result.layer.to(torch.float32), read=read)(inputs.float())[0]
-    return float((found - source).norm() / source.norm())
+    read = reader(result.quantizer, 2, result.layer.neighboring())
+    results = SimulatedAttention(result.layer.to(torch.float32), read=read)(inputs.float())[0]
+    return float((results - source).norm() / source.norm())
 
 
 def test_eight_bits_lose_hardly_anything(layer):
@@ -76,11 +76,11 @@ def test_wide_fields_hold_the_channels_of_most_energy(layer):
     anatomy, _, statistics = layer
     result = converted(layer, RUNS)
     bits = torch.tensor(TokenFormat((*RUNS[0], *RUNS[1])).bits())
-    statistics = centred(statistics)
+    statistics = centered(statistics)
     basis = mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)
     components = quantized_mla.spectra(anatomy, statistics, basis).components
     wide = sorted(components.tolist(), reverse=True)[:4]
     frequencies = anatomy.inv_freq[basis.frequency]
-    chosen = sorted(float(frequencies[int((components == energy).nonzero()[0, 0])]) for energy in wide)
+    selection = sorted(float(frequencies[int((components == energy).nonzero()[0, 0])]) for energy in wide)
     pairs = bits[10:].view(-1, 2)[:, 0]  # of the shared key, behind 6 + 4 values
-    assert sorted(result.layer.inv_freq[pairs == 8].tolist()) == pytest.approx(chosen)
+    assert sorted(result.layer.inv_freq[pairs == 8].tolist()) == pytest.approx(selection)

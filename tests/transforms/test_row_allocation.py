@@ -17,27 +17,27 @@ def sections() -> list[Section]:
 def cost(section: Section, runs) -> float:
     """Σ λ D of a section, unit by unit."""
     widths = [bits for name, count in runs for bits in PATTERNS[name] for _ in range(count // section.unit)]
-    left = torch.ones(len(section.energies), dtype=torch.float64)
+    leftovers = torch.ones(len(section.energies), dtype=torch.float64)
     for place, rank in enumerate(unit_order(runs, section.unit)):
-        if rank < len(left):
-            left[rank] = noise(widths[place])
-    return float((section.energies * left).sum())
+        if rank < len(leftovers):
+            leftovers[rank] = noise(widths[place])
+    return float((section.energies * leftovers).sum())
 
 
 @pytest.mark.parametrize("budget", [64, 128, 200, 320])
 @pytest.mark.parametrize("granule", [4, 16])
 def test_the_budget_is_kept_and_spent(budget, granule):
-    found = allocate_rows(sections(), budget, granule=granule)
-    spent = sum(TokenFormat(runs).row_bytes for runs in found)
+    result = allocate_rows(sections(), budget, granule=granule)
+    spent = sum(TokenFormat(runs).row_bytes for runs in result)
     assert budget - granule < spent <= budget
-    assert all(count % granule == 0 for runs in found for _, count in runs)
-    assert list(map(row_cost, sections(), found)) == pytest.approx(list(map(cost, sections(), found)), rel=1e-9)
+    assert all(count % granule == 0 for runs in result for _, count in runs)
+    assert list(map(row_cost, sections(), result)) == pytest.approx(list(map(cost, sections(), result)), rel=1e-9)
 
 
 @pytest.mark.parametrize("budget", [64, 160])
 def test_it_is_near_the_best_without_rows(budget):
     """Reverse water-filling of every channel by itself, in the same widths."""
-    found = sum(map(row_cost, sections(), allocate_rows(sections(), budget, granule=4)))
+    result = sum(map(row_cost, sections(), allocate_rows(sections(), budget, granule=4)))
     errors = torch.tensor([1.0, *map(noise, WIDTHS)], dtype=torch.float64)
     prices = torch.tensor([0, *WIDTHS], dtype=torch.float64)
     low, high = -60.0, 20.0
@@ -47,7 +47,7 @@ def test_it_is_near_the_best_without_rows(budget):
         spent = sum(s.unit * float(prices[pick].sum()) for s, pick in zip(sections(), picks, strict=True)) / 8
         low, high = ((low + high) / 2, high) if spent > budget else (low, (low + high) / 2)
     best = sum(float((s.energies * errors[pick]).sum()) for s, pick in zip(sections(), picks, strict=True))
-    assert best * 0.95 <= found <= 1.08 * best
+    assert best * 0.95 <= result <= 1.08 * best
 
 
 def test_wide_fields_hold_the_units_of_most_energy():

@@ -37,12 +37,12 @@ class GQADecode(DecodeCase):
         return 4 * self.batch * self.context * self.shape.heads * self.shape.head_dim
 
     def inputs(self, device: torch.device, seed: int) -> Inputs:
-        made, shape = generator(device, seed), self.shape
+        rng, shape = generator(device, seed), self.shape
         cached = (self.batch, shape.kv_heads, self.context, shape.head_dim)
         return {
-            "query": random(made, self.dtype, self.batch, 1, shape.heads, shape.head_dim),
-            "key": random(made, self.dtype, *cached),
-            "value": random(made, self.dtype, *cached),
+            "query": random(rng, self.dtype, self.batch, 1, shape.heads, shape.head_dim),
+            "key": random(rng, self.dtype, *cached),
+            "value": random(rng, self.dtype, *cached),
             "lengths": self.lengths(device),
         }
 
@@ -50,13 +50,13 @@ class GQADecode(DecodeCase):
         return gqa_decode(inputs["query"], inputs["key"], inputs["value"], self.scale, lengths=inputs["lengths"])[0]
 
     def baselines(self) -> dict[str, Baseline]:
-        found = {
+        calls = {
             f"SDPA {name}": lambda inputs, name=name: libraries.sdpa(
                 inputs["query"].transpose(1, 2), inputs["key"], inputs["value"], self.scale, name
             )
             for name in libraries.SDPA
         }
-        found["FlexAttention"] = lambda inputs: libraries.flex(
+        calls["FlexAttention"] = lambda inputs: libraries.flex(
             inputs["query"].transpose(1, 2), inputs["key"], inputs["value"], self.scale
         )
-        return found
+        return calls

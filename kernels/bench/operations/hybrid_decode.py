@@ -52,15 +52,15 @@ class HybridDecode(DecodeCase):
         return 4 * self.batch * each * self._entries * self.shape.head_dim
 
     def inputs(self, device: torch.device, seed: int) -> Inputs:
-        made, shape = generator(device, seed), self.shape
+        rng, shape = generator(device, seed), self.shape
         full = (self.batch, self.full, self.context, shape.head_dim)
         streaming = (self.batch, shape.kv_heads - self.full, self.slots, shape.head_dim)
         return {
-            "query": random(made, self.dtype, self.batch, 1, shape.heads, shape.head_dim),
-            "full_key": random(made, self.dtype, *full),
-            "full_value": random(made, self.dtype, *full),
-            "streaming_key": random(made, self.dtype, *streaming),
-            "streaming_value": random(made, self.dtype, *streaming),
+            "query": random(rng, self.dtype, self.batch, 1, shape.heads, shape.head_dim),
+            "full_key": random(rng, self.dtype, *full),
+            "full_value": random(rng, self.dtype, *full),
+            "streaming_key": random(rng, self.dtype, *streaming),
+            "streaming_value": random(rng, self.dtype, *streaming),
             "lengths": self.lengths(device),
         }
 

@@ -55,13 +55,13 @@ class LowRankDecode(DecodeCase):
         return 2 * self.batch * self.context * (rebuilt + heads * (head_dim + self.rank))
 
     def inputs(self, device: torch.device, seed: int) -> Inputs:
-        made, shape = generator(device, seed), self.shape
+        rng, shape = generator(device, seed), self.shape
         exponents = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32) / shape.head_dim
         within, begins = rotation_tables(THETA**-exponents, self.context)
         return {
-            "query": random(made, self.dtype, self.batch, 1, shape.heads, shape.head_dim),
-            "latent": random(made, self.dtype, self.batch, self.context, self.blocks * self.rank),
-            "key_up": random(made, self.dtype, shape.kv_heads, shape.head_dim, self.rank) * self.rank**-0.5,
+            "query": random(rng, self.dtype, self.batch, 1, shape.heads, shape.head_dim),
+            "latent": random(rng, self.dtype, self.batch, self.context, self.blocks * self.rank),
+            "key_up": random(rng, self.dtype, shape.kv_heads, shape.head_dim, self.rank) * self.rank**-0.5,
             "within": within,
             "begins": begins,
             "lengths": self.lengths(device),

@@ -49,11 +49,11 @@ class MLADecode(DecodeCase):
         return (self.shape.head_dim + self.rope) ** -0.5
 
     def inputs(self, device: torch.device, seed: int) -> Inputs:
-        made = generator(device, seed)
+        rng = generator(device, seed)
         return {
-            "query": random(made, self.dtype, self.batch, 1, self.shape.heads, self.rank + self.rope),
-            "latent": random(made, self.dtype, self.batch, self.context, self.rank),
-            "rope_key": random(made, self.dtype, self.batch, self.context, self.rope),
+            "query": random(rng, self.dtype, self.batch, 1, self.shape.heads, self.rank + self.rope),
+            "latent": random(rng, self.dtype, self.batch, self.context, self.rank),
+            "rope_key": random(rng, self.dtype, self.batch, self.context, self.rope),
             "lengths": self.lengths(device),
         }
 

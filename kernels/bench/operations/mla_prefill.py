@@ -55,11 +55,11 @@ class MLAPrefill(Case):
         return self.key_dim**-0.5
 
     def inputs(self, device: torch.device, seed: int) -> Inputs:
-        made, tokens = generator(device, seed), (self.batch, self.shape.heads, self.context)
+        rng, tokens = generator(device, seed), (self.batch, self.shape.heads, self.context)
         return {
-            "query": random(made, self.dtype, *tokens, self.key_dim),
-            "key": random(made, self.dtype, *tokens, self.key_dim),
-            "value": random(made, self.dtype, *tokens, self.value_dim),
+            "query": random(rng, self.dtype, *tokens, self.key_dim),
+            "key": random(rng, self.dtype, *tokens, self.key_dim),
+            "value": random(rng, self.dtype, *tokens, self.value_dim),
         }
 
     def run(self, inputs: Inputs) -> Tensor:

@@ -92,7 +92,7 @@ class MLADecodePacked(DecodeCase):
         return 2 * self.batch * self.context * self.shape.heads * (self.rank + self.width)
 
     def inputs(self, device: torch.device, seed: int) -> Inputs:
-        made, shape = generator(device, seed), (self.batch, self.context, self.row_bytes // 2)
+        rng, shape = generator(device, seed), (self.batch, self.context, self.row_bytes // 2)
         bits = torch.tensor(
             [bits for _, count, _, bits in fields_of((*self.latent, *self.rope)) for _ in range(count)], device=device
         )
@@ -100,13 +100,13 @@ class MLADecodePacked(DecodeCase):
             10_000.0 ** -torch.linspace(0, 1, (self.width - self.rank) // 2, device=device), self.context
         )
         return {
-            "query": normal(made, self.dtype, self.batch, 1, self.shape.heads, self.width),
-            "rows": torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device, generator=made),
+            "query": normal(rng, self.dtype, self.batch, 1, self.shape.heads, self.width),
+            "rows": torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device, generator=rng),
             "step": 12.0**0.5 / 2.0**bits,  # values of variance 1
-            "mean": normal(made, torch.float32, self.width),
+            "mean": normal(rng, torch.float32, self.width),
             "within": within,
             "begins": begins,
-            "exact": normal(made, self.dtype, self.batch, FIRST_TOKENS, self.width),
+            "exact": normal(rng, self.dtype, self.batch, FIRST_TOKENS, self.width),
             "lengths": self.lengths(device),
         }
 

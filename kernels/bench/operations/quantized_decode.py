@@ -21,7 +21,7 @@ BITS = {"int8": 8, "int4": 4, "fp8": 8}
 SPAN = 12.0**0.5
 """Width of a uniform distribution of variance 1."""
 GROUP = 32
-"""Tokens of a channel, or channels of a token, that share a scale; what is quantised is whole groups."""
+"""Tokens of a channel, or channels of a token, that share a scale; what is quantized is whole groups."""
 
 
 def whole_groups(place: Place) -> Iterator[tuple[Place, str]]:
@@ -32,32 +32,32 @@ def whole_groups(place: Place) -> Iterator[tuple[Place, str]]:
 
 @dataclass(frozen=True)
 class QuantizedDecode(DecodeCase):
-    """Quantised values in a `format`, `group` tokens of a channel or channels of a token to a scale."""
+    """Quantized values in a `format`, `group` tokens of a channel or channels of a token to a scale."""
 
     format: str
     group: int
 
     def _side_bytes(self, by_channel: int, by_token: int) -> int:
-        """Bytes of quantised values and scales of all tokens, for so many elements of a token quantised either way."""
+        """Bytes of quantized values and scales of all tokens, for so many elements of a token quantized either way."""
         codes = self.context * BITS[self.format] // 8 * (by_channel + by_token)
         scales = self.context // self.group * by_channel + self.context * -(-by_token // self.group)
         numbers = 1 if self.format == "fp8" else 2
         return self.batch * (codes + numbers * scales * self.dtype.itemsize)
 
     def _quantized(
-        self, made: torch.Generator, name: str, width: int, heads: tuple[int, ...], by_channel: bool
+        self, rng: torch.Generator, name: str, width: int, heads: tuple[int, ...], by_channel: bool
     ) -> Inputs:
-        """Random quantised values [B, *heads, S·bits/8, width], their scales and zeros, of numbers of variance 1."""
+        """Random quantized values [B, *heads, S·bits/8, width], their scales and zeros, of numbers of variance 1."""
         bits, tokens = BITS[self.format], (self.batch, *heads)
         count = (self.context // self.group, width) if by_channel else (self.context, -(-width // self.group))
         if self.format == "fp8":
-            codes = normal(made, torch.float32, *tokens, self.context, width).to(torch.float8_e4m3fn).view(torch.uint8)
-            scales = 1.0 + 0.1 * normal(made, self.dtype, *tokens, *count)
+            codes = normal(rng, torch.float32, *tokens, self.context, width).to(torch.float8_e4m3fn).view(torch.uint8)
+            scales = 1.0 + 0.1 * normal(rng, self.dtype, *tokens, *count)
             return {f"{name}_codes": codes, f"{name}_scale": scales}
         codes = torch.randint(
-            0, 256, (*tokens, self.context * bits // 8, width), dtype=torch.uint8, device=made.device, generator=made
+            0, 256, (*tokens, self.context * bits // 8, width), dtype=torch.uint8, device=rng.device, generator=rng
         )
-        step = SPAN / (2**bits - 1) * (1.0 + 0.1 * normal(made, self.dtype, *tokens, *count))
+        step = SPAN / (2**bits - 1) * (1.0 + 0.1 * normal(rng, self.dtype, *tokens, *count))
         return {f"{name}_codes": codes, f"{name}_scale": step, f"{name}_zero": -step * (2 ** (bits - 1) - 0.5)}
 
 
@@ -93,11 +93,11 @@ class MLADecodeQuantized(QuantizedDecode):
         return 2 * self.batch * self.context * self.shape.heads * (2 * self.rank + self.rope)
 
     def inputs(self, device: torch.device, seed: int) -> Inputs:
-        made = generator(device, seed)
+        rng = generator(device, seed)
         return {
-            "query": normal(made, self.dtype, self.batch, 1, self.shape.heads, self.rank + self.rope),
-            **self._quantized(made, "latent", self.rank, (), by_channel=True),
-            **self._quantized(made, "rope", self.rope, (), by_channel=False),
+            "query": normal(rng, self.dtype, self.batch, 1, self.shape.heads, self.rank + self.rope),
+            **self._quantized(rng, "latent", self.rank, (), by_channel=True),
+            **self._quantized(rng, "rope", self.rope, (), by_channel=False),
         }
 
     def run(self, inputs: Inputs) -> Tensor:
@@ -130,11 +130,11 @@ class GQADecodeQuantized(QuantizedDecode):
         return 4 * self.batch * self.context * self.shape.heads * self.shape.head_dim
 
     def inputs(self, device: torch.device, seed: int) -> Inputs:
-        made, shape = generator(device, seed), self.shape
+        rng, shape = generator(device, seed), self.shape
         return {
-            "query": normal(made, self.dtype, self.batch, 1, shape.heads, shape.head_dim),
-            **self._quantized(made, "key", shape.head_dim, (shape.kv_heads,), by_channel=True),
-            **self._quantized(made, "value", shape.head_dim, (shape.kv_heads,), by_channel=False),
+            "query": normal(rng, self.dtype, self.batch, 1, shape.heads, shape.head_dim),
+            **self._quantized(rng, "key", shape.head_dim, (shape.kv_heads,), by_channel=True),
+            **self._quantized(rng, "value", shape.head_dim, (shape.kv_heads,), by_channel=False),
         }
 
     def run(self, inputs: Inputs) -> Tensor:

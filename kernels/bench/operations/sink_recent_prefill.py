@@ -46,22 +46,22 @@ class SinkRecentPrefill(Case):
     @property
     def flops(self) -> int:
         """Operations of the visible pairs."""
-        most = min(self.context, self.sinks + self.recent)
+        window = min(self.context, self.sinks + self.recent)
         dense = self.context * (self.context + 1) // 2
-        seen = most * (most + 1) // 2 + (self.context - most) * most
+        streaming = window * (window + 1) // 2 + (self.context - window) * window
         each = self.shape.heads // self.shape.kv_heads
-        pairs = each * (self.full * dense + (self.shape.kv_heads - self.full) * seen)
+        pairs = each * (self.full * dense + (self.shape.kv_heads - self.full) * streaming)
         return 4 * self.batch * pairs * self.shape.head_dim
 
     def inputs(self, device: torch.device, seed: int) -> Inputs:
-        made, shape = generator(device, seed), self.shape
+        rng, shape = generator(device, seed), self.shape
         cached = (self.batch, shape.kv_heads, self.context, shape.head_dim)
         streaming = shape.kv_heads - self.full
         numbers = {"dtype": torch.int32, "device": device}
         return {
-            "query": random(made, self.dtype, self.batch, shape.heads, self.context, shape.head_dim),
-            "key": random(made, self.dtype, *cached),
-            "value": random(made, self.dtype, *cached),
+            "query": random(rng, self.dtype, self.batch, shape.heads, self.context, shape.head_dim),
+            "key": random(rng, self.dtype, *cached),
+            "value": random(rng, self.dtype, *cached),
             "sinks": torch.tensor([0] * self.full + [self.sinks] * streaming, **numbers),
             "recent": torch.tensor([-1] * self.full + [self.recent] * streaming, **numbers),
         }
@@ -102,6 +102,6 @@ class SinkRecentPrefill(Case):
             near = (recent[group] < 0) | (query - key < recent[group]) | (key < sinks[group])
             return (key <= query) & near
 
-        total, device = self.context, inputs["query"].device
-        mask = create_block_mask(visible, None, self.shape.heads, total, total, device=device, _compile=True)
+        length, device = self.context, inputs["query"].device
+        mask = create_block_mask(visible, None, self.shape.heads, length, length, device=device, _compile=True)
         return libraries.flex(inputs["query"], inputs["key"], inputs["value"], self.scale, mask)

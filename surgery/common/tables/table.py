@@ -39,7 +39,7 @@ class Cell:
         value: exact; what files hold and pages sort by.
         below: small print, a line each.
         tone: "better", "worse" or "code"; of a row's first cell, the kind of the row.
-        mark: a colour that stands for the row in plots.
+        mark: a color that stands for the row in plots.
     """
 
     value: Any
@@ -60,8 +60,8 @@ class Table:
     @classmethod
     def of(cls, columns: Sequence[str | Column], rows, caption: str = "", notes: Sequence[str] = ()) -> Table:
         """A table in which a title stands for a column that has nothing else."""
-        known = [Column(column) if isinstance(column, str) else column for column in columns]
-        return cls(known, [tuple(row) for row in rows], caption, notes)
+        headings = [Column(column) if isinstance(column, str) else column for column in columns]
+        return cls(headings, [tuple(row) for row in rows], caption, notes)
 
     def cells(self) -> list[list[Cell]]:
         """All values as cells, a list a row."""

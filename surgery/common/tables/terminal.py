@@ -11,9 +11,9 @@ from surgery.common.tables.table import Table
 
 def render(table: Table, *, header: bool = True) -> RichTable:
     """The table for a console to print; small print stands below its value."""
-    shown = RichTable(box=SIMPLE_HEAD, show_header=header, pad_edge=False, collapse_padding=True)
+    rich_table = RichTable(box=SIMPLE_HEAD, show_header=header, pad_edge=False, collapse_padding=True)
     for column, align in zip(table.columns, table.alignments(), strict=True):
-        shown.add_column(escape(column.title), justify=align, overflow="fold")
+        rich_table.add_column(escape(column.title), justify=align, overflow="fold")
     for cells, texts in zip(table.cells(), table.texts(), strict=True):
-        shown.add_row(*(escape("\n".join((text, *cell.below))) for cell, text in zip(cells, texts, strict=True)))
-    return shown
+        rich_table.add_row(*(escape("\n".join((text, *cell.below))) for cell, text in zip(cells, texts, strict=True)))
+    return rich_table

@@ -1,6 +1,6 @@
 """``surgery convert --to crosslayer --method cascade``: layers read the latents of their group's earlier layers too.
 
-Those are in the cache already, and keys and values of neighbouring layers are much alike.
+Those are in the cache already, and keys and values of neighboring layers are much alike.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class QuantizedCascade(QuantizedRows):
 def _of_one_layer(settings: CrossLayerSettings) -> LowRankSettings:
     """Return the settings of every single layer of a cascade."""
     names = {field.name for field in fields(LowRankSettings)}
-    given = {name: value for name, value in settings.to_dict().items() if name in names}
-    return LowRankSettings(**{**given, "method": "fisher"})
+    values = {name: value for name, value in settings.to_dict().items() if name in names}
+    return LowRankSettings(**{**values, "method": "fisher"})
 
 
-def _earlier_layers(opened: Source, settings: CrossLayerSettings, kept: frozenset[int]) -> tuple[int, ...]:
+def _earlier_layers(opened: Source, settings: CrossLayerSettings, kept_layers: frozenset[int]) -> tuple[int, ...]:
     """Return how many layers of its group stand before each layer; groups span no unchanged layers or different
     windows.
 
@@ -64,12 +64,12 @@ def _earlier_layers(opened: Source, settings: CrossLayerSettings, kept: frozense
     """
     earlier, windows = [], opened.windows
     for layer, window in enumerate(windows):
-        same = layer > 0 and window == windows[layer - 1] and not kept & {layer - 1, layer}
+        same = layer > 0 and window == windows[layer - 1] and not kept_layers & {layer - 1, layer}
         place = earlier[-1] + 1 if same and earlier[-1] + 1 < settings.group_size else 0
         earlier.append(place)
     if opened.stateful and not any(earlier):
         raise SurgeryError(
             "method cascade: between layers with keys and values stand others that keep a state, so that none can "
-            "read its neighbour's latents: convert --to lowrank instead"
+            "read its neighbor's latents: convert --to lowrank instead"
         )
     return tuple(earlier)

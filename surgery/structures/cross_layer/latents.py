@@ -22,7 +22,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.families.softmax import Softmax
-from surgery.model.attention_functions import normalise_heads, rotate_pairs
+from surgery.model.attention_functions import normalize_heads, rotate_pairs
 from surgery.model.cross_layer_entry import SharedLatentEntry
 from surgery.model.parts import entries_of
 from surgery.reporting.report import SourceShape
@@ -52,8 +52,8 @@ class LatentSource(OwnSource):
         opened = super().open(reader, settings)
         kinds = {entry.kind for entry in entries_of(opened.config)}
         if kinds != {"latent"}:
-            found = ", ".join(sorted(str(kind or "the family's own") for kind in kinds))
-            raise SurgeryError.at(reader.path, f"layers with attention of kind {found}; those of MLA can share latents")
+            names = ", ".join(sorted(str(kind or "the family's own") for kind in kinds))
+            raise SurgeryError.at(reader.path, f"layers with attention of kind {names}; those of MLA can share latents")
         for layer, window in enumerate(opened.windows):
             if window is not None:
                 raise SurgeryError(f"layer {layer} has a sliding window and forgets: its latents cannot be shared")
@@ -193,15 +193,15 @@ def _metrics(
             rank = opened.rank(index)
             precision, metric = MomentPrecision.of(stream.device, 2 * 8 * rank**2), 0
             with stream.layer(index) as layer:
-                seen: list[Tensor] = []
+                outputs: list[Tensor] = []
                 down = layer.model.layers[0].self_attn.kv_down
-                down.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(output))
+                down.register_forward_hook(lambda module, inputs, output, outputs=outputs: outputs.append(output))
                 entered = store.load(index)
                 for rows, above in zip(entered.split(size), upstream.split(size), strict=True):
                     leaf = rows.to(stream.device, stream.dtype).requires_grad_()
-                    seen.clear()
+                    outputs.clear()
                     out = layer(leaf)
-                    gradient, latent = torch.autograd.grad(out, (leaf, seen[0]), above.to(out))
+                    gradient, latent = torch.autograd.grad(out, (leaf, outputs[0]), above.to(out))
                     flat = latent[..., :rank].flatten(0, 1)
                     metric += precision.gram(flat)
                     above.copy_(gradient)
@@ -224,7 +224,7 @@ def _joint_moment(opened: LatentSource, store: BoundaryStore, start: int, stop: 
     def cached(place: int, hidden: Tensor) -> Tensor:
         scale, shift, weight, bias = maps[place]
         x = hidden.to(stream.device, stream.dtype)
-        return nn.functional.linear(x if scale is None else stream.normalise(x, scale, shift), weight, bias)
+        return nn.functional.linear(x if scale is None else stream.normalize(x, scale, shift), weight, bias)
 
     return moment_of(inputs, batch_size, cached)
 
@@ -247,11 +247,13 @@ def _carry(
         sample = runs.sample()
         want = layers(sample)
         error = float((group.run(layers, sample) - want).norm() / (want - sample).norm())
-        (lost,) = group.errors()
+        (group_error,) = group.errors()
         for rows in hidden[SHARED].split(settings.batch_size):
             rows.copy_(group.run(layers, rows.to(stream.device, stream.dtype)))
         stream.run_layer(layers, hidden["source"], settings.batch_size)
-    return GroupReport(f"{start}-{stop - 1}", (len(basis.down[0]),), 0, lost, lost, basis.error, {SHARED: error})
+    return GroupReport(
+        f"{start}-{stop - 1}", (len(basis.down[0]),), 0, group_error, group_error, basis.error, {SHARED: error}
+    )
 
 
 class SimulatedLatents(SimulatedMember):
@@ -286,7 +288,7 @@ class SimulatedLatents(SimulatedMember):
         beside = self._beside[:, place]
 
         query = own.q_proj(hidden_states).unflatten(-1, (own.num_heads, own.head_dim))
-        query = normalise_heads(own.q_norm, query)
+        query = normalize_heads(own.q_norm, query)
         query = torch.einsum("bthd,hdk->bhtk", query, own.query_up)
         content, turned = query.split((own.kv_lora_rank, own.rope_dim), dim=-1)
         logits = content @ read.mT[:, None] + rotate_pairs(turned, cos, sin) @ beside[:, None, :, : own.rope_dim].mT

@@ -40,7 +40,7 @@ class CrossLayerSettings(LowRankSettings):
     def __post_init__(self) -> None:
         if self.bits is not None and self.method != "cascade":
             raise SurgeryError(
-                f"bits: the store that layers share in method {self.method} is not quantised; use cascade"
+                f"bits: the store that layers share in method {self.method} is not quantized; use cascade"
             )
         super().__post_init__()
         if self.keep_layers != AUTO and self.method != "cascade":

@@ -161,11 +161,11 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             rebuild = basis.to(*self._where).rebuild
         elif entry is not None:
             rebuild = merged_pair(self.opened.first.kv_heads, entry.kept, entry.interpolation)
-        measured, lost = self._carry(start, stop, rebuild, runs)
+        measured, errors = self._carry(start, stop, rebuild, runs)
         if entry is None:
             return None, None
         error = None if basis is None else basis.error
-        return basis, GroupReport(f"{start}-{stop - 1}", (self._numbers(entry),), 0, *lost, error, measured)
+        return basis, GroupReport(f"{start}-{stop - 1}", (self._numbers(entry),), 0, *errors, error, measured)
 
     def _basis(self, work: ConversionContext, start: int, stop: int, rank: int) -> SharedBasis:
         """Return the basis of method xkv, from calibration text."""
@@ -195,20 +195,20 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
     ) -> tuple[dict[str, float], tuple[float, float]]:
         """Runs a group in every stage: errors of its output by stage, and of keys and values."""
         stream, settings, hidden = self.opened.stream, self.settings, runs.hidden
-        errors, lost = {}, (0.0, 0.0)
+        errors, group_errors = {}, (0.0, 0.0)
         with stream.block(start, stop) as layers:
             if rebuild is not None:
                 sample = runs.sample()
                 group = self._simulated(start, stop, rebuild, settings.block)
                 want = layers(sample)
                 difference = group.run(layers, sample) - want
-                lost = group.errors() * (2 if self._latent else 1)  # latents are both
+                group_errors = group.errors() * (2 if self._latent else 1)  # latents are both
                 errors[SHARED] = float(difference.norm() / (want - sample).norm())
                 _run(stream, layers, group, hidden[SHARED], settings.batch_size)
             else:
                 stream.run_layer(layers, hidden[SHARED], settings.batch_size)
             stream.run_layer(layers, hidden["source"], settings.batch_size)
-        return errors, lost
+        return errors, group_errors
 
 
 def plan_groups(
@@ -251,8 +251,8 @@ def plan_groups(
         groups = tuple((first, first + 2) for first in range(start, opened.layers - 1, 2))
         if not groups:
             raise SurgeryError("method minicache needs a model of two layers or more")
-        kept = round(RETENTION * settings.block)
-        entry = MergedPairEntry(group_size=2, **recent, kept=kept, interpolation=INTERPOLATION, place=0)
+        kept_tokens = round(RETENTION * settings.block)
+        entry = MergedPairEntry(group_size=2, **recent, kept=kept_tokens, interpolation=INTERPOLATION, place=0)
         return groups, (entry,) * len(groups)
     size, layers = settings.group_size, opened.layers
     groups = tuple((first, min(first + size, layers)) for first in range(0, layers, size))

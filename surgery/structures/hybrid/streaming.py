@@ -198,8 +198,8 @@ def _masked(plan: HeadPlan, layer: int) -> Callable[[AttentionCall], Tensor]:
 
 
 def layer_report(layer: int, plan: HeadPlan, pattern: HeadPattern | None, error: float) -> HybridLayerReport:
-    def heads(chosen: BoolTensor) -> tuple[int, ...]:
-        return tuple(chosen[layer].nonzero().flatten().tolist())
+    def heads(selection: BoolTensor) -> tuple[int, ...]:
+        return tuple(selection[layer].nonzero().flatten().tolist())
 
     scores = None if pattern is None else tuple(pattern.scores[layer].tolist())
     plain = plan.streams & ~plan.compensated

@@ -83,8 +83,8 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         inputs, first = work.attention_inputs(index, layer), self.settings.first_tokens
         shared = torch.cat(self._group.latents, dim=-1) if index > start else None
         anatomy, statistics = self.opened.anatomy(index).to(torch.float64), work.library.load(index)[0]
-        left = quantized_low_rank.unpredicted(anatomy, statistics, inputs, shared, first)
-        result = quantized_low_rank.convert_layer(anatomy, statistics, left, rows[0], inputs, shared, first)
+        remainder = quantized_low_rank.unpredicted(anatomy, statistics, inputs, shared, first)
+        result = quantized_low_rank.convert_layer(anatomy, statistics, remainder, rows[0], inputs, shared, first)
         if index + 1 < stop:
             stream = self.opened.stream
             form = result.layer.to(stream.device, stream.dtype)

@@ -44,7 +44,7 @@ def plan_ranks(
     opened: Source,
     library: StatisticsLibrary,
     settings: LowRankSettings,
-    kept: frozenset[int],
+    kept_layers: frozenset[int],
 ) -> tuple[Blocks, ...]:
     """The blocks of every layer of a conversion by one of the methods of ``--to lowrank``; none for layers kept.
 
@@ -53,13 +53,13 @@ def plan_ranks(
     """
     first = opened.first
     rank, method = wanted_rank(settings, first), settings.method
-    layers = converted_layers(kept, opened.layers)
+    layers = converted_layers(kept_layers, opened.layers)
     total, multiple = rank * len(layers), settings.rank_multiple
     if method == "palu":
         information = [fisher_information(opened.anatomy(layer), library.load(layer)[0]) for layer in layers]
         pairs = palu_ranks(information, first, total, multiple)
-        found = [blocks_for(method, first, keys + values, key_rank=keys) for keys, values in pairs]
-        return _of_all_layers(found, layers, opened.layers)
+        blocks = [blocks_for(method, first, keys + values, key_rank=keys) for keys, values in pairs]
+        return _of_all_layers(blocks, layers, opened.layers)
     uniform = _of_all_layers([blocks_for(method, first, rank, multiple=multiple)] * len(layers), layers, opened.layers)
     comparable = METHODS[method].weighted and library.load(layers[0])[0].tokens > 0
     if settings.allocate == "uniform" or (settings.allocate == "auto" and not comparable):
@@ -72,10 +72,10 @@ def plan_ranks(
     return _with_ranks(uniform, water_fill(spectra, total, minimum=multiple, multiple=multiple))
 
 
-def _of_all_layers(found: Sequence[tuple], layers: list[int], count: int) -> tuple:
+def _of_all_layers(blocks: Sequence[tuple], layers: list[int], count: int) -> tuple:
     """Place the results of some layers at their positions among all; empty for the others."""
     every: list[tuple] = [()] * count
-    for layer, each in zip(layers, found, strict=True):
+    for layer, each in zip(layers, blocks, strict=True):
         every[layer] = each
     return tuple(every)
 
@@ -90,9 +90,9 @@ def _spectra(
     opened: Source, library: StatisticsLibrary, blocks: tuple[Blocks, ...], settings: LowRankSettings
 ) -> list[Tensor]:
     """Energies of all possible latents of every block of every layer."""
-    found: list[Tensor] = []
+    spectra: list[Tensor] = []
     for layer, of_layer in enumerate(blocks):
         if of_layer:
             anatomy = opened.anatomy(layer).to(torch.float64)
-            found += low_rank_layer(anatomy, library.load(layer)[0], of_layer, settings.method).energies
-    return found
+            spectra += low_rank_layer(anatomy, library.load(layer)[0], of_layer, settings.method).energies
+    return spectra

@@ -69,14 +69,17 @@ class LowRankSettings(StructureSettings):
             raise SurgeryError(f"{self.sinks} sinks and a window of {self.window}: sinks need a window of at least 1")
         if self.bits == "auto":
             usual = type(self).__dataclass_fields__["allocate"].default
-            chosen = {"rank": self.rank is not None, "rank_multiple": self.rank_multiple != 1}
-            chosen |= {"allocate": self.allocate not in (usual, "spectrum"), "method": self.method != self.AUTO_METHOD}
-            chosen |= {"window": self.window != 0, "calibration": self.calibration == NO_CALIBRATION}
+            conflicts = {"rank": self.rank is not None, "rank_multiple": self.rank_multiple != 1}
+            conflicts |= {
+                "allocate": self.allocate not in (usual, "spectrum"),
+                "method": self.method != self.AUTO_METHOD,
+            }
+            conflicts |= {"window": self.window != 0, "calibration": self.calibration == NO_CALIBRATION}
             refuse_changed(
-                chosen, f"bits auto chooses ranks and bits by the loss, of method {self.AUTO_METHOD} on text"
+                conflicts, f"bits auto chooses ranks and bits by the loss, of method {self.AUTO_METHOD} on text"
             )
 
     def kv_cache(self) -> dict[str, int | str]:
         """Return the ``kv_cache`` entry of the custom model class's config.json."""
-        said = super().kv_cache()
-        return {**said, "sinks": self.sinks} if self.sinks and not self.window else said
+        options = super().kv_cache()
+        return {**options, "sinks": self.sinks} if self.sinks and not self.window else options

@@ -4,7 +4,7 @@ Statistics come from two sweeps over calibration text and ranks from one budget;
 and carries all stages through it.
 
 In a cascade the layers of a group read the latents of the group's earlier layers beside their own: those are in the
-cache already, and keys and values of neighbouring layers are much alike.
+cache already, and keys and values of neighboring layers are much alike.
 """
 
 from __future__ import annotations
@@ -151,26 +151,26 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     def forecast(self) -> Forecast:
         """Forecast the conversion as if all layers had one rank."""
-        opened, asked, first = self.opened, self.asked, self.opened.first
-        rank = wanted_rank(asked, first)
+        opened, settings, first = self.opened, self.asked, self.opened.first
+        rank = wanted_rank(settings, first)
         writes = self._writes
         if writes is None:
-            blocks = blocks_for(asked.method, first, rank, multiple=asked.rank_multiple)
+            blocks = blocks_for(settings.method, first, rank, multiple=settings.rank_multiple)
             writes = self._writer(tuple(() if layer in self.kept else blocks for layer in range(opened.layers)))
         config, exact = writes.config(opened.reader.config), writes.sinks + writes.window
-        held = kv_bytes_of(config, first.q.dtype)
+        bytes_at = kv_bytes_of(config, first.q.dtype)
         return Forecast(
             config=config,
             tensors=replanned_tensors(opened, writes.copied, writes.plan, self.kept),
-            kv_bytes_per_token=held(exact + 1) - held(exact),
+            kv_bytes_per_token=bytes_at(exact + 1) - bytes_at(exact),
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(
                 cached=rank,
                 statistics=True,
                 gradients=True,
-                steps=int(bool(asked.window)),
-                quantizes=asked.quantizes,
+                steps=int(bool(settings.window)),
+                quantizes=settings.quantizes,
             ),
         )
 
@@ -186,7 +186,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         return replanned_tensors(opened, self._writes.copied, self._writes.plan, self.kept)
 
     def _writer(self, blocks: tuple[Blocks, ...]) -> OwnLowRank:
-        # Without a window sinks are of the quantised cache.
+        # Without a window sinks are of the quantized cache.
         sinks, opened = self.asked.sinks if self.asked.window else 0, self.opened
         return OwnLowRank(opened.first, blocks, self.earlier, sinks, self.asked.window)
 

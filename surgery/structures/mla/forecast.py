@@ -29,8 +29,8 @@ class SplitForecast:
     """The outcome of one split of the budget, as far as it is known beforehand.
 
     Attributes:
-        kv_bytes_per_token: of the result, all layers, at an infinite window; the most that it can be. Of a quantised
-            cache, once all tokens are quantised.
+        kv_bytes_per_token: of the result, all layers, at an infinite window; the most that it can be. Of a quantized
+            cache, once all tokens are quantized.
         frequencies_known: whether the rotary frequencies are settled already.
         engines: what each will say of the result, OPEN where that depends on frequencies yet to be chosen.
     """

@@ -64,7 +64,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
     else:
         frequencies = [torch.arange(len(counts)).repeat_interleave(counts) for counts in plan.counts]
     rotations = [opened.family.rotation(opened.config, layer).inv_freq for layer in range(layers)]
-    inv_freq = tuple(each[chosen] for each, chosen in zip(rotations, frequencies, strict=True))
+    inv_freq = tuple(each[pairs] for each, pairs in zip(rotations, frequencies, strict=True))
     spec = mla_spec(opened, plan.all_ranks(layers), inv_freq)
     config, beside = opened.reader.config, "a vision tower" if opened.reader.stored_names else None
     return choose_carrier(

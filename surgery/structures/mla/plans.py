@@ -110,8 +110,8 @@ class Planner:
             costs[layer] = mla.component_costs(self.method, first, statistics, lags)
         frequency = torch.arange(pairs).repeat(first.kv_heads)
         if one_list:
-            chosen = choose_components(list(costs.values()), frequency, pairs, count)
-            return MLAPlan(self.method, split, (chosen,) * layers, kept=self.kept)
+            pairs_of_heads = choose_components(list(costs.values()), frequency, pairs, count)
+            return MLAPlan(self.method, split, (pairs_of_heads,) * layers, kept=self.kept)
         counts = {layer: choose_components([cost], frequency, pairs, count) for layer, cost in costs.items()}
         return MLAPlan(self.method, split, self._of_all(counts, pairs), kept=self.kept)
 
@@ -129,11 +129,11 @@ class Planner:
             for layer in self._converted:
                 anatomy = self.opened.anatomy(layer).to(torch.float64)
                 pairs = anatomy.head_dim // 2
-                most = pairs if self.frequencies == "grid" else min(width // 2, anatomy.kv_heads * pairs)
+                limit = pairs if self.frequencies == "grid" else min(width // 2, anatomy.kv_heads * pairs)
                 sizes = [splits[0].rope_dim // 2]
                 if len(splits) > 1:
                     steps = range(ROTATED_CHOICES + 1)
-                    sizes = sorted({max(1, round(most * step / ROTATED_CHOICES)) for step in steps})
+                    sizes = sorted({max(1, round(limit * step / ROTATED_CHOICES)) for step in steps})
                 options[layer] = self._options(anatomy, layer, sizes)
                 advance()
         plans = []
@@ -164,8 +164,8 @@ class Planner:
         rotated = [best_components(costs, basis.frequency, each) for each in counts]
         energies = mla.latent_energies(anatomy, statistics, basis, rotated)
         choices = [
-            Choice(2 * size, float(turned.sum() - turned[rotating].sum()), left)
-            for size, rotating, left in zip(sizes, rotated, energies, strict=True)
+            Choice(2 * size, float(turned.sum() - turned[rotating].sum()), energy)
+            for size, rotating, energy in zip(sizes, rotated, energies, strict=True)
         ]
         return list(zip(counts, choices, strict=True))
 

@@ -29,7 +29,7 @@ from surgery.transforms.key_basis import KeyBasis, identity_basis
 from surgery.transforms.latent_layer import SimulatedAttention
 from surgery.transforms.partial_rope import latent_form
 from surgery.transforms.quantized_mla import LayerSpectra, QuantizedLatents
-from surgery.transforms.row_quantizer import centred, reader
+from surgery.transforms.row_quantizer import centered, reader
 
 
 class QuantizedMLA(PackedRows[ConvertSettings]):
@@ -55,8 +55,8 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
     def likely(self, granules: int) -> Rows:
         """Return a row of 4 bits a value, half of it for the latent."""
         first = self.opened.first
-        most = first.kv_heads * first.head_dim // 2 // self.granule  # all components
-        rope = min(granules // 2, most) * self.granule
+        limit = first.kv_heads * first.head_dim // 2 // self.granule  # all components
+        rope = min(granules // 2, limit) * self.granule
         return (("4+4", granules * self.granule - rope),), (("4+4", rope),) if rope else ()
 
     def writer(self, plans: Plans) -> OwnQuantizedMLA:
@@ -87,7 +87,7 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
     def simulated(self, result: QuantizedLatents) -> SimulatedAttention:
         """Return a stand-in for a converted layer's attention."""
         stream = self.opened.stream
-        read = reader(result.quantizer, self.settings.first_tokens, result.layer.neighbouring())
+        read = reader(result.quantizer, self.settings.first_tokens, result.layer.neighboring())
         return SimulatedAttention(result.layer.to(stream.device, stream.dtype), read=read)
 
     def exact_forms(self, work: ConversionContext, index: int) -> dict[str, Form]:
@@ -124,7 +124,7 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
         }
 
     def _calibrated(self, work: ConversionContext, layer: int) -> tuple[AttentionAnatomy, LayerStatistics, KeyBasis]:
-        """A layer in float64, its centred statistics, and the basis of its keys."""
+        """A layer in float64, its centered statistics, and the basis of its keys."""
         anatomy, (statistics, _) = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)
-        statistics = centred(statistics)
+        statistics = centered(statistics)
         return anatomy, statistics, mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)

@@ -58,7 +58,7 @@ class ConvertSettings(StructureSettings):
         section="Method",
     )
     freqfold: int | None = setting(
-        None, "Neighbouring frequencies taken for one, in method transmla.", least=1, unset="several are tried"
+        None, "Neighboring frequencies taken for one, in method transmla.", least=1, unset="several are tried"
     )
     allocate: Literal["auto", "uniform", "spectrum"] = setting(
         "auto",
@@ -85,7 +85,7 @@ class ConvertSettings(StructureSettings):
     )
     latent_norm: Literal["auto", "tiny", "constant"] = setting(
         "auto",
-        "How stock's latent norm is neutralised.",
+        "How stock's latent norm is neutralized.",
         more="tiny needs rms_norm_eps 1e-6, constant needs biases.",
         section="Output",
     )
@@ -134,8 +134,10 @@ class ConvertSettings(StructureSettings):
     @property
     def is_open(self) -> bool:
         """Return whether no setting decides the form of the result: bits are chosen, where the source allows it."""
-        named = self.bits is not None or self.engine is not None or self.carrier != "auto" or self.latent_norm != "auto"
-        return not named and not any(self._decided_by_bits().values())
+        is_fixed = (
+            self.bits is not None or self.engine is not None or self.carrier != "auto" or self.latent_norm != "auto"
+        )
+        return not is_fixed and not any(self._decided_by_bits().values())
 
     def _decided_by_bits(self) -> dict[str, bool]:
         """Return which of the settings that automatic bits decide are not at their default."""

@@ -45,7 +45,7 @@ TAKEN = {
     "keep_layers": ((AUTO, NONE), "its class has one rank for all layers"),
     "carrier": (
         ("auto", "stock"),
-        "the custom model class is for quantised caches alone; pass --bits, or leave --carrier auto",
+        "the custom model class is for quantized caches alone; pass --bits, or leave --carrier auto",
     ),
     "latent_norm": (("auto",), "its latents keep their own norm"),
     "freqfold": ((None,), "its rotary dimensions stay"),
@@ -124,7 +124,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Fewer latents in the source's class, and quantised in ours next to exact rotated keys."""
+        """Fewer latents in the source's class, and quantized in ours next to exact rotated keys."""
         quantized = [{"bits": bits, "rope_bits": 16, "sinks": 4} for bits in (8, 4)]
         return [Candidate(each) for each in ({}, *quantized)]
 

@@ -75,7 +75,7 @@ class MLA(Structure[Source, ConvertSettings]):
         refuse_longrope(opened)
         if opened.reader.stored_names and opened.family.axes and mla.METHODS[settings.method].folds:
             raise SurgeryError(
-                f"method {settings.method} takes neighbouring rotary pairs for one, and in a picture those of "
+                f"method {settings.method} takes neighboring rotary pairs for one, and in a picture those of "
                 f"{opened.family.model_type} turn by positions of different axes: leave out --method"
             )
         first = opened.first
@@ -119,14 +119,14 @@ class MLA(Structure[Source, ConvertSettings]):
         """Forecast the split that caches most; the frequencies that keep RoPE may be open until one is chosen."""
         opened, settings, method = self.opened, self.settings, mla.METHODS[self.settings.method]
         forecasts = [forecast_split(opened, split, settings) for split in self.splits]
-        chosen = max(forecasts, key=lambda each: each.kv_bytes_per_token)
-        carrier = self._carrier or chosen.carrier
+        largest = max(forecasts, key=lambda each: each.kv_bytes_per_token)
+        carrier = self._carrier or largest.carrier
         spreads = settings.spreads and not self.stock
         plans = len(ROTATION_WEIGHTS) if spreads and len(self.splits) > 1 else len(self.splits)
         return Forecast(
             config=carrier.writer.config(opened.reader.config),
             tensors=all_tensors(opened, carrier.writer, self.kept),
-            kv_bytes_per_token=chosen.kv_bytes_per_token,
+            kv_bytes_per_token=largest.kv_bytes_per_token,
             model_type="deepseek_v3" if carrier.stock else "surgery",
             reasons=list(carrier.reasons),
             demand=Demand(
@@ -142,8 +142,8 @@ class MLA(Structure[Source, ConvertSettings]):
                 quantizes=settings.quantizes,
             ),
             splits=[] if spreads else [_split_facts(each) for each in forecasts],
-            settled=chosen.frequencies_known,
-            engines=chosen.engines,
+            settled=largest.frequencies_known,
+            engines=largest.engines,
         )
 
     @property
@@ -210,19 +210,19 @@ class MLA(Structure[Source, ConvertSettings]):
             untried = min(plans, key=_unlikely)
             return untried, [(untried, None)], {}
 
-        def losses_of(tried: list[MLAPlan]) -> list[float]:
-            return try_plans(tried, opened, work.library, held_out, settings.batch_size, work.progress)
+        def losses_of(candidates: list[MLAPlan]) -> list[float]:
+            return try_plans(candidates, opened, work.library, held_out, settings.batch_size, work.progress)
 
         losses = search_plans(plans, losses_of)
         best = min(losses, key=losses.__getitem__)
-        tried = [(plans[place], loss) for place, loss in sorted(losses.items())]
+        results = [(plans[place], loss) for place, loss in sorted(losses.items())]
         if not free:
-            return plans[best], tried, {}
+            return plans[best], results, {}
         unlimited = [replace(planner, frequencies="free").alike(split, one_list=True) for split in free]
         others = search_plans(unlimited, losses_of)
         place = min(others, key=others.__getitem__)
         cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": others[place]}
-        return plans[best], tried, {"engine_limits": {**cost, "free_split": [free[place].rope_dim, free[place].rank]}}
+        return plans[best], results, {"engine_limits": {**cost, "free_split": [free[place].rope_dim, free[place].rank]}}
 
     def _convert(self, index: int, work: ConversionContext, runs: StageTracker) -> LayerReport:
         """Converts and measures one layer."""
@@ -240,10 +240,10 @@ class MLA(Structure[Source, ConvertSettings]):
 
     def _tensors(self, index: int, converted: mla.ConvertedLayer) -> dict[str, Tensor]:
         """The tensors of a layer; stock wants latents and rotary keys of mean square one."""
-        written = converted.truncated.to("cpu", torch.float64)
+        layer = converted.truncated.to("cpu", torch.float64)
         if self._carrier.stock:
-            written = written.rescaled(*(2.0 ** -round(math.log2(size)) for size in converted.sizes))
-        return self._carrier.writer.tensors(index, written)
+            layer = layer.rescaled(*(2.0 ** -round(math.log2(size)) for size in converted.sizes))
+        return self._carrier.writer.tensors(index, layer)
 
 
 def _unlikely(plan: MLAPlan) -> float:

@@ -1,4 +1,4 @@
-"""Settings of a quantised cache. Needs no torch."""
+"""Settings of a quantized cache. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class QuantizedSettings(StructureSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_ratio is not None:
-            raise SurgeryError("kv_ratio: the bytes of a quantised cache follow from bits, group and window")
+            raise SurgeryError("kv_ratio: the bytes of a quantized cache follow from bits, group and window")
 
     @classmethod
     def needless(cls, option: Callable[[str], str | None]) -> str | None:
-        """Engines quantise plain caches by themselves; one of ours would load in none of them."""
+        """Engines quantize plain caches by themselves; one of ours would load in none of them."""
         if (engine := option("engine")) is None:
             return None
         bits = option("bits") or "4"
         flags = cache_dtype_flags(engine, int(bits) if bits.isdigit() else bits)
-        return f"nothing to convert, {engine} quantises its cache itself: {flags}"
+        return f"nothing to convert, {engine} quantizes its cache itself: {flags}"
 
     def ending(self, target: str) -> str:
         """The target's own name says it."""

@@ -1,7 +1,7 @@
-"""The last stage of a conversion: its KV cache quantised, measured and verified through that cache.
+"""The last stage of a conversion: its KV cache quantized, measured and verified through that cache.
 
-``--to quantized`` is this stage alone. With ``bits`` any other conversion whose result can be quantised ends in it:
-what was written stays unchanged, config.json gets ``kv_cache``, and the model is then run through its quantised cache.
+``--to quantized`` is this stage alone. With ``bits`` any other conversion whose result can be quantized ends in it:
+what was written stays unchanged, config.json gets ``kv_cache``, and the model is then run through its quantized cache.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class Measured:
 
 
 def measure_quantized(
-    exact: OwnSource, written: Path, held_out: HeldOut, settings: StructureSettings, progress: Progress
+    exact: OwnSource, path: Path, held_out: HeldOut, settings: StructureSettings, progress: Progress
 ) -> Measured:
-    """Carries what was written through the model twice: with an exact cache, and through quantised ones.
+    """Carries what was written through the model twice: with an exact cache, and through quantized ones.
 
     The caches are made by hand and given to a model that keeps exact ones, so that the written model, which makes its
     own, is compared with something else; unless it keeps a window besides, which only itself knows how to.
     """
-    stream, reader = exact.stream, open_model(written)
+    stream, reader = exact.stream, open_model(path)
     config = load_config(reader.path)
     new_layers = [config.quantized_layer(layer) for layer in range(exact.layers)]
     by_hand = not has_compact_layers(config)
@@ -127,7 +127,7 @@ def measure_quantized(
 def quantize_written(
     writer: CheckpointWriter, work: ConversionContext, outcome: Outcome
 ) -> tuple[Outcome, Verification]:
-    """Quantise the cache of a checkpoint of the custom model class that is written and not yet committed.
+    """Quantize the cache of a checkpoint of the custom model class that is written and not yet committed.
 
     Nothing is written twice but config.json and, with ``hadamard``, the tensors that take the rotation. What was
     written is compared with the simulation before, as it computes with an exact cache.
@@ -137,10 +137,10 @@ def quantize_written(
         outcome: of the conversion so far.
 
     Returns:
-        The outcome and the verification of the quantised model.
+        The outcome and the verification of the quantized model.
 
     Raises:
-        SurgeryError: its cache cannot be quantised, or it computes something else than was simulated.
+        SurgeryError: its cache cannot be quantized, or it computes something else than was simulated.
     """
     opened, settings, held_out, progress = work.opened, work.settings, work.texts.held_out, work.progress
     reader, dtype = open_model(writer.partial), opened.weight_dtype
@@ -189,7 +189,7 @@ def quantize_written(
 
 
 def in_own_class(outcome: Outcome) -> Outcome:
-    """Return the same result in the custom model class, which alone keeps a quantised cache."""
+    """Return the same result in the custom model class, which alone keeps a quantized cache."""
     target = outcome.target
     if target["model_type"] != MODEL_TYPE:
         target = {**target, "model_type": MODEL_TYPE, "reasons": [REASON]}
@@ -198,5 +198,5 @@ def in_own_class(outcome: Outcome) -> Outcome:
 
 
 def quantized_facts(settings: StructureSettings) -> dict:
-    """Return the facts of a quantised cache for a report's target."""
+    """Return the facts of a quantized cache for a report's target."""
     return {"kv_cache": settings.kv_cache(), "hadamard": settings.hadamard, "losses_read": LOSSES_READ}

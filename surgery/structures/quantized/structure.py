@@ -31,7 +31,7 @@ from surgery.verification.written import measured_tokens
 
 
 class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
-    """The attention stays unchanged, its cache is quantised."""
+    """The attention stays unchanged, its cache is quantized."""
 
     supports_multimodal = takes_latents = True
     options = (TargetOption(place=2),)
@@ -75,11 +75,11 @@ class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
         return unchanged_tensors(self.opened.reader, self.opened.config)
 
     def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
-        """The source's attention over a quantised cache."""
+        """The source's attention over a quantized cache."""
         return source_attention(self.opened, layer, cache)
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Runs the source, which what is written has to equal before its cache is quantised."""
+        """Runs the source, which what is written has to equal before its cache is quantized."""
         opened, stream, held_out = self.opened, self.opened.stream, work.texts.held_out
         hidden = stream.embed(held_out.tokens)
         with work.progress.phase("source", opened.layers) as advance:

@@ -42,25 +42,25 @@ def test_work_by_hand(operation):
 
 @pytest.mark.parametrize("case", TINY_CASES, ids=lambda case: f"{case.operation} {case.variant}")
 def test_every_case_passes_its_gate(case):
-    found = gate.check(case, case.inputs(CPU, 0), baselines=False)
-    assert found.passed, found.reasons
-    assert found.bit_equal and found.error <= found.tolerance
+    result = gate.check(case, case.inputs(CPU, 0), baselines=False)
+    assert result.passed, result.reasons
+    assert result.bit_equal and result.error <= result.tolerance
 
 
 @pytest.mark.parametrize("operation", ("mla_decode", "lowrank_decode"))
 def test_libraries_compute_the_same(operation):
     case = first(operation, "tiny", 63, 3, torch.float32)
-    found = gate.check(case, case.inputs(CPU, 0))
-    assert found.library_errors and max(found.library_errors.values()) < 1e-5
-    assert found.to_dict()["times_best_library"] > 0
+    result = gate.check(case, case.inputs(CPU, 0))
+    assert result.library_errors and max(result.library_errors.values()) < 1e-5
+    assert result.to_dict()["times_best_library"] > 0
 
 
 def test_sdpa_backends_that_there_are_not_are_named_with_their_reason():
     case = first("mla_prefill", "tiny", 40, 1, torch.float32)
-    found = gate.check(case, case.inputs(CPU, 0))
-    assert found.passed
-    assert set(found.refused) | set(found.library_errors) == {"SDPA cuDNN", "SDPA Flash", "SDPA efficient"}
-    assert "SDPA cuDNN" in found.refused
+    result = gate.check(case, case.inputs(CPU, 0))
+    assert result.passed
+    assert set(result.refused) | set(result.library_errors) == {"SDPA cuDNN", "SDPA Flash", "SDPA efficient"}
+    assert "SDPA cuDNN" in result.refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,26 +88,26 @@ class Broken(type(first("mla_decode", "tiny", 63, 3, torch.float32))):
 def test_what_is_wrong_does_not_pass(fault):
     right = first("mla_decode", "tiny", 63, 3, torch.float32)
     plain = {field.name: getattr(right, field.name) for field in dataclasses.fields(right)}
-    found = gate.check(Broken(**plain, fault=fault), right.inputs(CPU, 0), baselines=False)
-    assert not found.passed and found.to_dict()["passed"] is False
+    result = gate.check(Broken(**plain, fault=fault), right.inputs(CPU, 0), baselines=False)
+    assert not result.passed and result.to_dict()["passed"] is False
     assert Broken(**plain).run(right.inputs(CPU, 0)).isfinite().all()
     if fault == "moving":
-        assert found.reasons == ["two runs differ"]
+        assert result.reasons == ["two runs differ"]
     if fault == "raises":
-        assert found.reasons == ["RuntimeError: out of resource: shared memory"]
+        assert result.reasons == ["RuntimeError: out of resource: shared memory"]
 
 
 def test_worse_than_twice_the_best_library_does_not_pass():
-    found = gate.Gate(error=3e-3, tolerance=1e-2, bit_equal=True, library_errors={"one": 2e-3, "other": 1e-3})
-    assert list(gate._reasons(found)) == ["relative error 3.0e-03, 3.0 times that of other"]
-    found.error = 1.9e-3
-    assert list(gate._reasons(found)) == []
+    result = gate.Gate(error=3e-3, tolerance=1e-2, bit_equal=True, library_errors={"one": 2e-3, "other": 1e-3})
+    assert list(gate._reasons(result)) == ["relative error 3.0e-03, 3.0 times that of other"]
+    result.error = 1.9e-3
+    assert list(gate._reasons(result)) == []
 
 
 def test_operations_take_turns_and_the_largest_come_first():
-    found = cases(["mla_decode", "gqa_decode"], ["llama3-8b"], [1024, 4096], [1, 8], [torch.bfloat16])
-    assert [case.operation for case in found[:4]] == ["mla_decode", "gqa_decode"] * 2
-    sizes = [case.batch * case.context for case in found if case.operation == "gqa_decode"]
+    result = cases(["mla_decode", "gqa_decode"], ["llama3-8b"], [1024, 4096], [1, 8], [torch.bfloat16])
+    assert [case.operation for case in result[:4]] == ["mla_decode", "gqa_decode"] * 2
+    sizes = [case.batch * case.context for case in result if case.operation == "gqa_decode"]
     assert sizes == sorted(sizes, reverse=True)
     for plan in (DEFAULTS, TINY):
         assert set(plan.models) <= set(MODELS)

@@ -22,22 +22,22 @@ def row(operation, seconds, batch=1, **more):
 
 
 def test_without_a_gpu_results_are_looked_at_and_nothing_is_timed(tmp_path):
-    out, said = tmp_path / "kernels.json", []
-    wanted = cases(["mla_decode", "gqa_decode"], ["tiny"], [40], [2], [torch.float32])
-    record = Bench(CPU, out, say=said.append).run(wanted, "command")
+    out, message = tmp_path / "kernels.json", []
+    expected = cases(["mla_decode", "gqa_decode"], ["tiny"], [40], [2], [torch.float32])
+    record = Bench(CPU, out, say=message.append).run(expected, "command")
     assert json.loads(out.read_text()) == record
     assert [each["gate"]["passed"] for each in record["rows"]] == [True, True]
     assert not any("seconds" in each for each in record["rows"])
     assert record["ceilings"] is None and "no speed on the cpu device" in record["note"]
-    assert said[0].startswith("mla_decode tiny 48+16 batch 2 context 40: right")
+    assert message[0].startswith("mla_decode tiny 48+16 batch 2 context 40: right")
 
 
 def test_time_that_is_over_and_inputs_that_do_not_fit(tmp_path, monkeypatch):
-    wanted = cases(["mla_decode"], ["tiny"], [40], [2], [torch.float32])
-    late = Bench(CPU, seconds=-1.0, say=lambda line: None).run(wanted)
+    expected = cases(["mla_decode"], ["tiny"], [40], [2], [torch.float32])
+    late = Bench(CPU, seconds=-1.0, say=lambda line: None).run(expected)
     assert late["rows"] == [] and "stopped" in late["note"]
     monkeypatch.setattr(run, "_free_memory", lambda device: 1000.0)
-    (skipped,) = Bench(CPU, say=lambda line: None).run(wanted)["rows"]
+    (skipped,) = Bench(CPU, say=lambda line: None).run(expected)["rows"]
     assert "GB of inputs" in skipped["skipped"]
 
 
@@ -87,11 +87,11 @@ def test_the_fastest_that_is_right_is_kept(a_gpu):
     def is_right():
         return operator().stages != 3
 
-    key, best, tried = tuning.tune("op", seconds, is_right, splits=True, out_of_time=lambda: False)
+    key, best, attempts = tuning.tune("op", seconds, is_right, splits=True, out_of_time=lambda: False)
     assert key == "heads=1"
     assert best == {"block_tokens": 128, "warps": 4, "stages": 2, "splits": 8}
-    assert sum("refused" in each for each in tried) == 2
-    assert all(each["seconds"] is None for each in tried if each["config"].get("stages") == 3)
+    assert sum("refused" in each for each in attempts) == 2
+    assert all(each["seconds"] is None for each in attempts if each["config"].get("stages") == 3)
     assert tuning.tune("other", seconds, is_right, splits=False, out_of_time=lambda: False) is None
     assert tuning.tune("op", seconds, is_right, splits=False, out_of_time=lambda: True) is None
 
@@ -109,8 +109,8 @@ def test_tuned_files_grow(tmp_path, a_gpu, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_measured_case_on_a_gpu(tmp_path):
-    wanted = cases(["mla_decode", "gqa_decode"], ["llama3-8b"], [8192], [4], [torch.bfloat16])[:2]
-    record = Bench(torch.device("cuda"), tmp_path / "kernels.json").run(wanted)
+    expected = cases(["mla_decode", "gqa_decode"], ["llama3-8b"], [8192], [4], [torch.bfloat16])[:2]
+    record = Bench(torch.device("cuda"), tmp_path / "kernels.json").run(expected)
     for each in record["rows"]:
         assert each["gate"]["passed"], each["gate"]["reasons"]
         assert 0 < each["share_of_bound"] < 1.5 and each["graph"]

@@ -23,11 +23,11 @@ class Entropy:
         return {"tokens": self.tokens.numel()}
 
     @torch.no_grad()
-    def run(self, model, session, kept=None):
-        found = []
+    def run(self, model, session, entries=None):
+        results = []
         for row in self.tokens[: session.limit]:
             log_probabilities = model(row[None].to(model.device)).logits.float().log_softmax(-1)
-            found.append(float(-(log_probabilities.exp() * log_probabilities).sum(-1).mean()))
-        mean = sum(found) / len(found)
+            results.append(float(-(log_probabilities.exp() * log_probabilities).sum(-1).mean()))
+        mean = sum(results) / len(results)
         headline = {"value": mean, "title": "entropy", "about": "of the next token, in nats", "better": "low"}
-        return {"headline": headline, "samples": found}
+        return {"headline": headline, "samples": results}

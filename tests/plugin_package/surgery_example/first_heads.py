@@ -78,21 +78,21 @@ class FirstHeads(Structure):
         tensors = unchanged_tensors(reader, self.opened.config)
         for layer in range(self.opened.layers):
             names = self.opened.family.attention_names(reader, layer)
-            kept = len(self._kept)
-            tensors |= planned_attention(reader, names, layer, first.heads, kept, first.head_dim)
+            entries = len(self._kept)
+            tensors |= planned_attention(reader, names, layer, first.heads, entries, first.head_dim)
         return tensors
 
     def convert_layers(self, work, writer):
         stream, runs, reports = self.opened.stream, work.stage_runs(("dropped",)), []
         for index in work.layers():
-            source, kept = self.opened.anatomy(index), list(self._kept)
+            source, entries = self.opened.anatomy(index), list(self._kept)
             biases = {name: getattr(source, name) for name in ("k_bias", "v_bias")}
-            biases = {name: None if bias is None else bias[kept] for name, bias in biases.items()}
-            smaller = replace(source, k=source.k[kept], v=source.v[kept], **biases)
+            biases = {name: None if bias is None else bias[entries] for name, bias in biases.items()}
+            smaller = replace(source, k=source.k[entries], v=source.v[entries], **biases)
             attention = CapturedAttention(smaller.to(stream.device, stream.dtype))
             with stream.layer(index) as layer:
-                made = {"dropped": lambda attention=attention: attention}
-                errors = runs.advance(layer, source, made, ("dropped",))
+                results = {"dropped": lambda attention=attention: attention}
+                errors = runs.advance(layer, source, results, ("dropped",))
             for name, tensor in attention_tensors(smaller, index).items():
                 writer.write(name, tensor)
             reports.append(LayerReport(index, self._kept, errors))

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.dequantised_store import Matrix, ReadRows
-from surgery.checkpoint.quantised.parts import WEIGHT, Quantisation, beside, misfit, modules
+from surgery.checkpoint.dequantized_store import Matrix, ReadRows
+from surgery.checkpoint.quantized.parts import WEIGHT, Quantization, beside, misfit, modules
 from surgery.checkpoint.stores import Store
 from surgery.checkpoint.tensors import TensorInfo, describe
 from surgery.common.errors import SurgeryError
@@ -29,15 +29,15 @@ FORMATS = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 """Formats of compressed-tensors, by its names; in a mixed one each group has its own."""
 
 
-def fp8(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation | None:
-    """Read block-quantised FP8 models; None where the config states no blocks."""
+def fp8(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization | None:
+    """Read block-quantized FP8 models; None where the config states no blocks."""
     if (block := _block(entry)) is None:
         return None
     matrices = {module + WEIGHT: _by_block(module, store, block) for module in modules(store, INVERSE)}
-    return Quantisation("FP8", _complete(matrices, store))
+    return Quantization("FP8", _complete(matrices, store))
 
 
-def compressed_tensors(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
+def compressed_tensors(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization:
     """Read the format of the compressed-tensors package.
 
     Raises:
@@ -49,7 +49,7 @@ def compressed_tensors(entry: dict[str, Any], store: Store, dtype: torch.dtype) 
     matrices = {module: _packed(module, store, bits, dtype) for module in packed}
     matrices |= {module: _plain(module, store, dtype) for module in modules(store, SCALE) if module not in matrices}
     name = " and ".join(sorted({matrix.kind for matrix in matrices.values()}))
-    return Quantisation(name, _complete({module + WEIGHT: matrix for module, matrix in matrices.items()}, store))
+    return Quantization(name, _complete({module + WEIGHT: matrix for module, matrix in matrices.items()}, store))
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _complete(matrices: dict[str, Scaled], store: Store) -> dict[str, Matrix]:
     parts = {part for matrix in matrices.values() for part in matrix.parts}
     for name, info in store.infos.items():
         if name.endswith(UNKNOWN):
-            raise SurgeryError(f"{name}: quantized values that need it are not read. Dequantise the checkpoint first")
+            raise SurgeryError(f"{name}: quantized values that need it are not read. Dequantize the checkpoint first")
         if name not in parts and info.dtype.itemsize == 1 and info.dtype.is_floating_point:
             raise SurgeryError(f"{name}: {describe(info)} without scales")
     return dict(matrices)
@@ -169,7 +169,7 @@ def _check_compressed(entry: dict[str, Any]) -> None:
     if entry.get("transform_config"):
         formats.add("rotated weights (transform_config)")
     if unknown := sorted(formats - FORMATS):
-        raise SurgeryError(f"config.json: compressed-tensors, {unknown[0]}: not read; dequantise the checkpoint first")
+        raise SurgeryError(f"config.json: compressed-tensors, {unknown[0]}: not read; dequantize the checkpoint first")
 
 
 def _bits(entry: dict[str, Any]) -> int:

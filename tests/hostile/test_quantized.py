@@ -1,4 +1,4 @@
-"""Quantised matrices whose parts and config do not belong together: read as something of their shape, or refused."""
+"""Quantized matrices whose parts and config do not belong together: read as something of their shape, or refused."""
 
 from functools import partial
 
@@ -7,10 +7,10 @@ import torch
 from hostile import JUNK, cases, mutated, taken_or_refused
 from hypothesis import given
 from hypothesis import strategies as st
-from quantised_checkpoints import FORMATS, KNOWN
+from quantized_checkpoints import FORMATS, KNOWN
 
-from surgery.checkpoint.dequantised_store import DequantisedStore
-from surgery.checkpoint.quantised import quantisation_of
+from surgery.checkpoint.dequantized_store import DequantizedStore
+from surgery.checkpoint.quantized import quantization_of
 from surgery.checkpoint.tensors import TensorInfo, as_bytes
 
 WEIGHT = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
@@ -32,42 +32,42 @@ class InMemory:
         }
 
     def read(self, name, ranges, out):
-        held, at = self._bytes[name], 0
+        values, at = self._bytes[name], 0
         for start, stop in ranges:
-            assert 0 <= start <= stop <= len(held), (name, start, stop, len(held))
-            out[at : at + stop - start] = held[start:stop]
+            assert 0 <= start <= stop <= len(values), (name, start, stop, len(values))
+            out[at : at + stop - start] = values[start:stop]
             at += stop - start
 
 
 @st.composite
 def tensors(draw, parts):
     """Draw those parts with up to two of them of another dtype, shape or content, or left out."""
-    found = dict(parts)
+    result = dict(parts)
     for _ in range(draw(st.integers(0, 2))):
-        name = draw(st.sampled_from(sorted(found) or [""]))
+        name = draw(st.sampled_from(sorted(result) or [""]))
         if not draw(st.booleans()):
-            found.pop(name, None)
+            result.pop(name, None)
             continue
-        shape, dtype = draw(SHAPES), draw(st.sampled_from((*DTYPES, getattr(found.get(name), "dtype", torch.uint8))))
+        shape, dtype = draw(SHAPES), draw(st.sampled_from((*DTYPES, getattr(result.get(name), "dtype", torch.uint8))))
         chance, count = torch.Generator().manual_seed(draw(st.integers(0, 99))), torch.Size(shape).numel()
         raw = torch.randint(256, (max(1, count) * dtype.itemsize,), dtype=torch.uint8, generator=chance)
-        found[name] = raw.view(dtype)[:count].view(shape)
-    return found
+        result[name] = raw.view(dtype)[:count].view(shape)
+    return result
 
 
 @pytest.mark.parametrize("kind", [*KNOWN, *FORMATS])
 @given(st.data())
 @cases(6)
 def test_parts_that_do_not_belong_together(kind, data):
-    said, quantise = KNOWN.get(kind) or FORMATS[kind]
-    made = quantise(WEIGHT)
-    parts = data.draw(tensors(made[0] if kind in KNOWN else made))
-    config = {"quantization_config": data.draw(mutated(said, JUNK) | st.just(said)), "dtype": "bfloat16"}
+    message, quantize = KNOWN.get(kind) or FORMATS[kind]
+    results = quantize(WEIGHT)
+    parts = data.draw(tensors(results[0] if kind in KNOWN else results))
+    config = {"quantization_config": data.draw(mutated(message, JUNK) | st.just(message)), "dtype": "bfloat16"}
     store = InMemory({MODULE + part: tensor.contiguous() for part, tensor in parts.items()})
-    found = taken_or_refused(lambda: quantisation_of(config, store))
-    if found is None:
+    result = taken_or_refused(lambda: quantization_of(config, store))
+    if result is None:
         return
-    read = DequantisedStore(store, found.matrices)
+    read = DequantizedStore(store, result.matrices)
     for name, info in read.infos.items():
         out = torch.empty(info.nbytes, dtype=torch.uint8)
         taken_or_refused(partial(read.read, name, [(0, info.nbytes)], out))

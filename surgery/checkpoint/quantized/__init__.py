@@ -1,4 +1,4 @@
-"""Formats of quantised checkpoints that are read: how matrices are stored, by config.json and the tensors' names."""
+"""Formats of quantized checkpoints that are read: how matrices are stored, by config.json and the tensors' names."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from surgery.checkpoint.quantised.bitsandbytes_format import bitsandbytes
-from surgery.checkpoint.quantised.packed_columns import awq, gptq
-from surgery.checkpoint.quantised.parts import Quantisation
-from surgery.checkpoint.quantised.scaled import compressed_tensors, fp8
+from surgery.checkpoint.quantized.bitsandbytes_format import bitsandbytes
+from surgery.checkpoint.quantized.packed_columns import awq, gptq
+from surgery.checkpoint.quantized.parts import Quantization
+from surgery.checkpoint.quantized.scaled import compressed_tensors, fp8
 from surgery.checkpoint.stores import Store
 
-READERS: dict[str, Callable[[dict[str, Any], Store, torch.dtype], Quantisation | None]] = {
+READERS: dict[str, Callable[[dict[str, Any], Store, torch.dtype], Quantization | None]] = {
     "awq": awq,
     "bitsandbytes": bitsandbytes,
     "compressed-tensors": compressed_tensors,
@@ -27,14 +27,14 @@ rounded."""
 PACKED = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32)
 
 
-def is_quantised(store: Store) -> bool:
+def is_quantized(store: Store) -> bool:
     """Return whether some stored tensor is packed in integers or a float of less than 16 bits, as in every format."""
     dtypes = {info.dtype for info in store.infos.values()}
     return any(dtype in PACKED or (dtype.is_floating_point and dtype.itemsize < 2) for dtype in dtypes)
 
 
-def quantisation_of(config: Mapping[str, Any], store: Store) -> Quantisation | None:
-    """Return the quantisation of a checkpoint's matrices; None without one, or for a format that is not read here.
+def quantization_of(config: Mapping[str, Any], store: Store) -> Quantization | None:
+    """Return the quantization of a checkpoint's matrices; None without one, or for a format that is not read here.
 
     Raises:
         SurgeryError: a format that is read, but tensors that do not fit it.
@@ -44,5 +44,5 @@ def quantisation_of(config: Mapping[str, Any], store: Store) -> Quantisation | N
         return None
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     dtype = dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16
-    quantisation = READERS[method](config_entry, store, dtype)
-    return quantisation if quantisation and quantisation.matrices else None
+    quantization = READERS[method](config_entry, store, dtype)
+    return quantization if quantization and quantization.matrices else None

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint with quantised matrices, which are dequantised while they are read."""
+"""Tensors of a checkpoint with quantized matrices, which are dequantized while they are read."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Matrix(Protocol):
     def rows(self, read: ReadRows, first: int, after: int) -> Tensor: ...
 
 
-class DequantisedStore:
-    """A store in which matrices stand where their first parts are stored; at most 16 MiB are dequantised at a time.
+class DequantizedStore:
+    """A store in which matrices stand where their first parts are stored; at most 16 MiB are dequantized at a time.
 
     Args:
         store: what holds the parts, and all other tensors.

@@ -1,4 +1,4 @@
-"""Weights of compressed-tensors are dequantised as they are read: against that package, and what is refused."""
+"""Weights of compressed-tensors are dequantized as they are read: against that package, and what is refused."""
 
 import json
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 from config_files import edit_config
 from conversions import convert_checkpoint
-from quantised_checkpoints import FORMATS, KNOWN, make_known, make_quantised, words
+from quantized_checkpoints import FORMATS, KNOWN, make_known, make_quantized, words
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from surgery.checkpoint import CheckpointReader
-from surgery.checkpoint.quantised.packed_columns import unpacked
+from surgery.checkpoint.quantized.packed_columns import unpacked
 from surgery.common.errors import SurgeryError
 from surgery.engines.diagnosis import diagnose
 from surgery.engines.verdict import NOT_TRIED
@@ -26,58 +26,58 @@ TOKENS = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_codes_times_scales(tmp_path, kind):
     exact = load_file(make_checkpoint(tmp_path / "exact", "llama", torch.bfloat16) / "model.safetensors")
-    reader = CheckpointReader.open(make_quantised(tmp_path / "small", "llama", kind))
+    reader = CheckpointReader.open(make_quantized(tmp_path / "small", "llama", kind))
     assert set(reader.names()) == set(exact) and reader.dequantised_from == kind.removesuffix(" plain")
     assert reader.stored_as is None
     stored, rounded = load_file(tmp_path / "small" / "model.safetensors"), 0
     for name, weight in exact.items():
-        found, scale = reader.tensor(name), stored.get(name + "_scale")
-        assert found.dtype == torch.bfloat16 and found.shape == weight.shape
+        result, scale = reader.tensor(name), stored.get(name + "_scale")
+        assert result.dtype == torch.bfloat16 and result.shape == weight.shape
         if scale is None:
-            assert torch.equal(found, weight)
+            assert torch.equal(result, weight)
             continue
         # Half a step; e4m3 has steps of a sixteenth of a number. bfloat16 rounds what results from it.
         step = scale.float().view(scale.shape[0], -1, 1) if scale.numel() > 1 else scale.float()
         half = (weight.float().abs() / 16 if "fp8" in kind else 0) + 0.51 * step.expand_as(
             weight.float().view(scale.shape[0], scale.shape[1] if scale.ndim == 2 else 1, -1)
         ).reshape_as(weight)
-        assert ((found.float() - weight.float()).abs() <= half + weight.float().abs() / 128).all()
-        assert torch.equal(reader.rows(name, torch.tensor([5, 0])), found[[5, 0]])
-        rounded += not torch.equal(found, weight)
+        assert ((result.float() - weight.float()).abs() <= half + weight.float().abs() / 128).all()
+        assert torch.equal(reader.rows(name, torch.tensor([5, 0])), result[[5, 0]])
+        rounded += not torch.equal(result, weight)
     assert rounded
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_is_that_of_compressed_tensors(tmp_path, kind):
     pytest.importorskip("compressed_tensors")
-    folder = make_quantised(tmp_path / "small", "llama", kind)
+    folder = make_quantized(tmp_path / "small", "llama", kind)
     edit_config(folder, dtype="float32")  # what ours are rounded to
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ours = AutoModelForCausalLM.from_pretrained(CheckpointReader.open(folder).model_folder(), dtype=torch.float32)
     with torch.no_grad():
-        logits, wanted = ours(TOKENS).logits, theirs(TOKENS).logits
-    assert (logits - wanted).abs().max() < 1e-4 * wanted.abs().max()
+        logits, expected = ours(TOKENS).logits, theirs(TOKENS).logits
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", KNOWN)
 def test_numbers_are_those_that_were_packed(tmp_path, kind):
-    known = make_known(tmp_path / "small", "llama", kind)
+    reference = make_known(tmp_path / "small", "llama", kind)
     reader = CheckpointReader.open(tmp_path / "small")
     assert reader.dequantised_from == kind.removesuffix(" nested") and reader.stored_as is None
     exact = load_file(make_checkpoint(tmp_path / "exact", "llama", torch.bfloat16) / "model.safetensors")
-    assert set(reader.names()) == set(exact) and known
+    assert set(reader.names()) == set(exact) and reference
     for name, weight in exact.items():
-        found, wanted = reader.tensor(name), known.get(name, weight.float())
-        assert found.dtype == torch.bfloat16 and torch.equal(found, wanted.bfloat16()), name
-        if name in known:
-            assert torch.equal(reader.rows(name, torch.tensor([5, 0])), found[[5, 0]])
+        result, expected = reader.tensor(name), reference.get(name, weight.float())
+        assert result.dtype == torch.bfloat16 and torch.equal(result, expected.bfloat16()), name
+        if name in reference:
+            assert torch.equal(reader.rows(name, torch.tensor([5, 0])), result[[5, 0]])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_codes_of_any_width_are_found_in_their_words(bits):
     codes = torch.randint(2**bits, (5, 64), generator=torch.Generator().manual_seed(bits))
-    chosen = torch.tensor([63, 0, 10, 21, 42])  # 10 and 21 lie in two words each at 3 bits
-    assert torch.equal(unpacked(words(codes.tolist(), bits), chosen, bits), codes[:, chosen])
+    selection = torch.tensor([63, 0, 10, 21, 42])  # 10 and 21 lie in two words each at 3 bits
+    assert torch.equal(unpacked(words(codes.tolist(), bits), selection, bits), codes[:, selection])
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -95,20 +95,20 @@ def test_numbers_are_those_of_bitsandbytes(tmp_path, nested):
     assert (ours - theirs).abs().max() <= 2**-23 * theirs.abs().max()
 
 
-def test_a_conversion_dequantises_everything(tmp_path, capsys):
-    folder = make_quantised(tmp_path / "small", "llama", "int4")
+def test_a_conversion_dequantizes_everything(tmp_path, capsys):
+    folder = make_quantized(tmp_path / "small", "llama", "int4")
     settings = find_target("lowrank").settings({"calibration": "none", "kv_ratio": 0.5})
     report = convert_checkpoint(folder, tmp_path / "out", settings).report.to_dict()
     assert report["source"]["dequantised_from"] == "int4"
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    written, reader = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(folder)
+    files, reader = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(folder)
     for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"):
-        assert torch.equal(written[name], reader.tensor(name))
-    assert not [name for name in written if "packed" in name or "scale" in name]
+        assert torch.equal(files[name], reader.tensor(name))
+    assert not [name for name in files if "packed" in name or "scale" in name]
 
 
 def test_no_engine_is_said_to_have_run_codes(tmp_path):
-    folder = make_quantised(tmp_path / "small", "llama", "int4")
+    folder = make_quantized(tmp_path / "small", "llama", "int4")
     assert {verdict.status for verdict in diagnose(folder).verdicts} == {NOT_TRIED}
 
 
@@ -138,7 +138,7 @@ def test_no_engine_is_said_to_have_run_codes(tmp_path):
     ],
 )
 def test_parts_that_do_not_fit_are_refused(tmp_path, kind, change, message):
-    (make_known if kind in KNOWN else make_quantised)(tmp_path / "small", "llama", kind)
+    (make_known if kind in KNOWN else make_quantized)(tmp_path / "small", "llama", kind)
     module, path = "model.layers.0.self_attn.q_proj.", tmp_path / "small" / "model.safetensors"
     tensors = load_file(path) | {module + part: value for part, value in change.items()}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, {"format": "pt"})
@@ -152,12 +152,12 @@ def test_biases_that_autogptq_made_up_are_left_out(tmp_path):
     tensors = load_file(path)
     words = [name for name in tensors if name.endswith("qweight")]
     biases = {name.replace("qweight", "bias"): torch.zeros(tensors[name].shape[1]) for name in words}
-    kept = "model.layers.0.self_attn.q_proj.bias"
-    biases[kept] += 1
+    entries = "model.layers.0.self_attn.q_proj.bias"
+    biases[entries] += 1
     save_file(tensors | biases, path, {"format": "pt"})
-    assert set(CheckpointReader.open(tmp_path / "small").names()) & set(biases) == {kept}
-    save_file(tensors | {kept: torch.zeros(32)}, path, {"format": "pt"})  # not of every matrix: the model's own
-    assert kept in CheckpointReader.open(tmp_path / "small").names()
+    assert set(CheckpointReader.open(tmp_path / "small").names()) & set(biases) == {entries}
+    save_file(tensors | {entries: torch.zeros(32)}, path, {"format": "pt"})  # not of every matrix: the model's own
+    assert entries in CheckpointReader.open(tmp_path / "small").names()
 
 
 def test_groups_without_scales_are_refused_as_they_are_read(tmp_path):
@@ -171,9 +171,9 @@ def test_groups_without_scales_are_refused_as_they_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("settings", "message"),
     [
-        ({"quant_method": "hqq"}, r"the weights are quantised \(hqq\)"),
+        ({"quant_method": "hqq"}, r"the weights are quantized \(hqq\)"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq, marlin: not read"),
         ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "gptq, rotated weights: not read"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, gemv: not read"),
@@ -187,9 +187,9 @@ def test_groups_without_scales_are_refused_as_they_are_read(tmp_path):
         ({**COMPRESSED, "format": "marlin-24"}, "marlin-24: not read"),
     ],
 )
-def test_other_formats_are_refused_by_name(tmp_path, said, message):
-    folder = make_quantised(tmp_path / "small", "llama", "int4")
-    edit_config(folder, quantization_config=said)
+def test_other_formats_are_refused_by_name(tmp_path, settings, message):
+    folder = make_quantized(tmp_path / "small", "llama", "int4")
+    edit_config(folder, quantization_config=settings)
     with pytest.raises(SurgeryError, match=message):
         convert_checkpoint(folder, tmp_path / "out", find_target("gqa").settings({"calibration": "none"}))
     assert not (tmp_path / "out").exists()

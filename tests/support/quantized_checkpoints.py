@@ -1,4 +1,4 @@
-"""Checkpoints with matrices quantised as compressed-tensors and DeepSeek store them, packed by hand."""
+"""Checkpoints with matrices quantized as compressed-tensors and DeepSeek store them, packed by hand."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def words(codes: list[list[int]], bits: int) -> Tensor:
 
 
 def with_zeros(weight: Tensor, bits: int, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantise inputs in groups [I]: codes [O, I], scales [G, O] in float16, zeros [G, O], and their values [O, I]."""
+    """Quantize inputs in groups [I]: codes [O, I], scales [G, O] in float16, zeros [G, O], and their values [O, I]."""
     top, scales, zeros = 2**bits - 1, [], []
     for each in range(int(group.max()) + 1):
         low, high = weight[:, group == each].amin(1).clamp(max=0), weight[:, group == each].amax(1).clamp(min=0)
@@ -103,7 +103,7 @@ def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def nf4(weight: Tensor, *, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Quantise in blocks of 64 with any table: half a byte is an index in it."""
+    """Quantize in blocks of 64 with any table: half a byte is an index in it."""
     table = torch.linspace(-1, 1, 16) ** 3
     blocks = weight.flatten().view(-1, 64)
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
@@ -121,8 +121,8 @@ def nf4(weight: Tensor, *, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
     codes = ((blocks / factors[:, None])[..., None] - table).abs().argmin(-1)
     pairs = codes.view(-1, 2)
     parts |= {"weight": (pairs[:, :1] * 16 + pairs[:, 1:]).to(torch.uint8), "weight.absmax": absmax}
-    said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    parts |= {"weight.quant_map": table, "weight.quant_state.bitsandbytes__nf4": said}
+    message = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    parts |= {"weight.quant_map": table, "weight.quant_state.bitsandbytes__nf4": message}
     return parts, (table[codes] * factors[:, None]).view_as(weight)
 
 
@@ -176,28 +176,28 @@ FORMATS: dict[str, tuple[dict, Callable[[Tensor], dict[str, Tensor]]]] = {
 """Formats by name: the config's ``quantization_config``, and the parts of a matrix by their endings."""
 
 
-def make_quantised(folder: Path, family: str, kind: str) -> Path:
-    """A tiny checkpoint in bfloat16 whose projections are quantised: not embeddings, norms, router and output."""
-    said, quantise = FORMATS[kind]
-    _replace_projections(folder, family, said, lambda name, weight: quantise(weight))
+def make_quantized(folder: Path, family: str, kind: str) -> Path:
+    """A tiny checkpoint in bfloat16 whose projections are quantized: not embeddings, norms, router and output."""
+    message, quantize = FORMATS[kind]
+    _replace_projections(folder, family, message, lambda name, weight: quantize(weight))
     return folder
 
 
 def make_known(folder: Path, family: str, kind: str) -> dict[str, Tensor]:
-    """Make a checkpoint in a format of `KNOWN`; return the values of its quantised matrices by name, in float32."""
-    said, quantise = KNOWN[kind]
-    known = {}
+    """Make a checkpoint in a format of `KNOWN`; return the values of its quantized matrices by name, in float32."""
+    message, quantize = KNOWN[kind]
+    reference = {}
 
     def parts(name: str, weight: Tensor) -> dict[str, Tensor]:
-        stored, known[name] = quantise(weight)
+        stored, reference[name] = quantize(weight)
         return stored
 
-    _replace_projections(folder, family, said, parts)
-    return known
+    _replace_projections(folder, family, message, parts)
+    return reference
 
 
 def _replace_projections(
-    folder: Path, family: str, said: dict, parts: Callable[[str, Tensor], dict[str, Tensor]]
+    folder: Path, family: str, message: dict, parts: Callable[[str, Tensor], dict[str, Tensor]]
 ) -> None:
     make_checkpoint(folder, family, torch.bfloat16)
     tensors = {}
@@ -208,4 +208,4 @@ def _replace_projections(
         else:
             tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    edit_config(folder, quantization_config=said)
+    edit_config(folder, quantization_config=message)

@@ -1,4 +1,4 @@
-"""--keep-quantised: attention is dequantised and converted, everything else stays as it is stored, and loads."""
+"""--keep-quantised: attention is dequantized and converted, everything else stays as it is stored, and loads."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from config_files import edit_config
 from conversions import convert_checkpoint
-from quantised_checkpoints import FORMATS, KNOWN, make_known, make_quantised
+from quantized_checkpoints import FORMATS, KNOWN, make_known, make_quantized
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
@@ -40,14 +40,14 @@ def stays_as_stored(source, out, part="scale"):
 
     Stock MLA scales the norms before attention by powers of two.
     """
-    stored, written = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
-    for name in [name for name in written if name.endswith("input_layernorm.weight")]:
-        ratios = (written[name].double() / stored.pop(name).double()).unique()
+    stored, files = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    for name in [name for name in files if name.endswith("input_layernorm.weight")]:
+        ratios = (files[name].double() / stored.pop(name).double()).unique()
         assert len(ratios) == 1 and float(ratios.log2()).is_integer()
-    outside = [name for name in stored if "self_attn" not in name and name in written]
+    outside = [name for name in stored if "self_attn" not in name and name in files]
     assert any("mlp" in name and part in name for name in outside)
-    assert all(torch.equal(written[name], stored[name]) for name in outside)
-    assert not [name for name in written if "self_attn" in name and part in name]
+    assert all(torch.equal(files[name], stored[name]) for name in outside)
+    assert not [name for name in files if "self_attn" in name and part in name]
 
 
 def loads(out, dtype):
@@ -78,7 +78,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "kind", "to", "more"), CASES)
 def test_compressed_tensors_beside_converted_attention(tmp_path, family, kind, to, more):
     pytest.importorskip("compressed_tensors")
-    source = make_quantised(tmp_path / "source", family, kind)
+    source = make_quantized(tmp_path / "source", family, kind)
     convert_checkpoint(source, tmp_path / "out", settings(to, **more))
     stays_as_stored(source, tmp_path / "out")
     loads(tmp_path / "out", torch.float32)
@@ -88,21 +88,23 @@ def test_compressed_tensors_beside_converted_attention(tmp_path, family, kind, t
     "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "deepseek_v3"))]
 )
 def test_fp8_beside_converted_attention(tmp_path, family, monkeypatch):
-    monkeypatch.setattr("quantised_checkpoints.BLOCK", 8)
+    monkeypatch.setattr("quantized_checkpoints.BLOCK", 8)
     monkeypatch.setitem(FORMATS["FP8"][0], "weight_block_size", [8, 8])
-    source, out = make_quantised(tmp_path / "source", family, "FP8"), tmp_path / "out"
+    source, out = make_quantized(tmp_path / "source", family, "FP8"), tmp_path / "out"
     convert_checkpoint(source, out, settings("mla"))
     stays_as_stored(source, out)
     loads(out, torch.bfloat16)  # which transformers makes of them without a GPU
     # With one, it has modules of its own for what is stored in fp8.
-    said = json.loads((out / "config.json").read_text())["quantization_config"]
+    document = json.loads((out / "config.json").read_text())["quantization_config"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(CheckpointReader.open(out).path))
-    fp8 = FineGrainedFP8Config(weight_block_size=[8, 8], modules_to_not_convert=said["modules_to_not_convert"])
+    fp8 = FineGrainedFP8Config(weight_block_size=[8, 8], modules_to_not_convert=document["modules_to_not_convert"])
     replace_with_fp8_linear(model, fp8.modules_to_not_convert, fp8, pre_quantized=True)
     theirs = {name for name, module in model.named_modules() if type(module).__name__.startswith("FP8")}
-    kept = {name.removesuffix(".weight_scale_inv") for name in load_file(out / "model.safetensors") if "_inv" in name}
-    assert theirs == {name.partition(".experts.")[0] + ".experts" * (".experts." in name) for name in kept}
+    tensors = {
+        name.removesuffix(".weight_scale_inv") for name in load_file(out / "model.safetensors") if "_inv" in name
+    }
+    assert theirs == {name.partition(".experts.")[0] + ".experts" * (".experts." in name) for name in tensors}
 
 
 @pytest.mark.parametrize("codes", [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}])
@@ -115,9 +117,9 @@ def test_bitsandbytes_beside_converted_attention(tmp_path, codes):
         "head_dim": 16,
     }  # rows of whole blocks, as its CPU wants
     LlamaForCausalLM(LlamaConfig(vocab_size=96, **shape, **heads)).bfloat16().save_pretrained(tmp_path / "exact")
-    asked = {"quantization_config": BitsAndBytesConfig(**codes), "dtype": torch.bfloat16, "device_map": "cpu"}
+    options = {"quantization_config": BitsAndBytesConfig(**codes), "dtype": torch.bfloat16, "device_map": "cpu"}
     source, out = tmp_path / "source", tmp_path / "out"
-    AutoModelForCausalLM.from_pretrained(tmp_path / "exact", **asked).save_pretrained(source)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "exact", **options).save_pretrained(source)
     convert_checkpoint(source, out, settings("lowrank", kv_ratio=0.5))
     stays_as_stored(source, out, "SCB" if "load_in_8bit" in codes else "absmax")
     want = logits(CheckpointReader.open(out).model_folder(), torch.bfloat16)
@@ -125,21 +127,21 @@ def test_bitsandbytes_beside_converted_attention(tmp_path, codes):
 
 
 def test_a_result_is_a_source_again(tmp_path):
-    source, made = make_quantised(tmp_path / "source", "llama", "int4"), tmp_path / "made"
-    convert_checkpoint(source, made, settings("lowrank", kv_ratio=0.5))
-    assert "Matrices outside of attention are stored in int4" in (made / "README.md").read_text()
-    assert not surgery.verify(made, device="cpu", progress=False).failed
-    convert_checkpoint(made, tmp_path / "slice", SliceSettings(kv_ratio=0.25, **QUICK))
-    written, stored = load_file(tmp_path / "slice" / "model.safetensors"), load_file(made / "model.safetensors")
+    source, result = make_quantized(tmp_path / "source", "llama", "int4"), tmp_path / "made"
+    convert_checkpoint(source, result, settings("lowrank", kv_ratio=0.5))
+    assert "Matrices outside of attention are stored in int4" in (result / "README.md").read_text()
+    assert not surgery.verify(result, device="cpu", progress=False).failed
+    convert_checkpoint(result, tmp_path / "slice", SliceSettings(kv_ratio=0.25, **QUICK))
+    files, stored = load_file(tmp_path / "slice" / "model.safetensors"), load_file(result / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight_packed"
-    assert torch.equal(written[name], stored[name])
-    convert_checkpoint(made, tmp_path / "exact", SliceSettings(kv_ratio=0.25, calibration="none"))
+    assert torch.equal(files[name], stored[name])
+    convert_checkpoint(result, tmp_path / "exact", SliceSettings(kv_ratio=0.25, calibration="none"))
     assert "quantization_config" not in json.loads((tmp_path / "exact" / "config.json").read_text())
 
 
 def test_a_dry_run_counts_what_is_stored(tmp_path):
-    source = make_quantised(tmp_path / "source", "llama", "int4")
-    kept, exact = (
+    source = make_quantized(tmp_path / "source", "llama", "int4")
+    entries, exact = (
         plan_conversion(source, tmp_path / "out", settings("lowrank", kv_ratio=0.5, keep_quantised=keep)).disk
         for keep in (True, False)
     )
@@ -147,7 +149,7 @@ def test_a_dry_run_counts_what_is_stored(tmp_path):
     parts = {name: tensor for name, tensor in stored.items() if ".mlp." in name}
     numbers = sum(int(shape.prod()) for name, shape in parts.items() if name.endswith("weight_shape"))
     saved = 2 * numbers - sum(tensor.nbytes for tensor in parts.values())
-    assert exact["output_bytes"] - kept["output_bytes"] == saved > 0
+    assert exact["output_bytes"] - entries["output_bytes"] == saved > 0
 
 
 def refused(source, message):
@@ -172,8 +174,8 @@ def test_formats_of_which_no_part_was_tried_are_refused(tmp_path, kind):
     ],
 )
 def test_what_would_not_load_is_refused(tmp_path, family, kind, message):
-    refused(make_quantised(tmp_path / "source", family, kind), message)
+    refused(make_quantized(tmp_path / "source", family, kind), message)
 
 
 def test_without_codes_there_is_nothing_to_keep(tmp_path):
-    refused(make_checkpoint(tmp_path / "source", "llama"), "keep_quantised is of quantised weights, and these are not")
+    refused(make_checkpoint(tmp_path / "source", "llama"), "keep_quantised is of quantized weights, and these are not")

@@ -1,4 +1,4 @@
-"""The dequantised copy of a checkpoint with quantised weights, for what reads ordinary folders only."""
+"""The dequantized copy of a checkpoint with quantized weights, for what reads ordinary folders only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from surgery.checkpoint.reader import CheckpointReader
 
 
-def dequantised_copy(reader: CheckpointReader) -> Path:
+def dequantized_copy(reader: CheckpointReader) -> Path:
     """The folder of the copy, next to the reader's temporary one; the first call for a checkpoint writes it.
 
     Raises:

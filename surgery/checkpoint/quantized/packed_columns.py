@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.dequantised_store import Matrix, ReadRows
-from surgery.checkpoint.quantised.parts import WEIGHT, Quantisation, beside, misfit, modules
+from surgery.checkpoint.dequantized_store import Matrix, ReadRows
+from surgery.checkpoint.quantized.parts import WEIGHT, Quantization, beside, misfit, modules
 from surgery.checkpoint.stores import Store
 from surgery.checkpoint.tensors import describe
 from surgery.common.errors import SurgeryError
@@ -32,7 +32,7 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output of each of the eight codes in a word."""
 
 
-def gptq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
+def gptq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization:
     """Read the format of AutoGPTQ and GPTQModel.
 
     Raises:
@@ -48,10 +48,10 @@ def gptq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisatio
     if all(module + BIAS in store.infos for module in matrices):
         matrices = {module: replace(each, no_bias=_is_zero(module + BIAS, store)) for module, each in matrices.items()}
     widths = " and ".join(f"int{bits}" for bits in sorted({matrix.bits for matrix in matrices.values()}))
-    return Quantisation(f"GPTQ {widths}", _named(matrices))
+    return Quantization(f"GPTQ {widths}", _named(matrices))
 
 
-def awq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
+def awq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization:
     """Read the format of AutoAWQ for its "gemm" kernels.
 
     Raises:
@@ -60,7 +60,7 @@ def awq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation
     form = str(entry.get("version") or entry.get("format") or "gemm").lower()
     if form != "gemm":
         raise _unread("awq", form)
-    return Quantisation("AWQ int4", _named({each: _awq_matrix(each, store, dtype) for each in modules(store, WORDS)}))
+    return Quantization("AWQ int4", _named({each: _awq_matrix(each, store, dtype) for each in modules(store, WORDS)}))
 
 
 @dataclass(frozen=True)
@@ -196,4 +196,4 @@ def _named(matrices: dict[str, PackedColumns]) -> dict[str, Matrix]:
 
 
 def _unread(method: str, form: str) -> SurgeryError:
-    return SurgeryError(f"config.json: {method}, {form}: not read; dequantise the checkpoint first")
+    return SurgeryError(f"config.json: {method}, {form}: not read; dequantize the checkpoint first")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.dequantised_store import Matrix, ReadRows
-from surgery.checkpoint.quantised.parts import WEIGHT, Quantisation, beside, misfit, modules
+from surgery.checkpoint.dequantized_store import Matrix, ReadRows
+from surgery.checkpoint.quantized.parts import WEIGHT, Quantization, beside, misfit, modules
 from surgery.checkpoint.stores import Store
 from surgery.common.errors import SurgeryError
 
@@ -29,8 +29,8 @@ LARGEST, FORMAT = "SCB", "weight_format"
 MAX_STATE_BYTES = 1 << 16
 
 
-def bitsandbytes(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantisation:
-    """Read models that bitsandbytes quantised, as transformers saves them.
+def bitsandbytes(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization:
+    """Read models that bitsandbytes quantized, as transformers saves them.
 
     Raises:
         SurgeryError: tensors that do not fit each other.
@@ -40,7 +40,7 @@ def bitsandbytes(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Qua
         matrices |= {each: _table_matrix(each, kind, store, dtype) for each in modules(store, STATE + kind)}
     matrices |= {each: _row_matrix(each, store, dtype) for each in modules(store, LARGEST)}
     name = " and ".join(sorted({matrix.kind for matrix in matrices.values()}))
-    return Quantisation(name, {module + WEIGHT: matrix for module, matrix in matrices.items()})
+    return Quantization(name, {module + WEIGHT: matrix for module, matrix in matrices.items()})
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _state(module: str, kind: str, store: Store) -> tuple[dict[str, Any], tuple[
         nested = None if nested is None else int(nested)
         offset = float(state.get("nested_offset", 0.0))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise SurgeryError(f"{name}: does not say how {module}{WEIGHT} is quantised ({error})") from None
+        raise SurgeryError(f"{name}: does not say how {module}{WEIGHT} is quantized ({error})") from None
     if min(rows, columns, block, 1 if nested is None else nested) < 1 or offset != offset:
         raise SurgeryError(f"{name}: a shape of {rows} x {columns} in blocks of {block}: not possible")
     return state, (rows, columns), block, nested

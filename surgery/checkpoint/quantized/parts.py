@@ -1,10 +1,10 @@
-"""Parts that the readers of quantised formats share: a matrix's tensors, and checks of them."""
+"""Parts that the readers of quantized formats share: a matrix's tensors, and checks of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from surgery.checkpoint.dequantised_store import Matrix
+from surgery.checkpoint.dequantized_store import Matrix
 from surgery.checkpoint.stores import Store
 from surgery.checkpoint.tensors import TensorInfo, describe
 from surgery.common.errors import SurgeryError
@@ -13,12 +13,12 @@ WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
-class Quantisation:
-    """Quantisation of a checkpoint.
+class Quantization:
+    """Quantization of a checkpoint.
 
     Attributes:
         name: of the codes, for people.
-        matrices: by the names that they have in an unquantised checkpoint.
+        matrices: by the names that they have in an unquantized checkpoint.
     """
 
     name: str
@@ -37,7 +37,7 @@ def beside(module: str, part: str, store: Store) -> TensorInfo:
         SurgeryError: it has none.
     """
     if module + part not in store.infos:
-        raise SurgeryError(f"{module}{part}: missing from the checkpoint, whose config says how it is quantised")
+        raise SurgeryError(f"{module}{part}: missing from the checkpoint, whose config says how it is quantized")
     return store.infos[module + part]
 
 
