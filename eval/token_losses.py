@@ -55,12 +55,12 @@ def losses_and_divergence(
         likely token: [B, n] each, on the CPU.
     """
     losses, kl, same = [], [], []
-    for part, other, wanted in _in_parts(states, baseline_states, targets.to(states.device)):
+    for part, other, target in _in_parts(states, baseline_states, targets.to(states.device)):
         logits = reader.logits(part)
         other = other.to(logits.device)
         expected = (other if baseline_head is None else baseline_head(other)).float()
         log_p, log_q = expected.log_softmax(-1), logits.log_softmax(-1)
-        losses.append(-log_q.gather(-1, wanted.to(log_q.device).unsqueeze(-1)).squeeze(-1))
+        losses.append(-log_q.gather(-1, target.to(log_q.device).unsqueeze(-1)).squeeze(-1))
         kl.append((log_p.exp() * (log_p - log_q)).sum(-1))
         same.append(expected.argmax(-1) == logits.argmax(-1))
     return tuple(torch.cat(parts, dim=1).cpu() for parts in (losses, kl, same))
