@@ -39,7 +39,7 @@ def converted(source, out, to, **settings):
 
 
 @pytest.mark.parametrize(
-    ("to", "request"),
+    ("to", "overrides"),
     [
         ("lowrank", {}),
         ("lowrank", {"bits": 4}),
@@ -52,18 +52,18 @@ def converted(source, out, to, **settings):
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
 )
-def test_a_kept_layer_is_the_sources_and_counts_whole(to, request, checkpoints, tmp_path):
+def test_a_kept_layer_is_the_sources_and_counts_whole(to, overrides, checkpoints, tmp_path):
     """The conversion itself has checked that the written model computes and caches what was simulated."""
     source = checkpoints("llama")
-    settings = TARGETS[to].settings({**QUICK, "keep_layers": "-1", **request})
+    settings = TARGETS[to].settings({**QUICK, "keep_layers": "-1", **overrides})
     forecast = plan_conversion(source, tmp_path / "forecast", settings)
-    report, tensors, config = converted(source, tmp_path / "out", to, keep_layers="-1", **request)
+    report, tensors, config = converted(source, tmp_path / "out", to, keep_layers="-1", **overrides)
     original = load_file(source / "model.safetensors")
     entries = {name: tensor for name, tensor in original.items() if name.startswith(ATTENTION.format(1))}
     assert len(entries) == 4 and all(torch.equal(tensors[name], tensor) for name, tensor in entries.items())
     assert config["model_type"] == "surgery" and config["attention_layers"][1] is None
     assert ATTENTION.format(0) + "k_proj.weight" not in tensors
-    if "bits" not in request:
+    if "bits" not in overrides:
         assert report["kv"]["measured_bytes_per_token"] == FULL * (0.5 / 2 + 1 / 2)
         assert forecast.kv["bytes_per_token"] == report["kv"]["measured_bytes_per_token"]
     assert set(report["layers"][1]["measured"]) <= {"quantized"} and report["layers"][0]["measured"]

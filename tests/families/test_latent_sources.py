@@ -407,7 +407,7 @@ def test_what_cannot_be_asked_of_an_mla_model(checkpoints, tmp_path, settings, m
 
 
 @pytest.mark.parametrize(
-    ("to", "request"),
+    ("to", "overrides"),
     [
         *((to, {}) for to in TARGETS if to not in ("mla", "quantized", "crosslayer", "hybrid")),
         ("hybrid", {"streaming": 1}),
@@ -416,8 +416,8 @@ def test_what_cannot_be_asked_of_an_mla_model(checkpoints, tmp_path, settings, m
     ids=str,
 )
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
-def test_other_structures_refuse_an_mla_model(checkpoints, tmp_path, name, to, request):
-    settings = TARGETS[to].settings({"calibration": "none", **request})
+def test_other_structures_refuse_an_mla_model(checkpoints, tmp_path, name, to, overrides):
+    settings = TARGETS[to].settings({"calibration": "none", **overrides})
     with pytest.raises(SurgeryError, match=r"caches latents already|by method xkv|heads of stock MLA"):
         convert_checkpoint(checkpoints(name), tmp_path / "out", settings)
     assert not list(tmp_path.iterdir())

@@ -61,7 +61,7 @@ def test_evaluations(folder, capsys, report):
 
 
 @given(mutated(REPORT))
-@cases(1, most=200)
+@cases(1, limit=200)
 def test_evaluations_written(folder, capsys, report):
     (folder / "report.json").write_text(json.dumps(report))
     taken_or_refused(lambda: compared(folder, paths=True))
@@ -122,7 +122,7 @@ def harmless():
 
 
 @given(st.lists(BREAKOUTS, min_size=1, max_size=4), BREAKOUTS)
-@cases(1, most=20)
+@cases(1, limit=20)
 def test_pages_escape_every_text(harmless, texts, name):
     """Whatever texts say, a page has the elements and attributes that it has with harmless ones."""
     report = with_texts(copy.deepcopy(SHORT), itertools.cycle(texts))
@@ -133,7 +133,7 @@ def test_pages_escape_every_text(harmless, texts, name):
 
 
 @given(st.lists(BREAKOUTS, min_size=1, max_size=4), BREAKOUTS)
-@cases(5, most=2000)
+@cases(5, limit=2000)
 def test_tables_escape_every_text(texts, name):
     report = with_texts(copy.deepcopy(REPORT), itertools.cycle(texts))
     report["rows"][1]["name"] = name

@@ -55,7 +55,7 @@ def test_bytes(folder, data):
 
 @given(mutated(TOKENIZER), mutated(CONFIG))
 @example(TOKENIZER, CONFIG | {"model_max_length": []})
-@cases(2, most=1000)
+@cases(2, limit=1000)
 def test_copies_stay_in_the_output(folder, tmp_path_factory, tokenizer, config):
     """Whatever a tokenizer says, it is copied unchanged, and nothing is written elsewhere."""
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

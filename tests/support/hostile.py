@@ -34,7 +34,7 @@ JUNK = st.recursive(
 
 
 def cases(few: int, limit: int | None = None) -> settings:
-    """Settings of a property that is looked at in ``few`` examples, or SURGERY_CASES of them but ``most``."""
+    """Settings of a property that is looked at in ``few`` examples, or SURGERY_CASES of them but ``limit``."""
     return settings(
         max_examples=min(CASES, limit or CASES) if CASES else few,
         derandomize=not CASES,
