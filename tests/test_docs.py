@@ -49,6 +49,13 @@ def test_the_reference_is_current():
     assert made.PAGE.read_text(encoding="utf-8") == made.page(), "run python tools/reference.py"
 
 
+def test_pictures_of_caches_are_current():
+    made = tool("cache_pictures")
+    drawn = {f"{name}.svg": made.drawn(rows) for name, rows in made.pictures().items()}
+    stored = {path.name: path.read_text(encoding="utf-8") for path in made.FOLDER.glob("*.svg")}
+    assert stored == drawn, "run python tools/cache_pictures.py"
+
+
 def test_links_out_of_the_site_are_text_there():
     site = tool("site")
     text = "[The rules](../CONTRIBUTING.md#rules), [mla](mla.md), [x](https://example.org)\n```\n[a](../nowhere)\n```\n"
