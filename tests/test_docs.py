@@ -49,6 +49,13 @@ def test_the_reference_is_current():
     assert result.PAGE.read_text(encoding="utf-8") == result.page(), "run python tools/reference.py"
 
 
+def test_pictures_of_caches_are_current():
+    made = tool("cache_pictures")
+    drawn = {f"{name}.svg": made.drawn(rows) for name, rows in made.pictures().items()}
+    stored = {path.name: path.read_text(encoding="utf-8") for path in made.FOLDER.glob("*.svg")}
+    assert stored == drawn, "run python tools/cache_pictures.py"
+
+
 def test_links_out_of_the_site_are_text_there():
     site = tool("site")
     text = "[The rules](../CONTRIBUTING.md#rules), [mla](mla.md), [x](https://example.org)\n```\n[a](../nowhere)\n```\n"
@@ -117,6 +124,13 @@ def test_tutorials_run_as_printed(page, surgery_here, tmp_path):
 def test_tutorials_show_no_long_work_as_runnable():
     for page in TUTORIALS:
         assert not any(HEAVY.search(body) for _, body in BLOCK.findall(page.read_text(encoding="utf-8"))), page
+
+
+def test_every_command_has_its_line_on_the_page_of_commands():
+    page = (DOCS / "commands.md").read_text(encoding="utf-8")
+    commands = get_command(program.app).commands
+    shown = {name for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert {name for name, command in commands.items() if not command.hidden} <= shown
 
 
 def read_as_the_verb_does(words: list[str]) -> None:

@@ -1,11 +1,11 @@
 """Compares the loss that `surgery plan` predicts for its candidates with their loss on other text.
 
 python tools/planning_accuracy.py builtin work/                 # minutes; SmolLM2 takes hours, --unseen 4 fewer
-python tools/planning_accuracy.py --facts docs/planning-accuracy.csv
+python tools/planning_accuracy.py --facts docs/research/planning-accuracy.csv
 
 Every candidate of plans at a half to a sixteenth of the KV bytes, and low rank with the same bits for all latents, is
 carried through the model as plans do it: on the texts of a plan's first two rounds, and on texts that no
-plan saw. A line a conversion goes to <work>/<model>.csv; the figures of docs/planning.md are printed.
+plan saw. A line a conversion goes to <work>/<model>.csv; the figures of docs/research/planning.md are printed.
 """
 
 from __future__ import annotations
