@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-ROWS = "values have steps of their own by calibration, and a row of fixed bytes a token: leave it out"
+ROWS = "each value has a step of its own, from calibration text: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} is {} bits for every value of the source on average"
 FIT = "training wins back more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 
