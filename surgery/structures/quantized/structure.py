@@ -48,8 +48,8 @@ class Quantized(QuantizedRows):
         return *(Block(0, (head,), ()) for head in heads), *(Block(0, (), (head,)) for head in heads)
 
     def granule_bytes(self) -> int:
-        """Return 4, as single heads have few bytes and no kernel loads 16 at once; 2 where bits are uniform."""
-        return 4 if self.settings.bits == "auto" else 2
+        """Return 4, as single heads have few bytes and no kernel loads 16 at once; 2 of small heads or uniform bits."""
+        return 4 if self.settings.bits == "auto" and self.opened.first.head_dim >= 32 else 2
 
     def ratio(self) -> float:
         """Return the share of the source's bytes, which uniform bits say themselves."""
