@@ -25,10 +25,10 @@ def tiny():
     return bench_models.source_config("tiny")
 
 
-PLAIN = [name for name in bench_models.converted_configs() if not name.endswith("int4")]
+CONVERTED = list(bench_models.converted_configs())
 
 
-@pytest.mark.parametrize("structure", [None, *PLAIN])
+@pytest.mark.parametrize("structure", [None, *CONVERTED])
 def test_random_models_cache_what_their_structure_says_and_a_step_stays_where_it_is(structure, tiny):
     config = tiny if structure is None else bench_models.converted_configs()[structure](tiny, 24, 8)
     model = bench_models.random_model(config, CPU)

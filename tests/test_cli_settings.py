@@ -26,10 +26,10 @@ HAND_WRITTEN = {"mla-everywhere"}
 
 FLAGS = {
     "convert": "allocate allow-pickle batch-size bits block calibration calibration-length calibration-tokens carrier "
-    "compensated config context device dry-run dtype engine freqfold group group-size hadamard heads "
-    "heads-multiple held-out held-out-text json keep-statistics keys kv-heads kv-lora-rank kv-ratio latent-norm "
-    "max-shard-size method out overwrite qk-rope-head-dim rank rank-multiple recall recent rope-bits rope-dim "
-    "rope-frequencies seed sinks streaming streaming-bits text-field to window",
+    "compensated config context device dry-run dtype engine freqfold group-size heads "
+    "heads-multiple held-out held-out-text json keep-statistics kv-heads kv-lora-rank kv-ratio latent-norm "
+    "max-shard-size method out overwrite qk-rope-head-dim rank rank-multiple recall recent rope-dim "
+    "rope-frequencies seed sinks streaming text-field to window",
     "slice": "allocate batch-size device dtype json kv-ratio max-shard-size out overwrite",
     "heads": "allow-pickle config device dtype facts json learning-rate length method offload out overwrite "
     "penalty recall recent samples seed seeds sinks steps target text text-field",
@@ -44,7 +44,7 @@ FLAGS = {
 """Options of commands before they were made from the settings."""
 
 MORE_FLAGS = {
-    "convert": "text data window heal no-hadamard",
+    "convert": "text data window heal no-keep-quantised",
     "heads": "calibration data window",
     "heal": "text calibration wandb max-seconds max-steps",
     "eval": "text calibration decoded",
@@ -118,7 +118,7 @@ def asked_of(monkeypatch, capsys, *arguments):
     ("arguments", "message"),
     [
         (["--to", "mla", "--rank", "8"], "--rank is for lowrank, crosslayer; --to mla has no such setting"),
-        (["--window", "8"], "--window is for lowrank, crosslayer, hybrid, quantized; --to mla has no such setting"),
+        (["--window", "8"], "--window is for lowrank, crosslayer, hybrid; --to mla has no such setting"),
         (["--to", "mqa", "--text", "x", "--block", "8"], "--block is for crosslayer; --to mqa has no such setting"),
         (["--kv-ratio", "25%"], "--kv-ratio must be a number, not '25%'"),
         (["--seed", "2.5"], "--seed must be a whole number, not '2.5'"),
@@ -135,13 +135,18 @@ def test_a_wrong_setting_of_a_file_says_whose_it_is(tmp_path, monkeypatch, capsy
     (tmp_path / "own.yaml").write_text("window: 3\n")
     settings, err = asked_of(monkeypatch, capsys, "--config", tmp_path / "own.yaml")
     assert settings is None and err.count("\n") == 1
-    assert "own.yaml: window is for lowrank, crosslayer, hybrid, quantized; mla has no such setting" in err
+    assert "own.yaml: window is for lowrank, crosslayer, hybrid; mla has no such setting" in err
 
 
 def test_values_are_of_the_settings_kinds(monkeypatch, capsys):
-    arguments = ["--to", "lowrank", "--rank", "1e2", "--bits", "4", "--hadamard", "--dtype", "bf16"]
+    arguments = ["--to", "lowrank", "--rank", "1e2", "--rank-multiple", "4", "--keep-quantised", "--dtype", "bf16"]
     settings, err = asked_of(monkeypatch, capsys, *arguments)
-    assert (settings.rank, settings.bits, settings.hadamard, settings.dtype) == (100, 4, True, "bfloat16")
+    assert (settings.rank, settings.rank_multiple, settings.keep_quantised, settings.dtype) == (
+        100,
+        4,
+        True,
+        "bfloat16",
+    )
     assert err == "surgery: error: seen enough\n"
     assert asked_of(monkeypatch, capsys, "--rope-dim", "auto")[0].rope_dim is None
     assert asked_of(monkeypatch, capsys, "--qk-rope-head-dim", "8")[0].rope_dim == 8
@@ -149,10 +154,10 @@ def test_values_are_of_the_settings_kinds(monkeypatch, capsys):
 
 
 def test_flags_win_over_the_file(tmp_path, monkeypatch, capsys):
-    (tmp_path / "own.yaml").write_text("bits: 4\nhadamard: true\nseed: 3\n")
-    arguments = ["--config", tmp_path / "own.yaml", "--no-hadamard"]
+    (tmp_path / "own.yaml").write_text("batch_size: 4\nkeep_quantised: true\nseed: 3\n")
+    arguments = ["--config", tmp_path / "own.yaml", "--no-keep-quantised"]
     settings, _ = asked_of(monkeypatch, capsys, *arguments)
-    assert (settings.bits, settings.hadamard, settings.seed) == (4, False, 3)
+    assert (settings.batch_size, settings.keep_quantised, settings.seed) == (4, False, 3)
 
 
 @pytest.mark.parametrize(

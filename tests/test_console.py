@@ -32,13 +32,13 @@ CALLS = {
     **by_method("gqa"),
     "gqa by spectrum": ["--to", "gqa", "--allocate", "spectrum", "--kv-ratio", "0.75"],
     **by_method("lowrank", "--kv-ratio", "0.75"),
-    "lowrank in bits": ["--to", "lowrank", "--kv-ratio", "0.5", "--bits", "4", "--group", "4"],
+    "lowrank in bits": ["--to", "lowrank", "--kv-ratio", "0.2", "--bits", "auto"],
     **{
         f"crosslayer {method}": ["--to", "crosslayer", "--method", method, "--group-size", "2"]
         for method in methods("crosslayer")
     },
     "hybrid": ["--to", "hybrid", "--streaming", "1", "--sinks", "4", "--recent", "8"],
-    "quantized": ["--to", "quantized", "--group", "4"],
+    "quantized": ["--to", "quantized", "--bits", "8"],
 }
 
 

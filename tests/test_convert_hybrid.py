@@ -20,7 +20,6 @@ from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.quantized.settings import QuantizedSettings
 from surgery.transforms.head_order import permute_heads
 
 WEIGHTS_ONLY = {"calibration": "none"}
@@ -197,23 +196,6 @@ def test_latents_of_one_layer_stream_together_or_not_at_all(converted, pattern, 
     settings = settings_of(pattern([[1, 0], [0, 1]]), kv_ratio=0.4, context=100)
     report = convert_checkpoint(converted("mla"), tmp_path / "out", settings).report
     assert report.target["full_heads"] == 0
-
-
-@pytest.mark.parametrize("bits", [4, "fp8"])
-def test_streaming_heads_take_fewer_bits(checkpoints, pattern, tmp_path, bits):
-    hybrid = convert_checkpoint(
-        checkpoints("llama"), tmp_path / "hybrid", settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5)
-    )
-    settings = QuantizedSettings(bits=8, streaming_bits=bits, group=8, **WEIGHTS_ONLY)
-    report = convert_checkpoint(hybrid.path, tmp_path / "out", settings).report
-    same = QuantizedSettings(bits=8, group=8, **WEIGHTS_ONLY)
-    other = convert_checkpoint(hybrid.path, tmp_path / "same", same).report
-    fewer = report.kv["measured_bytes_per_token"]
-    assert fewer == report.kv["predicted_bytes_per_token"]
-    assert fewer < other.kv["measured_bytes_per_token"] < hybrid.report.kv["measured_bytes_per_token"]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert model.config.kv_cache["streaming_format"] == ("fp8" if bits == "fp8" else "int4")
-    assert model.generate(tokens(), max_new_tokens=3, do_sample=False).shape == (2, 43)
 
 
 REFUSED = {

@@ -57,9 +57,6 @@ def test_more_bytes_lose_less(conversions):
         ({"method": "separate"}, "method"),
         ({"allocate": "uniform"}, "allocate"),
         ({"calibration": "none"}, "calibration"),
-        ({"hadamard": True}, "hadamard"),
-        ({"group": 64}, "group"),
-        ({"keys": "token"}, "keys"),
         ({"window": 8}, "window"),
     ],
 )

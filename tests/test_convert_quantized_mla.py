@@ -69,7 +69,6 @@ def test_more_bytes_lose_less(conversions):
         ({"method": "transmla"}, "method"),
         ({"allocate": "uniform"}, "allocate"),
         ({"calibration": "none"}, "calibration"),
-        ({"hadamard": True}, "hadamard"),
         ({"carrier": "stock"}, "carrier"),
     ],
 )

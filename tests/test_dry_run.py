@@ -29,17 +29,15 @@ TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_le
 TEXT |= {"batch_size": 2, "device": "cpu"}
 CASES = {
     "mla": ("llama", {"kv_ratio": 0.5, "rope_dim": 4, **WEIGHTS}),
-    "mla in bits": ("llama", {"kv_ratio": 0.5, "rope_dim": 4, "bits": 8, "group": 4, **WEIGHTS}),
     "gqa": ("llama", {"kv_ratio": 0.5, **WEIGHTS}),
     "gqa by layer": ("llama", {"kv_ratio": 0.75, "allocate": "spectrum", **TEXT}),
     "mqa": ("mistral", WEIGHTS),
     "lowrank": ("qwen3", {"kv_ratio": 0.5, **WEIGHTS}),
-    "lowrank in bits": ("llama", {"kv_ratio": 0.5, "bits": 4, "group": 4, **WEIGHTS}),
     "crosslayer": ("llama", {"kv_ratio": 0.5, "group_size": 2, **TEXT}),
     "crosslayer cascade": ("llama", {"method": "cascade", "group_size": 2, "kv_ratio": 0.5, **TEXT}),
     "hybrid": ("llama", {"streaming": 1, "sinks": 2, "recent": 8, "context": 100, **WEIGHTS}),
     "hybrid by layer": ("qwen3", {"granularity": "layer", "streaming": 1, "recent": 8, "context": 64, **WEIGHTS}),
-    "quantized": ("qwen2", {"bits": 4, "group": 8, **WEIGHTS}),
+    "quantized": ("qwen2", {"bits": 4, **TEXT}),
     "slice": ("llama", {"kv_ratio": 0.25, **WEIGHTS}),
 }
 

@@ -42,13 +42,11 @@ def converted(source, out, to, **settings):
     ("to", "overrides"),
     [
         ("lowrank", {}),
-        ("lowrank", {"bits": 4}),
         ("mla", {"carrier": "own"}),
         ("crosslayer", {"method": "cascade", "group_size": 2}),
-        pytest.param("lowrank", {"bits": "auto"}, marks=pytest.mark.slow),
+        ("lowrank", {"bits": "auto"}),
         pytest.param("lowrank", {"method": "palu"}, marks=pytest.mark.slow),
         pytest.param("mla", {"allocate": "spectrum"}, marks=pytest.mark.slow),
-        pytest.param("mla", {"bits": 8, "rope_bits": 16}, marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
 )

@@ -45,7 +45,7 @@ TARGETS_ASKED = {
     "gqa": {"kv_heads": 1},
     "lowrank": {"kv_ratio": 0.5},
     "hybrid": {"streaming": 1, "sinks": 2, "recent": 8, "context": 100},
-    "quantized": {"bits": 4, "group": 8},
+    "quantized": {"bits": 4},
 }
 
 
@@ -59,7 +59,7 @@ NO_ENTRIES = (IMAGES, "mla", "fewer_heads", "cross_layer_token")
 
 
 def settings_of(target: str):
-    return TARGETS[target].settings({**TARGETS_ASKED[target], **WEIGHTS})
+    return TARGETS[target].settings({**TARGETS_ASKED[target], **WEIGHTS, **(TEXT if target == "quantized" else {})})
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def answers(checkpoint_paths, tmp_path) -> dict[str, object]:
         results[f"slice {name}"] = plan_conversion(path, tmp_path / "out", sliced).kv["bytes_per_token"]
     for path in (source, mla):
         results[f"doctor {path.name}"] = diagnose(path).verdicts[0].cache_bytes_per_token
-    plan = make_plan(source, PlanSettings(kv_ratio=0.7, allow=("quantized", "bits"), context="1k", **TEXT))
+    plan = make_plan(source, PlanSettings(kv_ratio=0.7, allow=("quantized",), context="1k", **TEXT))
     results |= {"plan source": plan.source["kv_bytes"], "plan row": min(row.kv_bytes for row in plan.rows)}
     tasks = EvalSettings(tasks="loss", windows=1, length=32, device="cpu")
     request = EvaluationRequest((f"mla={mla}", f"lowrank={own}"), str(source), tmp_path / "eval", tasks)

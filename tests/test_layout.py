@@ -55,7 +55,7 @@ BESIDE = {
 }
 """Packages that may import less than all floors below them, or more."""
 
-BUILDS_ON = {"cross_layer": {"low_rank"}}
+BUILDS_ON = {"cross_layer": {"low_rank"}, "quantized": {"low_rank"}}
 """Structures that stand on others."""
 
 

@@ -66,8 +66,8 @@ def test_outputs_of_named_models_go_into_the_working_folder(tmp_path, monkeypatc
     assert output_of("builtin", Path("here"), "mla") == Path("here")
     monkeypatch.chdir(tmp_path)
     code, printed, _ = run_main(
-        monkeypatch, capsys, "convert", "--to", "quantized", "builtin", "--calibration", "none", "--device", "cpu"
+        monkeypatch, capsys, "convert", "--to", "mqa", "builtin", "--calibration", "none", "--device", "cpu"
     )
-    assert code == 0 and (tmp_path / "demo-model-quantized" / "config.json").exists()
+    assert code == 0 and (tmp_path / "demo-model-mqa" / "config.json").exists()
     code, printed, _ = run_main(monkeypatch, capsys, "inspect", "builtin")
     assert code == 0 and "demo-model" in printed

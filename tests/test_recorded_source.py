@@ -11,8 +11,8 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.healing.heal import HealRequest, with_teacher
 from surgery.healing.recorded_source import find_source
+from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.quantized.settings import QuantizedSettings
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +22,8 @@ def converted(tmp_path_factory):
     source = make_checkpoint(folder / "model", "llama")
     settings = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none", device="cpu")
     merged = convert_checkpoint(source, None, settings).path
-    quantized = convert_checkpoint(merged, None, QuantizedSettings(group=4, calibration="none", device="cpu")).path
-    return source, merged, quantized
+    streaming = HybridSettings(streaming=1.0, sinks=2, recent=6, calibration="none", device="cpu")
+    return source, merged, convert_checkpoint(merged, None, streaming).path
 
 
 @pytest.fixture
@@ -33,9 +33,9 @@ def copied(converted, tmp_path):
 
 
 def test_the_first_source_is_found_beside_it(converted):
-    source, merged, quantized = converted
+    source, merged, hybrid = converted
     assert find_source(CheckpointReader.open(merged)) == source
-    assert find_source(CheckpointReader.open(quantized)) == source
+    assert find_source(CheckpointReader.open(hybrid)) == source
 
 
 def test_in_the_working_folder_too(copied, tmp_path, monkeypatch):
@@ -48,9 +48,9 @@ def test_in_the_working_folder_too(copied, tmp_path, monkeypatch):
 
 
 def test_the_nearest_where_the_first_is_gone(copied):
-    source, merged, quantized = copied
+    source, merged, hybrid = copied
     shutil.rmtree(source)
-    assert find_source(CheckpointReader.open(quantized)) == merged
+    assert find_source(CheckpointReader.open(hybrid)) == merged
 
 
 def test_another_model_of_that_name_is_not_taken(copied):

@@ -25,7 +25,6 @@ from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.quantized.settings import QuantizedSettings
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -319,7 +318,6 @@ OTHERS = {
     "stock MLA": (ConvertSettings(**NONE), "heads of MLA share one latent"),
     "own MLA": (ConvertSettings(carrier="own", **NONE), "score its source"),
     "hybrid": (HybridSettings(streaming=1.0, sinks=4, recent=16, **NONE), "some of its heads stream already"),
-    "quantized": (QuantizedSettings(group=16, **NONE), "KV cache is quantized; score its source"),
 }
 
 

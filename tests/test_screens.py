@@ -67,7 +67,7 @@ def test_no_name_is_broken_and_no_flag_has_a_type(path, at_eighty_columns):
 
 
 def test_what_is_not_shown_of_a_flag_still_works(tmp_path, monkeypatch, capsys):
-    for flags in (["--no-hadamard"], ["--qk-rope-head-dim", "16"]):
+    for flags in (["--no-keep-quantised"], ["--qk-rope-head-dim", "16"]):
         code, _, err = run_main(monkeypatch, capsys, "convert", tmp_path / "absent", *flags)
         assert code == 1 and "no such folder" in err
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.quantized.settings import QuantizedSettings
 from surgery.structures.slices.measure import measure_slices
 from surgery.structures.slices.structure import SliceSettings
 
@@ -326,12 +326,14 @@ def test_weights_alone(checkpoints, tmp_path):
 
 
 def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
-    quantized = QuantizedSettings(calibration="none", group=16)
     joint, constant = converted("joint").path, converted("mla constant").path
-    in_bits = convert_checkpoint(joint, tmp_path / "in_bits", quantized).path
-    plain = convert_checkpoint(checkpoints("llama"), tmp_path / "plain", quantized).path
+    plain, in_groups, loss_increase, old, real = (
+        tmp_path / name for name in ("plain", "in_groups", "lost", "old", "real")
+    )
+    shutil.copytree(Path(__file__).with_name("old_checkpoints") / "quantized", plain)
     edit_config(plain, "kv_cache")
-    loss_increase, old, real = (tmp_path / name for name in ("lost", "old", "real"))
+    shutil.copytree(joint, in_groups)
+    edit_config(in_groups, kv_cache={"format": "int4", "group": 16, "window": 0, "keys": "channel"})
     shutil.copytree(joint, loss_increase)
     (loss_increase / REPORT).unlink()
     shutil.copytree(joint, old)
@@ -343,7 +345,7 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     _edit(real / "model.safetensors", "model.layers.1.self_attn.kv_a_layernorm.weight", 1.5)
     for source, ratio, message in (
         (checkpoints("llama"), 0.25, "a llama checkpoint caches no latents to slice; convert it"),
-        (in_bits, 0.25, "quantized; slice the checkpoint that it was made of"),
+        (in_groups, 0.25, "quantized; slice the checkpoint that it was made of"),
         (plain, 0.25, "the family's own attention"),
         (loss_increase, 0.25, "which surgery slice needs"),
         (old, 0.25, "does not say what its latents are worth"),
@@ -367,10 +369,11 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
 
 
 def test_a_rotated_latent_has_no_order(converted, tmp_path):
-    """Even where the quantized cache itself has been taken out of the config."""
-    settings = QuantizedSettings(calibration="none", group=16, hadamard=True)
-    path = convert_checkpoint(converted("joint").path, tmp_path / "rotated", settings).path
-    edit_config(path, "kv_cache")
+    """Checkpoints of earlier versions, even where the quantized cache has been taken out of the config."""
+    path = shutil.copytree(converted("joint").path, tmp_path / "rotated")
+    report = json.loads((path / REPORT).read_text())
+    report["target"]["hadamard"] = True  # as an earlier version wrote it
+    (path / REPORT).write_text(json.dumps(report))
     with pytest.raises(SurgeryError, match="Hadamard rotation mixed its latents"):
         convert_checkpoint(path, tmp_path / "out", slice_settings())
 

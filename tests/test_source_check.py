@@ -33,7 +33,7 @@ CONVERSIONS = {
     "lowrank": {"kv_ratio": 0.5},
     "crosslayer": {"kv_ratio": 0.5, "group_size": 2, **TEXT},
     "hybrid": {"streaming": 1, "sinks": 2, "recent": 8, "context": 100},
-    "quantized": {"bits": 8, "group": 8},
+    "quantized": {"bits": 8, **TEXT},
 }
 COMMANDS = {
     "convert": ("convert", "--to", "lowrank", "--kv-ratio", 0.5),
@@ -248,7 +248,7 @@ def test_a_stored_head_is_tied_by_its_values(edit, tied, changed, tmp_path):
     folder = changed(weights(edit))
     want = logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").float())
     assert torch.equal(logits_of(loaded(folder).float()), want)
-    out = convert(folder, tmp_path / "out", "quantized")
+    out = convert(folder, tmp_path / "out", "hybrid")
     assert config_of(out)["tie_word_embeddings"] is tied
     tensors = load_file(out / "model.safetensors")
     assert (HEAD in tensors) is not tied
@@ -314,7 +314,7 @@ def test_a_quantization_that_no_tensor_has_is_dropped(method, changed, source, t
     folder = changed(config(quantization_config={"quant_method": method, "load_in_4bit": True, "bits": 4}))
     assert torch.equal(logits_of(loaded(folder)), logits_of(loaded(source)))
     if method == "bitsandbytes":
-        out = convert(folder, tmp_path / "out", "quantized")
+        out = convert(folder, tmp_path / "out", "hybrid")
         assert "quantization_config" not in config_of(out)
 
 
@@ -329,7 +329,7 @@ def test_mistral_with_layer_types_is_read_as_transformers_reads_it(tmp_path):
 FREQUENCIES = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(2)}
 
 
-@pytest.mark.parametrize("target", ["mla", "gqa", "quantized"])  # new tensors, other ones, the same ones
+@pytest.mark.parametrize("target", ["mla", "gqa", "hybrid"])  # new tensors, other ones, the same ones
 def test_buffers_of_old_checkpoints_are_in_no_result(target, changed, tmp_path):
     folder = changed(weights(lambda tensors: tensors | FREQUENCIES))
     out = convert(folder, tmp_path / "out", target)

@@ -27,7 +27,7 @@ TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_le
 KINDS = {
     "mla": {"kv_ratio": 0.5},
     "gqa": {"kv_heads": 1},
-    "lowrank": {"kv_ratio": 0.5, "bits": 8, "group": 4},
+    "lowrank": {"kv_ratio": 0.2, "bits": "auto"},
 }
 
 

@@ -17,13 +17,11 @@ SHAPE = SHAPES["llama3-8b"]
 HEADS, WIDTH = SHAPE["num_key_value_heads"], SHAPE["head_dim"]
 ELEMENTS = HEADS * WIDTH
 """Elements of the keys, or of the values, of a token in one layer."""
-GROUP = 32
-"""Elements that share a scale and a zero, both in bfloat16, in a cache of `--to quantized`."""
 LAYERS = 3
 """Layers of a group of `--to crosslayer`."""
 
 BAR, MARGIN = 456, 12
-COLORS = {"keys": "#2f6fb2", "values": "#c2571a", "latent": "#2a7f62", "rotated key": "#7a4fa3", "scales": "#6b7280"}
+COLORS = {"keys": "#2f6fb2", "values": "#c2571a", "latent": "#2a7f62", "rotated key": "#7a4fa3"}
 
 
 class Part(NamedTuple):
@@ -51,13 +49,11 @@ def pictures() -> dict[str, Rows]:
     quarter, rope = 2 * ELEMENTS // 4, WIDTH // 2
     source, latent = _heads(HEADS), Part("latent", quarter)
     by_rank = [Part("latent", quarter - rope), Part("rotated key", rope)]
-    in_bits = [Part("latent", count, bits) for count, bits in ((288, 8), (512, 4), (1024, 3))]
-    in_bits.append(Part("rotated key", WIDTH, 6))
-    scales = Part("scales", 2 * ELEMENTS, 32 / GROUP, f": a scale and a zero for {GROUP} elements")
+    in_bits = [Part(kind, ELEMENTS, 4) for kind in ("latent", "rotated key")]
     all_layers = [part._replace(elements=LAYERS * ELEMENTS, note=f", of {LAYERS} layers") for part in source]
     shared = Part("latent", LAYERS * quarter, note=f", once for {LAYERS} layers")
     return {
-        "mla": [("source", source), ("MLA by rank", by_rank), ("MLA in bits, for example", in_bits)],
+        "mla": [("source", source), ("MLA by rank", by_rank), ("MLA in 4 bits on average", in_bits)],
         "kv-heads": [("source", source), ("two KV heads", _heads(2))],
         "low-rank": [("source", source), ("low rank", [latent])],
         "cross-layer": [
@@ -66,7 +62,7 @@ def pictures() -> dict[str, Rows]:
             *((f"cascade, layer {each + 1}", [latent]) for each in range(LAYERS)),
         ],
         "hybrid": [("first and recent tokens, all heads", source), ("other tokens, two full heads", _heads(2))],
-        "quantized": [("source", source), ("4 bits", [*_heads(HEADS, 4), scales])],
+        "quantized": [("source", source), ("3 bits on average", _heads(HEADS, 3))],
     }
 
 

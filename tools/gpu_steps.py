@@ -87,7 +87,7 @@ def _tests(setup: Setup, seconds: float) -> list[str]:
     selection = ["-m", "not slow and not gpu", "-k", "merge"] if setup.tiny else ["-m", "gpu"]
     workers = min(12, max(1, (os.cpu_count() or 2) - 2))
     folder = ROOT / "tests" / "kernels"
-    where = [str(folder / "test_merge_parts.py" if setup.tiny else folder)]
+    where = [str(folder / "test_split_kv.py" if setup.tiny else folder)]
     return [*_pytest("gpu_pytest", setup, workers), *selection, *where]
 
 

@@ -3,7 +3,7 @@
 python tools/planning_accuracy.py builtin work/                 # minutes; SmolLM2 takes hours, --unseen 4 fewer
 python tools/planning_accuracy.py --facts docs/research/planning-accuracy.csv
 
-Every candidate of plans at a half to a sixteenth of the KV bytes, and low rank with the same bits for all latents, is
+Every candidate of plans at a half to a sixteenth of the KV bytes is
 carried through the model as plans do it: on the texts of a plan's first two rounds, and on texts that no
 plan saw. A line a conversion goes to <work>/<model>.csv; the figures of docs/research/planning.md are printed.
 """
@@ -26,20 +26,16 @@ from surgery.planning.plan import opened_work
 from surgery.planning.settings import PlanSettings
 from surgery.planning.sizes import SHARES
 from surgery.running.source import Source
-from surgery.structures.registry import find_target
 
 LENGTH = 512
 SEEN = 8
 """Texts of a plan. It reads the second half for those only that the first cannot tell apart."""
-PAIRS = (("lowrank", {"bits": 8, "sinks": 4}), ("lowrank", {"bits": 4, "sinks": 4}))
-"""Structures with as many bits for everything, where plans have bits chosen for each latent."""
 
 Line = dict[str, Any]
 
 
 def lines_of(model: str, work: Path, unseen: int) -> list[Line]:
-    """Return the candidates of plans at all shares and the pairs: predicted and measured increases, with 95% intervals
-    by text."""
+    """Return the candidates of plans at all shares: predicted and measured increases, with 95% intervals by text."""
     text = {"calibration_length": LENGTH, "context": str(LENGTH), "held_out": SEEN + unseen}
     settings, progress = PlanSettings(**text, keep_statistics=str(work / "statistics")), Progress()
     opened = Source.open(model_named(model), settings)
@@ -47,8 +43,7 @@ def lines_of(model: str, work: Path, unseen: int) -> list[Line]:
     of_plan, others = texts.held_out.split(SEEN)
     with opened_work(opened, settings, texts, progress) as work_context:
         candidates = Candidates(opened, work_context, settings)
-        pairs = [candidates.sized(find_target(to), values, share) for to, values in PAIRS for share in SHARES]
-        sized = list({each.name: each for each in (*candidates.at(SHARES), *pairs) if each}.values())
+        sized = list({each.name: each for each in candidates.at(SHARES)}.values())
         predicted, measured = (measure(sized, work_context, part) for part in (of_plan.split(SEEN // 2)[0], others))
     lines = []
     for each, own, other in zip(sized, predicted.scored, measured.scored, strict=True):

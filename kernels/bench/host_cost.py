@@ -22,10 +22,7 @@ from surgery.kernels import backend, split_kv
 from surgery.kernels.bench.registry import cases
 from surgery.kernels.plan import forget_plans
 
-OPERATIONS = (
-    *("mla_decode", "mla_decode_quantized", "mla_decode_packed", "gqa_decode", "gqa_decode_quantized"),
-    *("lowrank_decode", "hybrid_decode"),
-)
+OPERATIONS = (*("mla_decode", "mla_decode_packed", "gqa_decode", "lowrank_decode", "hybrid_decode"),)
 PROCESSORS = 132
 """Multiprocessors of an H100 or H200."""
 
@@ -83,13 +80,11 @@ def without_gpu() -> None:
 
 
 def decoding_calls(tokens: int) -> dict[str, Callable[[], Any]]:
-    """A step at the shapes of Llama-3-8B, by operation: one row of so many tokens, quantized ones in 4 bits."""
+    """A step at the shapes of Llama-3-8B, by operation: one row of so many tokens."""
     calls = {}
     for name in OPERATIONS:
         candidates = cases([name], ["llama3-8b"], [tokens], [1], [torch.float16])
-        case = next(
-            (each for each in candidates if "int4" in each.variant), candidates[-1 if name == "lowrank_decode" else 0]
-        )
+        case = candidates[-1 if name == "lowrank_decode" else 0]
         calls[name] = partial(case.run, case.inputs(torch.device("cpu"), 0))
     return calls
 

@@ -14,10 +14,6 @@ The products of one head are 2·d·r_k operations a token: d·G operations a byt
 read, 64·G where keys and values have latents of their own. At d = 128 two heads ask an H100 for 900 TFLOP/s at the full
 rate of its memory: from G = 2 on products are the limit, and a cache of G = 8 is slower to decode than the keys and
 values that it replaces.
-
-Integer and fp8 latents are dequantized as a block is loaded. Scales by channel could be folded into U, but U would be
-scaled anew for each group of tokens, as much work as the latents themselves; scales by token would leave the values'
-product per group of channels. The rebuilding product hides one multiplication and addition of each number.
 """
 
 from __future__ import annotations
@@ -32,12 +28,12 @@ from surgery.kernels.split_kv import split_tokens
 # These grow with a text: not worth a compilation each.
 @triton.jit(do_not_specialize=["capacity", "splits", "begin_rows", "exact_tokens", "slots_row"])
 def lowrank_decode_kernel(
-    query, latent, code_scale, code_zero, key_up, within, begins, key_bias, norm_weight, ranges, lengths, starts, first,
+    query, latent, key_up, within, begins, key_bias, norm_weight, ranges, lengths, starts, first,
     held, rebuilt, exact_key, exact_value, exact_slots, out, log, scale, norm_eps, tokens, capacity, splits, begin_rows,
-    window, sinks, exact_tokens, query_row, query_token, query_head, latent_row, latent_token, scale_row, scale_token,
+    window, sinks, exact_tokens, query_row, query_token, query_head, latent_row, latent_token,
     up_head, up_dim, key_row, key_head, key_token, value_row, value_head, value_token, slots_row,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr,
-    EXACT_DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, RAW_EXACT: tl.constexpr,
+    EXACT_DIM: tl.constexpr, RAW_EXACT: tl.constexpr,
     RESIDENT: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr, EVEN: tl.constexpr, ROW_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr,
     EXACT_BLOCK: tl.constexpr, EXACT_WIDTH: tl.constexpr, STEP: tl.constexpr,
@@ -49,8 +45,6 @@ def lowrank_decode_kernel(
     width: tl.constexpr = DIM // 2
     dtype: tl.constexpr = query.dtype.element_ty
 
-    if BITS > 0:
-        capacity *= 8 // BITS
     length = capacity
     if lengths is not None:
         length = tl.load(lengths + row)
@@ -115,16 +109,16 @@ def lowrank_decode_kernel(
         if RESIDENT:
             for piece in tl.static_range(KEY_CHUNKS):
                 tile = load_latents(
-                    latent, code_scale, code_zero, row, block - offset, key_first, key_rank, piece, filled, latent_row,
-                    latent_token, scale_row, scale_token, BITS, GROUP, BY_CHANNEL, BLOCK, CHUNK, EVEN, dtype,
+                    latent, row, block - offset, key_first, key_rank, piece, filled, latent_row, latent_token,
+                    BLOCK, CHUNK, EVEN,
                 )  # fmt: skip
                 near = tl.dot(tile, ups[2 * piece], near, input_precision="ieee")
                 far = tl.dot(tile, ups[2 * piece + 1], far, input_precision="ieee")
         else:
             for piece in range(KEY_CHUNKS):
                 tile = load_latents(
-                    latent, code_scale, code_zero, row, block - offset, key_first, key_rank, piece, filled, latent_row,
-                    latent_token, scale_row, scale_token, BITS, GROUP, BY_CHANNEL, BLOCK, CHUNK, EVEN, dtype,
+                    latent, row, block - offset, key_first, key_rank, piece, filled, latent_row, latent_token,
+                    BLOCK, CHUNK, EVEN,
                 )  # fmt: skip
                 up_near, up_far = load_up(
                     key_up, head, up_head, up_dim, key_rank, piece, column, inside, DIM, CHUNK, EVEN
@@ -150,8 +144,8 @@ def lowrank_decode_kernel(
         new_acc = ()
         for piece in tl.static_range(VALUE_CHUNKS):
             tile = load_latents(
-                latent, code_scale, code_zero, row, block - offset, value_first, value_rank, piece, filled, latent_row,
-                latent_token, scale_row, scale_token, BITS, GROUP, BY_CHANNEL, BLOCK, CHUNK, EVEN, dtype,
+                latent, row, block - offset, value_first, value_rank, piece, filled, latent_row, latent_token,
+                BLOCK, CHUNK, EVEN,
             )  # fmt: skip
             new_acc += (tl.dot(tl.trans(tile), weights, acc[piece] * alpha[None, :], input_precision="ieee"),)
         acc = new_acc
@@ -213,41 +207,19 @@ def lowrank_decode_kernel(
 
 @triton.jit
 def load_latents(
-    latent, code_scale, code_zero, row, start, first, rank, piece, filled, latent_row, latent_token, scale_row,
-    scale_token, BITS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr,
+    latent, row, start, first, rank, piece, filled, latent_row, latent_token,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Chunk `piece` of the numbers from `first` on of BLOCK tokens from `start` on, zero where not `filled`."""
-    index = (start + tl.arange(0, BLOCK)).to(tl.int64)
     chunk = tl.arange(0, CHUNK)
     mask = filled[:, None]
     if not EVEN:
         mask = mask & (chunk < rank - piece * CHUNK)[None, :]
-    if BITS == 0:
-        # The chunk's number comes last: an offset that instructions carry, and not registers.
-        # Tokens count from the block's first one, so that what differs in it is 32 bits wide.
-        base = latent + row * latent_row + first + start.to(tl.int64) * latent_token
-        at = base + (tl.arange(0, BLOCK)[:, None] * latent_token + chunk[None, :]) + piece * CHUNK
-        tile = tl.load(at, mask=mask, other=0.0)
-    else:
-        each: tl.constexpr = 8 // BITS
-        place = first + piece * CHUNK + chunk
-        at = latent + row * latent_row + (index // each)[:, None] * latent_token + place[None, :]
-        codes = tl.load(at, mask=mask, other=0).to(tl.int32)
-        if BY_CHANNEL:
-            at = row * scale_row + (index // GROUP)[:, None] * scale_token + place[None, :]
-        else:
-            at = row * scale_row + index[:, None] * scale_token + (place // GROUP)[None, :]
-        scales = tl.load(code_scale + at, mask=mask, other=0.0).to(tl.float32)
-        if code_zero is None:
-            # e4m3 is fp16 with one exponent bit less on top: moved into place it is 2^-8 of the number.
-            halves = (((codes & 0x80) << 8) | ((codes & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
-            tile = (halves.to(tl.float32) * (scales * 256.0)).to(dtype)
-        else:
-            codes = (codes >> ((index % each) * BITS).to(tl.int32)[:, None]) & ((1 << BITS) - 1)
-            zeros = tl.load(code_zero + at, mask=mask, other=0.0).to(tl.float32)
-            tile = (codes.to(tl.float32) * scales + zeros).to(dtype)
-    return tile
+    # The chunk's number comes last: an offset that instructions carry, and not registers.
+    # Tokens count from the block's first one, so that what differs in it is 32 bits wide.
+    base = latent + row * latent_row + first + start.to(tl.int64) * latent_token
+    at = base + (tl.arange(0, BLOCK)[:, None] * latent_token + chunk[None, :]) + piece * CHUNK
+    return tl.load(at, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ RESIDENT_BYTES = 64 * 1024
 """Up-projections of one head up to this size may stay in shared memory, larger ones pass through it for every block."""
 
 WIDE_CHUNK = 128 if tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6) else 64
-"""Numbers of a quantized latent, or of one beside exact tokens, in one product: Triton 3.6 spills at 64, 3.9 at 128."""
+"""Numbers of a latent beside exact tokens in one product: Triton 3.6 spills at 64, 3.9 at 128."""
 
 
 def chunk_of(*ranks: int, max_chunk: int = 128) -> int:
@@ -37,7 +37,7 @@ def default_config(
     """The configuration for a KV head, chosen by what compiles for GPUs of a capability (80, 90) without spills.
 
     64 tokens are the rows of a warp group's matrix instruction. Older GPUs have none, and too few registers for as many
-    tokens where U passes through shared memory: 32 there. `plain` is without bits and exact tokens.
+    tokens where U passes through shared memory: 32 there. `plain` is without exact tokens.
     """
     resident = plain and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     if capability >= 90:
@@ -60,24 +60,22 @@ def launches(
     """
     query, latent, key_up, exact_key, ranges = args.query, args.latent, args.key_up, args.exact_key, args.ranges
     batch, tokens, heads, dim = query.shape
-    kv_heads, per_head, bits = key_up.shape[0], heads // key_up.shape[0], args.bits
+    kv_heads, per_head = key_up.shape[0], heads // key_up.shape[0]
     exact_dim = 0 if args.exact_value is None else args.exact_value.shape[-1]
     value_rank, key_rank, dtype = out.shape[-1] - exact_dim, key_up.shape[-1], query.dtype
     if config is None:
-        plain, capability = not bits and exact_key is None, capability_of(query.device)
+        plain, capability = exact_key is None, capability_of(query.device)
         ranks = {"key_rank": key_rank, "value_rank": value_rank}
         default = default_config(dim=dim, **ranks, dtype=dtype, capability=capability, plain=plain)
         ranks = {"key": key_rank, "value": value_rank}
-        shape = key_of(heads=heads, kv_heads=kv_heads, dim=dim, **ranks, dtype=dtype, bits=bits)
+        shape = key_of(heads=heads, kv_heads=kv_heads, dim=dim, **ranks, dtype=dtype)
         config = tuned("lowrank_decode", shape, query.device, default)
     row_blocks = triton.cdiv(per_head * tokens, config.block_rows)
-    capacity = latent.shape[1] * (8 // bits if bits else 1)
-    splits = splits_of(config, batch * kv_heads * row_blocks, query, capacity)
+    splits = splits_of(config, batch * kv_heads * row_blocks, query, latent.shape[1])
     parts, logs = scratch(query, out.shape[-1], splits)
     if resident is None:
-        # Quantized latents and exact tokens leave no registers for it, but for a few tokens that share their scales.
-        room = exact_key is None and (not bits or (args.by_channel and config.block_tokens < 64))
-        resident = room and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
+        # Exact tokens leave no registers for it.
+        resident = exact_key is None and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     reads = [0, key_rank, 0, value_rank] if ranges is None else ranges
     even = {*reads[1::4], *reads[3::4]} == {key_rank, value_rank} and key_rank % config.chunk == 0
     even = even and value_rank % config.chunk == 0 and len({*reads[1::4]}) == len({*reads[3::4]}) == 1
@@ -97,7 +95,7 @@ def launches(
         begin_rows=0 if args.begins is None else size(args.begins, 1),
         exact_tokens=0 if exact_key is None else size(exact_key, 2),
         **strides("row", "token", "head", query=query),
-        **strides("row", "token", latent=latent, scale=args.code_scale),
+        **strides("row", "token", latent=latent),
         **strides("head", "dim", up=key_up),
         **strides("row", "head", "token", key=exact_key, value=args.exact_value),
         **strides("row", slots=args.exact_slots),
@@ -107,9 +105,6 @@ def launches(
         KEY_RANK=key_rank,
         VALUE_RANK=value_rank,
         EXACT_DIM=exact_dim,
-        BITS=bits,
-        GROUP=args.group,
-        BY_CHANNEL=args.by_channel,
         RAW_EXACT=args.raw_exact,
         RESIDENT=resident,
         ALIGNED=math.gcd(16, *reads),

@@ -1,7 +1,6 @@
 """Decode attention whose keys are rebuilt from latents on the way, beside tokens that are held exactly, in one launch.
 
-    lowrank_decode(query, latent, key_up, scale, *, ...)                                    -> (out, exact_out, lse)
-    lowrank_decode_quantized(query, codes, code_scale, code_zero, key_up, scale, *, ...)    -> (out, exact_out, lse)
+    lowrank_decode(query, latent, key_up, scale, *, ...) -> (out, exact_out, lse)
 
 With c_n the latent of the token in position n, U_g `key_up` and R_n the rotation of position n, KV head g has
 
@@ -19,8 +18,6 @@ What caches of the project's classes give:
   alone; positions that hold nothing yet are -1.
 - a basis that several layers share: latents [B, S, r], as `key_up` the rows of `basis_up` that give keys, as `rebuilt`
   [sinks, start of the block], as exact tokens those of `GroupLayer` with `raw_exact`.
-- latents that are quantized but for the latest: one call over the quantized ones, with `held`, and one over the rest,
-  with `first`; their results are merged by their lse. Exact tokens go with one of them.
 """
 
 from __future__ import annotations
@@ -28,16 +25,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from surgery.kernels.lowrank_decode.reference import STEP, lowrank_attention, rotation_tables
 from surgery.kernels.operation import Operation, attention_outputs
-from surgery.kernels.quantization import BITS, group_size
 
-__all__ = ["lowrank_decode", "lowrank_decode_quantized", "rotation_tables"]
+__all__ = ["lowrank_decode", "rotation_tables"]
 
 
 def lowrank_decode(
@@ -62,7 +57,6 @@ def lowrank_decode(
     exact_value: Tensor | None = None,
     exact_slots: Tensor | None = None,
     raw_exact: bool = False,
-    _quantized: tuple[Tensor | None, Tensor | None, int, int, bool] = (None, None, 0, 0, False),
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     r"""Attention of the last T tokens of each row over rebuilt keys, with the latents as values.
 
@@ -104,51 +98,9 @@ def lowrank_decode(
     within, begins = (None, None) if rotation is None else rotation
     both, lse = _lowrank_decode(
         query, latent, key_up, scale, within, begins, key_bias, norm_weight, norm_eps, _flat(ranges), lengths, starts,
-        first, held, rebuilt, window, sinks, exact_key, exact_value, exact_slots, raw_exact, *_quantized,
+        first, held, rebuilt, window, sinks, exact_key, exact_value, exact_slots, raw_exact,
     )  # fmt: skip
     return _apart(both, lse, exact_value)
-
-
-def lowrank_decode_quantized(
-    query: Tensor,
-    codes: Tensor,
-    code_scale: Tensor,
-    code_zero: Tensor | None,
-    key_up: Tensor,
-    scale: float,
-    *,
-    format: str,
-    group: int,
-    by_channel: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`lowrank_decode` over quantized latents, in the format of KIVI (arXiv:2402.02750).
-
-    The latest latents, which are not quantized yet, take a call of `lowrank_decode` of their own with `first` their
-    first position; both results are merged by their lse. Exact tokens go with one of the two.
-
-    Args:
-        codes: uint8 [B, S·bits/8, R]; consecutive tokens in one byte, the first in its lowest bits.
-        code_scale, code_zero: by channel [B, S/group, R], by token [B, S, groups of R]; no zero with fp8 (e4m3).
-        format: "int8", "int4", "int2" or "fp8".
-        group: tokens, or at most so many channels, that share a scale.
-        by_channel: whether tokens of a channel share it.
-        options: those of `lowrank_decode`, as are the results and errors.
-    """
-    if format not in BITS:
-        raise ValueError(f"lowrank_decode of latents in {format!r}: {', '.join(BITS)} are possible")
-    if codes.dtype != torch.uint8 or (code_zero is None) != (format == "fp8"):
-        raise ValueError("lowrank_decode: codes are uint8, with zero points unless they are fp8")
-    tokens, width = codes.shape[1] * 8 // BITS[format], codes.shape[2]
-    groups = (-(-tokens // group), width) if by_channel else (tokens, -(-width // group))
-    if tuple(code_scale.shape[1:]) != groups or (code_zero is not None and code_zero.shape != code_scale.shape):
-        raise ValueError(
-            f"lowrank_decode: {tokens} tokens of {width} numbers in groups of {group} need scales "
-            f"[B, {groups[0]}, {groups[1]}], not {list(code_scale.shape)}"
-        )
-    size = group if by_channel else group_size(width, code_scale.shape[-1])
-    quantized = (code_scale, code_zero, BITS[format], size, by_channel)
-    return lowrank_decode(query, codes, key_up, scale, _quantized=quantized, **options)
 
 
 def _flat(ranges: Sequence[tuple[int, int, int, int]] | None) -> tuple[int, ...] | None:
@@ -173,10 +125,10 @@ def _outputs(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
 def _unsupported(call: SimpleNamespace) -> str | None:
     """Return why no kernel takes tensors of these shapes and dtypes."""
     query, latent, key_up, exact_value = call.query, call.latent, call.key_up, call.exact_value
-    same = [query, key_up, call.exact_key, exact_value, latent if call.code_scale is None else None]
+    same = [query, key_up, call.exact_key, exact_value, latent]
     if len({tensor.dtype for tensor in same if tensor is not None}) > 1:
         return "queries, latents, up-projection and exact tokens differ in dtype"
-    if any(tensor is not None and tensor.stride(-1) != 1 for tensor in (*same, latent, call.code_scale)):
+    if any(tensor is not None and tensor.stride(-1) != 1 for tensor in same):
         return "the last dimension of a tensor is not contiguous"
     if query.shape[-1] > 256 or (exact_value is not None and exact_value.shape[-1] > 256):
         return f"heads of {query.shape[-1]} numbers"
@@ -248,9 +200,9 @@ _lowrank_decode = Operation(
     _check,
     kernel="surgery.kernels.lowrank_decode.launches",
     growth=(
-        {"latent": 1, "code_scale": 1, "code_zero": 1},
+        {"latent": 1},
         {"exact_key": 2, "exact_value": 2, "exact_slots": 1},
         {"begins": 1},
     ),
 )
-"""Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]; latents are quantized where `bits` is not 0."""
+"""Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]."""

@@ -13,8 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.kernels.quantization import dequantized
-
 STEP = 128
 """Positions between two rows of the second table of `rotation_tables`."""
 
@@ -82,23 +80,12 @@ def lowrank_attention(
     exact_value: Tensor | None = None,
     exact_slots: Tensor | None = None,
     raw_exact: bool = False,
-    code_scale: Tensor | None = None,
-    code_zero: Tensor | None = None,
-    bits: int = 0,
-    group: int = 0,
-    by_channel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last T queries; arguments as in `operator.lowrank_decode`, the rotation as its two tables.
-
-    Latents are quantized where `bits` is not 0.
 
     Returns:
         out and exact_out side by side, [B, T, H, r_v + v], v = 0 without exact tokens, and lse [B, T, H] in fp32.
     """
-    if bits:
-        wide = torch.promote_types(code_scale.dtype, torch.float32)
-        latent = dequantized(latent, code_scale, code_zero, bits, group if by_channel else None, wide)
-        latent = latent.to(code_scale.dtype).to(query.dtype)
     batch, tokens, heads, _ = query.shape
     kv_heads, size = key_up.shape[0], heads // key_up.shape[0]
     held_tokens, device = latent.shape[1], query.device

@@ -17,7 +17,6 @@ from surgery.acceleration.cross_layer import cross_layer_kernel, why_not_cross_l
 from surgery.acceleration.hybrid import hybrid_kernel
 from surgery.acceleration.latent import latent_kernel, why_not_latent
 from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank
-from surgery.acceleration.quantized import ask_for_quantized
 from surgery.acceleration.quantized_latent import quantized_latent_kernel, why_not_quantized_latent
 from surgery.kernels.backend import refusal
 from surgery.model.attention_functions import own_softmax
@@ -159,8 +158,6 @@ def _put_under(module: nn.Module, before: _Before) -> str:
                 return f"own code: {reason}"
             module.kernel = kernel
             return operation
-    if not hasattr(module, "kv_b_proj"):  # MLA expands what its cache gives, before attention sees it
-        before.hooks.append(module.register_forward_pre_hook(ask_for_quantized, with_kwargs=True))
     return "gqa_decode"
 
 

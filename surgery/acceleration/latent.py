@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from transformers import Cache
 
 from surgery.acceleration.masks import row_bounds
-from surgery.acceleration.quantized import of_both
 from surgery.acceleration.steps import is_step
 from surgery.kernels.mla_decode.operator import mla_decode
-from surgery.kernels.mla_decode.quantized_operator import mla_decode_quantized
-from surgery.model.quantized_cache import QuantizedKVLayer
 
 
 def why_not_latent(module: nn.Module) -> str | None:
@@ -32,16 +28,7 @@ def latent_kernel(
     queries = query.shape[2]
     if cache is None or (queries > 1 and module.sliding_window) or not is_step(module, query, queries):
         return None
-    layer = cache.layers[module.layer_idx]
-    quantized = isinstance(layer, QuantizedKVLayer)
-    # With a key norm gains are quantized too.
-    if quantized and (module.key_norm_eps is not None or not layer.of_one_format):
-        return None
     query = query.transpose(1, 2)
-    if quantized:
-        layer.append(latent, positional)
-        _, starts = row_bounds(mask, len(query), queries, layer.get_seq_length(), query.device)
-        return _quantized(query, layer, starts, module.scaling)
     latent, positional = cache.update(latent, positional, module.layer_idx)
     lengths, starts = row_bounds(mask, len(query), queries, latent.shape[2], query.device)
     rope_key, gain = positional[:, 0], None
@@ -49,29 +36,3 @@ def latent_kernel(
         rope_key, gain = rope_key.split((module.rope_dim, module.num_kv_heads), dim=-1)
     out, _ = mla_decode(query, latent[:, 0], rope_key, module.scaling, lengths=lengths, starts=starts, key_gain=gain)
     return out
-
-
-def _quantized(query: Tensor, layer: QuantizedKVLayer, starts: Tensor | None, scale: float) -> Tensor:
-    """Quantized tokens and the exact ones behind them, each read as it is."""
-    latents, rope = layer.key_codes, layer.value_codes
-
-    def exact_part() -> tuple[Tensor, Tensor]:
-        behind = None if starts is None else (starts - latents.tokens).clamp(min=0)
-        return mla_decode(query, layer.keys[:, 0], layer.values[:, 0], scale, starts=behind)
-
-    def quantized_part() -> tuple[Tensor, Tensor]:
-        parts = [None if each is None else each[:, 0] for each in (latents.codes, latents.scale, latents.zero)]
-        parts += [None if each is None else each[:, 0] for each in (rope.codes, rope.scale, rope.zero)]
-        length = latents.tokens + layer.keys.shape[-2]
-        return mla_decode_quantized(
-            query,
-            *parts,
-            scale,
-            format=layer.format,
-            group=layer.group,
-            by_channel=layer.keys_by == "channel",
-            lengths=torch.full((len(query),), length, dtype=torch.int32, device=query.device),
-            starts=starts,
-        )
-
-    return of_both(layer, exact_part, quantized_part)

@@ -9,13 +9,11 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from surgery.acceleration.masks import row_bounds
-from surgery.acceleration.quantized import of_both
 from surgery.acceleration.steps import is_step, readable
-from surgery.kernels.lowrank_decode.operator import lowrank_decode, lowrank_decode_quantized, rotation_tables
+from surgery.kernels.lowrank_decode.operator import lowrank_decode, rotation_tables
 from surgery.model.attention_functions import norm_width, take
 from surgery.model.exact_window_cache import ExactWindowLayer
 from surgery.model.low_rank_attention import LowRankAttention
-from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.model.rotary import rotates_plainly
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -67,8 +65,6 @@ def low_rank_kernel(
         return None
     layer, beside = cache.layers[module.layer_idx], {}
     if isinstance(layer, ExactWindowLayer):
-        if isinstance(layer.latents, QuantizedKVLayer):
-            return None
         filled = _filled_slots(layer, queries, query.device)
         latent, exact = layer.update(latent, exact)
         key, value = exact.unflatten(-1, (2 * module.num_kv_heads, module.head_dim))[:, 0].transpose(1, 2).chunk(2, 1)
@@ -76,13 +72,9 @@ def low_rank_kernel(
             value = value - module.value_bias.view(module.num_kv_heads, 1, module.head_dim)
         beside = {"exact_key": key, "exact_value": value, "exact_slots": filled}
         beside |= {"window": module.window, "sinks": module.exact_sinks}
-    elif isinstance(layer, QuantizedKVLayer):
-        if not layer.of_one_format:
-            return None
-        layer.append(latent, latent[..., :0])
     else:
         latent, _ = cache.update(latent, latent[..., :0], module.layer_idx)
-    slots = layer.get_seq_length() if isinstance(layer, QuantizedKVLayer) else latent.shape[2]
+    slots = latent.shape[2]
     lengths, starts = row_bounds(mask, len(query), queries, slots, query.device)
     key_up, value_up, ranges = stacked_ups(module)
     heads = module.num_kv_heads, module.head_dim
@@ -95,12 +87,9 @@ def low_rank_kernel(
     }
     scale = module.scaling * module.rotary[0].attention_scaling
     query = query.transpose(1, 2)
-    if isinstance(layer, QuantizedKVLayer):
-        out, exact_out = _quantized(query, layer, key_up, scale, starts, reading), None
-    else:
-        out, exact_out, _ = lowrank_decode(
-            query, latent[:, 0], key_up, scale, lengths=lengths, starts=starts, **reading, **beside
-        )
+    out, exact_out, _ = lowrank_decode(
+        query, latent[:, 0], key_up, scale, lengths=lengths, starts=starts, **reading, **beside
+    )
     return lifted(out, value_up, exact_out, None if module.value_bias is None else module.value_bias.view(heads))
 
 
@@ -161,41 +150,6 @@ def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, in
     if len(module.ranks) == 1:
         return *sides, None
     return *sides, [(*key, *value) for key, value in zip(*ranges, strict=True)]
-
-
-def _quantized(
-    query: Tensor, layer: QuantizedKVLayer, key_up: Tensor, scale: float, starts: Tensor | None, reading: dict
-) -> Tensor:
-    """Mixed latents of a quantized layer: the quantized ones and the exact ones behind them, each read as they are."""
-    latents = layer.key_codes
-    length = latents.tokens + layer.keys.shape[-2]
-    lengths = torch.full((len(query),), length, dtype=torch.int32, device=query.device)
-
-    def exact_part() -> tuple[Tensor, Tensor]:
-        first = torch.full_like(lengths, latents.tokens)
-        out, _, log = lowrank_decode(
-            query, layer.keys[:, 0], key_up, scale, lengths=lengths, starts=starts, first=first, **reading
-        )
-        return out, log
-
-    def quantized_part() -> tuple[Tensor, Tensor]:
-        out, _, log = lowrank_decode_quantized(
-            query,
-            latents.codes[:, 0],
-            latents.scale[:, 0],
-            None if latents.zero is None else latents.zero[:, 0],
-            key_up,
-            scale,
-            format=layer.format,
-            group=layer.group,
-            by_channel=latents.by_channel,
-            lengths=lengths,
-            starts=starts,
-            **reading,
-        )
-        return out, log
-
-    return of_both(layer, exact_part, quantized_part)
 
 
 def _filled_slots(layer: ExactWindowLayer, queries: int, device: torch.device) -> Tensor:

@@ -19,7 +19,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.acceleration.masks import row_bounds
-from surgery.acceleration.quantized import QuantizedKeys, quantized_attention
 from surgery.acceleration.steps import is_step, readable
 from surgery.kernels.gqa_decode.operator import gqa_decode
 from surgery.kernels.mla_decode.operator import mla_decode
@@ -39,7 +38,7 @@ def register() -> None:
 def surgery_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | QuantizedKeys,
+    key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
@@ -49,13 +48,10 @@ def surgery_attention(
     """Attention of query [B, H, T, d] over key [B, G, S, d] and value [B, G, S, v] → [B, T, H, v], no weights.
 
     Args:
-        key, value: of a stock MLA module under `accelerate` the latents [B, 1, S, r] and rotated keys [B, 1, S, ρ]; of
-            a quantized cache what it holds.
+        key, value: of a stock MLA module under `accelerate` the latents [B, 1, S, r] and rotated keys [B, 1, S, ρ].
         attention_mask: [B or 1, 1, T, S] as transformers makes it for SDPA, or None.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(key, QuantizedKeys):
-        return quantized_attention(query, key, attention_mask, scale), None
     queries = query.shape[2]
     one_run = queries == 1 or not _forgets(module, kwargs)
     if getattr(module, HANDS_ON_LATENTS, False):

@@ -15,8 +15,6 @@ from surgery.common.errors import SurgeryError
 from surgery.structures.base import ConfigOf
 from surgery.structures.registry import TARGETS
 
-INT4 = {"format": "int4", "group": 32, "window": 128, "keys": "channel"}
-
 
 def source_config(shape: str) -> PreTrainedConfig:
     """The config of one of `DECODE_SHAPES`."""
@@ -25,27 +23,11 @@ def source_config(shape: str) -> PreTrainedConfig:
 
 
 def converted_configs() -> dict[str, ConfigOf]:
-    """Return the configs of what ``--to`` can name, those of installed packages among them.
-
-    ``NAME-int4`` is ``NAME`` in the custom model class, with a cache in 4 bits.
-    """
+    """Return the configs of what ``--to`` can name, those of installed packages among them."""
     targets = [target for target in TARGETS.working().values() if not target.fixed]
-    configs = {
+    return {
         target.name + form: config for target in targets for form, config in target.structure().bench_configs().items()
     }
-    return configs | {f"{name}-int4": _quantized(config) for name, config in configs.items()}
-
-
-def _quantized(make: ConfigOf) -> ConfigOf:
-    """Configs of the custom model class with a cache in 4 bits: groups of 32 tokens, a residual window of 128."""
-
-    def config(source: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
-        plain = make(source, rank, rope_dim)
-        if not isinstance(plain, own_model.SurgeryConfig):
-            plain = own_model.SurgeryConfig.from_base(plain, [None] * plain.num_hidden_layers)
-        return own_model.SurgeryConfig(**{**plain.to_dict(), "kv_cache": dict(INT4)})
-
-    return config
 
 
 def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from surgery.checkpoint.disk import parse_size
 from surgery.common.errors import SurgeryError
@@ -89,9 +89,6 @@ class ConversionSettings(FileSettings):
         section="Inputs",
         metavar="FOLDER",
     )
-
-    quantizes: ClassVar[bool] = False
-    """Whether the result keeps a quantized cache."""
 
     @classmethod
     def needless(cls, option: Callable[[str], str | None]) -> str | None:

@@ -109,9 +109,9 @@ def convert(
 
         surgery convert --to hybrid ckpt/ --heads ckpt-heads-duo.safetensors --kv-ratio 0.4
 
-        surgery convert --to lowrank ckpt/ --kv-ratio 0.5 --bits 4
+        surgery convert --to lowrank ckpt/ --bits auto --kv-ratio 0.125
 
-        surgery convert --to quantized ckpt-lowrank/ --bits 4
+        surgery convert --to quantized ckpt/ --kv-ratio 0.1875
 
         surgery convert ckpt/ --plan plan.yaml
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+ROWS = "each value has a step of its own, from calibration text: leave it out"
+WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} is {} bits for every value of the source on average"
 FIT = "training wins back more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 
 REMOVED = {
@@ -45,6 +47,20 @@ REMOVED = {
     "processes": "torchrun --nproc-per-node N -m surgery ... starts as many processes that share the work",
     "inspect calibration": "surgery plan measures what every size of every target loses",
     "inspect plot": "surgery plan measures what every size of every target loses",
+    "group": ROWS,
+    "keys": ROWS,
+    "hadamard": ROWS,
+    "rope_bits": ROWS,
+    "streaming_bits": "streaming heads keep full-precision tokens: leave it out",
+    "quantized window": "the first tokens stay in full precision (--sinks), and no recent ones: leave it out",
+    "bits 8": WIDTHS.format(0.5, 8),
+    "bits 4": WIDTHS.format(0.25, 4),
+    "bits 3": WIDTHS.format(0.1875, 3),
+    "bits 2": WIDTHS.format(0.125, 2),
+    "bits fp8": WIDTHS.format(0.5, 8),
+    "gqa bits": "quantize the result: surgery convert CKPT-gqa --to quantized",
+    "mqa bits": "quantize the result: surgery convert CKPT-mqa --to quantized",
+    "hybrid bits": "streaming heads keep full-precision tokens; --to quantized keeps all tokens in a few bits",
     "to mixed": "convert all layers to one structure, such as --to lowrank --bits auto, which spends by layer; "
     "mixed checkpoints load as before",
 }

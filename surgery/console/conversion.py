@@ -9,7 +9,7 @@ from rich.console import Console
 
 from surgery.checkpoint.named_models import name_of
 from surgery.common.errors import SurgeryError
-from surgery.common.human import cost, duration, formats_of, origin, per_token, share, size, with_perplexity
+from surgery.common.human import cost, duration, origin, per_token, share, size, with_perplexity
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.heal import NOT_MEASURED, show_estimate, show_training
@@ -36,7 +36,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     page.print(f"\n[bold]{plain(display_name)} → {plain(conversion.path.name)}[/bold]")
     kv_bytes = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
     names = source["model_type"], target["model_type"]
-    others = [*_numbers(kv, target), *_flow(kv)]
+    others = _flow(kv)
     page.print(terminal.render(before_and_after(kv_bytes, report["ladder"], names, others)))
     if healing := report["healing"]:
         show_training(page, healing)
@@ -59,14 +59,6 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         page.print(f"[bold yellow]{plain(useless_message(useless))}[/bold yellow]", soft_wrap=True)
     after = [f"surgery heal {result} --teacher {source_name}"] if first["loss"] is not None and not healing else []
     show_next(page, [f"surgery eval {result} --baseline {source_name}", *after, f"surgery doctor {result}"])
-
-
-def _numbers(kv: dict, target: dict) -> list[tuple[str, str, str]]:
-    """Return rows on the number and the format of the cached values, for conversions that end in a quantized cache."""
-    if "numbers_bytes_per_token" not in target:
-        return []
-    ratio = share(target["numbers_bytes_per_token"] / kv["source_bytes_per_token"])
-    return [("numbers kept", "100%", f"{ratio}, as {formats_of(target['kv_cache'])}")]
 
 
 def _flow(kv: dict) -> list[tuple[str, str, str]]:

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import BoolTensor, Tensor, nn
 
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import cached_heads, output
-from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.model.token_codes import TokenCodes
 from surgery.running.attention_tap import AttentionCall
-from surgery.transforms.quantized_reading import read_quantized
 
 PIECE = 128
 """Queries at a time: a sequence of any length takes memory for this many times those that they see."""
@@ -117,8 +113,6 @@ class StreamingAttention(nn.Module):
     Args:
         anatomy: without a sliding window.
         streams, sinks, recent, compensated: as in `mixed_output`.
-        codes: an empty layer that says how full heads keep their tokens, and how streaming ones do; None where both are
-            exact.
     """
 
     def __init__(
@@ -128,26 +122,14 @@ class StreamingAttention(nn.Module):
         sinks: int,
         recent: int,
         compensated: BoolTensor,
-        codes: tuple[QuantizedKVLayer, TokenCodes] | None = None,
     ):
         super().__init__()
         self.anatomy, self.streams, self.sinks, self.recent = anatomy, streams, sinks, recent
-        self.compensated, self.codes = compensated, codes
+        self.compensated = compensated
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         anatomy, projection = self.anatomy, self.anatomy.project(hidden_states)
         queries, keys, values = cached_heads(anatomy, projection)
         call = AttentionCall(0, queries, keys, values, None, anatomy.scale, anatomy.softcap, anatomy.sinks)
-        full = AttentionCall.output
-        if self.codes is not None:
-            cache, tokens = self.codes
-            streams = self.streams[:, None, None].to(keys.device)
-            key, value = (torch.where(streams, tokens.read(part), part) for part in (keys, values))
-            call, full = replace(call, key=key, value=value), partial(_quantized_output, cache)
-        attn_output = mixed_output(call, self.streams, self.sinks, self.recent, self.compensated, full)
+        attn_output = mixed_output(call, self.streams, self.sinks, self.recent, self.compensated)
         return output(anatomy, attn_output, hidden_states), None
-
-
-def _quantized_output(cache: QuantizedKVLayer, call: AttentionCall) -> Tensor:
-    """Return the attention output [B, T, H, v] with keys and values quantized as in decoding."""
-    return read_quantized(cache, call.softmax, call.query, call.key, call.value)

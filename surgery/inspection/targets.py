@@ -9,7 +9,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.running.source import Source
 from surgery.structures.base import TargetOption
-from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
+from surgery.structures.kv_bytes import source_kv_bytes
 from surgery.structures.registry import TARGETS, Target
 
 COMMAND = "surgery convert "
@@ -54,8 +54,8 @@ def _row(opened: Source, target: Target, option: TargetOption) -> dict[str, Any]
         settings = target.settings(option.settings)
         structure = target.structure().for_source(opened.reader.config, settings)
         forecast = structure.over(opened, settings, Progress(silent=True)).forecast()
-        config = final_config(forecast, settings)
-        result_bytes, of_source = kv_bytes(forecast, config, opened, settings), source_kv_bytes(opened)
+        config = forecast.config
+        result_bytes, of_source = forecast.kv_bytes_per_token, source_kv_bytes(opened)
     except SurgeryError as error:
         return {**command, "applies": False, "class": None, "reasons": [str(error)], "engines": {}}
     return {

@@ -44,8 +44,6 @@ class QuantizedKVLayer(CompactLayer):
 
     form = "a quantized KV cache"
     reads_ahead = True
-    hands_on_codes = False
-    """Whether `update` returns the layer itself, twice, for an attention that reads it quantized."""
 
     def __init__(
         self,
@@ -100,12 +98,6 @@ class QuantizedKVLayer(CompactLayer):
         """Bytes after an update, which dequantizes all tokens."""
         yield cached.held(past_length + new) + cached.token_bytes * (past_length + new)
 
-    @property
-    def of_one_format(self) -> bool:
-        """Whether all tokens but the latest are quantized in one format that kernels read."""
-        in_bytes = PACKED[self.format] * BITS[self.format] == 8
-        return in_bytes and not self.sinks and not self.spans and self.value_format == self.format
-
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
@@ -151,8 +143,6 @@ class QuantizedKVLayer(CompactLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d], dequantized, in the dtype they had."""
         self.append(key_states, value_states)
-        if self.hands_on_codes:
-            return self, self
         return (
             torch.cat([self.first_keys, self.key_codes.dequantized(), self.keys], dim=-2),
             torch.cat([self.first_values, self.value_codes.dequantized(), self.values], dim=-2),

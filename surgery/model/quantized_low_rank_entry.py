@@ -14,7 +14,7 @@ from .token_format import Runs, TokenFormat, runs_problem
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedLowRankEntry(LowRankEntry):
-    """Low-rank attention with one block of quantized latents.
+    """Low-rank attention with quantized latents, those of one block after the other in a row.
 
     Attributes:
         latent_runs: bytes of the latents in a token's row, see `TokenFormat`.
@@ -34,9 +34,9 @@ class QuantizedLowRankEntry(LowRankEntry):
         return TokenFormat(self.latent_runs)
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return what is wrong with the block, what is shared, the runs or the first tokens."""
-        if len(self.blocks) != 1 or self.codes or self.streaming or self.window:
-            return "packed rows are of one block of latents, without codes, streaming or a window"
+        """Return what is wrong with the blocks, what is shared, the runs or the first tokens."""
+        if self.codes or self.streaming or self.window:
+            return "packed rows have no codes, streaming blocks or window"
         if self.first_tokens < 0:
             return f"first_tokens is {self.first_tokens}, and must be at least 0"
-        return super().problem(config, index, entries) or runs_problem(self.latent_runs, self.blocks[0].rank)
+        return super().problem(config, index, entries) or runs_problem(self.latent_runs, sum(self.ranks))

@@ -15,6 +15,13 @@ from transformers import initialization as init
 
 from .token_format import TokenFormat
 
+SHORT_FIELD = 32
+"""Channels of a field, on average, below which one gather unpacks a row faster than a slice for every field.
+
+On one core 64 rows of 66 fields of 6 channels take 0.08 ms by a gather and 1.5 by slices, 1,024 rows of 9 fields of 227
+channels 9.5 and 1.3.
+"""
+
 
 class TokenQuantizer(nn.Module):
     """Values of tokens [..., channels] ↔ packed rows [..., row_bytes] uint8.
@@ -29,20 +36,24 @@ class TokenQuantizer(nn.Module):
         channels = token_format.channels
         self.register_buffer("step", torch.ones(channels, dtype=torch.float32))
         self.register_buffer("mean", torch.zeros(channels, dtype=torch.float32))
-        self.register_buffer("highest", self._highest(), persistent=False)
-        channels, factors = self._layout()
-        self.register_buffer("field_channels", channels, persistent=False)
-        self.register_buffer("field_factors", factors, persistent=False)
+        for name, table in self._tables().items():
+            self.register_buffer(name, table, persistent=False)
         self._is_checked = False
 
-    def _highest(self, device: torch.device | None = None) -> Tensor:
-        """Return the highest code of every channel."""
-        return torch.tensor([2.0**bits - 1 for bits in self.format.bits()], dtype=torch.float32, device=device)
-
-    def _layout(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """Return `TokenFormat.layout`, the factors as uint8."""
+    def _tables(self, device: torch.device | None = None) -> dict[str, Tensor]:
+        """Return what follows from the format: every channel's highest code, byte and lowest bit, and its layout."""
         channels, factors = self.format.layout()
-        return torch.tensor(channels, device=device), torch.tensor(factors, dtype=torch.uint8, device=device)
+        fields = self.format.fields()
+        channel_bytes = [byte for start, count, *_ in fields for byte in range(start, start + count)]
+        shifts = [position for _, count, position, _ in fields for _ in range(count)]
+        highest = [2.0**bits - 1 for bits in self.format.bits()]
+        return {
+            "highest": torch.tensor(highest, dtype=torch.float32, device=device),
+            "channel_bytes": torch.tensor(channel_bytes, dtype=torch.int64, device=device),
+            "channel_shifts": torch.tensor(shifts, dtype=torch.uint8, device=device),
+            "field_channels": torch.tensor(channels, device=device),
+            "field_factors": torch.tensor(factors, dtype=torch.uint8, device=device),
+        }
 
     def _apply(self, fn, recurse=True):
         # `model.to(bfloat16)` would round steps and means: follow only the device.
@@ -52,19 +63,16 @@ class TokenQuantizer(nn.Module):
             moved = getattr(self, name)
             if moved.dtype != torch.float32:
                 setattr(self, name, (moved if value.is_meta else value).to(moved.device, torch.float32))
-        self.highest = self._highest(self.highest.device)
-        self.field_channels, self.field_factors = self._layout(self.highest.device)
+        for name, table in self._tables(self.highest.device).items():
+            setattr(self, name, table)
         return self
 
     def initialize_weights(self) -> None:
         """Fill what no checkpoint has loaded."""
         init.ones_(self.step)
         init.zeros_(self.mean)
-        init.copy_(self.highest, self._highest(self.highest.device))
-        for buffer, values in zip(
-            (self.field_channels, self.field_factors), self._layout(self.highest.device), strict=True
-        ):
-            init.copy_(buffer, values)
+        for name, table in self._tables(self.highest.device).items():
+            init.copy_(getattr(self, name), table)
 
     def check(self) -> None:
         """Check steps and means once, before anything is read through them.
@@ -121,9 +129,12 @@ class TokenQuantizer(nn.Module):
 
     def unpack(self, rows: Tensor) -> Tensor:
         """Unpack rows [..., row_bytes] → codes [..., channels] uint8."""
+        fields = self.format.fields()
+        if self.format.channels < SHORT_FIELD * len(fields):
+            return (rows.index_select(-1, self.channel_bytes) >> self.channel_shifts) & self.highest.to(torch.uint8)
         codes = [
             (rows[..., start : start + count] >> position) & ((1 << bits) - 1)
-            for start, count, position, bits in self.format.fields()
+            for start, count, position, bits in fields
         ]
         return torch.cat(codes, dim=-1)
 

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
-from surgery.architectures.own_class import layer_entries
 from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.engines.cache_formats import TENSORRT_LLM
 from surgery.engines.table import refuse_unless_loadable
 from surgery.families import LATENT_FAMILIES
-from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.planning.settings import BITS, PlanSettings
 from surgery.running.kv_bytes import kv_bytes_of
-from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, Structure
 from surgery.structures.context import ConversionContext
-from surgery.structures.kv_bytes import final_config
 from surgery.structures.registry import TARGETS, Target
 
 TOLERANCE = 0.02
@@ -76,21 +71,11 @@ class Sized:
 
     def attention(self, work: ConversionContext, layer: int) -> nn.Module:
         """A simulation of a layer's attention, as it becomes."""
-        return self.structure.closed_form(work, layer, self._caches[layer])
+        return self.structure.closed_form(work, layer)
 
     def pass_group(self, work: ConversionContext, group: range, hidden: Tensor) -> Tensor:
         """Carry [N, T, D], in place, through layers that only run together."""
         return self.structure.pass_group(work, group, hidden)
-
-    @cached_property
-    def _caches(self) -> list[QuantizedKVLayer | None]:
-        """An empty layer of every layer's quantized cache; None where it is exact."""
-        layers = len(layer_entries(self.config))
-        if not self.config.get("kv_cache"):
-            return [None] * layers
-        return list(
-            map(skeleton(self.config, self.structure.opened.weight_dtype).config.quantized_layer, range(layers))
-        )
 
 
 class Candidates:
@@ -147,7 +132,7 @@ class Candidates:
             if result is None:
                 return None
             result.structure.plan(self._work)
-            return replace(result, config=final_config(result.structure.forecast(), result.settings))
+            return replace(result, config=result.structure.forecast().config)
         except SurgeryError as error:
             if record:
                 self.refused[_named(target, overrides)] = str(error)
@@ -184,7 +169,7 @@ class Candidates:
         structure_class = target.structure().for_source(self._opened.reader.config, settings)
         structure = structure_class(self._opened, settings, self._work.progress)
         forecast = structure.forecast()
-        config = final_config(forecast, settings)
+        config = forecast.config
         if self._settings.engine:
             refuse_unless_loadable(self._settings.engine, config)
         num_bytes = held_bytes(config, self._opened, self._settings)

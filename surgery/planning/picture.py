@@ -66,5 +66,4 @@ def _kind(row) -> str:
     if row.engine:
         return f"{row.engine}'s own"
     bits, usual = row.asked.get("bits"), getattr(find_target(row.to).settings_class, "bits", None)
-    group = f", groups of {row.asked['group']}" if "group" in row.asked else ""
-    return row.to if bits is None or usual is not None else f"{row.to}, bits {bits}{group}"  # else all have some
+    return row.to if bits is None or usual is not None else f"{row.to}, bits {bits}"  # else all have some

@@ -24,7 +24,6 @@ from surgery.common.progress import Progress
 from surgery.engines.table import engine_table
 from surgery.families.base import is_mtp_layer
 from surgery.families.multimodal import HOLD_CUSTOM
-from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.reporting.report import SourceShape
 from surgery.running.source import Source
 from surgery.structures.context import ConversionContext, Opened, Settings
@@ -100,9 +99,8 @@ class Forecast:
     engines: dict[str, dict] | None = None
 
     def engines_of(self, reader: CheckpointReader, config: dict[str, Any]) -> dict[str, dict]:
-        """Return the table of engines for the result of a source, whose config.json is ``config`` with its
-        ``kv_cache``."""
-        if self.engines is None or "kv_cache" in config or reader.stored_names:
+        """Return the table of engines for the result of a source, whose config.json is ``config``."""
+        if self.engines is None or reader.stored_names:
             return engine_table(whole_config(reader, config))
         return self.engines
 
@@ -209,12 +207,8 @@ class Structure(ABC, Generic[Opened, Settings]):
         """The key basis whose attention over lags it wants among its statistics."""
         return None
 
-    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
-        """Surrogate module of a layer's attention, as it becomes, for prompts only; after :meth:`plan`.
-
-        Args:
-            cache: an empty layer that quantizes what is cached; None where it is exact.
-        """
+    def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
+        """Surrogate module of a layer's attention, as it becomes, for prompts only; after :meth:`plan`."""
         raise NotImplementedError
 
     def group(self, layer: int) -> range:

@@ -38,7 +38,6 @@ from surgery.structures.base import Outcome, Structure
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantization_entry
-from surgery.structures.quantized.stage import in_own_class, quantize_written
 from surgery.structures.record import build_report
 from surgery.structures.request import ConversionRequest, open_request
 from surgery.verification.written import Verification
@@ -153,28 +152,21 @@ def _finish(
 ) -> tuple[Outcome, Verification]:
     """Writes what is not attention, and checks and runs the result.
 
-    With ``bits``, what was written becomes the custom model class with a quantized cache.
-
     Raises:
         SurgeryError: the written files are not what was planned, or do not compute what was simulated.
     """
-    reader, quantizes = work.opened.reader, work.settings.quantizes
-    if quantizes:
-        outcome = in_own_class(outcome)
+    reader = work.opened.reader
     entry = quantization_entry(reader, tensors, kept_matrices(reader, work.settings, tensors))
     final = outcome.final_config
     outcome = replace(outcome, config=outcome.config | entry, final_config=None if final is None else final | entry)
     copy_tensors(reader, writer.missing(), outcome.factors, writer, work.progress)
     config, code = whole_config(reader, outcome.config), ()
     if outcome.own_class:
-        cache = {"kv_cache": work.settings.kv_cache()} if quantizes else {}
-        code = remote_code_files(whole_config(reader, with_auto_map(outcome.config | cache))["auto_map"])
+        code = remote_code_files(whole_config(reader, with_auto_map(outcome.config))["auto_map"])
     writer.write_json(CONFIG, config)
     copy_sidecars(reader, carried, code, writer)
     writer.finish()
     verify_files(writer.partial, writer.stored_plan)
-    if quantizes:
-        return quantize_written(writer, work, outcome)
     return outcome, structure.verify(work, writer.partial, outcome)
 
 

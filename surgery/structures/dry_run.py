@@ -9,9 +9,7 @@ from pathlib import Path
 
 import torch
 
-from surgery.architectures.cached import REASON
 from surgery.architectures.multimodal import whole_config
-from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.texts import (
     NO_TOKENIZER,
@@ -33,7 +31,7 @@ from surgery.structures.base import Structure
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_layers import converted_layers
 from surgery.structures.kept_matrices import kept_matrices
-from surgery.structures.kv_bytes import final_config, kv_bytes, source_kv_bytes
+from surgery.structures.kv_bytes import source_kv_bytes
 from surgery.structures.registry import target_of
 from surgery.structures.request import ConversionRequest, open_request
 
@@ -119,12 +117,11 @@ def plan_conversion(
         work, speed = replace(work, on_host=False), {"flops_per_second": None}
     else:
         speed = measure_speed(opened.stream.device, opened.stream.dtype)
-    config = final_config(forecast, settings)
+    config = forecast.config
     config_values = whole_config(opened.reader, config)
-    quantized = "kv_cache" in config and forecast.model_type != MODEL_TYPE
     if outline is not None:
         outline_result(outline, structure, settings)
-    source_kv, kv = source_kv_bytes(opened), kv_bytes(forecast, config, opened, settings)
+    source_kv, kv = source_kv_bytes(opened), forecast.kv_bytes_per_token
     return ConversionPlan(
         source=_source_facts(opened),
         out=str(out),
@@ -135,7 +132,7 @@ def plan_conversion(
             "to": target_of(settings).name,
             "method": getattr(settings, "method", None),
             "model_type": config_values["model_type"],
-            "reasons": [REASON] if quantized else forecast.reasons,
+            "reasons": forecast.reasons,
             "frequencies_known": forecast.settled,
             "engines": forecast.engines_of(opened.reader, config),
         },
@@ -152,7 +149,7 @@ def outline_result(folder: Path, structure: Structure, settings: ConversionSetti
     reader, forecast = structure.opened.reader, structure.forecast()
     if not reader.stored_names:
         files = in_parts(forecast.tensors, kept_matrices(reader, settings, forecast.tensors))
-        write_outline(folder, reader, whole_config(reader, final_config(forecast, settings)), files)
+        write_outline(folder, reader, whole_config(reader, forecast.config), files)
 
 
 def _source_facts(opened: Source | OwnSource) -> dict:

@@ -26,9 +26,6 @@ EFFICIENCY = 0.5
 # Square matrices [n, n] in float64 that live at once while a layer's statistics are used: both moments, their images in
 # the key basis, their roots, eigenvectors and workspace.
 ALGEBRA_MATRICES = 8
-# Reading held-out text through quantized caches, a few tokens at a time, against one forward pass: SmolLM2-135M on two
-# cores took 31 s and 6 s a sequence.
-CODES_SLOWDOWN = 5
 
 
 def seconds_of(flops: int | None, flops_per_second: float | None) -> float | None:
@@ -48,7 +45,6 @@ class Demand:
         steps: forms that pass a few texts, nearly as wide as the whole cache; ``exact``: that pass a few tokens.
         splits, split_sequences: how many splits of the budget are tried at most, each on so many held-out sequences.
         rescales: whether the residual stream is rescaled, and with it the embeddings.
-        quantizes: whether the held-out text is then read through a quantized cache.
     """
 
     cached: int
@@ -61,7 +57,6 @@ class Demand:
     splits: int = 1
     split_sequences: int = 0
     rescales: bool = False
-    quantizes: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,8 +217,6 @@ class Workload:
             flops["try splits of the budget"] = split_tokens * forward
         flops["convert"] = (1 + demand.results) * held_out * forward
         flops["verify: reload and run"] = held_out * forward
-        if demand.quantizes:
-            flops["measure"] = (1 + 2 * CODES_SLOWDOWN) * held_out * forward
         return flops
 
     def _algebra_bytes(self) -> int:

@@ -120,12 +120,14 @@ class PackedRows(Structure[Source, RowSettings]):
     Attributes:
         exact_stages: of the report, before the quantized one.
         least_granules: of a row.
+        usual_ratio: share of the source's bytes unless the settings have one.
         reason: why the result is of the class that it is of.
     """
 
     supports_multimodal = True
     exact_stages: ClassVar[tuple[str, ...]] = ()
-    least_granules: ClassVar[int] = 1
+    least_granules: int = 1
+    usual_ratio: ClassVar[float] = 0.25
     reason: ClassVar[str] = "a cache of packed rows is of the custom model class"
 
     def __init__(self, opened: Source, settings: RowSettings, progress: Progress):
@@ -139,8 +141,7 @@ class PackedRows(Structure[Source, RowSettings]):
                 setting="bits",
             )
         first = opened.first
-        self.granule = granule_of(first.kv_width)
-        ratio = 0.25 if settings.kv_ratio is None else settings.kv_ratio
+        self.granule, ratio = self.granule_bytes(), self.ratio()
         self.row_budget = ratio * first.kv_width * first.q.dtype.itemsize - self.other_bytes()
         if self.row_budget < self.least_granules * self.granule:
             raise SurgeryError(
@@ -150,6 +151,14 @@ class PackedRows(Structure[Source, RowSettings]):
             )
         self.plans: Plans | None = None
         self._factors: dict[int, float] = {}
+
+    def granule_bytes(self) -> int:
+        """Return the bytes of which every run of a row is a multiple."""
+        return granule_of(self.opened.first.kv_width)
+
+    def ratio(self) -> float:
+        """Return the share of the source's bytes."""
+        return self.usual_ratio if self.settings.kv_ratio is None else self.settings.kv_ratio
 
     def other_bytes(self) -> int:
         """Bytes of a row that are no packed values."""
@@ -236,6 +245,10 @@ class PackedRows(Structure[Source, RowSettings]):
                     self._factors[layer] = factor if not number else max(factor, self._factors[layer])
                 plans = self._spend(spectra)
         self.plans = plans
+        return self.planned_tensors(plans)
+
+    def planned_tensors(self, plans: Plans) -> dict[str, TensorSpec]:
+        """Return every tensor of a result with these rows."""
         writer = self.writer(plans)
         return replanned_tensors(self.opened, writer.copied, writer.plan, self.kept)
 
@@ -308,5 +321,5 @@ class PackedRows(Structure[Source, RowSettings]):
         whole = TokenFormat(tuple(run for runs_of in rows for run in runs_of))
         bits = whole.bits()
         counts = {str(width): bits.count(width) for width in sorted(set(bits))}
-        facts = {"row_bytes": whole.row_bytes, "bits": counts, "factor": self._factors[index]}
+        facts = {"row_bytes": whole.row_bytes, "bits": counts, "factor": self._factors.get(index)}
         return RowLayerReport(index, **self.widths(result), **facts, clipped=result.clipped, measured=errors)

@@ -7,22 +7,19 @@ from torch import nn
 
 from surgery.families.anatomy import LayerAnatomy
 from surgery.families.attention import CapturedAttention
-from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.source import Source
 from surgery.structures.converted_layers import ConvertedLayers
 from surgery.structures.stages import StageTracker
-from surgery.transforms.quantized_reading import QuantizedAttention
 
 
-def source_attention(opened: Source, layer: int, cache: QuantizedKVLayer | None = None) -> nn.Module | None:
-    """Surrogate module of a layer's attention that computes what the source does; quantized with a ``cache``.
+def source_attention(opened: Source, layer: int) -> nn.Module | None:
+    """Surrogate module of a layer's attention that computes what the source does.
 
     None of a layer that keeps a state, which runs unchanged.
     """
     if layer in opened.stateful:
         return None
-    anatomy = source_anatomy(opened, layer)
-    return CapturedAttention(anatomy) if cache is None else QuantizedAttention(anatomy, cache)
+    return CapturedAttention(source_anatomy(opened, layer))
 
 
 def source_anatomy(opened: Source, layer: int) -> LayerAnatomy:

@@ -70,7 +70,9 @@ class Target:
         for name in {**read, **values}:
             others = targets_with(name)
             if others and name not in names_of(self.settings_class):
-                raise SurgeryError(f"{where}: {name} is for {', '.join(others)}; {self.name} has no such setting")
+                notice = removal(f"{self.name} {name}")
+                reason = notice or f"is for {', '.join(others)}; {self.name} has no such setting"
+                raise SurgeryError(f"{where}: {name} {reason}", setting=name, hint=notice)
         return self.settings_class.from_mapping({**read, **values, **self.fixed}, where)
 
     def ending_of(self, settings: ConversionSettings) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgery.architectures.cached import check_quantizable
 from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint.output_place import settle_output
 from surgery.common.progress import Progress
@@ -56,7 +55,5 @@ def open_request(request: ConversionRequest, progress: Progress) -> tuple[Struct
     check_keepable(reader, settings)
     structure = target.structure().for_source(reader.config, settings)
     opened = structure.open(reader, settings)
-    if settings.quantizes:
-        check_quantizable(reader.path, opened.config)
     out = settle_output(source, reader.source, request.out, target.ending_of(settings), overwrite=request.overwrite)
     return structure.over(opened, settings, progress), out

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from surgery.families.anatomy import AttentionAnatomy, moved
 from surgery.families.attention import causal_attention
 from surgery.families.rope import phases, rotate
-from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.transforms.quantized_reading import as_quantized, attend_quantized
 from surgery.transforms.row_quantizer import Read
 
 
@@ -89,24 +87,17 @@ class LatentLayer:
         content, rope = query.split([self.rank, self.rope_dim], dim=-1)
         return torch.cat([content, rotate(rope, self._phase(x))], dim=-1)
 
-    def attend(self, x: Tensor, cache: QuantizedKVLayer | None = None, read: Read | None = None) -> Tensor:
+    def attend(self, x: Tensor, read: Read | None = None) -> Tensor:
         """Mixed head values [B, T, H, e] of a causal prompt, before the output projection.
 
-        Args:
-            cache: an empty layer that quantizes latents and rotated keys; of layers without a window.
-            read: as for :meth:`compress`.
+        ``read`` as for :meth:`compress`.
         """
         latent, positional = self.compress(x, read)
         gain = self.source.project_key_gain(x)
         if gain is not None:
             positional = torch.cat([positional, gain], dim=-1)
-        cached = latent[:, None], positional[:, None]
-        queries, exact, source = self.queries(x).transpose(1, 2), self._keys_and_values(*cached), self.source
-        if cache is None:
-            attn_output = causal_attention(source, queries, *exact)
-        else:
-            quantized = self._keys_and_values(*as_quantized(cache, *cached))
-            attn_output = attend_quantized(cache, source.softmax, queries, exact, quantized)
+        queries, cached = self.queries(x).transpose(1, 2), self._keys_and_values(latent[:, None], positional[:, None])
+        attn_output = causal_attention(self.source, queries, *cached)
         return torch.einsum("bhtr,her->bthe", attn_output, self.value_up)
 
     def _keys_and_values(self, latent: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,9 +111,9 @@ class LatentLayer:
         key = key.repeat_interleave(self.source.heads // key.shape[1], dim=1)
         return key, latent.expand(-1, self.source.heads, -1, -1)
 
-    def forward(self, x: Tensor, cache: QuantizedKVLayer | None = None, read: Read | None = None) -> Tensor:
-        """The layer's output [B, T, D] for a causal prompt; ``cache`` and ``read`` as for :meth:`attend`."""
-        out = torch.einsum("bthe,xhe->btx", self.source.gated(self.attend(x, cache, read), x), self.o)
+    def forward(self, x: Tensor, read: Read | None = None) -> Tensor:
+        """The layer's output [B, T, D] for a causal prompt; ``read`` as for :meth:`compress`."""
+        out = torch.einsum("bthe,xhe->btx", self.source.gated(self.attend(x, read), x), self.o)
         return out if self.source.o_bias is None else out + self.source.o_bias
 
     def _phase(self, x: Tensor) -> Tensor:
@@ -133,13 +124,12 @@ class SimulatedAttention(nn.Module):
     """Stands in for a transformers attention module and computes a latent layer; prompts only.
 
     Args:
-        cache: an empty layer that quantizes what is cached.
         read: what a cache of unrotated values gives back.
     """
 
-    def __init__(self, layer: LatentLayer, cache: QuantizedKVLayer | None = None, read: Read | None = None):
+    def __init__(self, layer: LatentLayer, read: Read | None = None):
         super().__init__()
-        self.layer, self.cache, self.read = layer, cache, read
+        self.layer, self.read = layer, read
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
-        return self.layer.forward(hidden_states, self.cache, self.read), None
+        return self.layer.forward(hidden_states, self.read), None

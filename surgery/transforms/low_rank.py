@@ -143,7 +143,7 @@ def low_rank_layer(
     down, up, energies, start = [], moment.new_zeros(len(moment), sum(b.rank for b in blocks)), [], 0
     projection = moment.new_zeros(len(moment), len(moment))  # what is rebuilt of z: up down
     for block in blocks:
-        index = _numbers(anatomy, block)
+        index = elements_of(anatomy, block)
         factors = rule.factors(whole.of(index), block.rank)
         down.append(factors.down @ weight[index])
         up[index, start : start + block.rank] = factors.up
@@ -169,7 +169,7 @@ def _check_blocks(anatomy: AttentionAnatomy, blocks: tuple[Block, ...]) -> None:
         if sorted(head for block in blocks for head in getattr(block, kind)) != heads:
             raise SurgeryError(f"blocks of latents must serve the {kind} of each of {len(heads)} KV heads once")
     for block in blocks:
-        numbers = len(_numbers(anatomy, block))
+        numbers = len(elements_of(anatomy, block))
         if not 1 <= block.rank <= numbers:
             raise SurgeryError(f"a block of {block.rank} latents cannot stand for {numbers} numbers per token")
 
@@ -251,7 +251,7 @@ def _relevance(anatomy: AttentionAnatomy, statistics: LayerStatistics, energy: T
     return relevance
 
 
-def _numbers(anatomy: AttentionAnatomy, block: Block) -> Tensor:
+def elements_of(anatomy: AttentionAnatomy, block: Block) -> Tensor:
     """Return the positions in ``z`` of the elements that a block serves: keys, then values."""
     keys = torch.arange(anatomy.kv_heads * anatomy.head_dim).view(anatomy.kv_heads, -1)
     values = keys.numel() + torch.arange(anatomy.kv_heads * anatomy.value_dim).view(anatomy.kv_heads, -1)

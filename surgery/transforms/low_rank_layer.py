@@ -26,8 +26,6 @@ from surgery.families.anatomy import AttentionAnatomy, moved
 from surgery.families.attention import output
 from surgery.families.rope import phases, rotate
 from surgery.model.low_rank_entry import Block
-from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.transforms.quantized_reading import as_quantized, attend_quantized
 from surgery.transforms.row_quantizer import Read
 
 
@@ -97,7 +95,6 @@ class SimulatedLowRank(nn.Module):
         earlier: stand-ins of the group's earlier layers. Call number i of this one reads their latents of call i, so
             all have to see the same prompts in the same order.
         sinks, window: tokens whose keys and values are exact, see the top of this file.
-        cache: an empty layer that quantizes the latents; not next to full-precision tokens or earlier layers.
         read: what a cache of packed rows gives back of the latents.
         remembers: whether latents are kept, which later layers of a group read.
     """
@@ -109,12 +106,11 @@ class SimulatedLowRank(nn.Module):
         *,
         sinks: int = 0,
         window: int = 0,
-        cache: QuantizedKVLayer | None = None,
         read: Read | None = None,
         remembers: bool = True,
     ):
         super().__init__()
-        self.layer, self.sinks, self.window, self.cache, self.read = layer, sinks, window, cache, read
+        self.layer, self.sinks, self.window, self.read = layer, sinks, window, read
         self.remembers = remembers
         self._earlier = earlier  # a tuple, so that they do not become submodules
         self.latents: list[Tensor] = []
@@ -130,8 +126,6 @@ class SimulatedLowRank(nn.Module):
         keys, values = layer.rebuilt(latents)
         phase = phases(source.inv_freq, torch.arange(keys.shape[1], device=keys.device), keys.dtype)
         queries = rotate(source.project_queries(hidden_states), phase)
-        if self.cache is not None:
-            return self._from_codes(hidden_states, queries, (keys, values), latents, phase), None
         keys, visible = rotate(keys, phase), self._visible(keys.shape[1], keys.device)
         if self.sinks or self.window:
             exact = source.project(hidden_states)
@@ -139,21 +133,8 @@ class SimulatedLowRank(nn.Module):
             keys = torch.cat([keys, rotate(exact_keys, phase)], dim=1)
             values = torch.cat([values, exact.v], dim=1)
         heads = (part.transpose(1, 2) for part in (queries, keys, values))
-        return self._output(source.softmax.mix(*heads, visible), hidden_states), None
-
-    def _from_codes(
-        self, inputs: Tensor, queries: Tensor, exact: tuple[Tensor, Tensor], latents: Tensor, phase: Tensor
-    ) -> Tensor:
-        """The output of queries that read keys and values rebuilt from quantized latents, or from exact ones."""
-        stored, _ = as_quantized(self.cache, latents[:, None], latents[:, None, :, :0])
-        quantized = self.layer.rebuilt(stored[:, 0])
-        forms = [(rotate(keys, phase).transpose(1, 2), values.transpose(1, 2)) for keys, values in (exact, quantized)]
-        attn_output = attend_quantized(self.cache, self.layer.source.softmax, queries.transpose(1, 2), *forms)
-        return self._output(attn_output, inputs)
-
-    def _output(self, attn_output: Tensor, inputs: Tensor) -> Tensor:
-        """The output projection of mixed values [B, H, T, e]."""
-        return output(self.layer.source, attn_output.transpose(1, 2), inputs)
+        attn_output = source.softmax.mix(*heads, visible)
+        return output(source, attn_output.transpose(1, 2), hidden_states), None
 
     def _visible(self, tokens: int, device: torch.device) -> Tensor:
         """Return the mask of visible keys by query, bool [T, T], or [T, 2T] with exact ones after the rebuilt ones."""

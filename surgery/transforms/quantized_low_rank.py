@@ -14,7 +14,9 @@ does not add up. Means cost no latents, since they become biases.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from surgery.calibration.statistics import LayerStatistics
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.token_format import Runs
 from surgery.model.token_quantizer import TokenQuantizer
-from surgery.transforms.low_rank import SharedMoments, key_scale, kv_rows, loss_metric, regression
+from surgery.transforms.low_rank import SharedMoments, elements_of, key_scale, kv_rows, loss_metric, regression
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
 from surgery.transforms.low_rank_methods import BlockMoments, Factors, loss_weighted
 from surgery.transforms.row_allocation import Section, unit_order
@@ -38,33 +40,44 @@ class Unpredicted:
     """Part that earlier layers do not predict of a layer's bias-free keys and values z, before their norm; float64.
 
     Attributes:
-        factors: of z - z̄ - R (ĉ - c̄), at full rank: ``down`` and ``up`` [n, n].
+        blocks: heads whose keys, or values, have latents together; their ranks mean nothing yet.
+        elements: places in z of each block's elements.
+        factors: of each block's part of z - z̄ - R (ĉ - c̄), at full rank.
         rows: z = rows x, [n, D].
         regression: R [n, s].
         mean: z̄ - R c̄ [n].
     """
 
-    factors: Factors
+    blocks: tuple[Block, ...]
+    elements: tuple[Tensor, ...]
+    factors: tuple[Factors, ...]
     rows: Tensor
     regression: Tensor
     mean: Tensor
 
-    def in_row(self, anatomy: AttentionAnatomy, runs: Runs) -> LowRankLayer:
-        """The layer with its latents in the order of a row; channels without a latent are zero."""
-        width, order = len(self.mean), torch.tensor(unit_order(runs))
-        down, up = take_or_zero(self.factors.down, order, 0), take_or_zero(self.factors.up, order)
+    def in_row(self, anatomy: AttentionAnatomy, rows: Sequence[Runs]) -> LowRankLayer:
+        """The layer with its latents in the order of a row of these runs of every block.
+
+        Channels without a latent are zero.
+        """
+        width, orders = len(self.mean), [torch.tensor(unit_order(runs)) for runs in rows]
+        down, up = self.mean.new_zeros(sum(map(len, orders)), width), self.mean.new_zeros(width, sum(map(len, orders)))
+        start = 0
+        for order, elements, factors in zip(orders, self.elements, self.factors, strict=True):
+            own = slice(start, start := start + len(order))
+            down[own, elements] = take_or_zero(factors.down, order, 0)
+            up[elements, own] = take_or_zero(factors.up, order)
         bias = self.mean - up @ (down @ self.mean)
         keys = anatomy.kv_heads * anatomy.head_dim
         key_bias, value_bias = bias[:keys].view(anatomy.kv_heads, -1), bias[keys:].view(anatomy.kv_heads, -1)
         key_up, value_up = torch.cat([self.regression, up], dim=1).split([keys, width - keys])
-        heads = tuple(range(anatomy.kv_heads))
         return LowRankLayer(
             source=replace(
                 anatomy,
                 k_bias=key_bias if anatomy.k_bias is None else anatomy.k_bias + key_bias,
                 v_bias=value_bias if anatomy.v_bias is None else anatomy.v_bias + value_bias,
             ),
-            blocks=(Block(len(order), heads, heads),),
+            blocks=tuple(replace(block, rank=len(order)) for block, order in zip(self.blocks, orders, strict=True)),
             down=down @ self.rows,
             key_up=key_up.unflatten(0, (anatomy.kv_heads, -1)),
             value_up=value_up.unflatten(0, (anatomy.kv_heads, -1)),
@@ -73,13 +86,19 @@ class Unpredicted:
 
 
 def unpredicted(
-    anatomy: AttentionAnatomy, statistics: LayerStatistics, inputs: Tensor, shared: Tensor | None, first: int
+    anatomy: AttentionAnatomy,
+    statistics: LayerStatistics,
+    blocks: tuple[Block, ...],
+    inputs: Tensor,
+    shared: Tensor | None,
+    first: int,
 ) -> Unpredicted:
     """Measure what a layer's own latents have to tell.
 
     Args:
         anatomy: the layer in float64.
         statistics: of all tokens or of all but the first ones.
+        blocks: heads that have latents together, every key head and every value head in one of them.
         inputs: of its attention, calibration tokens [N, T, D].
         shared: decoded latents of earlier layers of the same tokens [N, T, s].
         first: tokens that the cache keeps in full precision.
@@ -110,18 +129,20 @@ def unpredicted(
     early = early - mean
     moment = moment + FIRST_WEIGHT * (early.mT @ early) / max(len(weight), 1)
     moments = BlockMoments(moment, loss_metric(anatomy, statistics), None, None)
-    return Unpredicted(loss_weighted(moments, len(moment)), rows, prediction, mean)
+    elements = tuple(elements_of(anatomy, block) for block in blocks)
+    factors = tuple(loss_weighted(moments.of(places), len(places)) for places in elements)
+    return Unpredicted(blocks, elements, factors, rows, prediction, mean)
 
 
 @dataclass(frozen=True)
 class RowSpectrum:
-    """Energies of latents, descending, on which a row's bytes may be spent."""
+    """Energies of each block's latents, descending, on which a row's bytes may be spent."""
 
-    energies: Tensor
+    energies: tuple[Tensor, ...]
 
     def sections(self, factor: float = 1.0) -> list[Section]:
-        """Return the one section of a row, with energies times a factor."""
-        return [Section(factor * self.energies, least=1)]
+        """Return a section of the row for each block, with energies times a factor."""
+        return [Section(factor * each, least=1) for each in self.energies]
 
 
 @dataclass(frozen=True)
@@ -145,19 +166,20 @@ def convert_layer(
     anatomy: AttentionAnatomy,
     statistics: LayerStatistics,
     remainder: Unpredicted,
-    runs: Runs,
+    rows: Sequence[Runs],
     inputs: Tensor,
     shared: Tensor | None,
     first: int,
 ) -> QuantizedLowRank:
-    """Convert one layer, with arguments as of :func:`unpredicted`."""
-    layer = remainder.in_row(anatomy, runs)
+    """Convert one layer to a row of these runs of every block; other arguments as of :func:`unpredicted`."""
+    layer = remainder.in_row(anatomy, rows)
     indices = fit_places(inputs[:, first:].shape[:2].numel())
     body = inputs[:, first:].flatten(0, 1)[indices]
     others = None if shared is None else shared[:, first:].flatten(0, 1)[indices]
     values = layer.to(body.device, torch.float32).latents(body.float(), None if others is None else others.float())
     weight = body_weight(statistics, inputs, first)[indices]
-    return QuantizedLowRank(RowSpectrum(remainder.factors.energy), layer, *fitted_quantizer(runs, values, weight))
+    spectrum = RowSpectrum(tuple(factors.energy for factors in remainder.factors))
+    return QuantizedLowRank(spectrum, layer, *fitted_quantizer(tuple(chain.from_iterable(rows)), values, weight))
 
 
 def body_weight(statistics: LayerStatistics, inputs: Tensor, first: int) -> Tensor:

@@ -27,7 +27,7 @@ from surgery.acceleration import accelerate, decelerate
 from surgery.acceleration.accelerate import STATE
 from surgery.kernels import backend
 from surgery.kernels.plan import Plan
-from surgery.model import SurgeryConfig, SurgeryForCausalLM, quantized_cache
+from surgery.model import SurgeryConfig, SurgeryForCausalLM
 
 SLOW = pytest.mark.slow
 # Of 12 tokens: windows move in every step after it, and a group of codes is closed.
@@ -225,35 +225,11 @@ def test_own_models_take_kernels_by_themselves_once(monkeypatch):
     assert requests == [model]
 
 
-CODES = {"group": 4, "window": 2}
-
-
-FORMATS = [("int8", "channel"), pytest.param("int8", "token", marks=SLOW), pytest.param("int4", "channel", marks=SLOW)]
-FORMATS += [pytest.param(format, keys, marks=SLOW) for format, keys in (("int4", "token"), ("fp8", "channel"))]
-
-
-@pytest.mark.parametrize(("format", "keys"), FORMATS)
-@pytest.mark.parametrize(
-    ("make", "kernel"),
-    [
-        (lossless_model, "quantized"),
-        (lossless_low_rank, "lowrank"),
-        pytest.param(lambda source, **config: grouped(source, **config), "quantized", marks=SLOW),
-    ],
-    ids=["latent", "low_rank", "grouped"],
-)
-def test_codes_are_read_as_they_are(make, kernel, format, keys, calls, monkeypatch):
-    """Nothing is dequantized in a step, and what is read is what dequantizing gives."""
-    model = make(tiny_source("llama"), kv_cache={"format": format, "keys": keys, **CODES})
-    expected = decode(model, DynamicCache(config=model.config), PROMPT, batch=1)
-    assert accelerate(model, compare=False).refused is None
-    calls.clear()
-    prompt, cache = tokens(1)[:, :PROMPT], DynamicCache(config=model.config)
-    results = [model(prompt, past_key_values=cache).logits]
-    monkeypatch.setattr(quantized_cache.GroupedCodes, "dequantized", lambda codes: pytest.fail("dequantized"))
-    results += [model(tokens(1)[:, [place]], past_key_values=cache).logits for place in range(PROMPT, 12)]
-    agree(torch.cat(results, dim=1), expected, 1e-4)
-    assert any(kernel in name for name in calls)
+@pytest.mark.parametrize("make", [lossless_model, lossless_low_rank], ids=["latent", "low_rank"])
+def test_grouped_codes_are_dequantized_for_kernels(make, calls):
+    """Checkpoints of earlier versions cache groups of tokens in int8: kernels read what their cache gives back."""
+    codes = {"format": "int8", "keys": "channel", "group": 4, "window": 2}
+    check(make(tiny_source("llama"), kv_cache=codes), calls, caches=("dynamic",))
 
 
 SHARED = [*(("window", family) for family in FULL_ATTENTION), ("static", "llama"), ("token", "llama")]

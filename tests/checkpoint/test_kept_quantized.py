@@ -60,11 +60,11 @@ def loads(out, dtype):
 FEW = {"calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 CASES = [
     ("llama", "int4", "mla", {}),
-    ("llama", "fp8", "lowrank", {"kv_ratio": 0.5, "bits": 8}),
+    ("llama", "fp8", "lowrank", {"kv_ratio": 0.5}),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
-            ("llama", "int8", "quantized", {"bits": 8}),
+            ("llama", "int8", "quantized", {"bits": 8, "calibration": "builtin", **FEW}),
             ("llama", "int8 plain", "gqa", {}),
             ("llama", "int8", "crosslayer", {"calibration": "builtin", **FEW}),
             ("llama", "fp8", "hybrid", {"streaming": 1.0, "sinks": 2, "recent": 6}),

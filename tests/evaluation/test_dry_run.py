@@ -6,7 +6,7 @@ import pytest
 import torch
 from command_line import listing, run_main
 from conversions import convert_checkpoint
-from tiny_models import make_checkpoint
+from tiny_models import HELD_OUT, make_checkpoint
 
 from surgery.common.progress import Progress
 from surgery.evaluation.dry_run import plan_evaluation
@@ -30,7 +30,14 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     source = make_checkpoint(folder / "source", "llama", torch.bfloat16, 0)
     settings = {"calibration": "none", "device": "cpu", "kv_ratio": 0.5}
-    convert_checkpoint(source, folder / "codes", TARGETS["lowrank"].settings({**settings, "bits": 4, "group": 8}))
+    rows = {
+        **settings,
+        "calibration": str(HELD_OUT),
+        "calibration_tokens": 256,
+        "calibration_length": 64,
+        "held_out": 1,
+    }
+    convert_checkpoint(source, folder / "codes", TARGETS["lowrank"].settings({**rows, "kv_ratio": 0.3, "bits": "auto"}))
     convert_checkpoint(source, folder / "mla", TARGETS["mla"].settings({**settings, "rope_dim": 4}))
     return folder
 

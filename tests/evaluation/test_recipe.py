@@ -177,7 +177,7 @@ def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
     path = write(
         tmp_path,
         {"convert": {"name": "low", "source": source, **LOW}},
-        {"convert": {"name": "bits", "source": "low", "to": "quantized", "bits": 4, "group": 8, **WEIGHTS}},
+        {"convert": {"name": "bits", "source": "low", "to": "hybrid", "streaming": 1.0, **WEIGHTS}},
         {"heal": {"name": "healed", "student": "low", "teacher": source, "measure": False, **TRAINING}},
         {"eval": {"name": "report", "baseline": source, "checkpoints": ["low", "bits", "healed"], **MEASURED}},
         {"slice": {"name": "sliced", "source": "low", "kv_ratio": 0.25, **WEIGHTS}},

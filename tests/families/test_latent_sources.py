@@ -11,9 +11,8 @@ from conversions import convert_checkpoint
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, LATENT_CONFIGS, make_checkpoint
-from transformers import AutoModelForCausalLM, Cache, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from surgery.architectures.entry_factors import entry_factors
 from surgery.calibration.statistics import LayerStatistics
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
@@ -24,16 +23,13 @@ from surgery.families import LATENT_FAMILIES, latent_family_of
 from surgery.families.attention import CapturedAttention, attend, output
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
-from surgery.model.quantized_cache import ExactTokens, QuantizedKVLayer
 from surgery.planning.plan import make_plan
 from surgery.planning.settings import PlanSettings
 from surgery.running.source import Source
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.quantized.settings import QuantizedSettings
 from surgery.structures.registry import TARGETS
-from surgery.transforms.quantized_reading import QuantizedAttention
 from surgery.transforms.smaller_latent import norm_error, smaller_latent
 
 FIRST = "deepseek_v2", "deepseek_v3", "glm4_moe_lite"
@@ -157,76 +153,6 @@ def test_fewer_latents(checkpoints, tmp_path, name):
     assert off(model(padded, attention_mask=mask, position_ids=positions).logits[:, 5:], whole) < 1e-5
 
 
-QUANTIZED = {
-    "fewer": (ConvertSettings(**TEXT, kv_lora_rank=12, bits=8, group=8, rope_bits=16, sinks=2), 12),
-    "all": (QuantizedSettings(**{**TEXT, "bits": 4, "group": 8, "rope_bits": 16}), 16),
-    "turned": (QuantizedSettings(**{**TEXT, "bits": 8, "group": 32, "hadamard": True}), 16),
-}
-"""Settings, and the rank that is left."""
-
-
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        pytest.param(name, form, marks=[] if (name, form) in DEFAULT else pytest.mark.slow)
-        for name in LATENT_CONFIGS
-        for form in QUANTIZED
-    ],
-)
-@torch.no_grad()
-def test_latents_in_codes(checkpoints, tmp_path, name, form):
-    settings, rank = QUANTIZED[form]
-    source = checkpoints(name)
-    forecast = plan_conversion(source, tmp_path / "forecast", settings)
-    report = convert_checkpoint(source, tmp_path / "out", settings).report
-    kv, message = report.kv, json.loads((tmp_path / "out" / "config.json").read_text())
-    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] < kv["source_bytes_per_token"]
-    assert (report.target["model_type"], message["base_model_type"], message["kv_lora_rank"]) == (
-        *("surgery", report.source["model_type"]),
-        rank,
-    )
-    assert report.verification["logit_difference_to_simulation"] < 1e-5
-    assert forecast.target["model_type"] == "surgery" and forecast.target["reasons"] == report.target["reasons"]
-    inspection = inspect_checkpoint(tmp_path / "out")
-    assert inspection.architecture["attention"][0].startswith(f"3 layers: latent of {rank} and 8 rotary dimensions")
-
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
-    cache = DynamicCache(config=model.config)
-    whole = model(tokens, past_key_values=cache).logits
-    if settings.group > 24:  # all tokens are as they came still
-        assert off(whole, AutoModelForCausalLM.from_pretrained(source).eval()(tokens).logits) < 1e-5
-    else:
-        layer = cache.layers[0]
-        assert layer.key_codes.codes.shape[-1] == rank and isinstance(layer.value_codes, ExactTokens)
-    cache = DynamicCache(config=model.config)
-    pieces = [model(part, past_key_values=cache).logits for part in tokens.split((20, 1, 1, 1, 1), dim=1)]
-    if settings.bits == 8:  # codes are of a group once it is full, and experts of random models turn on little
-        assert off(torch.cat(pieces, dim=1), whole) < 2e-2
-    logits, cached, _ = run_elsewhere(tmp_path / "out", tokens, tmp_path, trust=True)
-    assert off(logits, whole) < 1e-5 and off(cached, torch.cat(pieces, dim=1)) < 1e-5
-    padded, mask = torch.cat([torch.full((2, 8), 2), tokens], dim=1), torch.ones(2, 32, dtype=torch.long)
-    mask[:, :8] = 0  # a group, so that groups of the text are the same
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    if not settings.sinks and settings.group == 8:
-        behind = model(padded, attention_mask=mask, position_ids=positions).logits[:, 8:]
-        assert off(behind, whole) < 1e-5
-
-
-@pytest.mark.slow
-def test_codes_of_what_was_converted_to_stock(checkpoints, tmp_path):
-    first = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4)
-    stock = convert_checkpoint(checkpoints("llama"), tmp_path / "stock", first)
-    settings = QuantizedSettings(**{**TEXT, "bits": 8, "group": 32, "rope_bits": 16})
-    quantized = convert_checkpoint(stock.path, tmp_path / "quantized", settings)
-    assert stock.report.target["model_type"] == "deepseek_v3" and quantized.report.target["model_type"] == "surgery"
-    turned = convert_checkpoint(stock.path, tmp_path / "turned", replace(settings, hadamard=True))
-    sizes = [entry_factors(CheckpointReader.open(folder)) for folder in (stock.path, quantized.path, turned.path)]
-    assert sizes[0] == sizes[1] == sizes[2] != {}  # what healing must not move
-    losses = {row["stage"]: row["loss"] for row in quantized.report.ladder}
-    assert abs(losses["quantized"] - losses["source"]) < 1e-3 < abs(losses["source"])
-
-
 SHARED = CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=8, batch_size=2, kv_ratio=0.7)
 
 
@@ -287,31 +213,10 @@ def test_what_was_converted_to_stock_shares_its_latents(checkpoints, tmp_path):
     assert report.verification["logit_difference_to_simulation"] < 1e-5
 
 
-@pytest.mark.parametrize("rope_format", ["exact", "int8"])
-@torch.no_grad()
-def test_a_pass_over_codes_is_what_decoding_reads(checkpoints, rope_format):
-    source = opened(checkpoints("deepseek_v2"))
-    hidden = source.stream.embed(torch.randint(3, 4096, (2, 40), generator=torch.Generator().manual_seed(0)))
-
-    def quantized() -> QuantizedKVLayer:
-        return QuantizedKVLayer("int4", 8, 0, "channel", 2, rope_format)
-
-    with source.stream.layer(1) as layer:
-        want = layer.decode(hidden, 1, Cache(layers=[quantized()]))
-        anatomy = source.anatomy(1).to(torch.float32)
-        result = layer(hidden, QuantizedAttention(anatomy, quantized()))
-        exact = layer(hidden, CapturedAttention(anatomy))
-    assert off(result, want) < 1e-5 < 1e-2 < off(exact, want)
-
-
-def test_a_plan_weighs_fewer_latents_and_their_codes(checkpoints):
+def test_a_plan_weighs_fewer_latents_and_shared_ones(checkpoints):
     settings = PlanSettings(**{**TEXT, "held_out": 2}, kv_ratio=0.7, context="64")
     plan = make_plan(checkpoints("deepseek_v3"), settings)
-    assert {(row.to, row.asked.get("bits")) for row in plan.rows} >= {
-        *(("mla", bits) for bits in (None, 8)),
-        *(("quantized", bits) for bits in (8, 4)),
-    }
-    assert {row.to for row in plan.rows} == {"mla", "crosslayer", "quantized"} and plan.chosen.kv_ratio <= 0.7
+    assert {row.to for row in plan.rows} == {"mla", "crosslayer"} and plan.chosen.kv_ratio <= 0.7
     assert plan.source["kv_bytes"] == 64 * 3 * 24 * 4
 
 
@@ -375,12 +280,6 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     assert "MTP layers are left out (1)" in result.report.target["reasons"]
     assert json.loads((result.path / "config.json").read_text())["num_nextn_predict_layers"] == 0
     assert load_file(result.path / "model.safetensors").keys() == tensors.keys() - {"model.layers.3.eh_proj.weight"}
-    quantized = convert_checkpoint(
-        folder, tmp_path / "quantized", QuantizedSettings(calibration="none", bits=8, group=8)
-    )
-    assert load_file(quantized.path / "model.safetensors").keys() == tensors.keys() - {"model.layers.3.eh_proj.weight"}
-    _, info = AutoModelForCausalLM.from_pretrained(quantized.path, output_loading_info=True)
-    assert not any(info.values())
 
 
 @pytest.mark.parametrize(
@@ -394,8 +293,8 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
         ({"method": "transmla"}, "chosen by the loss"),
         ({"allocate": "spectrum"}, "one rank for all layers"),
         ({"keep_layers": "0"}, "one rank for all layers"),
-        ({"carrier": "own"}, "the custom model class is for quantized caches alone"),
-        ({"bits": 8, "method": "mha2mla"}, "chosen by the loss"),
+        ({"carrier": "own"}, "it keeps its class"),
+        ({"bits": "auto"}, "rows of its latents are not written"),
         ({"latent_norm": "tiny"}, "keep their own norm"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -410,6 +309,7 @@ def test_what_cannot_be_asked_of_an_mla_model(checkpoints, tmp_path, settings, m
     ("to", "overrides"),
     [
         *((to, {}) for to in TARGETS if to not in ("mla", "quantized", "crosslayer", "hybrid")),
+        ("quantized", {"calibration": "builtin"}),
         ("hybrid", {"streaming": 1}),
         *(("crosslayer", {"method": method}) for method in ("cascade", "minicache")),
     ],

@@ -183,7 +183,7 @@ def test_what_holds_a_language_model_alone_is_refused(picture_models, tmp_path, 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"bits": 8, "group": 8}, {"allocate": "spectrum"}, {"carrier": "own"}, {"method": "key-norm"}, {"engine": "vllm"}],
+    [{"allocate": "spectrum"}, {"carrier": "own"}, {"method": "key-norm"}, {"engine": "vllm"}],
     ids=str,
 )
 def test_what_would_be_of_another_class_is_refused(picture_models, tmp_path, settings):

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 TEXT = ["--calibration-tokens", "256", "--calibration-length", "64"]
 QUICK = [*TEXT, "--held-out", "1"]
-ASKED = {"hybrid": ["--streaming", "1.0"], "quantized": []}
+ASKED = {"hybrid": ["--streaming", "1.0"]}
 SMALL = ["--windows", "2", "--length", "64", "--decoded", "8", "--recall-prompts", "2"]
 
 

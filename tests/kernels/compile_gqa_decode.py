@@ -3,9 +3,7 @@
 import torch
 
 from surgery.kernels.gqa_decode.kernel import launches
-from surgery.kernels.gqa_decode_quantized import kernel as gqa_decode_quantized
 from surgery.kernels.launch import Config, Launch
-from surgery.kernels.quantization import BITS
 
 MODELS = {
     "Llama-2-7B": (32, 32, 128),
@@ -61,62 +59,6 @@ def one(
             starts=torch.empty(rows, dtype=torch.int32),
             pages=pages,
             window=window,
-            config=config,
-        )
-    return result[0]
-
-
-def quantized() -> dict[str, Launch]:
-    """The formats by channel in groups of 32 tokens, one by token, and one of larger groups."""
-    results = {}
-    for name in ("Llama-2-7B", "Llama-3-8B", "Qwen2.5-7B"):
-        for format in ("int8", "int4", "fp8"):
-            results[f"{name} {format}"] = coded(*MODELS[name], format)
-    results["Llama-3-8B int2"] = coded(*MODELS["Llama-3-8B"], "int2")
-    results["Llama-3-8B int8 by token"] = coded(*MODELS["Llama-3-8B"], "int8", keys="token")
-    results["Llama-3-8B int4, groups of 128"] = coded(*MODELS["Llama-3-8B"], "int4", group=128)
-    results["d=256 int8"] = coded(*MODELS["d=256"], "int8")
-    return results
-
-
-def coded(
-    heads: int,
-    groups: int,
-    d: int,
-    format: str,
-    *,
-    group: int = 32,
-    keys: str = "channel",
-    rows: int = 8,
-    splits: int = 4,
-    dtype: torch.dtype = torch.bfloat16,
-    config: Config | None = None,
-) -> Launch:
-    """The attention of one launch over codes, without its merge."""
-    numbers = CAPACITY * BITS[format] // 8
-    with torch.device("meta"):
-        query = torch.empty(rows, 1, heads, d, dtype=dtype)
-        codes = torch.empty(rows, groups, numbers, d, dtype=torch.uint8)
-        value_scale = torch.empty(rows, groups, CAPACITY, -(-d // group), dtype=dtype)
-        by_channel = torch.empty(rows, groups, CAPACITY // group, d, dtype=dtype)
-        key_scale = by_channel if keys == "channel" else value_scale
-        zeros = (None, None) if format == "fp8" else (key_scale, value_scale)
-        result = gqa_decode_quantized.launches(
-            query,
-            codes,
-            key_scale,
-            zeros[0],
-            codes,
-            value_scale,
-            zeros[1],
-            d**-0.5,
-            format=format,
-            group=group,
-            keys=keys,
-            lengths=torch.empty(rows, dtype=torch.int32),
-            splits=splits,
-            out=torch.empty(rows, 1, heads, d, dtype=dtype),
-            lse=torch.empty(rows, 1, heads),
             config=config,
         )
     return result[0]

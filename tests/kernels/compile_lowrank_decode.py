@@ -1,7 +1,6 @@
 """Launches of attention over rebuilt keys, for `kernel_checks.compiled`: bf16, 128k tokens."""
 
 from dataclasses import replace
-from itertools import product
 
 import torch
 
@@ -19,8 +18,6 @@ def launch(
     width: int | None = None,
     exact: int = 0,
     norm: bool = False,
-    bits: int = 0,
-    by_channel: bool = False,
     tokens: int = 1,
     splits: int = 8,
     capability: int = 90,
@@ -38,7 +35,7 @@ def launch(
         value_rank=value_rank,
         dtype=torch.bfloat16,
         capability=capability,
-        plain=not bits and not exact,
+        plain=not exact,
     )
     config = replace(config, splits=splits, **changes)
     with torch.device("meta"):
@@ -57,11 +54,6 @@ def launch(
             tensors = torch.empty(batch, exact, 2 * kv_heads, dim, **bf16).transpose(1, 2).chunk(2, dim=1)
             options |= {"exact_key": tensors[0], "exact_value": tensors[1], "window": exact - 4, "sinks": 4}
             options |= {"exact_slots": torch.empty(batch, exact, **ints)}
-        if bits:
-            latent = torch.empty(batch, capacity * bits // 8, width, dtype=torch.uint8)
-            scale = (batch, capacity // 32, width) if by_channel else (batch, capacity, width // 32)
-            options |= {"code_scale": torch.empty(scale, **bf16), "code_zero": torch.empty(scale, **bf16)}
-            options |= {"bits": bits, "group": 32, "by_channel": by_channel}
         columns = value_rank + (dim if exact else 0)
         return launches_of(
             torch.empty(batch, tokens, heads, dim, **bf16),
@@ -86,7 +78,7 @@ def few(capability: int) -> dict[str, Launch]:
 
 
 def more(capability: int) -> dict[str, Launch]:
-    """The shapes of the models that are converted most, plain, next to full-precision tokens and as codes."""
+    """The shapes of the models that are converted most, plain and next to full-precision tokens."""
     results = {
         "Llama-3-8B, joint 1024": launch(32, 8, 128, 1024, capability=capability),
         "Llama-2-7B, blocks of four heads": launch(32, 32, 128, 1024, width=8192, capability=capability),
@@ -96,9 +88,4 @@ def more(capability: int) -> dict[str, Launch]:
         width = 1024 if shape[1] == 8 else 512
         results[name] = launch(*shape, width=width, capability=capability)
         results[f"{name}, exact"] = launch(*shape, width=width, exact=132, norm=True, capability=capability)
-        for bits, by_channel in product((8, 4), (True, False)):
-            by = "channel" if by_channel else "token"
-            results[f"{name}, {bits} bits by {by}"] = launch(
-                *shape, width=width, bits=bits, by_channel=by_channel, capability=capability
-            )
     return results

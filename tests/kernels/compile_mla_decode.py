@@ -1,16 +1,15 @@
 """Launches of `mla_decode` at a context of 128k tokens, for `kernel_checks.compiled`."""
 
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain
 
 import torch
 from compilation import SHARED_LIMITS
 
 from surgery.kernels.launch import Config, Launch
-from surgery.kernels.mla_decode import packed_kernel, quantized_kernel
+from surgery.kernels.mla_decode import packed_kernel
 from surgery.kernels.mla_decode.kernel import default_config, launches
 from surgery.kernels.mla_decode.packed_layout import sections
-from surgery.kernels.quantization import BITS
 from surgery.model.token_format import TokenFormat
 
 SHAPES = ((32, 512, 64), (32, 256, 64), (32, 128, 64), (28, 448, 64), (128, 512, 64), (40, 320, 32), (8, 48, 16))
@@ -65,47 +64,6 @@ def cases(sm: int) -> dict[str, Launch]:
     results["32 x 256+64, 8 gains"] = launch(32, 256, 64, sm=sm, gains=8)
     results["32 x 256+64, 4 tokens"] = launch(32, 256, 64, sm=sm, tokens=4)
     results["32 x 512+64, fp32"] = launch(32, 512, 64, sm=sm, dtype=torch.float32)
-    return results
-
-
-def quantized(heads: int, rank: int, rope: int, format: str, by_channel: bool, *, sm: int, group: int = 32) -> Launch:
-    """`mla_decode_quantized` of one new token on meta tensors."""
-    batch, total, splits, dtype = 4, 131_072, 32, torch.bfloat16
-    stored = total * BITS[format] // 8
-    with torch.device("meta"):
-        shape = (batch, total // group, rank) if by_channel else (batch, total, -(-rank // group))
-        scales, rope_scales = torch.empty(shape, dtype=dtype), torch.empty(batch, total, -(-rope // group), dtype=dtype)
-        zeros = format != "fp8"
-        return quantized_kernel.launches(
-            torch.empty(batch, 1, heads, rank + rope, dtype=dtype),
-            torch.empty(batch, stored, rank, dtype=torch.uint8),
-            scales,
-            scales if zeros else None,
-            torch.empty(batch, stored, rope, dtype=torch.uint8),
-            rope_scales,
-            rope_scales if zeros else None,
-            0.1,
-            format,
-            group,
-            by_channel,
-            torch.empty(batch, dtype=torch.int32),
-            torch.empty(batch, dtype=torch.int32),
-            out=torch.empty(batch, 1, heads, rank, dtype=dtype),
-            lse=torch.empty(batch, 1, heads),
-            config=replace(quantized_kernel.default_config(heads, rank, SHARED_LIMITS[sm]), splits=splits),
-            native_fp8=sm > 80,
-        )[0]
-
-
-def quantized_cases(sm: int) -> dict[str, Launch]:
-    """Return the cases that `quantized_kernel.unsupported` does not refuse."""
-    results = {}
-    for rank, format, by_channel in product((512, 256, 96), ("int8", "int4", "int2", "fp8"), (True, False)):
-        assert quantized_kernel.unsupported(rank, 32, by_channel, torch.bfloat16) is None
-        name = f"32 x {rank}+64 {format} by {'channel' if by_channel else 'token'}"
-        results[name] = quantized(32, rank, 64, format, by_channel, sm=sm)
-    results["128 x 512+64 int4 by token, groups of 64"] = quantized(128, 512, 64, "int4", False, sm=sm, group=64)
-    results["28 x 448+64 int4 by channel, groups of 128"] = quantized(28, 448, 64, "int4", True, sm=sm, group=128)
     return results
 
 

@@ -18,21 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from surgery.kernels import plan, tuned
 from surgery.kernels.gqa_decode.operator import _gqa_decode, gqa_decode
-from surgery.kernels.gqa_decode_quantized.operator import gqa_decode_quantized
 from surgery.kernels.hybrid_decode.operator import hybrid_decode
-from surgery.kernels.lowrank_decode.operator import lowrank_decode, lowrank_decode_quantized, rotation_tables
+from surgery.kernels.lowrank_decode.operator import lowrank_decode, rotation_tables
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
 from surgery.kernels.mla_decode.packed_operator import mla_decode_packed
-from surgery.kernels.mla_decode.quantized_operator import mla_decode_quantized
 from surgery.kernels.split_count import split_count
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 SIZES = [1, 2, 5, 16, 17, 32, 33, 100, 112, 511, 512, 513, 700, 1023, 1024, 1025, 1100, 1504, 2048, 2060]
-
-
-def codes(tokens, width, by_channel, heads=()):
-    scales = torch.ones(2, *heads, *((-(-tokens // 32), width) if by_channel else (tokens, -(-width // 32))))
-    return torch.zeros(2, *heads, tokens // 2, width, dtype=torch.uint8), scales, scales.clone()
 
 
 def normal(*shape):
@@ -59,29 +52,11 @@ def hybrid(tokens):
     return hybrid_decode(normal(2, 1, 4, 8), full, full, streaming, streaming, 0.3, **settings)
 
 
-def quantized_latents(tokens):
-    whole = -(-tokens // 32) * 32
-    parts = (*codes(whole, 32, True), *codes(whole, 8, False))
-    return mla_decode_quantized(normal(2, 1, 4, 40), *parts, 0.3, format="int4", group=32, by_channel=True)
-
-
 def packed(tokens):
     options = {"fields": (0, 8, 0, 4, 0, 8, 4, 4, 8, 8, 0, 8), "rank": 16, "exact": normal(2, 2, 24)}
     rows, scales = torch.zeros(2, tokens, 8, dtype=torch.int16), torch.ones(24)
     rotation = rotation_tables(10.0 ** -torch.arange(4.0), tokens)
     return mla_decode_packed(normal(2, 1, 4, 24), rows, scales, scales.clone(), 0.3, rotation=rotation, **options)
-
-
-def quantized_heads(tokens):
-    whole = -(-tokens // 32) * 32
-    parts = (*codes(whole, 8, True, (2,)), *codes(whole, 8, False, (2,)))
-    return gqa_decode_quantized(normal(2, 1, 4, 8), *parts, 0.3, format="int4", group=32, behind=tokens % 32)
-
-
-def quantized_lowrank(tokens):
-    whole = -(-tokens // 32) * 32
-    settings = {"format": "int4", "group": 32, "by_channel": True}
-    return lowrank_decode_quantized(normal(2, 1, 4, 8), *codes(whole, 12, True), normal(2, 8, 12), 0.3, **settings)
 
 
 def pages(tokens):
@@ -104,11 +79,8 @@ STEPS = {
     "gqa in pages": lambda n: gqa_decode(
         normal(2, 1, 4, 8), normal(9, 2, 16, 8), normal(9, 2, 16, 8), 0.3, pages=pages(n)
     ),
-    "mla quantized": quantized_latents,
     "mla in rows": packed,
-    "gqa quantized": quantized_heads,
     "low rank": lowrank,
-    "low rank quantized": quantized_lowrank,
     "hybrid": hybrid,
 }
 
@@ -161,8 +133,7 @@ def test_a_text_that_grows_by_300_tokens_compiles_and_plans_rarely():
     assert process.returncode == 0, process.stderr[-4000:]
     for begin, limit in (("700", 0), ("900", 2)):
         for name, counts in json.loads(process.stdout)[begin].items():
-            # Quantized caches grow by whole groups, planned one by one; a block of full-precision tokens fills again
-            # and again.
+            # A block of full-precision tokens fills again and again.
             assert counts["plans"] <= {"lowrank_decode": 40}.get(name, 12), (begin, name, counts)
             assert len(counts["compilations"]) <= limit, (begin, name, counts)
 

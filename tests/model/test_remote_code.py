@@ -38,6 +38,7 @@ ENTRY_OF = {
     "mixed": "modeling_surgery_mixed",
     "rows_latent": "modeling_surgery_quantized_latent",
     "rows_latent_key_norm": "modeling_surgery_quantized_latent",
+    "rows_heads": "modeling_surgery_quantized_low_rank",
     "rows_shared": "modeling_surgery_quantized_low_rank",
     IMAGES: "modeling_surgery_pictures",
 }

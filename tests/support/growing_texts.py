@@ -11,25 +11,16 @@ import triton.compiler
 
 from surgery.kernels.bench.host_cost import without_gpu
 from surgery.kernels.gqa_decode.operator import _gqa_decode, gqa_decode
-from surgery.kernels.gqa_decode_quantized.operator import _quantized, gqa_decode_quantized
 from surgery.kernels.hybrid_decode.operator import _hybrid_decode, hybrid_decode
 from surgery.kernels.lowrank_decode.operator import _lowrank_decode, lowrank_decode, rotation_tables
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
 from surgery.kernels.mla_decode.packed_operator import _mla_decode_packed, mla_decode_packed
-from surgery.kernels.mla_decode.quantized_operator import _mla_decode_quantized, mla_decode_quantized
 
 compilations = []
 
 
 def zeros(*shape, dtype=torch.float16):
     return torch.zeros(shape, dtype=dtype)
-
-
-def coded(tokens, width, by_channel, heads=0):
-    """Quantized values of 4 bits in groups of 32, their scales and zero points."""
-    rows = (1, heads) if heads else (1,)
-    scales = zeros(*rows, *((tokens // 32, width) if by_channel else (tokens, width // 32)))
-    return zeros(*rows, tokens // 2, width, dtype=torch.uint8), scales, zeros(*scales.shape)
 
 
 class Kernel:
@@ -52,17 +43,6 @@ class Kernel:
 
 def pages(tokens):
     return torch.zeros(1, -(-tokens // 16), dtype=torch.int32)
-
-
-def quantized_heads(tokens):
-    codes = (*coded(tokens // 32 * 32, 32, True, 2), *coded(tokens // 32 * 32, 32, False, 2))
-    settings = {"format": "int4", "group": 32, "behind": tokens % 32}
-    return gqa_decode_quantized(zeros(1, 1, 4, 32), *codes, 0.1, **settings)
-
-
-def quantized_latents(tokens):
-    codes = (*coded(tokens // 32 * 32, 64, True), *coded(tokens // 32 * 32, 32, False))
-    return mla_decode_quantized(zeros(1, 1, 4, 96), *codes, 0.1, format="int4", group=32, by_channel=True)
 
 
 def packed(tokens):
@@ -105,9 +85,7 @@ STEPS = {
         _gqa_decode,
         lambda n: gqa_decode(zeros(1, 1, 4, 32), zeros(99, 2, 16, 32), zeros(99, 2, 16, 32), 0.1, pages=pages(n)),
     ),
-    "mla_decode_quantized": (_mla_decode_quantized, quantized_latents),
     "mla_decode_packed": (_mla_decode_packed, packed),
-    "gqa_decode_quantized": (_quantized, quantized_heads),
     "lowrank_decode": (_lowrank_decode, lowrank),
     "hybrid_decode": (_hybrid_decode, hybrid),
 }

@@ -16,8 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.model.quantized_cache import GroupedCodes
-
 TESTS = Path(__file__).resolve().parents[1] / "kernels"
 
 MADE = torch.Generator().manual_seed(0)
@@ -33,16 +31,6 @@ def ints(*numbers: int | list[int], device: torch.device | str = "cpu") -> Tenso
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.zeros(*shape, dtype=dtype)
-
-
-def coded(name: str, width: int, heads: int, format: str, group: int, by_channel: bool, names: str) -> dict:
-    """Codes, scale and zero of 8 tokens, under the names of an operation; without heads where there are none."""
-    tokens = normal(2, max(heads, 1), 8, width)
-    codes = GroupedCodes(tokens, format, group, by_channel=by_channel)
-    codes.append(tokens)
-    result = (codes.codes, codes.scale, codes.zero)
-    sizes = [tensor if heads or tensor is None else tensor[:, 0] for tensor in result]
-    return dict(zip((f"{name}{kind}" for kind in names.split()), sizes, strict=True))
 
 
 LEAVES = {"query", "key", "value", "full_key", "full_value", "streaming_key", "streaming_value", "latent", "rope_key"}

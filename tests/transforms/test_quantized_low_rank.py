@@ -9,6 +9,7 @@ from random_layers import random, random_attention
 from surgery.calibration.statistics import LayerStatistics
 from surgery.families.anatomy import HeadNorm
 from surgery.families.attention import CapturedAttention
+from surgery.model.low_rank_entry import Block
 from surgery.model.token_format import TokenFormat
 from surgery.model.token_quantizer import TokenQuantizer
 from surgery.transforms.low_rank_layer import SimulatedLowRank
@@ -18,6 +19,8 @@ from surgery.transforms.row_quantizer import centered, fit_steps, reader
 FIRST = 2
 EIGHT, FOUR = (("8", 24),), (("4+4", 12),)
 """All 24 latents in 8 bits, and in 4."""
+JOINT = (Block(0, (0, 1), (0, 1)),)
+HEADS = (Block(0, (0,), ()), Block(0, (1,), ()), Block(0, (), (0,)), Block(0, (), (1,)))
 
 
 @pytest.fixture(scope="module", params=["plain", "biased", "normed"])
@@ -49,10 +52,11 @@ def layer(request):
     return anatomy, inputs, statistics
 
 
-def converted(layer, runs, shared=None):
+def converted(layer, *rows, shared=None, blocks=JOINT):
+    """Convert to a row of these runs of every block."""
     anatomy, inputs, statistics = layer
-    leftovers = unpredicted(anatomy, statistics, inputs, shared, FIRST)
-    return convert_layer(anatomy, statistics, leftovers, runs, inputs, shared, FIRST)
+    leftovers = unpredicted(anatomy, statistics, blocks, inputs, shared, FIRST)
+    return convert_layer(anatomy, statistics, leftovers, rows, inputs, shared, FIRST)
 
 
 def output_error(layer, result, earlier=(), read=None) -> float:
@@ -69,6 +73,14 @@ def exact(values):
 
 def test_all_latents_in_full_precision_are_the_source(layer):
     assert output_error(layer, converted(layer, EIGHT), read=exact) < 1e-9
+
+
+def test_heads_with_latents_of_their_own_are_the_source(layer):
+    result = converted(layer, *[(("8", 6),)] * 4, blocks=HEADS)
+    assert output_error(layer, result, read=exact) < 1e-9 and output_error(layer, result) < 0.03
+    mask = torch.cat([result.layer.key_mask(), result.layer.value_mask()])
+    assert not torch.cat([result.layer.key_up, result.layer.value_up])[~mask[:, None].expand(-1, 6, -1)].any()
+    assert [len(energies) for energies in result.spectrum.energies] == [6] * 4
 
 
 def test_more_bits_lose_less(layer):
@@ -101,8 +113,8 @@ def test_latents_that_earlier_ones_tell_hold_what_is_left(layer):
     _, inputs, _ = layer
     before = converted(layer, FOUR)
     decoded = reader(before.quantizer, FIRST)(before.layer.latents(inputs))
-    after = converted(layer, FOUR, decoded)
-    assert float(after.spectrum.energies.sum()) < 0.1 * float(before.spectrum.energies.sum())
+    after = converted(layer, FOUR, shared=decoded)
+    assert float(after.spectrum.energies[0].sum()) < 0.1 * float(before.spectrum.energies[0].sum())
     earlier = SimulatedLowRank(before.layer, read=reader(before.quantizer, FIRST))
     earlier(inputs)
     assert output_error(layer, after, (earlier,)) < 0.2 * output_error(layer, before)

@@ -28,10 +28,9 @@ class CrossLayerSettings(LowRankSettings):
     allocate: Literal["uniform"] = setting("uniform", section="Method")
     group_size: int = setting(3, "Adjacent layers in a group.", section="Budget")
     block: int = setting(64, "Tokens that stay exact until they are as many, in all methods but cascade.", least=1)
-    bits: Literal[8, 4, 3, 2, "fp8", "auto"] | None = setting(
+    bits: Literal["auto"] | None = setting(
         None,
-        more="For method cascade only. auto gives each latent the bits that it is worth, in a row of fixed bytes a "
-        "token, and predicts a layer's from those of the group's earlier layers; the ratio then counts bytes.",
+        more="For method cascade only, which predicts a layer's values from those of the group's earlier layers.",
         section="Bits",
     )
 

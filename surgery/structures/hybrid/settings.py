@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
-from surgery.structures.settings import Bits, StructureSettings, check_more_bits, streaming_bits, with_formats
+from surgery.structures.settings import StructureSettings
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,14 @@ class HybridSettings(StructureSettings):
         "What streams: single heads, or whole layers, in a stock class with sliding windows and without sinks.",
     )
     heads_multiple: int = setting(1, "Every layer's full heads are a multiple of it, for tensor parallelism.", least=1)
-    streaming_bits: Bits | None = streaming_bits()
-
-    SINKS_OF_CODES: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_more_bits(self, "streaming_bits")
         if self.kv_ratio is not None and self.streaming is not None:
             raise SurgeryError("give kv_ratio or streaming, not both")
         if self.granularity == "layer":
             if self.sinks:
                 raise SurgeryError("granularity layer: sliding windows of stock classes keep no sinks; leave them out")
-            if self.quantizes or self.compensated or self.heads_multiple != 1:
-                raise SurgeryError("granularity layer: bits, compensated and heads_multiple are of single heads")
+            if self.compensated or self.heads_multiple != 1:
+                raise SurgeryError("granularity layer: compensated and heads_multiple are of single heads")
             object.__setattr__(self, "sinks", 0)
-
-    def kv_cache(self) -> dict[str, int | str]:
-        """Return the ``kv_cache`` entry of the custom model class's config.json."""
-        return with_formats(super().kv_cache(), streaming_format=self.streaming_bits)

@@ -20,8 +20,6 @@ from surgery.heads.pattern import HeadPattern, count_of
 from surgery.heads.plan import HeadPlan, compile_plan
 from surgery.heads.streaming import StreamingAttention, mixed_output
 from surgery.model.cache_layer import check_full_attention
-from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.model.token_codes import TokenCodes
 from surgery.running.attention_tap import AttentionCall, tapped
 from surgery.running.source import OwnSource, Source
 from surgery.structures.base import Structure
@@ -99,12 +97,11 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
             return OwnSource.open(reader, settings)
         return Source.of(reader, settings)
 
-    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> StreamingAttention:
+    def closed_form(self, work: ConversionContext, layer: int) -> StreamingAttention:
         """The source's attention after the plan's masks."""
         stream, plan = self.opened.stream, self._plan
-        codes = None if cache is None else (cache, TokenCodes.of(self.settings.kv_cache()))
         anatomy = self.opened.anatomy(layer).to(stream.device, stream.dtype)
-        return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent, plan.compensated[layer], codes)
+        return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent, plan.compensated[layer])
 
 
 def plan_heads(

@@ -49,12 +49,12 @@ class Hybrid(Streaming):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Return as many full heads as the budget holds, of the plan's pattern, alone and in 8 and 4 bits; and whole
-        layers where a stock class has both kinds."""
+        """Return as many full heads as the budget holds, of the plan's pattern, and whole layers where a
+        stock class has both kinds."""
         if config["model_type"] == MODEL_TYPE:
             return []
         layers = [Candidate({"granularity": "layer"})] if config["model_type"] in CARRIERS else []
-        return [*(Candidate(bits) for bits in ({}, {"bits": 8}, {"bits": 4})), *layers]
+        return [Candidate({}), *layers]
 
     def forecast(self) -> Forecast:
         """All of it, at the context that was asked for: nothing is left to the work but measuring."""
@@ -66,9 +66,7 @@ class Hybrid(Streaming):
             kv_bytes_per_token=kv_bytes,
             model_type=MODEL_TYPE,
             reasons=[REASON],
-            demand=Demand(
-                cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize), quantizes=self.settings.quantizes
-            ),
+            demand=Demand(cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize)),
         )
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:

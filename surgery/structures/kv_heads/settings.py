@@ -8,7 +8,7 @@ from typing import Literal
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.engines.limits import Engine
-from surgery.structures.settings import Allocation, StructureSettings, check_spectrum, refuse_engine
+from surgery.structures.settings import Allocation, StructureSettings, check_spectrum
 
 Method = Literal["fisher", "kv-heads", "procrustes", "mean-pool", "key-norm"]
 
@@ -56,10 +56,6 @@ class KVHeadsSettings(StructureSettings):
         if self.kv_heads is not None and self.kv_ratio is not None:
             raise SurgeryError("give kv_heads or kv_ratio, not both")
         check_spectrum(self)
-        if self.quantizes:
-            refuse_engine(self)
-        if self.quantizes and self.carrier == "decilm":
-            raise SurgeryError("bits: DeciLM keeps a plain cache; drop --carrier decilm")
         if self.method == "key-norm" and self.carrier != "auto":
             raise SurgeryError("method key-norm is written in the source's family: leave carrier auto")
         if self.engine is not None and self.carrier == "own":

@@ -31,7 +31,6 @@ from surgery.common.progress import Progress
 from surgery.engines.table import refuse_unless_loadable
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
-from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, unchanged_tensors
@@ -42,7 +41,6 @@ from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.stages import StageTracker
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
-from surgery.transforms.quantized_reading import QuantizedAttention
 
 MERGED = "merged"
 
@@ -124,10 +122,9 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Every number of heads that divides the source's, alone and in 8 and 4 bits."""
+        """Every number of heads that divides the source's."""
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        bits = [{}, {"bits": 8, "sinks": 4}, {"bits": 4, "sinks": 4}]
-        return [Candidate({"kv_heads": count, **more}, scales=False) for count in _choices(heads)[:-1] for more in bits]
+        return [Candidate({"kv_heads": count}, scales=False) for count in _choices(heads)[:-1]]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
@@ -153,7 +150,6 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
                 cached=-(-self._budget * width // opened.layers),
                 statistics=True,
                 gradients=True,
-                quantizes=settings.quantizes,
             ),
         )
 
@@ -174,12 +170,11 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             refuse_unless_loadable(settings.engine, self._carrier.final_config or self._carrier.config)
         return _planned_tensors(opened, self._plan, first.head_dim)
 
-    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
         """The merged heads."""
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         merged = _merge(anatomy, work.library.load(layer)[0], self._plan.kv_heads[layer], self.settings).anatomy
-        merged = merged.to(stream.device, stream.dtype)
-        return CapturedAttention(merged) if cache is None else QuantizedAttention(merged, cache)
+        return CapturedAttention(merged.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """The merged heads of every layer."""
@@ -229,7 +224,6 @@ def _check_multimodal(model_type: str, settings: KVHeadsSettings) -> None:
     spoken = {
         "--allocate spectrum": settings.allocate == "spectrum",
         f"--carrier {settings.carrier}": settings.carrier != "auto",
-        "--bits": settings.quantizes,
         "--method key-norm": settings.method == "key-norm",
         "--engine": settings.engine is not None,
     }

@@ -7,7 +7,8 @@ spend bytes on follows from how those were spent: it is weighed with the same by
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from surgery.architectures.low_rank import OwnQuantizedLowRank
 from surgery.common.progress import Progress
 from surgery.model.low_rank_entry import Block
-from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.model.token_format import TokenFormat
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
@@ -58,16 +58,39 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         self.earlier = (0,) * opened.layers
         self._group = _Group()
 
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Heads that have latents together, the same in every layer: all of them; ranks follow from the runs."""
+        heads = tuple(range(self.opened.first.kv_heads))
+        return (Block(0, heads, heads),)
+
+    @property
+    def method(self) -> str:
+        """Return the method of the report."""
+        return self.settings.method
+
+    @property
+    def least_granules(self) -> int:
+        """Granules of a row: every block has one."""
+        return len(self.blocks)
+
     def likely(self, granules: int) -> Rows:
-        """Return a row of 4 bits a value."""
-        return ((("4+4", granules * self.granule),),)
+        """Return a row of 4 bits a value, as many of every block."""
+        each, rest = divmod(granules, len(self.blocks))
+        sizes = [self.granule * (each + (place < rest)) for place in range(len(self.blocks))]
+        return tuple((("4+4", size),) for size in sizes)
 
     def writer(self, plans: Plans) -> OwnQuantizedLowRank:
         """Return what writes layers of these rows."""
         first, layers = self.opened.first, range(self.opened.layers)
-        runs = tuple(plans[layer][0] if layer in plans else () for layer in layers)
-        heads = tuple(range(first.kv_heads))
-        blocks = tuple((Block(TokenFormat(each).channels, heads, heads),) if each else () for each in runs)
+        rows = [plans.get(layer, ()) for layer in layers]
+        blocks = tuple(
+            tuple(
+                replace(block, rank=TokenFormat(each).channels) for block, each in zip(self.blocks, row, strict=False)
+            )
+            for row in rows
+        )
+        runs = tuple(tuple(chain.from_iterable(row)) for row in rows)
         return OwnQuantizedLowRank(first, blocks, self.earlier, runs=runs, first_tokens=self.settings.first_tokens)
 
     def spectra(self, work: ConversionContext, layer: int, rows: Rows) -> RowSpectrum:
@@ -83,8 +106,8 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         inputs, first = work.attention_inputs(index, layer), self.settings.first_tokens
         shared = torch.cat(self._group.latents, dim=-1) if index > start else None
         anatomy, statistics = self.opened.anatomy(index).to(torch.float64), work.library.load(index)[0]
-        remainder = quantized_low_rank.unpredicted(anatomy, statistics, inputs, shared, first)
-        result = quantized_low_rank.convert_layer(anatomy, statistics, remainder, rows[0], inputs, shared, first)
+        remainder = quantized_low_rank.unpredicted(anatomy, statistics, self.blocks, inputs, shared, first)
+        result = quantized_low_rank.convert_layer(anatomy, statistics, remainder, rows, inputs, shared, first)
         if index + 1 < stop:
             stream = self.opened.stream
             form = result.layer.to(stream.device, stream.dtype)
@@ -98,10 +121,10 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         attentions.append(SimulatedLowRank(layer, tuple(attentions), read=read, remembers=any(self.earlier)))
         return attentions[-1]
 
-    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
         """Return the simulated attention of a layer, as it becomes."""
         if layer in self.kept:
-            return source_attention(self.opened, layer, cache)
+            return source_attention(self.opened, layer)
         with self.opened.stream.layer(layer) as streamed:
             return self.simulated(self.converted(work, layer, streamed, self.plans[layer]))
 
@@ -120,4 +143,4 @@ class QuantizedRows(PackedRows[LowRankSettings]):
     def target(self, layers: list[RowLayerReport]) -> dict[str, Any]:
         """Return what the report says of low rank."""
         ranks, shared = [layer.rank for layer in layers], list(self.earlier)
-        return {"to": self.name, "method": self.settings.method, "ranks": ranks, "shared_layers": shared}
+        return {"to": self.name, "method": self.method, "ranks": ranks, "shared_layers": shared}

@@ -9,13 +9,13 @@ from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.structures.kept_layers import keep_layers
-from surgery.structures.settings import StructureSettings, auto_sinks, refuse_changed
+from surgery.structures.settings import RowSettings, first_tokens_setting, refuse_changed
 
 Method = Literal["fisher", "separate", "svd-llm", "asvd", "cskv", "palu", "think"]
 
 
 @dataclass(frozen=True)
-class LowRankSettings(StructureSettings):
+class LowRankSettings(RowSettings):
     """Settings of ``surgery convert --to lowrank``."""
 
     method: Method = setting(
@@ -47,16 +47,9 @@ class LowRankSettings(StructureSettings):
         least=0,
         section="Budget",
     )
-    sinks: int | None = auto_sinks(" or beside a window")
+    sinks: int | None = first_tokens_setting(" or beside a window")
     keep_layers: str = keep_layers()
-    bits: Literal[8, 4, 3, 2, "fp8", "auto"] | None = setting(
-        None,
-        more="auto gives each latent the bits that it is worth, in a row of fixed bytes a token; the ratio then counts "
-        "bytes.",
-        section="Bits",
-    )
 
-    SINKS_OF_CODES: ClassVar[bool] = False
     AUTO_METHOD: ClassVar[str] = "fisher"
 
     def __post_init__(self) -> None:
@@ -78,8 +71,3 @@ class LowRankSettings(StructureSettings):
             refuse_changed(
                 conflicts, f"bits auto chooses ranks and bits by the loss, of method {self.AUTO_METHOD} on text"
             )
-
-    def kv_cache(self) -> dict[str, int | str]:
-        """Return the ``kv_cache`` entry of the custom model class's config.json."""
-        options = super().kv_cache()
-        return {**options, "sinks": self.sinks} if self.sinks and not self.window else options

@@ -23,7 +23,6 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import short
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
@@ -135,11 +134,7 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Alone, and with bits chosen for every latent.
-
-        One number of bits for all latents is not among them: on two small models it never moved predictions less in the
-        same bytes.
-        """
+        """Alone, and with bits chosen for every latent."""
         if cls is not LowRank:
             return []
         return [Candidate({}), Candidate(BITS_CHOSEN)]
@@ -170,7 +165,6 @@ class LowRank(Structure[Source, LowRankSettings]):
                 statistics=True,
                 gradients=True,
                 steps=int(bool(settings.window)),
-                quantizes=settings.quantizes,
             ),
         )
 
@@ -186,18 +180,17 @@ class LowRank(Structure[Source, LowRankSettings]):
         return replanned_tensors(opened, self._writes.copied, self._writes.plan, self.kept)
 
     def _writer(self, blocks: tuple[Blocks, ...]) -> OwnLowRank:
-        # Without a window sinks are of the quantized cache.
-        sinks, opened = self.asked.sinks if self.asked.window else 0, self.opened
-        return OwnLowRank(opened.first, blocks, self.earlier, sinks, self.asked.window)
+        settings = self.asked
+        return OwnLowRank(self.opened.first, blocks, self.earlier, settings.sinks, settings.window)
 
-    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
         """Latents in the metric of the loss; without an exact window, and of a layer's own."""
         if layer in self.kept:
-            return source_attention(self.opened, layer, cache)
+            return source_attention(self.opened, layer)
         anatomy, statistics = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)[0]
         converted = low_rank_layer(anatomy, statistics, self._blocks[layer], self.asked.method).layer
         converted = converted.to(self.opened.stream.device, self.opened.stream.dtype)
-        return SimulatedLowRank(converted, cache=cache, remembers=False)
+        return SimulatedLowRank(converted, remembers=False)
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """All tokens as latents, and beside an exact window if there is one."""

@@ -29,8 +29,7 @@ class SplitForecast:
     """The outcome of one split of the budget, as far as it is known beforehand.
 
     Attributes:
-        kv_bytes_per_token: of the result, all layers, at an infinite window; the most that it can be. Of a quantized
-            cache, once all tokens are quantized.
+        kv_bytes_per_token: of the result, all layers, at an infinite window; the most that it can be.
         frequencies_known: whether the rotary frequencies are settled already.
         engines: what each will say of the result, OPEN where that depends on frequencies yet to be chosen.
     """
@@ -56,15 +55,14 @@ def forecast_split(opened: Source, split: mla.Split, settings: ConvertSettings) 
     ]
     # The last is the one without a grid: the class is the same, and what a norm needs besides is in it.
     carrier = outcomes[-1]
-    result, group = carrier.writer.config(config), settings.group
+    result = carrier.writer.config(config)
     if settings.engine is not None:
         refuse_unless_loadable(settings.engine, whole_config(opened.reader, result))
-    cache = {"kv_cache": settings.kv_cache()} if settings.quantizes else {}
-    bytes_at = kv_bytes_of(result | cache, carrier.writer.spec.dtype)
+    bytes_at = kv_bytes_of(result, carrier.writer.spec.dtype)
     return SplitForecast(
         split,
         carrier,
-        bytes_at(group) / group if settings.quantizes else bytes_at(1),  # the first token lies in every window
+        bytes_at(1),  # the first token lies in every window
         len(outcomes) == 1,
         merged([engine_table(outcome.writer.config(config)) for outcome in outcomes]),
     )

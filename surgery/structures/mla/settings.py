@@ -11,22 +11,16 @@ from surgery.common.setting import setting
 from surgery.engines.limits import Engine
 from surgery.structures.kept_layers import keep_layers
 from surgery.structures.settings import (
-    RopeBits,
-    StructureSettings,
-    auto_sinks,
-    check_more_bits,
+    RowSettings,
     check_spectrum,
     refuse_changed,
-    refuse_engine,
-    rope_bits,
-    with_formats,
 )
 
 Method = Literal["fisher", "transmla", "mha2mla"]
 
 
 @dataclass(frozen=True)
-class ConvertSettings(StructureSettings):
+class ConvertSettings(RowSettings):
     """Settings of ``surgery convert --to mla``."""
 
     method: Method = setting(
@@ -68,14 +62,6 @@ class ConvertSettings(StructureSettings):
         section="Method",
     )
     keep_layers: str = keep_layers()
-    bits: Literal[8, 4, 3, 2, "fp8", "auto"] | None = setting(
-        None,
-        more="auto keeps nearly all components and gives each the bits that it is worth, in a row of fixed bytes a "
-        "token; the ratio then counts bytes.",
-        section="Bits",
-    )
-    sinks: int | None = auto_sinks()
-    rope_bits: RopeBits | None = rope_bits()
     carrier: Literal["auto", "stock", "own"] = setting(
         "auto",
         "What holds the result: stock (deepseek_v3) or own (the custom model class), both with plain values.",
@@ -99,12 +85,16 @@ class ConvertSettings(StructureSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits is not None:
-            if self.bits == "auto":
-                refuse_changed(
-                    self._decided_by_bits(),
-                    "bits auto chooses components and their bits by the loss, of method fisher on text",
+            refuse_changed(
+                self._decided_by_bits(),
+                "bits auto chooses components and their bits by the loss, of method fisher on text",
+            )
+            if self.engine is not None:
+                raise SurgeryError(
+                    f"bits: {self.engine} cannot read a quantized cache of ours; drop --bits and give the engine its "
+                    "own cache dtype, which surgery doctor names",
+                    setting="bits",
                 )
-            refuse_engine(self)
             if self.carrier == "stock":
                 raise SurgeryError(
                     "bits: stock deepseek_v3 keeps a plain cache; drop --carrier stock", setting="carrier"
@@ -112,8 +102,11 @@ class ConvertSettings(StructureSettings):
             object.__setattr__(self, "carrier", "own")
         elif self.engine is not None:
             self._check_engine()
-        check_more_bits(self, "rope_bits")
-        if self.allocate == "spectrum" and not self.quantizes:
+        if self.sinks and self.bits is None:
+            raise SurgeryError(
+                "sinks are the first tokens that a quantized cache keeps exact: give --bits auto too", setting="sinks"
+            )
+        if self.allocate == "spectrum":
             if self.carrier == "stock":
                 raise SurgeryError("allocate spectrum: stock deepseek_v3 has one rank for all; drop --carrier stock")
             object.__setattr__(self, "carrier", "own")
@@ -142,16 +135,12 @@ class ConvertSettings(StructureSettings):
     def _decided_by_bits(self) -> dict[str, bool]:
         """Return which of the settings that automatic bits decide are not at their default."""
         defaults = {field.name: field.default for field in fields(self)}
-        names = "method", "kv_lora_rank", "rope_dim", "rope_frequencies", "freqfold", "rope_bits"
+        names = "method", "kv_lora_rank", "rope_dim", "rope_frequencies", "freqfold"
         changed = {name: getattr(self, name) != defaults[name] for name in names}
         return changed | {
             "allocate": self.allocate == "uniform",
             "calibration": self.calibration == NO_CALIBRATION,
         }
-
-    def kv_cache(self) -> dict[str, int | str]:
-        """Return the ``kv_cache`` entry of the custom model class's config.json."""
-        return with_formats(super().kv_cache(), rope_format=self.rope_bits)
 
     def _check_engine(self) -> None:
         for name, allowed in (

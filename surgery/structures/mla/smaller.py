@@ -24,7 +24,6 @@ from surgery.engines.table import refuse_unless_loadable
 from surgery.families import latent_family_of
 from surgery.families.attention import CapturedAttention
 from surgery.families.latent_anatomy import LatentAnatomy
-from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, Forecast, Outcome, Structure, unchanged_tensors
@@ -33,7 +32,6 @@ from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import AUTO, NONE
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.stages import ERROR_SEQUENCES, StageTracker
-from surgery.transforms.quantized_reading import QuantizedAttention
 from surgery.transforms.smaller_latent import norm_error, smaller_latent
 
 EXACT, SMALLER = "rotated", "truncated"
@@ -43,10 +41,8 @@ TAKEN = {
     "method": (("fisher",), "latents are chosen by the loss"),
     "allocate": (("auto", "uniform"), "its class has one rank for all layers"),
     "keep_layers": ((AUTO, NONE), "its class has one rank for all layers"),
-    "carrier": (
-        ("auto", "stock"),
-        "the custom model class is for quantized caches alone; pass --bits, or leave --carrier auto",
-    ),
+    "bits": ((None,), "rows of its latents are not written yet"),
+    "carrier": (("auto", "stock"), "it keeps its class"),
     "latent_norm": (("auto",), "its latents keep their own norm"),
     "freqfold": ((None,), "its rotary dimensions stay"),
 }
@@ -105,13 +101,9 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             SurgeryError: settings ask for what is not for such a source; or as :meth:`Structure.open`.
         """
         kind = reader.config["model_type"]
-        if settings.quantizes and reader.stored_names:
-            raise SurgeryError(
-                f"bits: {reader.path} is a vision-language model, which keeps its class. Leave --bits out"
-            )
         for name, (allowed, why) in TAKEN.items():
             value = getattr(settings, name)
-            if value not in allowed and not (name == "carrier" and settings.quantizes):  # bits: the custom class
+            if value not in allowed:
                 raise SurgeryError(f"{name} {value}: {reader.path} is MLA already ({kind}), and {why}")
         family = latent_family_of(reader.config)
         if family.inside is not None and not reader.stored_names:
@@ -124,9 +116,8 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Fewer latents in the source's class, and quantized in ours next to exact rotated keys."""
-        quantized = [{"bits": bits, "rope_bits": 16, "sinks": 4} for bits in (8, 4)]
-        return [Candidate(each) for each in ({}, *quantized)]
+        """Fewer latents in the source's class."""
+        return [Candidate({})]
 
     def forecast(self) -> Forecast:
         """All of it: nothing is left to the work but numbers."""
@@ -142,7 +133,6 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
                 statistics=True,
                 gradients=True,
                 exact=1,
-                quantizes=self.settings.quantizes,
             ),
         )
 
@@ -154,12 +144,11 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         """Every tensor, those that read or make latents with fewer."""
         return self._tensors()
 
-    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
         """The latents that are kept, after their norm."""
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         smaller = smaller_latent(anatomy, work.library.load(layer)[0], self._writes.rank).layer
-        smaller = smaller.to(stream.device, stream.dtype)
-        return CapturedAttention(smaller) if cache is None else QuantizedAttention(smaller, cache)
+        return CapturedAttention(smaller.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Keeps a subspace of every layer's latents."""

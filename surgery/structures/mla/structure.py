@@ -21,7 +21,6 @@ from surgery.common.progress import Progress
 from surgery.engines.limits import FAST_ROPE, FAST_WIDTH
 from surgery.families import LATENT_FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, TargetOption
@@ -104,11 +103,10 @@ class MLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Return MLA in the stock class where that can hold it, in the custom class, and there with a latent of 8 bits
-        next to full-precision rotated keys."""
+        """Return MLA in the stock class where that can hold it, and in the custom class."""
         if config["model_type"] in LATENT_FAMILIES:
             return SmallerMLA.candidates(config)
-        return [Candidate({"carrier": "stock"}), Candidate({"carrier": "own"}), Candidate({"bits": 8, "rope_bits": 16})]
+        return [Candidate({"carrier": "stock"}), Candidate({"carrier": "own"})]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
@@ -139,7 +137,6 @@ class MLA(Structure[Source, ConvertSettings]):
                 splits=plans if method.folds else most_tried(plans),
                 split_sequences=SPLIT_SEQUENCES,
                 rescales=carrier.stock and carrier.writer.rescale != 1.0,
-                quantizes=settings.quantizes,
             ),
             splits=[] if spreads else [_split_facts(each) for each in forecasts],
             settled=largest.frequencies_known,
@@ -162,13 +159,13 @@ class MLA(Structure[Source, ConvertSettings]):
         self._carrier = carrier_of(opened, self._plan, settings)
         return all_tensors(opened, self._carrier.writer, self.kept)
 
-    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
+    def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
         """The truncated latent."""
         if layer in self.kept:
-            return source_attention(self.opened, layer, cache)
+            return source_attention(self.opened, layer)
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         converted = self._plan.convert(anatomy, work.library, layer).truncated
-        return SimulatedAttention(converted.to(stream.device, stream.dtype), cache)
+        return SimulatedAttention(converted.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """The truncated latent of every layer."""

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
+from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.engines.cache_formats import cache_dtype_flags
-from surgery.structures.settings import Bits, RopeBits, StructureSettings, rope_bits, streaming_bits, with_formats
+from surgery.structures.kept_layers import keep_layers
+from surgery.structures.settings import RowSettings
 
 
 @dataclass(frozen=True)
-class QuantizedSettings(StructureSettings):
-    """Settings of ``surgery convert --to quantized``. Text serves to measure the loss only; nothing is calibrated."""
+class QuantizedSettings(RowSettings):
+    """Settings of ``surgery convert --to quantized``."""
 
-    bits: Bits = setting(
-        4, "Bits of a cached number.", more="Scales are counted in the bytes on top. fp8 is e4m3.", section="Bits"
+    bits: Literal["auto", 8, 4, 2] = setting(
+        "auto",
+        "Bits of a cached value.",
+        more="auto gives each value the bits that it is worth, within the ratio of bytes; a number gives all the same.",
+        section="Bits",
     )
-    kv_ratio: None = setting(None, "Follows from bits, group and window.", section="Budget", in_file=True)
-    window: int = setting(
-        0, "Recent tokens that stay exact.", more="At least; KIVI keeps 128.", least=0, section="Budget"
-    )
-    streaming_bits: Bits | None = streaming_bits()
-    rope_bits: RopeBits | None = rope_bits()
+    kv_ratio: float | None = setting(None, unset="0.1875 with bits auto", section="Budget")
+    sinks: int | None = setting(None, unset="4", least=0, section="Bits")
+    keep_layers: str = keep_layers()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kv_ratio is not None:
-            raise SurgeryError("kv_ratio: the bytes of a quantized cache follow from bits, group and window")
+        if self.calibration == NO_CALIBRATION:
+            raise SurgeryError("--to quantized fits its steps to text: drop --calibration none", setting="calibration")
+        if self.bits != "auto" and self.kv_ratio is not None:
+            raise SurgeryError(
+                f"kv_ratio: the bytes follow from bits {self.bits}; leave it out, or give --bits auto",
+                setting="kv_ratio",
+            )
 
     @classmethod
     def needless(cls, option: Callable[[str], str | None]) -> str | None:
@@ -40,10 +48,5 @@ class QuantizedSettings(StructureSettings):
         return f"nothing to convert, {engine} quantizes its cache itself: {flags}"
 
     def ending(self, target: str) -> str:
-        """The target's own name says it."""
-        return target
-
-    def kv_cache(self) -> dict[str, int | str]:
-        """Return the ``kv_cache`` entry of the custom model class's config.json."""
-        entry = {**super().kv_cache(), "window": self.window}
-        return with_formats(entry, streaming_format=self.streaming_bits, rope_format=self.rope_bits)
+        """Return the ending of the output's default name, with the bits."""
+        return target if self.bits == "auto" else f"{target}-int{self.bits}"

@@ -1,7 +1,8 @@
-"""``surgery convert --to quantized``: a checkpoint whose KV cache has a few bits.
+"""``surgery convert --to quantized``: the source's keys and values in a few bits, in one row a token.
 
-No calibration. The result is the custom model class with the attention of the source, whichever that is; the last
-stage of every conversion with bits, :mod:`surgery.structures.quantized.stage`, is all that happens to it.
+Every KV head has two bases of its own, for its keys before RoPE and for its values. Each component has the bits that it
+is worth. Heads share nothing, so one is read by products of its own size. Low rank, whose heads share latents, loses
+less at the same bytes and takes several times the operations to read.
 """
 
 from __future__ import annotations
@@ -9,97 +10,68 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
-from surgery.architectures.cached import REASON, check_quantizable
-from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
-from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from surgery.checkpoint import TensorSpec
+from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.families import LATENT_FAMILIES, any_family_of
-from surgery.model.quantized_cache import QuantizedKVLayer
-from surgery.reporting.report import SourceShape
-from surgery.running.kv_bytes import kv_bytes_of
-from surgery.running.layer_stream import blocks_of
-from surgery.running.skeleton import skeleton
-from surgery.running.source import OwnSource, Source
-from surgery.structures.base import LONG, Candidate, Forecast, Outcome, Structure, TargetOption, unchanged_tensors
+from surgery.model.low_rank_entry import Block
+from surgery.running.source import Source
+from surgery.structures.base import Candidate, TargetOption
 from surgery.structures.context import ConversionContext
-from surgery.structures.estimates import Demand
-from surgery.structures.passing import source_attention
+from surgery.structures.low_rank.quantized import QuantizedRows
+from surgery.structures.packed_rows import Plans, RowLayerReport, Rows
 from surgery.structures.quantized.settings import QuantizedSettings
-from surgery.verification.written import measured_tokens
+
+PATTERNS = {8: "8", 4: "4+4", 2: "2+2+2+2"}
+"""Pattern of the bytes of a row whose values have the same bits."""
 
 
-class Quantized(Structure[Source | OwnSource, QuantizedSettings]):
-    """The attention stays unchanged, its cache is quantized."""
+class Quantized(QuantizedRows):
+    """Keys and values of every head in a basis of their own, quantized."""
 
-    supports_multimodal = takes_latents = True
+    name, method = "quantized", "heads"
+    usual_ratio = 0.1875
     options = (TargetOption(place=2),)
 
-    def __init__(self, opened: Source | OwnSource, settings: QuantizedSettings, progress: Progress):
+    def __init__(self, opened: Source, settings: QuantizedSettings, progress: Progress):
         super().__init__(opened, settings, progress)
-        self._config = own_config(opened.reader.config, layer_entries(opened.reader.config))
-        skeleton({**self._config, "kv_cache": settings.kv_cache()}, opened.weight_dtype)  # refuses what cannot be
-
-    @classmethod
-    def open(cls, reader: CheckpointReader, settings: QuantizedSettings) -> Source | OwnSource:
-        """A checkpoint of a family or of the custom model class, with a plain cache."""
-        model_type = reader.config.get("model_type")
-        own = model_type == MODEL_TYPE
-        opened = OwnSource.open(reader, settings) if own else Source.of(reader, settings, any_family_of(reader.config))
-        check_quantizable(reader.path, opened.config)
-        return opened
+        self.plans = self._uniform()
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Plain caches of fewer bits; rotated keys of MLA stay."""
-        latent = config["model_type"] in LATENT_FAMILIES
-        settings = {"sinks": 4, **({"rope_bits": 16} if latent else {})}
-        return [Candidate({"bits": bits, **settings}, scales=False) for bits in (8, 4, 3, 2)]
+        """Bits by value: the same number for all loses more at the same bytes."""
+        return [Candidate({"bits": "auto"})]
 
-    def forecast(self) -> Forecast:
-        """All of it: nothing is left to the work but measuring."""
-        opened = self.opened
-        kv_bytes = kv_bytes_of(self._config, opened.weight_dtype)(LONG) / LONG
-        return Forecast(
-            config=self._config,
-            tensors=unchanged_tensors(opened.reader, opened.config),
-            kv_bytes_per_token=kv_bytes,
-            model_type=MODEL_TYPE,
-            reasons=[REASON],
-            demand=Demand(cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize), quantizes=True),
-        )
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Keys of every head, then values of every head."""
+        heads = range(self.opened.first.kv_heads)
+        return *(Block(0, (head,), ()) for head in heads), *(Block(0, (), (head,)) for head in heads)
+
+    def granule_bytes(self) -> int:
+        """Return 4, as single heads have few bytes and no kernel loads 16 at once; 2 of small heads or uniform bits."""
+        return 4 if self.settings.bits == "auto" and self.opened.first.head_dim >= 32 else 2
+
+    def ratio(self) -> float:
+        """Return the share of the source's bytes, which uniform bits say themselves."""
+        if self.settings.bits == "auto":
+            return super().ratio()
+        return self.settings.bits / (8 * self.opened.first.q.dtype.itemsize)
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Every tensor stays."""
-        return unchanged_tensors(self.opened.reader, self.opened.config)
+        """Choose the bits of every value of all layers, unless they are uniform."""
+        return super().plan(work) if self.plans is None else self.planned_tensors(self.plans)
 
-    def closed_form(self, work: ConversionContext, layer: int, cache: QuantizedKVLayer | None) -> nn.Module:
-        """The source's attention over a quantized cache."""
-        return source_attention(self.opened, layer, cache)
+    def target(self, layers: list[RowLayerReport]) -> dict[str, Any]:
+        """Return what the report says of the target."""
+        return {**super().target(layers), "bits": self.settings.bits}
 
-    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Runs the source, which what is written has to equal before its cache is quantized."""
-        opened, stream, held_out = self.opened, self.opened.stream, work.texts.held_out
-        hidden = stream.embed(held_out.tokens)
-        with work.progress.phase("source", opened.layers) as advance:
-            for start, stop in blocks_of(opened.config):
-                with stream.block(start, stop) as layers:
-                    stream.run_layer(layers, hidden, self.settings.batch_size)
-                advance(stop - start)
-        tokens = measured_tokens(hidden.shape[1], opened.windows)
-        bytes_per_token = kv_bytes_of(self._config, opened.weight_dtype)(tokens) / tokens
-        return Outcome(
-            config=self._config,
-            target={
-                "to": "quantized",
-                "method": self.settings.format,
-                "model_type": MODEL_TYPE,
-                "reasons": [REASON],
-            },
-            layers=[],
-            scores={"source": held_out.score(stream, hidden)},
-            simulated=hidden,
-            own_class=True,
-            shape=SourceShape.of_config(opened.config, opened.weight_dtype, bytes_per_token),
-        )
+    def _uniform(self) -> Plans | None:
+        """Return rows that hold every value in the same bits; None with automatic bits."""
+        if (bits := self.settings.bits) == "auto":
+            return None
+        first = self.opened.first
+        dims = [dim for dim in (first.head_dim, first.value_dim) for _ in range(first.kv_heads)]
+        if any(dim * bits % 16 for dim in dims):
+            raise SurgeryError(f"bits {bits}: {dims[0]} values of a head fill no pair of bytes; try 8", setting="bits")
+        rows: Rows = tuple(((PATTERNS[bits], dim * bits // 8),) for dim in dims)
+        return dict.fromkeys(self.layers, rows)
