@@ -126,6 +126,13 @@ def test_tutorials_show_no_long_work_as_runnable():
         assert not any(HEAVY.search(body) for _, body in BLOCK.findall(page.read_text(encoding="utf-8"))), page
 
 
+def test_every_command_has_its_line_on_the_page_of_commands():
+    page = (DOCS / "commands.md").read_text(encoding="utf-8")
+    commands = get_command(program.app).commands
+    shown = {name for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert {name for name, command in commands.items() if not command.hidden} <= shown
+
+
 def read_as_the_verb_does(words: list[str]) -> None:
     """Parses a command without running it; raises for a command or an option that there is not."""
     command: Any = get_command(program.app)

@@ -64,17 +64,17 @@ VERSIONS = (
 PAGE = ROOT / "docs" / "versions.md"
 INTRODUCTION = f"""# Versions
 
-The versions that `pyproject.toml` declares, tried at both ends. At the floor every requirement has its lower bound; newest
-are the newest that fit each other. In each environment all modules of the installed wheel are imported. {len(TESTS)} files of
-tests run on it: the command line, conversions to every target, reload, slices, earlier checkpoints, evaluation, healing,
-quantised sources. Made by `python tools/versions.py`, on x86-64 Linux, without a GPU.
+The versions that `pyproject.toml` declares, tried at both ends. At the floor every requirement has its lower bound;
+newest are the newest that fit each other. In each environment all modules of the installed wheel are imported.
+{len(TESTS)} files of tests run on it: the command line, conversions to every target, reload, slices, earlier
+checkpoints, evaluation, healing, quantised sources. Made by `python tools/versions.py`, on x86-64 Linux, without a GPU.
 
 | Python | end | {" | ".join(SHOWN)} | modules imported | tests passed | failed | skipped | date |
 |---|---|{"---|" * len(SHOWN)}---:|---:|---:|---:|---|
 """
 REMARKS = """
-Triton is not asked for at the floor: each torch brings its own, and that of the oldest is too old for the kernels. For
-Python 3.10 the newest torch and transformers that can be installed are older ones.
+Triton is not asked for at the floor: each torch brings its own, and that of the oldest is too old for the kernels.
+For Python 3.10 the newest torch and transformers that can be installed are older ones.
 """
 
 
