@@ -25,6 +25,7 @@ REPLACED = {
     r"one behind the other": "one after the other",
     r"Foreseen|foresee|foreseen": "Forecast, forecast",
     r"StageRuns|go_past": "StageTracker, skip",
+    r"not in the repository": "a command, recipe or tool that reruns the figure, or no figure",
     r"met_moment|is_further|TOWERS": "gradient_weighted_moment, is_mtp_layer, MULTIMODAL",
 }
 """Words that stand nowhere in the code and the docs, and the field's word for each."""
