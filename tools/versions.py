@@ -67,7 +67,7 @@ INTRODUCTION = f"""# Versions
 The versions that `pyproject.toml` declares, tried at both ends. At the floor every requirement has its lower bound;
 newest are the newest that fit each other. In each environment all modules of the installed wheel are imported.
 {len(TESTS)} files of tests run on it: the command line, conversions to every target, reload, slices, earlier
-checkpoints, evaluation, healing, quantised sources. Made by `python tools/versions.py`, on x86-64 Linux, without a GPU.
+checkpoints, evaluation, healing, quantized sources. Made by `python tools/versions.py`, on x86-64 Linux, without a GPU.
 
 | Python | end | {" | ".join(SHOWN)} | modules imported | tests passed | failed | skipped | date |
 |---|---|{"---|" * len(SHOWN)}---:|---:|---:|---:|---|
