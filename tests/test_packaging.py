@@ -76,7 +76,7 @@ def test_the_wheel_runs_away_from_the_repository(built, tmp_path):
     assert said["--version"].strip() == __version__
     assert "Usage: surgery" in said["--help"]
     assert "what it can become" in said["inspect builtin"] and "best in quality" in said["inspect builtin"]
-    assert "testbed-mla" in said["recipes"] and "mla-everywhere" in said["configs"]
+    assert "testbed-mla" in said["run"] and "mla-everywhere" in said["config"]
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from surgery.cli.options import (
     flag,
     option,
 )
+from surgery.cli.shipped import show_shipped
 from surgery.common.errors import SurgeryError
 from surgery.evaluation.settings import EvalSettings
 
@@ -138,9 +139,9 @@ def compare(
 
 def run(
     recipe: Annotated[
-        Path,
-        typer.Argument(metavar="RECIPE", help="YAML file of steps, or the name of one of `surgery recipes`."),
-    ],
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="YAML file of steps, or the name of one that ships. [a list of those]"),
+    ] = None,
     work: Annotated[Path | None, option("--work", "DIR", "Where the steps' outputs go. [RECIPE's name]")] = None,
     restart: RestartOption = False,
     dry_run: Annotated[
@@ -151,13 +152,22 @@ def run(
     """Do everything that a recipe says, step by step: conversions, healing, evaluations.
 
     A step whose output is there already, made from the same source with the same settings, is not done again.
+    Without a recipe: list those that ship.
 
     Examples:
+
+        surgery run
 
         surgery run testbed-mla --dry-run
 
         surgery run testbed-mla --work mla/
     """
+    if recipe is None:
+        if work is not None or restart or dry_run:
+            raise SurgeryError("no recipe: name a YAML file of steps, or one of those that surgery run lists")
+        show_shipped("recipes", as_json=as_json)
+        return
+
     from surgery.common.progress import Progress
     from surgery.common.shipped import find_shipped
     from surgery.console.conversion import show_evaluation

@@ -36,13 +36,8 @@ def flag(name: str, help: str, panel: str | None = None, **more: Any) -> Any:
     return typer.Option(name, help=help, rich_help_panel=panel, **more)
 
 
-CheckpointArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="CKPT",
-        help="Folder, .gguf file or hub id (org/name); builtin is the demo model, smollm2 SmolLM2-135M.",
-    ),
-]
+CHECKPOINT = "Folder, .gguf file or hub id (org/name); builtin is the demo model, smollm2 SmolLM2-135M."
+CheckpointArgument = Annotated[str, typer.Argument(metavar="CKPT", help=CHECKPOINT)]
 JsonOption = Annotated[bool, flag("--json", "Print the report as JSON on standard output.")]
 PickleOption = Annotated[bool, flag("--allow-pickle", "Read pickled weights if there are no others.")]
 KeepCodeOption = Annotated[
@@ -57,7 +52,7 @@ ConfigOption = Annotated[
     option(
         "--config",
         "FILE|NAME",
-        "YAML of settings, or the name of one that ships (surgery configs); flags win over it.",
+        "YAML of settings, or the name of one that ships (surgery config); flags win over it.",
         callback=config_file,
     ),
 ]

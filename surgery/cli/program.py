@@ -13,7 +13,6 @@ from surgery import own_program
 from surgery.cli.bench import bench
 from surgery.cli.convert import CONVERTED, ConvertVerb, convert
 from surgery.cli.engines import doctor, export
-from surgery.cli.env import env
 from surgery.cli.evaluation import compare, evaluate, run
 from surgery.cli.generated import with_settings
 from surgery.cli.heads import score
@@ -21,7 +20,7 @@ from surgery.cli.heal import heal
 from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption, flag, option
 from surgery.cli.plan import plan_
 from surgery.cli.push import push
-from surgery.cli.shipped import config, configs, recipes
+from surgery.cli.shipped import config
 from surgery.cli.slice import slice_
 from surgery.cli.verbs import Verbs, equip
 from surgery.cli.verify import verify
@@ -37,12 +36,21 @@ from surgery.training.settings import HealSettings
 from surgery.version import __version__
 
 
+MOVED = {"env": "doctor", "recipes": "run", "configs": "config"}
+"""Commands of earlier versions, and the command that does the same without an argument."""
+
+
 class Program(Verbs):
     """The program."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """``surgery help VERB`` is ``surgery VERB --help``, as people expect of programs with commands."""
-        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
+        elif args and args[0] in MOVED:
+            print(f"surgery: note: surgery {args[0]} is surgery {MOVED[args[0]]} now", file=sys.stderr)
+            args = [MOVED[args[0]], *args[1:]]
+        return super().parse_args(ctx, args)
 
 
 app = typer.Typer(
@@ -133,7 +141,7 @@ VERBS: dict[str, dict[str, Any]] = {
         "verify": verify,
     },
     "Serve and share": {"doctor": doctor, "export": export, "push": push},
-    "Look up": {"env": env, "recipes": recipes, "configs": configs, "config": config},
+    "Look up": {"config": config},
 }
 """The commands by what they are for, as help shows them."""
 
