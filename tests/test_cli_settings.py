@@ -224,7 +224,7 @@ def test_panels_and_targets_in_the_help_of_convert():
 
 @pytest.mark.parametrize("to", [name for name, target in TARGETS.items() if not target.fixed])
 def test_help_of_one_target_has_its_options_and_examples_alone(to, monkeypatch, capsys):
-    code, shown, _ = run_main(monkeypatch, capsys, "convert", f"--to={to}", "--help")
+    code, shown, _ = run_main(monkeypatch, capsys, "convert", f"--to={to}", "--help-all")
     shown_flags = {found.strip("-").replace("-", "_") for found in re.findall(r"^│ (--[a-z-]+)", shown, re.MULTILINE)}
     every = {each.flag for name in TARGETS for each in settings_of(CLASSES[name]).values()}
     own = {each.flag for each in settings_of(CLASSES[to]).values() if not each.info.in_file}

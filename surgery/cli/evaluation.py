@@ -9,6 +9,7 @@ import typer
 
 from surgery.cli.generated import OptionValues
 from surgery.cli.options import (
+    ADVANCED,
     OUTPUT,
     ConfigOption,
     DryRunOption,
@@ -40,7 +41,9 @@ def evaluate(
     out: Annotated[Path | None, option("--out", "DIR", "Folder of results and report. [CKPT-eval]", OUTPUT)] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace a report of other models or tasks.", OUTPUT)] = False,
     config: ConfigOption = None,
-    trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run code that lies next to the weights.")] = False,
+    trust_remote_code: Annotated[
+        bool, flag("--trust-remote-code", "Run code that lies next to the weights."), ADVANCED
+    ] = False,
     allow_pickle: PickleOption = False,
     restart: RestartOption = False,
     dry_run: DryRunOption = False,

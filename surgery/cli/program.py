@@ -35,7 +35,6 @@ from surgery.structures.registry import SLICE
 from surgery.training.settings import HealSettings
 from surgery.version import __version__
 
-
 MOVED = {"env": "doctor", "recipes": "run", "configs": "config"}
 """Commands of earlier versions, and the command that does the same without an argument."""
 
@@ -91,11 +90,16 @@ def inspect(
 
     source = find_model(checkpoint)
 
+    if not as_json:
+        from surgery.console.page import show_title
+
+        show_title(Path(source).name)  # at once: what follows loads torch and transformers
+
     from surgery.console.inspection import show_inspection
     from surgery.inspection.inspect import inspect_checkpoint
 
     inspection = inspect_checkpoint(source, allow_pickle=allow_pickle)
-    show_inspection(inspection, checkpoint, as_json=as_json, verbose=verbose)
+    show_inspection(inspection, checkpoint, as_json=as_json, verbose=verbose, titled=False)
 
 
 def demo(
@@ -173,7 +177,7 @@ def main() -> None:
         except SurgeryError as error:
             if os.environ.get("RANK", "0") == "0" or not (error.shared or isinstance(error, ProcessLost)):
                 left = f"; {remains()}" if isinstance(error, ProcessLost) else ""
-                print(f"surgery: error: {error}{left}", file=sys.stderr)
+                print(f"surgery: error: {error.line}{left}", file=sys.stderr)
             sys.exit(1)
         except (KeyboardInterrupt, SystemExit):  # the latter is what click makes of the former
             if interruption.signal is None:

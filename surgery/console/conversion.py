@@ -10,6 +10,7 @@ from rich.console import Console
 from surgery.checkpoint.named_models import name_of
 from surgery.common.errors import SurgeryError
 from surgery.common.human import cost, duration, formats_of, origin, per_token, share, size, with_perplexity
+from surgery.common.machine import seconds_since_start
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.heal import NOT_MEASURED, show_estimate, show_training
@@ -46,8 +47,9 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     if report["splits"]:
         _show_splits(page, report["splits"], tried=True)
     _show_carrier(page, target, typed(conversion.path))
+    phases = sum(report["seconds"].values())
     page.print(
-        f"{'conversion: ' * bool(healing)}{duration(sum(report['seconds'].values()))}, peak memory "
+        f"{f'conversion: {duration(phases)}' if healing else duration(seconds_since_start())}, peak memory "
         f"{size(report['peak_memory_bytes'])}"
     )
     result, source_name = typed(conversion.path), conversion.source
@@ -186,7 +188,7 @@ def show_demo(demo, *, as_json: bool = False) -> None:
         page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
     result, ratio = typed(demo.path), share(converted.kv_bytes_per_token / source.kv_bytes_per_token)
     change = cost(converted.loss - source.loss, (source.recall, converted.recall))
-    page.print(duration(demo.seconds))
+    page.print(duration(seconds_since_start()))
     page.print(f"[bold]{plain(result)}[/bold]: {ratio} of the KV bytes for {change}", soft_wrap=True)
     commands = {
         f"surgery eval {result} --baseline {demo.model}": "measures both, and cheap baselines",

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from surgery.common.human import cost, share
+from surgery.common.human import cost, shares_at
 from surgery.console.page import plain
 from surgery.engines.verdict import NOT_TRIED, OPEN, REFUSED, loads, ran, told_ruin
 
@@ -15,9 +15,8 @@ from surgery.engines.verdict import NOT_TRIED, OPEN, REFUSED, loads, ran, told_r
 def of_conversion(report: dict[str, Any]) -> str:
     """Return the verdict on a `surgery_report.json`."""
     first, last, kv = report["ladder"][0], report["ladder"][-1], report["kv"]
-    # What drops tokens has a share that falls with the length, and is looked at for its peak.
-    at = f" at {kv['measured_at_tokens']:,} tokens" if "peak_ratio" in kv else ""
-    kv_part = f"{share(kv['ratio'])} of the KV bytes{at}"
+    # Windows and tokens in full precision count most in short texts: the share that was measured is of such a one.
+    kv_part = f"{shares_at(kv.get('ratio_at'), kv['ratio'])} of the KV bytes"
     where = where_it_loads(report["target"]["engines"])
     if first["loss"] is None:
         return f"{kv_part}; what that cost was not measured; {where}"

@@ -25,6 +25,7 @@ def keep_quantised() -> Any:
         "Leave quantised weights outside of attention as they are stored.",
         more="Of compressed-tensors, bitsandbytes and fp8 by blocks; otherwise all are dequantised.",
         section="Output",
+        advanced=True,
     )
 
 
@@ -44,13 +45,15 @@ class StructureSettings(ConversionSettings):
         more="Tokens in a channel of the keys, channels in a token of values and latents.",
         unset="32",
         least=1,
+        advanced=True,
     )
     keys: Literal["channel", "token"] = setting(
         "channel",
         "What shares a scale of keys or latents, with bits: the tokens of a channel, or the channels of a token.",
+        advanced=True,
     )
-    hadamard: bool = setting(False, "Fold a rotation into the weights that spreads outliers, with bits.")
-    sinks: int | None = setting(0, "First tokens that stay exact in a quantised cache.", least=0)
+    hadamard: bool = setting(False, "Fold a rotation into the weights that spreads outliers, with bits.", advanced=True)
+    sinks: int | None = setting(0, "First tokens that stay exact in a quantised cache.", least=0, advanced=True)
     keep_quantised: bool = keep_quantised()
 
     SINKS_OF_CODES: ClassVar[bool] = True
@@ -67,14 +70,17 @@ class StructureSettings(ConversionSettings):
             object.__setattr__(self, "group", 32)
         if self.bits is None:
             if (self.group, self.keys, self.hadamard) != (32, "channel", False):
-                raise SurgeryError("group, keys and hadamard are of a quantised cache: give bits too")
+                raise SurgeryError("group, keys and hadamard are of a quantised cache: give bits too", setting="group")
             if self.sinks and self.SINKS_OF_CODES:
-                raise SurgeryError("sinks are the first tokens that a quantised cache keeps exact: give bits too")
+                raise SurgeryError(
+                    "sinks are the first tokens that a quantised cache keeps exact: give bits too", setting="sinks"
+                )
             return
         packed = {"fp8": 1, 8: 1, 4: 2, 2: 4}.get(self.bits, 8)
         if self.group % packed:
             raise SurgeryError(
-                f"group {self.group} of {self.bits} bits fills no whole bytes: choose a multiple of {packed}"
+                f"group {self.group} of {self.bits} bits fills no whole bytes: choose a multiple of {packed}",
+                setting="group",
             )
 
     @property
@@ -107,7 +113,9 @@ class StructureSettings(ConversionSettings):
 def check_spectrum(settings: StructureSettings) -> None:
     """Raises SurgeryError where ranks by spectrum are asked for and nothing compares layers."""
     if settings.allocate == "spectrum" and (settings.method != "fisher" or settings.calibration == NO_CALIBRATION):
-        raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
+        raise SurgeryError(
+            "allocate spectrum compares layers by the loss: it needs method fisher and text", setting="allocate"
+        )
 
 
 def auto_sinks(elsewhere: str = "") -> Any:
@@ -118,6 +126,7 @@ def auto_sinks(elsewhere: str = "") -> Any:
         least=0,
         section="Bits",
         unset="4 where bits are auto, else 0",
+        advanced=True,
     )
 
 
@@ -128,13 +137,18 @@ def rope_bits() -> Any:
         "Bits of the rotary dimensions of a quantised MLA cache, by token; 16 leaves them unquantised.",
         section="Bits",
         unset="as bits",
+        advanced=True,
     )
 
 
 def streaming_bits() -> Any:
     """The setting of targets that may have streaming heads."""
     return setting(
-        None, "Bits of what streaming heads keep, where a hybrid model is quantised.", section="Bits", unset="as bits"
+        None,
+        "Bits of what streaming heads keep, where a hybrid model is quantised.",
+        section="Bits",
+        unset="as bits",
+        advanced=True,
     )
 
 
@@ -161,7 +175,8 @@ def refuse_engine(settings: StructureSettings) -> None:
     if settings.engine is not None:
         raise SurgeryError(
             f"bits: {settings.engine} cannot read a quantised cache of ours; drop --bits and give the engine its own "
-            "cache dtype, which surgery doctor names"
+            "cache dtype, which surgery doctor names",
+            setting="bits",
         )
 
 

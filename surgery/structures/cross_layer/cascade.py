@@ -70,6 +70,7 @@ def _earlier_layers(opened: Source, settings: CrossLayerSettings, kept: frozense
     if opened.stateful and not any(earlier):
         raise SurgeryError(
             "method cascade: between layers with keys and values stand others that keep a state, so that none can "
-            "read its neighbour's latents: convert --to lowrank instead"
+            "read its neighbour's latents: convert --to lowrank instead",
+            setting="method",
         )
     return tuple(earlier)

@@ -48,12 +48,16 @@ class HybridSettings(StructureSettings):
         least=0,
         most=1,
         section="Heads",
+        advanced=True,
     )
     granularity: Literal["head", "layer"] = setting(
         "head",
         "What streams: single heads, or whole layers, in a stock class with sliding windows and without sinks.",
+        advanced=True,
     )
-    heads_multiple: int = setting(1, "Every layer's full heads are a multiple of it, for tensor parallelism.", least=1)
+    heads_multiple: int = setting(
+        1, "Every layer's full heads are a multiple of it, for tensor parallelism.", least=1, advanced=True
+    )
     streaming_bits: Bits | None = streaming_bits()
 
     SINKS_OF_CODES: ClassVar[bool] = False
@@ -62,12 +66,17 @@ class HybridSettings(StructureSettings):
         super().__post_init__()
         check_more_bits(self, "streaming_bits")
         if self.kv_ratio is not None and self.streaming is not None:
-            raise SurgeryError("give kv_ratio or streaming, not both")
+            raise SurgeryError("give kv_ratio or streaming, not both", setting="streaming")
         if self.granularity == "layer":
             if self.sinks:
-                raise SurgeryError("granularity layer: sliding windows of stock classes keep no sinks; leave them out")
+                raise SurgeryError(
+                    "granularity layer: sliding windows of stock classes keep no sinks; leave them out",
+                    setting="granularity",
+                )
             if self.quantizes or self.compensated or self.heads_multiple != 1:
-                raise SurgeryError("granularity layer: bits, compensated and heads_multiple are of single heads")
+                raise SurgeryError(
+                    "granularity layer: bits, compensated and heads_multiple are of single heads", setting="granularity"
+                )
             object.__setattr__(self, "sinks", 0)
 
     def kv_cache(self) -> dict[str, int | str]:

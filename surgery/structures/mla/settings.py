@@ -34,6 +34,7 @@ class ConvertSettings(StructureSettings):
         "How the transform is found.",
         more="fisher weighs by the loss; the others are for comparison.",
         section="Method",
+        advanced=True,
     )
     kv_lora_rank: int | None = setting(
         None,
@@ -56,9 +57,14 @@ class ConvertSettings(StructureSettings):
         "Which frequencies keep RoPE: any, or grid: default RoPE, which every engine loads.",
         more="grid: the highest ones, once each; an engine sees to it.",
         section="Method",
+        advanced=True,
     )
     freqfold: int | None = setting(
-        None, "Neighbouring frequencies taken for one, in method transmla.", least=1, unset="several are tried"
+        None,
+        "Neighbouring frequencies taken for one, in method transmla.",
+        least=1,
+        unset="several are tried",
+        advanced=True,
     )
     allocate: Literal["auto", "uniform", "spectrum"] = setting(
         "auto",
@@ -66,6 +72,7 @@ class ConvertSettings(StructureSettings):
         more="Layers that differ need the custom model class, method fisher and calibration text; auto: spectrum where "
         "all three are given and no rank is.",
         section="Method",
+        advanced=True,
     )
     keep_layers: str = keep_layers()
     bits: Literal[8, 4, 3, 2, "fp8", "auto"] | None = setting(
@@ -88,6 +95,7 @@ class ConvertSettings(StructureSettings):
         "How stock's latent norm is neutralised.",
         more="tiny needs rms_norm_eps 1e-6, constant needs biases.",
         section="Output",
+        advanced=True,
     )
     engine: Engine | None = setting(
         None,
@@ -115,13 +123,16 @@ class ConvertSettings(StructureSettings):
         check_more_bits(self, "rope_bits")
         if self.allocate == "spectrum" and not self.quantizes:
             if self.carrier == "stock":
-                raise SurgeryError("allocate spectrum: stock deepseek_v3 has one rank for all; drop --carrier stock")
+                raise SurgeryError(
+                    "allocate spectrum: stock deepseek_v3 has one rank for all; drop --carrier stock",
+                    setting="allocate",
+                )
             object.__setattr__(self, "carrier", "own")
         if self.rope_dim is not None and self.rope_dim % 2:
-            raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}")
+            raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}", setting="rope_dim")
         check_spectrum(self)
         if self.calibration == NO_CALIBRATION and self.method == "transmla":
-            raise SurgeryError("method transmla needs calibration text: drop --calibration none")
+            raise SurgeryError("method transmla needs calibration text: drop --calibration none", setting="method")
 
     @property
     def spreads(self) -> bool:
@@ -159,6 +170,8 @@ class ConvertSettings(StructureSettings):
             ("latent_norm", ("auto", "tiny")),  # the constant is a bias, which engines drop
         ):
             if getattr(self, name) not in allowed:
-                raise SurgeryError(f"engine {self.engine} takes {name} {allowed[0]}, not {getattr(self, name)}")
+                raise SurgeryError(
+                    f"engine {self.engine} takes {name} {allowed[0]}, not {getattr(self, name)}", setting="engine"
+                )
         # Frozen; a result for an engine is a model of default RoPE, whatever else is asked for.
         object.__setattr__(self, "rope_frequencies", "grid")

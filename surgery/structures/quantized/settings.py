@@ -28,7 +28,9 @@ class QuantizedSettings(StructureSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_ratio is not None:
-            raise SurgeryError("kv_ratio: the bytes of a quantised cache follow from bits, group and window")
+            raise SurgeryError(
+                "kv_ratio: the bytes of a quantised cache follow from bits, group and window", setting="kv_ratio"
+            )
 
     @classmethod
     def needless(cls, option: Callable[[str], str | None]) -> str | None:
