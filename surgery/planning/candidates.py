@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from surgery.architectures.own_class import layer_entries
 from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.engines.cache_formats import TENSORRT_LLM
 from surgery.engines.table import refuse_unless_loadable
 from surgery.families import LATENT_FAMILIES
@@ -98,12 +99,14 @@ class Candidates:
 
     Args:
         opened: the source.
-        work: with the statistics of all layers, and no held-out text, so that no budget is spent by trying.
+        work: with the statistics of all layers, and no held-out text, so that no budget is spent by trying; None for
+            a dry run, which deals nothing out by layer.
         refused: filled with what the source or the engine does not take, and why.
     """
 
-    def __init__(self, opened: Source, work: ConversionContext, settings: PlanSettings):
+    def __init__(self, opened: Source, work: ConversionContext | None, settings: PlanSettings):
         self._opened, self._work, self._settings = opened, work, settings
+        self._progress = Progress(silent=True) if work is None else work.progress
         self.refused: dict[str, str] = {}
         self.source_bytes = held_bytes(opened.reader.config, opened, settings)
 
@@ -142,7 +145,8 @@ class Candidates:
             found = self._made(target, asked) if share is None else self._fitting(target, asked, share)
             if found is None:
                 return None
-            found.structure.plan(self._work)
+            if self._work is not None:
+                found.structure.plan(self._work)
             return replace(found, config=final_config(found.structure.forecast(), found.settings))
         except SurgeryError as error:
             if told:
@@ -174,7 +178,7 @@ class Candidates:
     def _made(self, target: Target, asked: dict[str, Any]) -> Sized:
         settings = target.settings({**self._settings.common(), **asked})
         found = target.structure().for_source(self._opened.reader.config, settings)
-        structure = found(self._opened, settings, self._work.progress)
+        structure = found(self._opened, settings, self._progress)
         forecast = structure.forecast()
         config = final_config(forecast, settings)
         if self._settings.engine:
