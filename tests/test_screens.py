@@ -122,7 +122,7 @@ def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys):
     lost = report["ladder"][-1]["loss"] - report["ladder"][0]["loss"]
     lines = shown.splitlines()
     verdict = next(line for line in lines if line.startswith(f"{tmp_path / 'a'}: "))
-    kept = f"{report['kv']['ratio']:.1%} of the KV bytes"
+    kept = f"{report['kv']['ratio_at']['256']:.1%} of the KV bytes at 256"  # the model's limit, not the 64 of the text
     assert f"{kept} for {lost:+.4f} nats per token (perplexity {math.expm1(lost):+.1%})" in verdict
     assert "loads in transformers" in verdict
     assert lines[-3] == f"Next: surgery eval {tmp_path / 'a'} --baseline {source}"
@@ -268,7 +268,7 @@ def test_bytes_of_what_drops_tokens_are_told_with_the_length():
     kv = {"ratio": 0.992, "peak_ratio": 1.15, "measured_at_tokens": 64, "ratio_at": {"4096": 0.2, "40000": 0.05}}
     stages = [{"stage": stage, "loss": None, "recall": None} for stage in ("source", "reloaded")]
     said = of_conversion({"ladder": stages, "kv": kv, "target": {"engines": {}}})
-    assert said.startswith("20.0% at 4k, 5.0% at 40,000 of the KV bytes; what that cost was not measured")
+    assert said.startswith("20.0% of the KV bytes at 4k, 5.0% at 40,000; what that cost was not measured")
 
 
 def test_where_models_run_is_told_in_one_way():

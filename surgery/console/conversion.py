@@ -15,7 +15,7 @@ from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.heal import NOT_MEASURED, show_estimate, show_training
 from surgery.console.page import make_table, new_page, plain, print_json, typed
-from surgery.console.verdicts import of_conversion, of_healing, show_next, show_ruin, where_it_loads
+from surgery.console.verdicts import kept_bytes, of_conversion, of_healing, show_next, show_ruin, where_it_loads
 from surgery.engines.facts import OWN_CLASSES
 from surgery.engines.table import ANY, spoken
 from surgery.engines.verdict import Verdict
@@ -128,8 +128,8 @@ def _show_plan(plan, called: str, healing) -> None:
     if healing:
         page.print("\nhealing: ", end="")
         show_estimate(page, healing)
-    ratio, where = share(kv["ratio"]), where_it_loads(plan.target["engines"])
-    page.print(f"[bold]{plain(plan.out)}[/bold] would keep {ratio} of the KV bytes; {plain(where)}", soft_wrap=True)
+    where = where_it_loads(plan.target["engines"])
+    page.print(f"[bold]{plain(plan.out)}[/bold] would keep {kept_bytes(kv)}; {plain(where)}", soft_wrap=True)
     if not plan.refusal:
         where = "" if work["estimated_seconds"] else f", where there is {plan.settings['device']}"
         show_next(page, [f"the same command without --dry-run{where}"])
