@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from surgery.common.human import count, origin, per_token, share, shares_at, size
+from surgery.common.human import count, origin, per_token, shares_at, size
 from surgery.common.tables.table import Column
 from surgery.console.conversion import class_and_why
 from surgery.console.page import make_table, new_page, plain, print_json, show_title
@@ -90,7 +90,7 @@ def _show_advice(page: Console, chosen: dict) -> None:
     page.print(f"what to take (no text was read: {of})", soft_wrap=True)
 
     def command_of(row: dict) -> str:
-        return f"{row['command'].removeprefix(COMMAND)} ({share(row['kv_ratio'])})"
+        return f"{row['command'].removeprefix(COMMAND)} ({shares_at(row['kv_ratio_at'], row['kv_ratio'])})"
 
     page.print(f"  best in quality: {plain(command_of(chosen['quality']))}", soft_wrap=True)
     page.print(f"  smallest: {plain(command_of(chosen['smallest']))}", soft_wrap=True)
