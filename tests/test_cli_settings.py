@@ -229,7 +229,7 @@ def test_panels_and_targets_in_the_help_of_convert():
 
 @pytest.mark.parametrize("to", [name for name, target in TARGETS.items() if not target.fixed])
 def test_help_of_one_target_has_its_options_and_examples_alone(to, monkeypatch, capsys):
-    code, output, _ = run_main(monkeypatch, capsys, "convert", f"--to={to}", "--help")
+    code, output, _ = run_main(monkeypatch, capsys, "convert", f"--to={to}", "--help-all")
     shown_flags = {
         result.strip("-").replace("-", "_") for result in re.findall(r"^│ (--[a-z-]+)", output, re.MULTILINE)
     }

@@ -136,6 +136,7 @@ def test_every_command_has_its_line_on_the_page_of_commands():
 def read_as_the_verb_does(words: list[str]) -> None:
     """Parses a command without running it; raises for a command or an option that there is not."""
     command: Any = get_command(program.app)
+    words = [program.MOVED.get(words[0], words[0]), *words[1:]]
     while hasattr(command, "commands"):
         verb = words[0] if words[0] in command.commands else getattr(command, "default", None)
         words = words[verb == words[0] :]
@@ -150,6 +151,12 @@ def test_commands_have_verbs_and_options_that_there_are(page):
     for line in lines:
         if command := re.match(r"(?:.*&& )?surgery (.*)", line):
             read_as_the_verb_does(shlex.split(command[1], comments=True))
+
+
+def test_command_lines_of_earlier_docs_still_parse():
+    """As README.md and docs/ had them on 2026-11-26: what people have in scripts."""
+    for line in (ROOT / "tests" / "command_lines.txt").read_text(encoding="utf-8").splitlines():
+        read_as_the_verb_does(shlex.split(line))
 
 
 @pytest.mark.parametrize("name", ["convert", "heads"])

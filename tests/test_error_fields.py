@@ -1,10 +1,13 @@
 """Errors say in fields what is wrong, so that nobody has to read their prose."""
 
+import inspect
 import pickle
 
 import pytest
 
-from surgery.common.errors import SurgeryError
+from surgery.cli.convert import CONVERTED, convert
+from surgery.cli.generated import with_settings
+from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.file_settings import read_mapping
 from surgery.common.setting import settings_of
 from surgery.evaluation.settings import EvalSettings
@@ -46,6 +49,39 @@ def test_a_file_that_cannot_be_read_is_named(text, tmp_path):
     with pytest.raises(SurgeryError) as caught:
         read_mapping(path)
     assert caught.value.path == path
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("kv_ratio 25 is too much", "--kv-ratio 25 is too much"),
+        ("kv_ratio: too much", "--kv-ratio: too much"),
+        ("--kv-ratio must be a number", "--kv-ratio must be a number"),
+        ("give rank or kv_ratio, not both", "--kv-ratio: give rank or kv_ratio, not both"),
+    ],
+)
+def test_the_flag_stands_in_front_and_the_sentence_stays(message, line):
+    error = SurgeryError(message, setting="kv_ratio")
+    assert error.line == message
+    error.flag = "--kv-ratio"
+    assert (error.line, str(error)) == (line, message)
+
+
+def test_a_hint_follows_once():
+    assert SurgeryError("a: no such task", hint="loss").line == "a: no such task; try loss"
+    assert SurgeryError("a: did you mean loss?", hint="loss").line == "a: did you mean loss?"
+
+
+def test_an_error_of_a_command_with_settings_keeps_its_kind_and_fields(monkeypatch):
+    def lost(*arguments, **options):
+        raise ProcessLost("rank 1 has ended", setting="seed", path="ckpt")
+
+    monkeypatch.setattr("surgery.structures.registry.Target.check_places", lost)
+    verb = with_settings(convert, CONVERTED)
+    defaults = {name: each.default for name, each in inspect.signature(verb).parameters.items()}
+    with pytest.raises(ProcessLost) as caught:
+        verb(**defaults | {"checkpoint": "builtin", "seed": "3"})
+    assert (caught.value.flag, caught.value.path.name) == ("--seed", "ckpt")
 
 
 def test_fields_reach_other_processes():

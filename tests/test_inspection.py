@@ -125,6 +125,23 @@ def test_caches_that_take_no_sliding_windows_do_not_apply_to_them(inspected):
         assert not target["applies"] and "sliding" in target["reasons"][0], name
 
 
+def test_shares_of_a_model_with_windows_are_told_at_its_limit(inspected, capsys):
+    """Windows hold less and less of a long text, so layers without one decide."""
+    inspection = inspected("gemma3_window")
+    target = next(each for each in inspection.targets if each["command"] == "surgery convert --to lowrank")
+    limit = str(inspection.architecture["max_positions"])
+    assert list(target["kv_ratio_at"]) == [limit] and target["kv_ratio_at"][limit] < 0.95 * target["kv_ratio"]
+    show_inspection(inspection)
+    shown = capsys.readouterr().out
+    assert f"{target['kv_ratio_at'][limit]:.1%} at {limit}" in shown and f"{target['kv_ratio']:.1%}" not in shown
+
+
+def test_what_forgets_everything_is_no_row_of_the_table(inspected, capsys):
+    show_inspection(inspected("llama"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "--to hybrid --streaming 1" in line]
+    assert len(lines) == 1 and "every head forgets" in lines[0]
+
+
 def test_every_target_is_foreseen_with_its_bytes(inspected):
     targets = {target["command"]: target for target in inspected("llama").targets}
     assert {target["to"] for target in targets.values()} == set(TARGETS)

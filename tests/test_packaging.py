@@ -76,7 +76,7 @@ def test_the_wheel_runs_away_from_the_repository(built, tmp_path):
     assert message["--version"].strip() == __version__
     assert "Usage: surgery" in message["--help"]
     assert "what it can become" in message["inspect builtin"] and "best in quality" in message["inspect builtin"]
-    assert "testbed-mla" in message["recipes"] and "mla-everywhere" in message["configs"]
+    assert "testbed-mla" in message["run"] and "mla-everywhere" in message["config"]
 
 
 @pytest.fixture

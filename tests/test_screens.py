@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from surgery.checkpoint.named_models import demo_model
 from surgery.cli import program as cli
+from surgery.common.setting import settings_of
 from surgery.console import verdicts
 from surgery.console.checks import show_checks
 from surgery.console.heal import show_healed
@@ -27,6 +28,7 @@ from surgery.healing.heal import Healed
 from surgery.inspection.checks import Check, Checked
 from surgery.inspection.inspect import inspect_checkpoint
 from surgery.reporting.report import previous_report
+from surgery.structures.registry import TARGETS
 from surgery.workflow.recipe import Finished
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,13 +59,43 @@ def source(tmp_path_factory):
 
 @pytest.mark.parametrize("path", VERBS, ids=" ".join)
 def test_no_name_is_broken_and_no_flag_has_a_type(path, at_eighty_columns):
-    output = CliRunner().invoke(cli.app, [*path, "--help"]).output
+    output = CliRunner().invoke(cli.app, [*path, "--help-all"]).output
     words = set(output.replace(",", " ").split())
     for each in VERBS[path].params:
         if not getattr(each, "hidden", False) and each.param_type_name == "option":
             assert next(flag for flag in each.opts if flag.startswith("--")) in words
             assert each.is_flag or (each.metavar and set(each.metavar.replace(",", " ").split()) <= words), each.opts
     assert not re.search(r"<[\w\[\]]+>|[{}]", output) and "--quiet" in output
+
+
+OLD_SPELLINGS = {"--text", "--data", "--calibration", "--recent", "--max-seconds", "--prompts", "--tuned-folder"}
+
+
+def flags_of(screen):
+    """Options that a help shows."""
+    return set(re.findall(r"^│ (?:[* ] {,4})?(--[a-z-]+)", screen, re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", VERBS, ids=" ".join)
+def test_help_fits_two_screens_and_names_the_rest(path, at_eighty_columns, monkeypatch, capsys):
+    """--help-all has every option that the command takes, but for other spellings."""
+    _, short, _ = run_main(monkeypatch, capsys, *path, "--help")
+    _, full, _ = run_main(monkeypatch, capsys, *path, "--help-all")
+    options = [each for each in VERBS[path].params if each.param_type_name == "option"]
+    names = {next(flag for flag in each.opts if flag.startswith("--")) for each in options if not each.hidden}
+    assert flags_of(full) == names | {"--help"} and flags_of(short) <= flags_of(full)
+    assert len(short.splitlines()) <= 90
+    assert (flags_of(short) == flags_of(full)) or "--help-all" in short.splitlines()[-3]
+    assert {flag for each in options if each.hidden for flag in each.opts} <= OLD_SPELLINGS
+
+
+@pytest.mark.parametrize("to", [name for name, target in TARGETS.items() if not target.fixed])
+def test_help_of_a_target_fits_two_screens(to, at_eighty_columns, monkeypatch, capsys):
+    _, shown, _ = run_main(monkeypatch, capsys, "convert", "--to", to, "--help")
+    settings = settings_of(TARGETS[to].settings_class).values()
+    common = {f"--{each.flag.replace('_', '-')}" for each in settings if not (each.info.in_file or each.info.advanced)}
+    every = {f"--{each.flag.replace('_', '-')}" for each in settings}
+    assert len(shown.splitlines()) <= 90 and flags_of(shown) & every == common
 
 
 def test_what_is_not_shown_of_a_flag_still_works(tmp_path, monkeypatch, capsys):
@@ -90,7 +122,9 @@ def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys):
     loss_increase = report["ladder"][-1]["loss"] - report["ladder"][0]["loss"]
     lines = output.splitlines()
     verdict = next(line for line in lines if line.startswith(f"{tmp_path / 'a'}: "))
-    entries = f"{report['kv']['ratio']:.1%} of the KV bytes"
+    entries = (
+        f"{report['kv']['ratio_at']['256']:.1%} of the KV bytes at 256"  # the model's limit, not the 64 of the text
+    )
     assert f"{entries} for {loss_increase:+.4f} nats per token (perplexity {math.expm1(loss_increase):+.1%})" in verdict
     assert "loads in transformers" in verdict
     assert lines[-3] == f"Next: surgery eval {tmp_path / 'a'} --baseline {source}"
@@ -235,10 +269,10 @@ def test_a_report_of_a_version_that_fitted_layers_is_still_shown():
 
 
 def test_bytes_of_what_drops_tokens_are_told_with_the_length():
-    kv = {"ratio": 0.992, "peak_ratio": 1.15, "measured_at_tokens": 64}
+    kv = {"ratio": 0.992, "peak_ratio": 1.15, "measured_at_tokens": 64, "ratio_at": {"4096": 0.2, "40000": 0.05}}
     stages = [{"stage": stage, "loss": None, "recall": None} for stage in ("source", "reloaded")]
     message = of_conversion({"ladder": stages, "kv": kv, "target": {"engines": {}}})
-    assert message.startswith("99.2% of the KV bytes at 64 tokens; what that cost was not measured")
+    assert message.startswith("20.0% of the KV bytes at 4k, 5.0% at 40,000; what that cost was not measured")
 
 
 def test_where_models_run_is_told_in_one_way():

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from command_line import ROOT, run_main
 
 from surgery.common.errors import SurgeryError
@@ -35,16 +36,36 @@ def test_a_file_of_ones_own_comes_first(kind, tmp_path, monkeypatch):
 
 
 def test_listed_and_printed(monkeypatch, capsys):
-    code, listed, _ = run_main(monkeypatch, capsys, "configs")
+    code, listed, _ = run_main(monkeypatch, capsys, "config")
     assert code == 0 and "mla-everywhere" in listed and "default RoPE" in listed
     assert "\nNext: surgery convert CKPT --config NAME --dry-run   what it would take\n" in listed
-    code, printed, _ = run_main(monkeypatch, capsys, "recipes", "--json")
+    code, printed, _ = run_main(monkeypatch, capsys, "run", "--json")
     assert "testbed-mla" in [each["name"] for each in json.loads(printed)["recipes"]]
 
     code, printed, _ = run_main(monkeypatch, capsys, "config", "testbed-mla")
     assert code == 0 and printed == (ROOT / "recipes" / "testbed-mla.yaml").read_text()
     code, _, err = run_main(monkeypatch, capsys, "config", "mla-everywher")
     assert code == 1 and "did you mean mla-everywhere?" in err
+
+
+@pytest.mark.parametrize(("old", "new"), [("env", "doctor"), ("recipes", "run"), ("configs", "config")])
+def test_earlier_commands_print_what_the_new_ones_do(old, new, monkeypatch, capsys):
+    fixed = {"memory_available_bytes": 0}
+    code, shown, told = run_main(monkeypatch, capsys, old, "--json")
+    assert code == 0 and told == f"surgery: note: surgery {old} is surgery {new} now\n"
+    assert json.loads(shown) | fixed == json.loads(run_main(monkeypatch, capsys, new, "--json")[1]) | fixed
+    assert f"│ {old} " not in run_main(monkeypatch, capsys, "--help")[1]
+
+
+def test_options_without_what_they_are_for_are_refused(monkeypatch, capsys):
+    for arguments, option in ((["run", "--dry-run"], "recipe"), (["doctor", "builtin", "--gpu"], "--gpu")):
+        code, shown, told = run_main(monkeypatch, capsys, *arguments)
+        assert (code, shown) == (1, "") and option in told
+
+
+def test_settings_as_json(monkeypatch, capsys):
+    shown = run_main(monkeypatch, capsys, "config", "mla", "--json")[1]
+    assert json.loads(shown) == yaml.safe_load((ROOT / "configs" / "mla.yaml").read_text())
 
 
 def test_run_and_config_take_names(checkpoints, tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import pytest
 from command_line import LAUNCH, ROOT
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"}
-COMMANDS = {"page": "recipes", "JSON": "recipes --json", "text": "config mla", "help": "--help"}
+COMMANDS = {"page": "run", "JSON": "run --json", "text": "config mla", "help": "--help"}
 
 
 def shell(line, **options):
@@ -17,7 +17,7 @@ def shell(line, **options):
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=ENVIRONMENT, **options)
 
 
-@pytest.mark.parametrize("command", ["recipes", "recipes --json", "config mla"])
+@pytest.mark.parametrize("command", ["run", "run --json", "config mla"])
 def test_nobody_reads(command):
     """A reader that leaves at once."""
     process = shell(f"set -o pipefail; surgery {command} | true")
@@ -26,7 +26,7 @@ def test_nobody_reads(command):
 
 @pytest.mark.parametrize("stream", ["1", "2", "0"])
 def test_closed_streams(stream):
-    process = shell(f"surgery recipes --json {stream}>&-")
+    process = shell(f"surgery run --json {stream}>&-")
     assert process.returncode == 0 and "Traceback" not in process.stderr
     assert (process.stdout == "") == (stream == "1")
 

@@ -1,6 +1,8 @@
 """Converted checkpoints cut text as their sources do, whatever class transformers takes for their model type."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from conversions import convert_checkpoint
@@ -21,6 +23,23 @@ def test_text_is_cut_alike(checkpoints, conversions, name, settings):
     text = HELD_OUT.read_text(encoding="utf-8")[:20_000]
     before, after = (AutoTokenizer.from_pretrained(folder)(text).input_ids for folder in (source, out))
     assert before == after
+
+
+CHILD = """
+import sys
+sys.modules["surgery"] = None  # the package is installed here; its users may not have it
+from transformers import AutoTokenizer
+print(AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False)(sys.argv[2]).input_ids)
+assert not any(name.startswith("transformers_modules") for name in sys.modules)
+"""
+
+
+def test_a_tokenizer_loads_without_the_package_and_without_code(checkpoints, conversions):
+    """Transformers 5 asks about the code of a config even for a tokenizer, unless it is told not to run any."""
+    text, out = "def f(x): return x + 1", conversions("llama", LowRankSettings(**QUICK)).path
+    done = subprocess.run([sys.executable, "-c", CHILD, str(out), text], capture_output=True, text=True, cwd=out)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == AutoTokenizer.from_pretrained(checkpoints("llama"))(text).input_ids
 
 
 def test_text_is_cut_alike_where_the_named_class_is_overruled(checkpoints, tmp_path, monkeypatch):

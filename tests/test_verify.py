@@ -270,9 +270,9 @@ def test_the_verb_and_the_function(converted, checkpoints, monkeypatch, capsys):
     assert {check.name for check in untouched.checks if check.outcome == PASSED} == {"numbers", "caches", "whole model"}
 
 
-def test_env_tells_versions_and_no_paths(monkeypatch, capsys):
-    code, output, _ = run_main(monkeypatch, capsys, "env", "--json")
+def test_doctor_without_a_checkpoint_tells_versions_and_no_paths(monkeypatch, capsys):
+    code, output, _ = run_main(monkeypatch, capsys, "doctor", "--json")
     facts = json.loads(output)
     assert code == 0 and facts["surgery"] and facts["packages"]["torch"] and "/" not in json.dumps(facts["packages"])
-    code, output, _ = run_main(monkeypatch, capsys, "env", "--gpu")
+    code, output, _ = run_main(monkeypatch, capsys, "doctor", "--gpu")
     assert code == 0 and "transformers" in output

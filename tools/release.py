@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
-TRIED = (["--help"], ["--version"], ["inspect", "builtin"], ["recipes"], ["configs"])
+TRIED = (["--help"], ["--version"], ["inspect", "builtin"], ["run"], ["config"])
 ADDRESSES = {
     "pyproject.toml": r"^\[project\.urls\]$",
     "CITATION.cff": r"^repository-code: ",

@@ -71,7 +71,7 @@ class Evaluations:
         try:
             self._tasks = [build[name]() for name in settings.evaluate_tasks]
         except SurgeryError as error:
-            raise SurgeryError(f"evaluate_tasks: {error}") from None
+            raise SurgeryError(f"evaluate_tasks: {error}", setting="evaluate_tasks") from None
         self.settings = {task.name: task.settings() for task in self._tasks}
         self._session = Session(
             tokenizer,

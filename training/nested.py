@@ -113,14 +113,16 @@ def nested_attentions(student: nn.Module) -> list[nn.Module]:
     """
     if getattr(getattr(student, "config", None), "kv_cache", None):
         raise SurgeryError(
-            "nested_ranks: the student's cache is quantized, and slicing comes before that: heal what it was made of"
+            "nested_ranks: the student's cache is quantized, and slicing comes before that: heal what it was made of",
+            setting="nested_ranks",
         )
     attentions = [attention_of(layer) for layer in decoder_of(student).layers]
     for index, attention in enumerate(attentions):
         if not getattr(attention, "latent_slices", None):
             raise SurgeryError(
                 f"nested_ranks: {type(attention).__name__} of layer {index} has no latents that training could cut: "
-                "convert --to lowrank, or --to mla --carrier own"
+                "convert --to lowrank, or --to mla --carrier own",
+                setting="nested_ranks",
             )
     return attentions
 

@@ -49,7 +49,8 @@ class Metric:
         basis, size, _ = torch.linalg.svd(up.double(), full_matrices=False)
         if len(up) < up.shape[1] or not size.min() > SMALLEST * size.max():
             raise SurgeryError(
-                f"orthogonal: {where} reads its latents by columns that are not independent: set it to false"
+                f"orthogonal: {where} reads its latents by columns that are not independent: set it to false",
+                setting="orthogonal",
             )
         sigma = float(size.log().mean().neg().exp())
         return cls(basis.to(up), (1 / size - sigma).to(up), sigma)
@@ -77,11 +78,15 @@ class OrthogonalFactors:
             _check_whole(attention)
             readers = attention.latent_readers()
             if not readers:
-                raise SurgeryError(f"orthogonal: the latents of {where} are read by other layers too: set it to false")
+                raise SurgeryError(
+                    f"orthogonal: the latents of {where} are read by other layers too: set it to false",
+                    setting="orthogonal",
+                )
             trained = [*attention.kv_down.parameters(), *(each for some in readers for each in some)]
             if not all(each.requires_grad for each in trained):
                 raise SurgeryError(
-                    f"orthogonal: not all that makes and reads the latents of {where} trains: set train to new"
+                    f"orthogonal: not all that makes and reads the latents of {where} trains: set train to new",
+                    setting="orthogonal",
                 )
             self._metrics.append([Metric.of(torch.cat(some).detach(), where) for some in readers])
 
@@ -107,4 +112,7 @@ def _triangle(metric: Metric, up: Tensor) -> Tensor:
 def _check_whole(attention: nn.Module) -> None:
     """Raises SurgeryError if FSDP2 or ZeRO-3 have sharded an attention's parameters."""
     if any(hasattr(each, "full_tensor") or hasattr(each, "ds_id") for each in attention.parameters()):
-        raise SurgeryError("orthogonal needs whole parameters on every process, not sharded ones: set it to false")
+        raise SurgeryError(
+            "orthogonal needs whole parameters on every process, not sharded ones: set it to false",
+            setting="orthogonal",
+        )

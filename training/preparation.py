@@ -51,7 +51,10 @@ def open_accelerator(settings: HealSettings) -> Accelerator:
         config["gradient_accumulation_steps"] = settings.gradient_accumulation
         config["gradient_clipping"] = settings.clip or 0.0
         if settings.entry_factors:
-            raise SurgeryError("entry_factors cannot be kept under DeepSpeed, which steps by itself: use fsdp2.yaml")
+            raise SurgeryError(
+                "entry_factors cannot be kept under DeepSpeed, which steps by itself: use fsdp2.yaml",
+                setting="entry_factors",
+            )
         # transformers would load models in shards; they are tried and changed while whole, and `prepare` shards them.
         unset_hf_deepspeed_config()
     return accelerator
@@ -87,7 +90,8 @@ def prepare(
     if teacher is not None and settings.shard_teacher:
         if not accelerator.is_fsdp2:
             raise SurgeryError(
-                "shard_teacher needs FSDP2: launch with configs/accelerate/fsdp2.yaml, or set it to false"
+                "shard_teacher needs FSDP2: launch with configs/accelerate/fsdp2.yaml, or set it to false",
+                setting="shard_teacher",
             )
         shard_layers(teacher)
     return module, optimizer

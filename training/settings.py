@@ -45,8 +45,11 @@ class HealSettings(FileSettings):
         more="With a teacher they are written there before the training, where they are not yet, and the teacher "
         "leaves the memory; without one they must be there.",
         metavar="DIR",
+        advanced=True,
     )
-    teacher_top_k: int = setting(64, "Tokens of each position whose logits are kept in that folder.", least=1)
+    teacher_top_k: int = setting(
+        64, "Tokens of each position whose logits are kept in that folder.", least=1, advanced=True
+    )
     out: str = setting(
         "",
         "Folder of the healed checkpoint.",
@@ -70,26 +73,34 @@ class HealSettings(FileSettings):
         more="Without them models forget to retrieve.",
         least=0,
         most=1,
+        advanced=True,
     )
     length: int = setting(1024, "Tokens of a sequence.")
-    held_out: int = setting(16, "Sequences kept from training for the held-out loss; 0 for none.", least=0)
+    held_out: int = setting(
+        16, "Sequences kept from training for the held-out loss; 0 for none.", least=0, advanced=True
+    )
     train: Literal["all", "attention", "new", "lora"] = setting(
         "attention",
         "What trains: whole attentions, new (what the teacher has not under that name and shape), adapters, or all.",
         section="What trains",
     )
-    train_patterns: tuple[str, ...] = setting((), "Names of parameters, with * and ?, that train besides.")
+    train_patterns: tuple[str, ...] = setting(
+        (), "Names of parameters, with * and ?, that train besides.", advanced=True
+    )
     balanced: bool = setting(
         True,
         "First rescale latents whose two sides train, so that one learning rate suits both.",
         more="The student computes what it did, bit for bit.",
+        advanced=True,
     )
-    lora_rank: int = setting(16, "Rank of the adapters.", least=1)
-    lora_alpha: float = setting(32.0, "An adapter's update counts alpha / rank.", above=0)
+    lora_rank: int = setting(16, "Rank of the adapters.", least=1, advanced=True)
+    lora_alpha: float = setting(32.0, "An adapter's update counts alpha / rank.", above=0, advanced=True)
     lora_modules: tuple[str, ...] = setting(
-        (), "Names of the modules that get adapters, with * and ?; none: the attentions' linear ones."
+        (), "Names of the modules that get adapters, with * and ?; none: the attentions' linear ones.", advanced=True
     )
-    entry_factors: str | None = setting(None, "JSON file of entries that must not move, or move less.", metavar="FILE")
+    entry_factors: str | None = setting(
+        None, "JSON file of entries that must not move, or move less.", metavar="FILE", advanced=True
+    )
     objective: dict[str, float] = setting(
         factory=dict,
         help="Weights of kl, reverse_kl, jsd, cross_entropy, hidden and attention, with jsd_beta and temperature.",
@@ -105,21 +116,28 @@ class HealSettings(FileSettings):
         more="MatryoshkaKV. Held-out losses are taken of every share.",
         kind="shares such as [1.0, 0.5, 0.25]",
         metavar="F,F",
+        advanced=True,
     )
     orthogonal: bool = setting(
-        False, "Take factors of latents back to orthonormal columns after every step of nested ranks."
+        False, "Take factors of latents back to orthonormal columns after every step of nested ranks.", advanced=True
     )
     batch_size: int = setting(4, "Sequences of a process at once.", least=1, section="Steps")
-    gradient_accumulation: int = setting(4, "Batches of each process in one step.", least=1)
+    gradient_accumulation: int = setting(4, "Batches of each process in one step.", least=1, advanced=True)
     learning_rate: float = setting(1e-4, "Peak learning rate of AdamW.", above=0)
     schedule: Literal["cosine", "linear", "constant"] = setting(
-        "cosine", "How the learning rate falls after the warm-up."
+        "cosine", "How the learning rate falls after the warm-up.", advanced=True
     )
-    warmup: float = setting(0.05, "Share of the budget over which the learning rate rises from 0.", least=0, most=1)
-    final_learning_rate: float = setting(0.0, "Learning rate at the end, as a share of the peak.", least=0, most=1)
-    weight_decay: float = setting(0.0, "Weight decay of matrices; vectors, norms and biases have none.", least=0)
-    betas: tuple[float, ...] = setting((0.9, 0.95), "Betas of AdamW.", kind="two numbers", metavar="F,F")
-    clip: float | None = setting(1.0, "Largest norm of a step's gradient.", above=0, unset="no limit")
+    warmup: float = setting(
+        0.05, "Share of the budget over which the learning rate rises from 0.", least=0, most=1, advanced=True
+    )
+    final_learning_rate: float = setting(
+        0.0, "Learning rate at the end, as a share of the peak.", least=0, most=1, advanced=True
+    )
+    weight_decay: float = setting(
+        0.0, "Weight decay of matrices; vectors, norms and biases have none.", least=0, advanced=True
+    )
+    betas: tuple[float, ...] = setting((0.9, 0.95), "Betas of AdamW.", kind="two numbers", metavar="F,F", advanced=True)
+    clip: float | None = setting(1.0, "Largest norm of a step's gradient.", above=0, unset="no limit", advanced=True)
     max_tokens: int | None = setting(
         10_000_000,
         "Stop after so many tokens.",
@@ -141,6 +159,7 @@ class HealSettings(FileSettings):
         "Attention function: this project's kernel, or as the model is loaded.",
         more="auto: PyTorch's fused kernel for any widths on a CPU, the model's on a GPU.",
         section="Machine",
+        advanced=True,
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting(
         "auto",
@@ -148,15 +167,17 @@ class HealSettings(FileSettings):
         more="Weights that train are fp32 in any case.",
         synonyms=SHORT_DTYPES,
     )
-    device: Literal["auto", "cpu"] = setting("auto", "Where it trains; auto is what accelerate finds.")
+    device: Literal["auto", "cpu"] = setting("auto", "Where it trains; auto is what accelerate finds.", advanced=True)
     gradient_checkpointing: bool = setting(
-        False, "Keep only each layer's input for the backward pass and compute the rest again."
+        False, "Keep only each layer's input for the backward pass and compute the rest again.", advanced=True
     )
-    compile: bool = setting(False, "Run the student's layers through torch.compile.")
-    shard_teacher: bool = setting(False, "Under FSDP2, shard the teacher's layers too.")
-    quantization_aware: bool = setting(True, "Train on what the student's cache gives back, if it keeps it quantized.")
-    trust_remote_code: bool = setting(False, "Run model code that comes with the checkpoints.")
-    seed: int = setting(0, "Seed of the order of the data and of everything else that is random.")
+    compile: bool = setting(False, "Run the student's layers through torch.compile.", advanced=True)
+    shard_teacher: bool = setting(False, "Under FSDP2, shard the teacher's layers too.", advanced=True)
+    quantization_aware: bool = setting(
+        True, "Train on what the student's cache gives back, if it keeps it quantized.", advanced=True
+    )
+    trust_remote_code: bool = setting(False, "Run model code that comes with the checkpoints.", advanced=True)
+    seed: int = setting(0, "Seed of the order of the data and of everything else that is random.", advanced=True)
     eval_every: int | None = setting(
         100,
         "Steps between held-out losses.",
@@ -164,6 +185,7 @@ class HealSettings(FileSettings):
         least=1,
         unset="those only",
         section="Measuring on the way",
+        advanced=True,
     )
     patience: int | None = setting(
         None,
@@ -171,66 +193,81 @@ class HealSettings(FileSettings):
         more="The best state is then what is written.",
         least=1,
         unset="never",
+        advanced=True,
     )
     spike: float | None = setting(
         5.0,
         "Leave a step out when its loss is above so many times the median of the last; three in a row end the run.",
         above=1,
         unset="only for nan and infinity",
+        advanced=True,
     )
     evaluate_every: int | None = setting(
-        None, "Steps between evaluations of the student, at the start and the end too.", least=1, unset="none"
+        None,
+        "Steps between evaluations of the student, at the start and the end too.",
+        least=1,
+        unset="none",
+        advanced=True,
     )
     evaluate_tasks: tuple[Evaluation, ...] = setting(
-        ("loss", "recall"), "What these evaluations measure, as in surgery eval."
+        ("loss", "recall"), "What these evaluations measure, as in surgery eval.", advanced=True
     )
     evaluate_data: tuple[str, ...] = setting(
         (),
         "Held-out texts for these evaluations, more than once for several; none: as surgery eval.",
         metavar="FILE|DATASET|NAME",
         repeated=True,
+        advanced=True,
     )
     evaluate_limit: int | None = setting(
-        None, "Samples of each task at most.", least=1, unset="as many as in surgery eval"
+        None, "Samples of each task at most.", least=1, unset="as many as in surgery eval", advanced=True
     )
     save_every: int | None = setting(
-        200, "Steps between checkpoints.", least=1, unset="no such rule", section="Checkpoints"
+        200, "Steps between checkpoints.", least=1, unset="no such rule", section="Checkpoints", advanced=True
     )
     save_seconds: float | None = setting(
-        600.0, "Seconds between checkpoints, if that comes first.", above=0, unset="no such rule"
+        600.0, "Seconds between checkpoints, if that comes first.", above=0, unset="no such rule", advanced=True
     )
-    keep_last: int = setting(2, "Checkpoints that are kept.", least=1)
-    resume: bool = setting(True, "Go on from the last good checkpoint; otherwise what an earlier run left is removed.")
+    keep_last: int = setting(2, "Checkpoints that are kept.", least=1, advanced=True)
+    resume: bool = setting(
+        True, "Go on from the last good checkpoint; otherwise what an earlier run left is removed.", advanced=True
+    )
     overwrite: bool = setting(False, "Replace out if it exists.", in_file=True)
-    log_every: int = setting(10, "Steps between lines on the screen; the log file has every step.", least=1)
+    log_every: int = setting(
+        10, "Steps between lines on the screen; the log file has every step.", least=1, advanced=True
+    )
     tracker: str = setting(
         NO_TRACKER,
         "Where the run is logged: none, or wandb, tensorboard … as accelerate knows them.",
         section="Output",
         metavar="NAME",
     )
-    wandb_mode: Literal["online", "offline", "disabled"] = setting("online", "How wandb logs.")
+    wandb_mode: Literal["online", "offline", "disabled"] = setting("online", "How wandb logs.", advanced=True)
     project: str = setting("surgery-heal", "Project in the tracker.", metavar="NAME")
     tracker_folder: str | None = setting(
         None,
         "Where a tracker that writes files puts them.",
         unset="OUT.tracking; OUT.run if the training is started by itself",
         metavar="DIR",
+        advanced=True,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise SurgeryError(f"betas must be two numbers from 0 to below 1, not {self.betas!r}")
+            raise SurgeryError(f"betas must be two numbers from 0 to below 1, not {self.betas!r}", setting="betas")
         shares = tuple(sorted(self.nested_ranks, reverse=True))
         if shares and not (shares[-1] > 0 and shares[0] == 1 and len(set(shares)) == len(shares)):
             raise SurgeryError(
                 "nested_ranks must be shares such as [1.0, 0.5, 0.25]: different shares from above 0 to 1, with 1 among"
-                f" them, not {self.nested_ranks!r}"
+                f" them, not {self.nested_ranks!r}",
+                setting="nested_ranks",
             )
         object.__setattr__(self, "nested_ranks", shares)
         if self.length < 2:
-            raise SurgeryError("length must be at least 2: a token can only be predicted from one before it")
+            raise SurgeryError(
+                "length must be at least 2: a token can only be predicted from one before it", setting="length"
+            )
         self._check_together()
         self._check_nested()
         self._check_objective()
@@ -297,31 +334,51 @@ class HealSettings(FileSettings):
         if not self.orthogonal:
             return
         if not self.nested_ranks:
-            raise SurgeryError("orthogonal is for training at nested_ranks: give them, or set it to false")
+            raise SurgeryError(
+                "orthogonal is for training at nested_ranks: give them, or set it to false", setting="orthogonal"
+            )
         if self.train == "lora":
-            raise SurgeryError("orthogonal moves the weights themselves, which lora holds still: set it to false")
+            raise SurgeryError(
+                "orthogonal moves the weights themselves, which lora holds still: set it to false", setting="orthogonal"
+            )
         if self.entry_factors is not None:
-            raise SurgeryError("orthogonal mixes latents, and entry_factors hold some of them: set it to false")
+            raise SurgeryError(
+                "orthogonal mixes latents, and entry_factors hold some of them: set it to false", setting="orthogonal"
+            )
 
     def _check_objective(self) -> None:
         if not isinstance(self.objective, dict):
-            raise SurgeryError(f"objective must name losses and their weights, not be {self.objective!r}")
+            raise SurgeryError(
+                f"objective must name losses and their weights, not be {self.objective!r}", setting="objective"
+            )
         for name in self.objective:
             if name not in (*LOSSES, *SHAPES):
-                raise SurgeryError(f"objective: unknown loss {name!r}{did_you_mean(str(name), [*LOSSES, *SHAPES])}")
+                raise SurgeryError(
+                    f"objective: unknown loss {name!r}{did_you_mean(str(name), [*LOSSES, *SHAPES])}",
+                    setting="objective",
+                )
         matched = [name for name in ("hidden", "attention", "layerwise") if self.objective.get(name)]
         distilled = matched + [name for name in ("kl", "reverse_kl", "jsd") if self.objective.get(name)]
         if distilled and not self.has_teacher:
-            raise SurgeryError(f"objective {distilled[0]} compares with a teacher: give one, or use cross_entropy")
+            raise SurgeryError(
+                f"objective {distilled[0]} compares with a teacher: give one, or use cross_entropy", setting="objective"
+            )
         if matched and (self.teacher is None or self.teacher_logits is not None):
-            raise SurgeryError(f"objective {matched[0]} needs the teacher itself: its cached logits have no layers")
+            raise SurgeryError(
+                f"objective {matched[0]} needs the teacher itself: its cached logits have no layers",
+                setting="objective",
+            )
         if self.objective.get("layerwise") and (self.train == "all" or self.gradient_checkpointing):
             raise SurgeryError(
                 "objective layerwise trains attentions alone and keeps all layers: set train to attention, "
-                "gradient_checkpointing to false"
+                "gradient_checkpointing to false",
+                setting="objective",
             )
         if matched and self.compile:
-            raise SurgeryError(f"objective {matched[0]} looks into the layers, which compile hides: use one of them")
+            raise SurgeryError(
+                f"objective {matched[0]} looks into the layers, which compile hides: use one of them",
+                setting="objective",
+            )
 
     def check_complete(self) -> None:
         """Raises SurgeryError where a healing could not start: no student, no place for the result, no objective."""

@@ -29,10 +29,13 @@ def check_tracker(settings: HealSettings) -> None:
     choices = [NO_TRACKER, *sorted(set(LoggerType.list()) - {"all"})]
     if tracker not in choices:
         raise SurgeryError(
-            f"tracker {tracker!r} is unknown: choose {', '.join(choices)}{did_you_mean(tracker, choices)}"
+            f"tracker {tracker!r} is unknown: choose {', '.join(choices)}{did_you_mean(tracker, choices)}",
+            setting="tracker",
         )
     if tracker not in map(str, get_available_trackers()):
-        raise SurgeryError(f"tracker {tracker} is not installed: pip install {tracker}, or tracker none")
+        raise SurgeryError(
+            f"tracker {tracker} is not installed: pip install {tracker}, or tracker none", setting="tracker"
+        )
     if tracker == "wandb" and _is_online(settings) and not _has_key():
         raise SurgeryError("wandb is asked for, but nobody is logged in: run wandb login, or use wandb_mode offline")
 
@@ -111,7 +114,9 @@ def start_tracker(
     except Exception as error:  # a tracker may raise anything, and the run has not begun
         reason = " ".join(str(error).split())[:200]
         instead = "wandb_mode offline or tracker none logs" if options else "tracker none logs"
-        raise SurgeryError(f"tracker {settings.tracker} does not start: {reason}; {instead} locally") from error
+        raise SurgeryError(
+            f"tracker {settings.tracker} does not start: {reason}; {instead} locally", setting="tracker"
+        ) from error
     return Tracker(accelerator, note)
 
 

@@ -48,7 +48,9 @@ def choose(
     parameters = dict(model.named_parameters())
     for pattern in patterns:
         if not any(named(pattern, name) for name in parameters):
-            raise SurgeryError(f"train_patterns: no parameter is called {pattern!r}; {examples(parameters)}")
+            raise SurgeryError(
+                f"train_patterns: no parameter is called {pattern!r}; {examples(parameters)}", setting="train_patterns"
+            )
     names = [
         name
         for name, parameter in parameters.items()
@@ -88,7 +90,9 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, modules: Sequence[st
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for pattern in modules:
         if not any(named(pattern, name) for name in linear):
-            raise SurgeryError(f"lora_modules: no linear module is called {pattern!r}; {examples(linear)}")
+            raise SurgeryError(
+                f"lora_modules: no linear module is called {pattern!r}; {examples(linear)}", setting="lora_modules"
+            )
     targets = [
         name for name in linear if (any(named(pattern, name) for pattern in modules) if modules else in_attention(name))
     ]

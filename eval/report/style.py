@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from surgery.common.errors import SurgeryError
@@ -29,6 +30,7 @@ BASELINE_COLOR = "#767d86"
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 MARKERS = {"baseline": "D", "variant": "s", "checkpoint": "o"}
 LABEL_LENGTH = 40
+SCALES = {"log": "log scale", "symlog": "log scale away from 0"}
 REST, FAINT = "rest", "faint"
 """What artists of rows that others beat are called: a page shows them when asked to; faint ones show a bit before."""
 
@@ -83,6 +85,7 @@ def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure
     def inner(report: Report) -> Figure | None:
         with matplotlib.rc_context(_known_style()):
             figure = draw(report)
+        _name_scales(figure.axes if figure is not None else [])
         for ax in figure.axes if figure is not None else ():
             if ax.lines and all(line.get_gid() == REST for line in ax.lines):
                 ax.set_gid(REST)  # or it would stand there empty
@@ -92,6 +95,15 @@ def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure
         return figure
 
     return inner
+
+
+def _name_scales(panels: Sequence[Axes]) -> None:
+    """Name the scale of every axis that is not linear in its label; panels that share a label follow the first."""
+    for ax in panels:
+        for axis, first in ((ax.xaxis, panels[0].xaxis), (ax.yaxis, panels[0].yaxis)):
+            name, text = SCALES.get(axis.get_scale()), axis.get_label_text()
+            if name and (text or axis.get_scale() != first.get_scale()):
+                axis.set_label_text(f"{text}, {name}" if text else name)
 
 
 def looks(report: Report) -> list[Look]:

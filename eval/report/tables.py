@@ -90,7 +90,9 @@ def headline(report: Report, *, narrow: bool = False, name: Callable[[ReportRow]
         narrow: for a terminal: the columns that matter most, and of intervals only those of differences.
         name: what stands in a row's first cell.
     """
-    measures = [column for column in columns(report) if column.key != "name" and (column.on_terminal or not narrow)]
+    every = [column for column in columns(report) if column.key != "name" and (column.on_terminal or not narrow)]
+    constant = {column.key: text for column in every if (text := _constant(column, report)) is not None}
+    measures = [column for column in every if column.key not in constant]
     rows = []
     for row in report["rows"]:
         cells = [
@@ -103,13 +105,31 @@ def headline(report: Report, *, narrow: bool = False, name: Callable[[ReportRow]
         ]
         rows.append((name(row), *cells))
     return Table(
-        [Column("", key="name"), *measures], rows, "What each row keeps and what that costs", _notes(report, measures)
+        [Column("", key="name"), *measures],
+        rows,
+        "What each row keeps and what that costs",
+        [
+            *_notes(report, measures),
+            *(f"{column.title}: {constant[column.key]}." for column in every if column.key in constant),
+        ],
     )
+
+
+def _constant(column: Measure, report: Report) -> str | None:
+    """Return what a column says of all rows alike, which is no column then; None where rows differ or are compared."""
+    if column.compared or column.key in ALWAYS or len(report["rows"]) < 2:
+        return None
+    texts = [column.text(row, report) for row in report["rows"]]
+    if texts == [KV_SHARE.text(row, report) for row in report["rows"]]:
+        return f"as {KV_SHARE.title}"
+    return f"{texts[0]} in every row" if len(set(texts)) == 1 else None
 
 
 def _notes(report: Report, measures: Sequence[Measure]) -> list[str]:
     context = next((c for row in report["rows"] if (c := dig(row, "kv", "context"))), None)
     notes = [f"KV bytes held live at {context:,} tokens, batch 1."] if context else []
+    if prompts := sorted({n for row in report["rows"] if (n := dig(row, "results", "recall", "prompts"))}):
+        notes.append(f"Recall: n = {', '.join(map(str, prompts))} prompts.")
     if not report.get("baseline"):
         notes.append("There is no baseline to compare with.")
     elif any(column.compared for column in measures):
@@ -272,12 +292,18 @@ def baseline_of(report: Report) -> ReportRow | None:
     return next((row for row in report["rows"] if row["name"] == report.get("baseline")), None)
 
 
+KV_SHARE = Measure(
+    "KV share", "KV bytes relative to the baseline's", share, "low", key="kv_ratio", value=_at("kv", "ratio")
+)
+ALWAYS = frozenset({"kv_bytes_per_token", "kv_ratio", "loss", "perplexity"})
+"""Columns that stand in every table that has their values."""
+
 # fmt: off
 HEADLINE: tuple[Measure, ...] = (
     Measure("row", "Name of the row", key="name", value=_at("name")),
     Measure("KV B/token", "Bytes of KV cache held, measured live, for each token at the report's context",
             lambda value: f"{value:,.0f}", "low", key="kv_bytes_per_token", value=_at("kv", "bytes_per_token")),
-    Measure("KV share", "KV bytes relative to the baseline's", share, "low", key="kv_ratio", value=_at("kv", "ratio")),
+    KV_SHARE,
     *map(_share_at, CONTEXTS),
     Measure("KV peak", "Most bytes that keys and values took, the prompt read in one pass, relative to the baseline's",
             share, "low", key="kv_peak", value=_at("kv", "peak_ratio")),

@@ -98,7 +98,7 @@ def logged_run(project: str, mode: str, folder: Path, *, name: str, group: str |
         ) as run:
             yield run
     except wandb.Error as error:
-        raise SurgeryError(f"wandb: {error}; `wandb login` first, or choose offline") from None
+        raise SurgeryError(f"wandb: {error}; `wandb login` first, or choose offline", setting="wandb") from None
     except OSError as error:
         raise SurgeryError(f"cannot write wandb's files to {folder}: {error.strerror}") from None
 

@@ -71,7 +71,7 @@ def _told(row: ReportRow, report: Report) -> str:
         f"{row['name']}, {share(row['kv']['ratio'])} of the KV bytes"
         + ("" if num_bytes is None else f" ({num_bytes:,.0f} a token)"),
         f"perplexity {change:+.1%}" + ("" if None in losses else f" ({_arrow(losses)})"),
-        "" if None in recalls else f"recall {share(recalls[0])} → {share(recalls[1])}",
+        "" if None in recalls else f"recall {share(recalls[0])} → {share(recalls[1])}{_prompts(row)}",
     ]
     rivals = _rivals(row, report).replace("; ", "; rivals next to it in bytes: ", 1)
     return ", ".join(filter(None, parts)) + rivals + "."
@@ -79,8 +79,14 @@ def _told(row: ReportRow, report: Report) -> str:
 
 def _briefly(row: ReportRow) -> str:
     recall = dig(row, "results", "recall", "accuracy")
-    recall_part = "" if recall is None else f", recall {share(recall)}"
+    recall_part = "" if recall is None else f", recall {share(recall)}{_prompts(row)}"
     return f"{row['name']}, {share(row['kv']['ratio'])}: perplexity {perplexity(_lost(row)) - 1:+.1%}{recall_part}"
+
+
+def _prompts(row: ReportRow) -> str:
+    """Return the number of recall prompts behind a share."""
+    count = dig(row, "results", "recall", "prompts")
+    return "" if count is None else f" (n = {count})"
 
 
 def _arrow(losses: Sequence[float]) -> str:

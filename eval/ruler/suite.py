@@ -96,7 +96,7 @@ def check_tasks(names: list[str] | tuple[str, ...]) -> None:
     """Raises SurgeryError for a name that is none of the eleven."""
     for name in names:
         if reason := removal(f"ruler_tasks {name}"):
-            raise SurgeryError(f"ruler_tasks {name} {reason}")
+            raise SurgeryError(f"ruler_tasks {name} {reason}", setting="ruler_tasks")
         if name not in TASKS:
             raise SurgeryError(f"there is no RULER-style task {name!r}: choose from {', '.join(TASKS)}")
 

@@ -28,10 +28,13 @@ def sliding_config(source: dict[str, Any], streams: Sequence[bool], window: int)
     if carrier is None:
         raise SurgeryError(
             f"granularity layer: no stock class is known for {source['model_type']} with windows in some layers "
-            f"(it is for {', '.join(CARRIERS)}); leave it out"
+            f"(it is for {', '.join(CARRIERS)}); leave it out",
+            setting="granularity",
         )
     if carrier != source["model_type"] and (source.get("attention_bias") or source.get("mlp_bias")):
-        raise SurgeryError(f"granularity layer: {carrier} has no biases, and the source has; leave it out")
+        raise SurgeryError(
+            f"granularity layer: {carrier} has no biases, and the source has; leave it out", setting="granularity"
+        )
     fields = {name: value for name, value in source.items() if carrier == source["model_type"] or name not in OF_LLAMA}
     config = {
         **fields,

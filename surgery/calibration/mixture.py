@@ -70,7 +70,9 @@ def shares_of(calibration: str, tokenizer: PreTrainedTokenizerBase) -> dict[str,
     else:
         return None
     if CHAT in shares and not chats:
-        raise SurgeryError(f"calibration {calibration}: the tokenizer has no chat template; leave {CHAT} out")
+        raise SurgeryError(
+            f"calibration {calibration}: the tokenizer has no chat template; leave {CHAT} out", setting="calibration"
+        )
     return shares
 
 
@@ -81,10 +83,10 @@ def _parsed(calibration: str) -> dict[str, float]:
         try:
             shares[name] = float(value)
         except ValueError:
-            raise SurgeryError(f"calibration {calibration}: {value} is no share") from None
+            raise SurgeryError(f"calibration {calibration}: {value} is no share", setting="calibration") from None
     shares = {name: share for name, share in shares.items() if share > 0}
     if not shares:
-        raise SurgeryError(f"calibration {calibration}: no share is above 0")
+        raise SurgeryError(f"calibration {calibration}: no share is above 0", setting="calibration")
     return {name: share / sum(shares.values()) for name, share in shares.items()}
 
 

@@ -37,25 +37,27 @@ class ConversionSettings(FileSettings):
         old=("--text", "--data"),
     )
     calibration_tokens: int = setting(24_576, "Tokens to calibrate on.", least=1)
-    calibration_length: int = setting(1_024, "Tokens in a sequence.", least=1)
-    text_field: str = setting("text", "Column that holds the text.", metavar="NAME")
+    calibration_length: int = setting(1_024, "Tokens in a sequence.", least=1, advanced=True)
+    text_field: str = setting("text", "Column that holds the text.", metavar="NAME", advanced=True)
     recall: float = setting(
         0.5,
         "Share of sequences with planted recalls.",
         more="Facts are planted in them and asked for again, which keeps retrieval alive.",
         least=0,
         most=1,
+        advanced=True,
     )
     held_out: int = setting(
-        8, "Held-out sequences for choices and the report.", more="As many recall prompts.", least=1
+        8, "Held-out sequences for choices and the report.", more="As many recall prompts.", least=1, advanced=True
     )
     held_out_text: str | None = setting(
         None,
         "Where held-out sequences are from.",
         unset="other documents than the calibration's",
         metavar="FILE|DATASET",
+        advanced=True,
     )
-    seed: int = setting(0, "Seed of every random choice.")
+    seed: int = setting(0, "Seed of every random choice.", advanced=True)
     device: str = setting(
         "auto",
         "Where layers run: cpu, cuda, cuda:1 …; auto is cuda if there is one.",
@@ -63,15 +65,16 @@ class ConversionSettings(FileSettings):
         metavar="NAME",
     )
     dtype: Literal["float32", "bfloat16", "float64"] = setting(
-        "float32", "What layers run in while measuring; float32 and fp32 are one.", synonyms=DTYPE_NAMES
+        "float32", "What layers run in while measuring; float32 and fp32 are one.", synonyms=DTYPE_NAMES, advanced=True
     )
-    batch_size: int = setting(4, "Sequences at a time.", least=1)
+    batch_size: int = setting(4, "Sequences at a time.", least=1, advanced=True)
     activation_memory: str | None = setting(
         None,
         "Activations of the calibration text that may be in memory, as 4GiB; those beyond lie on the disk.",
         more="Results are the same to the last bit.",
         unset="all",
         metavar="SIZE",
+        advanced=True,
     )
     weights_dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
         None,
@@ -80,14 +83,16 @@ class ConversionSettings(FileSettings):
         section="Output",
         unset="the source's",
         synonyms=DTYPE_NAMES,
+        advanced=True,
     )
-    max_shard_size: str = setting("5GB", "Largest weight file.", metavar="SIZE")
+    max_shard_size: str = setting("5GB", "Largest weight file.", metavar="SIZE", advanced=True)
     keep_statistics: str | None = setting(
         None,
         "Keep what is learnt of the source there, and take it from there if it is of the same source and text.",
         more="Seed, dtype and batch size have to be the same too.",
         section="Inputs",
         metavar="FOLDER",
+        advanced=True,
     )
 
     @classmethod
@@ -109,6 +114,9 @@ class ConversionSettings(FileSettings):
         if self.activation_memory is not None:
             parse_size(self.activation_memory, "activation_memory")
         if notice := removal(f"calibration {self.calibration}"):
-            raise SurgeryError(f"calibration {self.calibration} {notice}")
+            raise SurgeryError(f"calibration {self.calibration} {notice}", setting="calibration")
         if self.held_out_text in ("builtin", NO_CALIBRATION, self.calibration):
-            raise SurgeryError(f"held_out_text {self.held_out_text}: name a text that is not the calibration's own")
+            raise SurgeryError(
+                f"held_out_text {self.held_out_text}: name a text that is not the calibration's own",
+                setting="held_out_text",
+            )

@@ -40,7 +40,9 @@ def parse_size(size: int | str, name: str = "") -> int:
         count = 0
     if count <= 0:
         setting = f"{name} {size!r}".lstrip()
-        raise SurgeryError(f"{setting} is not a size; write it like 5GB, 500MB, 2GiB or a number of bytes")
+        raise SurgeryError(
+            f"{setting} is not a size; write it like 5GB, 500MB, 2GiB or a number of bytes", setting=name or None
+        )
     return count
 
 

@@ -24,7 +24,7 @@ from surgery.cli.options import (
     command_line,
     option,
 )
-from surgery.cli.verbs import Verb, equip
+from surgery.cli.verbs import HELP_ALL, Verb, equip
 from surgery.common.errors import SurgeryError
 from surgery.common.human import seconds_of
 from surgery.structures.registry import DEFAULT, TARGETS, described, find_target
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 
 class ConvertVerb(Verb):
-    """``--to NAME --help`` is the help of that target alone: of all together most options are some other's."""
+    """``--help`` is the help of one target, the default one without ``--to``: of all together most options are some
+    other's. ``--help-all`` without ``--to`` has them all."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         words = [word for arg in args for word in arg.split("=", 1)]
@@ -45,14 +46,22 @@ class ConvertVerb(Verb):
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:
-        if (to := ctx.meta["to"]) is None:
+        to, everything = ctx.meta["to"], ctx.meta.get(HELP_ALL)
+        if to is None and everything:
             super().format_help(ctx, formatter)
             return
-        target = find_target(to)
+        settings_class = find_target(to or DEFAULT).settings_class
         app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
-        app.command("convert", cls=Verb, help=_examples_of(to))(with_settings(convert, {to: target.settings_class}))
+        cls, text = (OtherTargets, None) if to is None else (Verb, _examples_of(to))
+        app.command("convert", cls=cls, help=text)(with_settings(convert, {to or DEFAULT: settings_class}))
         equip(app)
         typer.main.get_command(app).format_help(ctx, formatter)
+
+
+class OtherTargets(Verb):
+    """The help of the default target, where none was named."""
+
+    more = f"Options of --to {DEFAULT}. `--to NAME --help` shows another's, `--help-all` all."
 
 
 def _examples_of(to: str) -> str:
@@ -95,7 +104,7 @@ def convert(
 
         surgery convert --to mla ckpt/ --kv-ratio 0.125 --out small/ --device cuda
 
-        surgery convert --to mla org/name --kv-lora-rank 512 --rope-dim 64 --rope-frequencies grid
+        surgery convert --to mla org/name --kv-lora-rank 512 --rope-dim 64
 
         surgery convert --to mla ckpt/ --carrier stock --heal 5m
 
@@ -107,7 +116,7 @@ def convert(
 
         surgery convert --to crosslayer ckpt/ --kv-ratio 0.125 --group-size 4
 
-        surgery convert --to hybrid ckpt/ --heads ckpt-heads-duo.safetensors --kv-ratio 0.4
+        surgery convert --to hybrid ckpt/ --heads duo.safetensors --kv-ratio 0.4
 
         surgery convert --to lowrank ckpt/ --bits auto --kv-ratio 0.125
 

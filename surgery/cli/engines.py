@@ -1,23 +1,44 @@
-"""``surgery doctor`` and ``surgery export``: what engines do with a checkpoint, and what they need besides it."""
+"""``surgery doctor`` and ``surgery export``: what engines do with a checkpoint, and what they need besides it;
+without a checkpoint, the machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-from surgery.cli.options import CheckpointArgument, JsonOption, flag, option
+import typer
+
+from surgery.cli.options import CHECKPOINT, CheckpointArgument, JsonOption, flag, option
+from surgery.common.errors import SurgeryError
 
 
-def doctor(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
+def doctor(
+    checkpoint: Annotated[str | None, typer.Argument(metavar="CKPT", help=f"{CHECKPOINT} [this machine]")] = None,
+    gpu: Annotated[bool, flag("--gpu", "Without a checkpoint: ask for accelerators too, which imports torch.")] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Show where a checkpoint loads, with which command, what its cache costs there, and why not elsewhere.
 
     "Loads" means that a test of this project ran that kind of checkpoint there, or that the engine's own check accepts
     it. Of stock MLA it also names the formats of weights and cache that the checkpoint does not survive.
 
-    Example:
+    Without a checkpoint: versions, cores and memory of this machine for a bug report; no paths, no names.
+
+    Examples:
 
         surgery doctor ckpt-mla/
+
+        surgery doctor --gpu
     """
+    if checkpoint is None:
+        from surgery.console.machine import show_machine
+
+        show_machine(gpu=gpu, as_json=as_json)
+        return
+    if gpu:
+        raise SurgeryError(
+            f"--gpu asks for the machine's accelerators, and {checkpoint} is a checkpoint: leave one out"
+        )
     from surgery.checkpoint.named_models import find_model
 
     checkpoint = find_model(checkpoint)

@@ -9,6 +9,7 @@ import typer
 
 from surgery.cli.generated import OptionValues
 from surgery.cli.options import (
+    ADVANCED,
     OUTPUT,
     ConfigOption,
     DryRunOption,
@@ -19,6 +20,7 @@ from surgery.cli.options import (
     flag,
     option,
 )
+from surgery.cli.shipped import show_shipped
 from surgery.common.errors import SurgeryError
 from surgery.evaluation.settings import EvalSettings
 
@@ -39,7 +41,9 @@ def evaluate(
     out: Annotated[Path | None, option("--out", "DIR", "Folder of results and report. [CKPT-eval]", OUTPUT)] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace a report of other models or tasks.", OUTPUT)] = False,
     config: ConfigOption = None,
-    trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run code that lies next to the weights.")] = False,
+    trust_remote_code: Annotated[
+        bool, flag("--trust-remote-code", "Run code that lies next to the weights."), ADVANCED
+    ] = False,
     allow_pickle: PickleOption = False,
     restart: RestartOption = False,
     dry_run: DryRunOption = False,
@@ -138,9 +142,9 @@ def compare(
 
 def run(
     recipe: Annotated[
-        Path,
-        typer.Argument(metavar="RECIPE", help="YAML file of steps, or the name of one of `surgery recipes`."),
-    ],
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="YAML file of steps, or the name of one that ships. [a list of those]"),
+    ] = None,
     work: Annotated[Path | None, option("--work", "DIR", "Where the steps' outputs go. [RECIPE's name]")] = None,
     restart: RestartOption = False,
     dry_run: Annotated[
@@ -151,13 +155,22 @@ def run(
     """Do everything that a recipe says, step by step: conversions, healing, evaluations.
 
     A step whose output is there already, made from the same source with the same settings, is not done again.
+    Without a recipe: list those that ship.
 
     Examples:
+
+        surgery run
 
         surgery run testbed-mla --dry-run
 
         surgery run testbed-mla --work mla/
     """
+    if recipe is None:
+        if work is not None or restart or dry_run:
+            raise SurgeryError("no recipe: name a YAML file of steps, or one of those that surgery run lists")
+        show_shipped("recipes", as_json=as_json)
+        return
+
     from surgery.common.progress import Progress
     from surgery.common.shipped import find_shipped
     from surgery.console.conversion import show_evaluation

@@ -6,16 +6,15 @@ A command's function has a parameter ``options``, in whose place :func:`with_set
 from __future__ import annotations
 
 import inspect
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from surgery.cli.options import INPUTS, MACHINE, OUTPUT
+from surgery.cli.options import ADVANCED, INPUTS, MACHINE, OUTPUT
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import Setting, settings_of
 
@@ -70,7 +69,8 @@ class SettingOption:
         details = {"metavar": metavar, "help": self.help, "rich_help_panel": self.panel}
         options = {self.key: typer.Option(flag, *self.first.info.also, **details)}
         options |= {key: typer.Option(old, metavar=metavar, hidden=True) for key, old in self.old.items()}
-        return [_parameter(key, Annotated[kind, option], None) for key, option in options.items()]
+        advanced = (ADVANCED,) if all(each.info.advanced for each in self.settings.values()) else ()
+        return [_parameter(key, Annotated[(kind, option, *advanced)], None) for key, option in options.items()]
 
     @property
     def metavar(self) -> str:
@@ -143,7 +143,9 @@ def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Cal
         try:
             verb(**values, options=OptionValues(classes, tuple(pairs)))
         except SurgeryError as error:
-            raise SurgeryError(_in_flags(str(error), [option for option, _ in pairs])) from error
+            flags = {each.name: option.flag for option, _ in pairs for each in option.settings.values()}
+            error.flag = flags.get(error.setting)
+            raise
 
     hints, parameters = get_type_hints(verb, include_extras=True), []
     for own in inspect.signature(verb).parameters.values():
@@ -154,15 +156,6 @@ def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Cal
     called.__signature__ = inspect.Signature(parameters)
     called.__annotations__ = {each.name: each.annotation for each in parameters}
     return called
-
-
-def _in_flags(message: str, options: Iterable[SettingOption]) -> str:
-    """Rewrite a message about a setting with the flag that set it."""
-    for option in options:
-        for name in {setting.name for setting in option.settings.values()}:
-            beginning = "" if "_" in name else "(?:^|(?<=, and ))"  # inside of a sentence they are words
-            message = re.sub(rf"{beginning}(?<![\w-]){name}(?= (?:['\d-]|(?:must|is|are|and)\b))", option.flag, message)
-    return message
 
 
 def _options(classes: Mapping[str, type]) -> list[SettingOption]:

@@ -9,6 +9,7 @@ import typer
 
 from surgery.cli.generated import OptionValues
 from surgery.cli.options import (
+    ADVANCED,
     MACHINE,
     OUTPUT,
     CheckpointArgument,
@@ -42,7 +43,7 @@ def heal(
         str | None, option("--wandb", "PROJECT", "Log to wandb: --tracker wandb --project.", OUTPUT)
     ] = None,
     processes: Annotated[
-        int | None, option("--processes", "N", "Processes to start. [the launcher's, or 1]", MACHINE)
+        int | None, option("--processes", "N", "Processes to start. [the launcher's, or 1]", MACHINE), ADVANCED
     ] = None,
     launcher: Annotated[
         str | None,
@@ -57,6 +58,7 @@ def heal(
             OUTPUT,
             show_default=False,
         ),
+        ADVANCED,
     ] = True,
     restart: RestartOption = False,
     dry_run: Annotated[

@@ -13,6 +13,8 @@ from surgery.common.shipped import find_shipped
 
 INPUTS = "Inputs"
 OUTPUT = "Output"
+ADVANCED = "advanced"
+"""Mark in the annotation of an option that the help shows with --help-all alone; of a setting, see ``FieldInfo``."""
 MACHINE = "Machine"
 
 
@@ -36,17 +38,12 @@ def flag(name: str, help: str, panel: str | None = None, **more: Any) -> Any:
     return typer.Option(name, help=help, rich_help_panel=panel, **more)
 
 
-CheckpointArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="CKPT",
-        help="Folder, .gguf file or hub id (org/name); builtin is the demo model, smollm2 SmolLM2-135M.",
-    ),
-]
+CHECKPOINT = "Folder, .gguf file or hub id (org/name); builtin is the demo model, smollm2 SmolLM2-135M."
+CheckpointArgument = Annotated[str, typer.Argument(metavar="CKPT", help=CHECKPOINT)]
 JsonOption = Annotated[bool, flag("--json", "Print the report as JSON on standard output.")]
-PickleOption = Annotated[bool, flag("--allow-pickle", "Read pickled weights if there are no others.")]
+PickleOption = Annotated[bool, flag("--allow-pickle", "Read pickled weights if there are no others."), ADVANCED]
 KeepCodeOption = Annotated[
-    bool, flag("--keep-code", "Take over code files of the source (*.py, custom_generate/), too.", OUTPUT)
+    bool, flag("--keep-code", "Take over code files of the source (*.py, custom_generate/), too.", OUTPUT), ADVANCED
 ]
 DeviceOption = Annotated[
     str | None,
@@ -57,10 +54,12 @@ ConfigOption = Annotated[
     option(
         "--config",
         "FILE|NAME",
-        "YAML of settings, or the name of one that ships (surgery configs); flags win over it.",
+        "YAML of settings, or the name of one that ships (surgery config); flags win over it.",
         callback=config_file,
     ),
 ]
 DryRunOption = Annotated[bool, flag("--dry-run", "Check everything, print what it would do and take; write nothing.")]
-RestartOption = Annotated[bool, flag("--restart", "Begin from scratch instead of resuming what was interrupted.")]
+RestartOption = Annotated[
+    bool, flag("--restart", "Begin from scratch instead of resuming what was interrupted."), ADVANCED
+]
 OverwriteOption = Annotated[bool, flag("--overwrite", "Replace an existing checkpoint.", OUTPUT)]

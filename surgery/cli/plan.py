@@ -33,6 +33,9 @@ def plan_(
     plot: Annotated[Path | None, option("--plot", "FILE", "Draw loss against bytes (png, svg, pdf).", OUTPUT)] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier plan and picture.", OUTPUT)] = False,
     restart: RestartOption = False,
+    dry_run: Annotated[
+        bool, flag("--dry-run", "Only list what would be tried, with bytes, and the time; write nothing.")
+    ] = False,
     config: ConfigOption = None,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
@@ -44,6 +47,8 @@ def plan_(
     Examples:
 
         surgery plan ckpt/ --memory 8GiB --context 32k --batch 16 --out plan.yaml
+
+        surgery plan ckpt/ --memory 8GiB --context 32k --batch 16 --dry-run
 
         surgery convert ckpt/ --plan plan.yaml
 
@@ -64,6 +69,14 @@ def plan_(
     for file in (out, plot):
         if file is not None and not os.access(file.parent, os.W_OK):
             raise SurgeryError.at(file, "cannot be written there; is the folder missing, or read-only?")
+
+    if dry_run:
+        from surgery.console.planning import show_forecast
+        from surgery.planning.dry_run import forecast_plan
+
+        forecast = forecast_plan(source, settings, called=checkpoint, allow_pickle=allow_pickle)
+        show_forecast(forecast, as_json=as_json)
+        return
 
     from surgery.common.progress import Progress
     from surgery.console.planning import show_plan_of_budget

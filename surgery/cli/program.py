@@ -13,7 +13,6 @@ from surgery import own_program
 from surgery.cli.bench import bench
 from surgery.cli.convert import CONVERTED, ConvertVerb, convert
 from surgery.cli.engines import doctor, export
-from surgery.cli.env import env
 from surgery.cli.evaluation import compare, evaluate, run
 from surgery.cli.generated import with_settings
 from surgery.cli.heads import score
@@ -21,7 +20,7 @@ from surgery.cli.heal import heal
 from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption, flag, option
 from surgery.cli.plan import plan_
 from surgery.cli.push import push
-from surgery.cli.shipped import config, configs, recipes
+from surgery.cli.shipped import config
 from surgery.cli.slice import slice_
 from surgery.cli.verbs import Verbs, equip
 from surgery.cli.verify import verify
@@ -36,13 +35,21 @@ from surgery.structures.registry import SLICE
 from surgery.training.settings import HealSettings
 from surgery.version import __version__
 
+MOVED = {"env": "doctor", "recipes": "run", "configs": "config"}
+"""Commands of earlier versions, and the command that does the same without an argument."""
+
 
 class Program(Verbs):
     """The program."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """``surgery help VERB`` is ``surgery VERB --help``, as people expect of programs with commands."""
-        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
+        elif args and args[0] in MOVED:
+            print(f"surgery: note: surgery {args[0]} is surgery {MOVED[args[0]]} now", file=sys.stderr)
+            args = [MOVED[args[0]], *args[1:]]
+        return super().parse_args(ctx, args)
 
 
 app = typer.Typer(
@@ -83,11 +90,16 @@ def inspect(
 
     source = find_model(checkpoint)
 
+    if not as_json:
+        from surgery.console.page import show_title
+
+        show_title(Path(source).name)  # at once: what follows loads torch and transformers
+
     from surgery.console.inspection import show_inspection
     from surgery.inspection.inspect import inspect_checkpoint
 
     inspection = inspect_checkpoint(source, allow_pickle=allow_pickle)
-    show_inspection(inspection, checkpoint, as_json=as_json, verbose=verbose)
+    show_inspection(inspection, checkpoint, as_json=as_json, verbose=verbose, titled=False)
 
 
 def demo(
@@ -133,7 +145,7 @@ VERBS: dict[str, dict[str, Any]] = {
         "verify": verify,
     },
     "Serve and share": {"doctor": doctor, "export": export, "push": push},
-    "Look up": {"env": env, "recipes": recipes, "configs": configs, "config": config},
+    "Look up": {"config": config},
 }
 """The commands by what they are for, as help shows them."""
 
@@ -165,7 +177,7 @@ def main() -> None:
         except SurgeryError as error:
             if os.environ.get("RANK", "0") == "0" or not (error.shared or isinstance(error, ProcessLost)):
                 remainder = f"; {remains()}" if isinstance(error, ProcessLost) else ""
-                print(f"surgery: error: {error}{remainder}", file=sys.stderr)
+                print(f"surgery: error: {error.line}{remainder}", file=sys.stderr)
             sys.exit(1)
         except (KeyboardInterrupt, SystemExit):  # the latter is what click makes of the former
             if interruption.signal is None:

@@ -1,4 +1,4 @@
-"""``surgery recipes``, ``configs`` and ``config``: lists of what ships, and its text to change."""
+"""``surgery config``: the settings files and recipes that ship, as lists and as text to change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.options import JsonOption
+from surgery.cli.options import flag
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import did_you_mean
 from surgery.common.settings_page import settings_page
@@ -20,39 +20,38 @@ from surgery.structures.registry import SLICE, TARGETS
 from surgery.training.settings import HealSettings
 
 
-def recipes(as_json: JsonOption = False) -> None:
-    """List the recipes that ship, which `surgery run` takes by name.
-
-    Example:
-
-        surgery recipes
-    """
-    _show("recipes", as_json)
-
-
-def configs(as_json: JsonOption = False) -> None:
-    """List the settings files that ship, which `--config` takes by name: every setting of a command, with its default.
-
-    Example:
-
-        surgery configs
-    """
-    _show("configs", as_json)
-
-
 def config(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="mla, gqa, lowrank … plan, slice, heads, heal, eval.")],
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="mla, gqa, lowrank … plan, slice, heads, heal, eval. [a list of all]"),
+    ] = None,
+    as_json: Annotated[bool, flag("--json", "Print the list, or the settings, as JSON on standard output.")] = False,
 ) -> None:
     """Print a settings file with all defaults, and what each setting is; of other names, the file or recipe that ships.
 
+    Without a name: list the settings files that ship, which `--config` takes by name.
+
     Examples:
+
+        surgery config
 
         surgery config mla > my.yaml
 
         surgery config testbed-mla > recipe.yaml
     """
+    if name is None:
+        show_shipped("configs", as_json=as_json)
+        return
+    page = config_page(name)
+    if as_json:
+        import yaml
+
+        from surgery.console.page import print_json
+
+        print_json(yaml.safe_load(page))
+        return
     with printing():
-        print(config_page(name), end="")
+        print(page, end="")
 
 
 def config_page(name: str) -> str:
@@ -76,7 +75,8 @@ def config_page(name: str) -> str:
     return hand_written[name].read_text(encoding="utf-8")
 
 
-def _show(kind: Kind, as_json: bool) -> None:
+def show_shipped(kind: Kind, *, as_json: bool) -> None:
+    """Print the recipes or the settings files that ship, by name."""
     from surgery.console.page import make_table, new_page, print_json
     from surgery.console.verdicts import show_next
 

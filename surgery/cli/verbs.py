@@ -1,5 +1,4 @@
-"""Parts that commands share: --quiet, a log of long ones, help without types of flags, suggestions for commands of a
-group."""
+"""Parts that commands share: --quiet, a log of long ones, help of two lengths, suggestions for commands of a group."""
 
 from __future__ import annotations
 
@@ -9,34 +8,48 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from surgery.cli.options import command_line, option
+from surgery.cli.options import ADVANCED, command_line, option
 from surgery.common.errors import SurgeryError
 from surgery.common.removed import removal
 from surgery.common.standard_output import printing
 from surgery.version import __version__
 
+HELP_ALL = "help_all"
+
+
+def _show_all(ctx: typer.Context, value: bool) -> None:
+    """Print the help with every option, and exit."""
+    if value and not ctx.resilient_parsing:
+        ctx.meta[HELP_ALL] = True
+        typer.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+HelpAllOption = Annotated[
+    bool, typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show every option and exit.")
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error; only errors.")]
 
 
-LOG = "Log"
 LOGGED: dict[str, Any] = {
     "verbose": (
         False,
         Annotated[
             bool,
-            typer.Option("--verbose", "-v", help="Lines in place of bars, with times and memory.", rich_help_panel=LOG),
+            typer.Option("--verbose", "-v", help="Lines in place of bars, with times and memory."),
         ],
     ),
     "log_file": (
         None,
         Annotated[
             Path | None,
-            option("--log-file", "FILE", "Add phases, notes and times to it; JSON lines, if it ends in .jsonl.", LOG),
+            option("--log-file", "FILE", "Add phases, notes and times to it; JSON lines, if it ends in .jsonl."),
+            ADVANCED,
         ],
     ),
 }
@@ -52,6 +65,7 @@ FOLLOWED: dict[str, Any] = {
         Annotated[
             bool,
             typer.Option("--follow-links", help="Read files of a checkpoint that are links to elsewhere; trust them."),
+            ADVANCED,
         ],
     ),
 }
@@ -62,12 +76,18 @@ READING |= {("export",), ("heads",), ("bench", "decode")}
 
 class _PlainHelp:
     """Help of flags: no type, as they take no value, and one name, as two would not fit eighty columns. Of others: the
-    default as options made of settings have it."""
+    default as options made of settings have it.
+
+    Attributes:
+        more: last line of a help that leaves options out; {} is their number.
+    """
+
+    more = "`--help-all` shows {} more options."
 
     def get_params(self, ctx) -> list:
         params = super().get_params(ctx)
         for each in params:
-            if each.param_type_name == "argument" and each.required:
+            if each.param_type_name == "argument":
                 # Newer typer adds a type in brackets, and braces to the usage.
                 each.display_type_rich, each.get_usage_pieces = _nothing, _name_of(each)
             if getattr(each, "is_flag", False):
@@ -78,14 +98,23 @@ class _PlainHelp:
 
     def format_help(self, ctx, formatter) -> None:
         options = [each for each in self.get_params(ctx) if each.param_type_name == "option"]
+        advanced = () if ctx.meta.get(HELP_ALL) else getattr(self.callback, ADVANCED, ())
+        hidden, epilog = [each for each in options if each.name in advanced and not each.hidden], self.epilog
+        if hidden:
+            self.epilog = self.more.format(len(hidden))
         names = [(each, each.opts, each.secondary_opts) for each in options]
         for each, flags, _ in names:
             long = [flag for flag in flags if flag.startswith("--")]
             each.opts, each.secondary_opts = [flag for flag in flags if flag not in long[1:]], []
+        for each in hidden:
+            each.hidden = True
         try:
             with printing():
                 super().format_help(ctx, formatter)
         finally:
+            self.epilog = epilog
+            for each in hidden:
+                each.hidden = False
             for each, flags, opposite in names:
                 each.opts, each.secondary_opts = flags, opposite
 
@@ -95,7 +124,8 @@ def _nothing(ctx: Any) -> None:
 
 
 def _name_of(argument: Any) -> Callable[[Any], list[str]]:
-    return lambda ctx: [argument.metavar or argument.name.upper()]
+    name = argument.metavar or argument.name.upper()
+    return lambda ctx: [name if argument.required else f"[{name}]"]
 
 
 class Verb(_PlainHelp, TyperCommand):
@@ -153,7 +183,12 @@ def _shared(
 
     @wraps(verb)
     def called(
-        quiet: bool, verbose: bool = False, log_file: Path | None = None, follow_links: bool = False, **values: Any
+        quiet: bool,
+        help_all: bool,
+        verbose: bool = False,
+        log_file: Path | None = None,
+        follow_links: bool = False,
+        **values: Any,
     ) -> None:
         from surgery.checkpoint.layout import FOLLOW_LINKS
         from surgery.common.environment import environment
@@ -168,10 +203,12 @@ def _shared(
 
     hints = get_type_hints(verb, include_extras=True)
     parameters = [each.replace(annotation=hints[each.name]) for each in inspect.signature(verb).parameters.values()]
+    shared = {**log_options, **link_options, "quiet": (False, QuietOption), HELP_ALL: (False, HelpAllOption)}
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
-        for name, (default, option) in {**log_options, **link_options, "quiet": (False, QuietOption)}.items()
+        for name, (default, option) in shared.items()
     ]
     called.__signature__ = inspect.Signature(parameters)
     called.__annotations__ = {each.name: each.annotation for each in parameters}
+    setattr(called, ADVANCED, [each.name for each in parameters if ADVANCED in get_args(each.annotation)])
     return called

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 import re
+from collections.abc import Mapping
 
 from surgery.common.errors import SurgeryError
 from surgery.common.visible import visible
@@ -98,6 +99,19 @@ def share(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.1%}" if abs(value) >= 0.001 or value == 0 else f"{value:.1e}"
+
+
+def shares_at(ratios: Mapping[str, float] | None, ratio: float) -> str:
+    """A share of KV bytes, or those at several lengths where it depends on the length: "52.1% at 4k, 21.0% at 32k".
+
+    Args:
+        ratios: by tokens.
+        ratio: what is shown alone where ``ratios`` are within 5% of it, or not known.
+    """
+    if not ratios or all(abs(each - ratio) <= 0.05 * ratio for each in ratios.values()):
+        return share(ratio)
+    names = {tokens: f"{int(tokens) // 1024}k" if int(tokens) % 1024 == 0 else f"{int(tokens):,}" for tokens in ratios}
+    return ", ".join(f"{share(value)} at {names[tokens]}" for tokens, value in ratios.items())
 
 
 def per_token(count_: float) -> str:

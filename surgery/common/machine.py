@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -25,6 +26,11 @@ PACKAGES = (
     "vllm",
 )
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES")
+
+
+def seconds_since_start() -> float:
+    """Seconds since this process began, start-up and imports included: what a user has waited for a screen."""
+    return time.time() - psutil.Process().create_time()
 
 
 def machine_facts(*, gpu: bool) -> dict[str, Any]:

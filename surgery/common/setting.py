@@ -39,6 +39,7 @@ class FieldInfo:
         flag: the command line's name for it, where it is another; both may stand in a file.
         also: further flags.
         old: flags that still work; a note says the new one.
+        advanced: the command line's help shows it with --help-all alone.
         in_file: only a file or a program gives it.
         repeated: of a tuple: the flag may come more than once, and commas cut nothing.
         synonyms: other words for values.
@@ -56,6 +57,7 @@ class FieldInfo:
     flag: str = ""
     also: tuple[str, ...] = ()
     old: tuple[str, ...] = ()
+    advanced: bool = False
     in_file: bool = False
     repeated: bool = False
     synonyms: Mapping[str, str] | None = None

@@ -10,6 +10,8 @@ from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean
 
 Kind = Literal["recipes", "configs"]
+LISTS = {"recipes": "run", "configs": "config"}
+"""Commands that list them, without an argument."""
 SUFFIX = ".yaml"
 
 
@@ -42,7 +44,7 @@ def find_shipped(name: str | Path, kind: Kind) -> Path:
         return path
     names = {each.name: each.path for each in shipped(kind)}
     if str(name) not in names:
-        hint = did_you_mean(path.stem, list(names)) or f"; surgery {kind} lists those that ship"
+        hint = did_you_mean(path.stem, list(names)) or f"; surgery {LISTS[kind]} lists those that ship"
         raise SurgeryError(f"{name}: no such file, and no {kind.removesuffix('s')} of that name ships{hint}")
     return names[str(name)]
 

@@ -10,11 +10,12 @@ from rich.console import Console
 from surgery.checkpoint.named_models import name_of
 from surgery.common.errors import SurgeryError
 from surgery.common.human import cost, duration, origin, per_token, share, size, with_perplexity
+from surgery.common.machine import seconds_since_start
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.heal import NOT_MEASURED, show_estimate, show_training
 from surgery.console.page import make_table, new_page, plain, print_json, typed
-from surgery.console.verdicts import of_conversion, of_healing, show_next, show_ruin, where_it_loads
+from surgery.console.verdicts import kept_bytes, of_conversion, of_healing, show_next, show_ruin, where_it_loads
 from surgery.engines.facts import OWN_CLASSES
 from surgery.engines.table import ANY, spoken
 from surgery.engines.verdict import Verdict
@@ -46,8 +47,9 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     if report["splits"]:
         _show_splits(page, report["splits"], is_tried=True)
     _show_carrier(page, target, typed(conversion.path))
+    phases = sum(report["seconds"].values())
     page.print(
-        f"{'conversion: ' * bool(healing)}{duration(sum(report['seconds'].values()))}, peak memory "
+        f"{f'conversion: {duration(phases)}' if healing else duration(seconds_since_start())}, peak memory "
         f"{size(report['peak_memory_bytes'])}"
     )
     result, source_name = typed(conversion.path), conversion.source
@@ -118,8 +120,8 @@ def _show_plan(plan, called: str, healing) -> None:
     if healing:
         page.print("\nhealing: ", end="")
         show_estimate(page, healing)
-    ratio, where = share(kv["ratio"]), where_it_loads(plan.target["engines"])
-    page.print(f"[bold]{plain(plan.out)}[/bold] would keep {ratio} of the KV bytes; {plain(where)}", soft_wrap=True)
+    where = where_it_loads(plan.target["engines"])
+    page.print(f"[bold]{plain(plan.out)}[/bold] would keep {kept_bytes(kv)}; {plain(where)}", soft_wrap=True)
     if not plan.refusal:
         where = "" if work["estimated_seconds"] else f", where there is {plan.settings['device']}"
         show_next(page, [f"the same command without --dry-run{where}"])
@@ -178,7 +180,7 @@ def show_demo(demo, *, as_json: bool = False) -> None:
         page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
     result, ratio = typed(demo.path), share(converted.kv_bytes_per_token / source.kv_bytes_per_token)
     change = cost(converted.loss - source.loss, (source.recall, converted.recall))
-    page.print(duration(demo.seconds))
+    page.print(duration(seconds_since_start()))
     page.print(f"[bold]{plain(result)}[/bold]: {ratio} of the KV bytes for {change}", soft_wrap=True)
     commands = {
         f"surgery eval {result} --baseline {demo.model}": "measures both, and cheap baselines",

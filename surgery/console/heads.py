@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from surgery.common.human import duration
+from surgery.common.machine import seconds_since_start
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import show_next
 
@@ -33,7 +34,7 @@ def show_pattern(scored, called: str, *, as_json: bool = False) -> None:
     best = ", ".join(f"layer {layer} head {head}" for layer, head in pattern.ranking()[:BEST])
     out.print(f"highest: {best}")
     out.print(
-        f"for {pattern.sinks} sinks and {pattern.recent} recent tokens; {duration(pattern.seconds)}, "
+        f"for {pattern.sinks} sinks and {pattern.recent} recent tokens; {duration(seconds_since_start())}, "
         f"{len(pattern.seeds)} seed{'s' if len(pattern.seeds) > 1 else ''}"
     )
     out.print(f"[bold]{plain(scored.path)}[/bold]", soft_wrap=True)

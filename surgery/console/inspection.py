@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from surgery.common.human import count, origin, per_token, share, size
+from surgery.common.human import count, origin, per_token, shares_at, size
 from surgery.common.tables.table import Column
 from surgery.console.conversion import class_and_why
-from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.page import make_table, new_page, plain, print_json, show_title
 from surgery.console.verdicts import show_next
 from surgery.engines.table import spoken
 from surgery.engines.verdict import ran
@@ -15,19 +15,22 @@ from surgery.families import LATENT_FAMILIES
 from surgery.inspection.targets import COMMAND
 
 
-def show_inspection(inspection, called: str = "CKPT", *, as_json: bool = False, verbose: bool = False) -> None:
+def show_inspection(
+    inspection, called: str = "CKPT", *, as_json: bool = False, verbose: bool = False, titled: bool = True
+) -> None:
     """Prints an inspection (:class:`surgery.inspection.inspect.Inspection`).
 
     Args:
         called: the checkpoint, in commands.
         verbose: also why each target is what it is, and what every engine says.
+        titled: with the checkpoint's name as the first line.
     """
     if as_json:
         print_json(inspection.to_dict())
         return
     page = new_page()
-    source_name = origin(inspection.name, inspection.architecture.get("dequantised_from"))
-    page.print(f"\n[bold]{plain(source_name)}[/bold]")
+    if titled:
+        show_title(inspection.name)
     page.print(make_table(["", ""], [*_facts(inspection), ("KV cache", _cache(inspection))], header=False))
     if inspection.targets:
         _show_targets(page, inspection)
@@ -35,7 +38,8 @@ def show_inspection(inspection, called: str = "CKPT", *, as_json: bool = False, 
             _show_targets_whole(page, inspection.targets)
         else:
             cautions = [
-                f"{target['command'].removeprefix(COMMAND)}: {plain(target['caution'])}; "
+                f"{target['command'].removeprefix(COMMAND)} ({shares_at(target['kv_ratio_at'], target['kv_ratio'])}): "
+                f"{plain(target['caution'])}; "
                 for target in inspection.targets
                 if target["applies"] and target["caution"]
             ]
@@ -68,7 +72,9 @@ def _show_targets(page: Console, inspection) -> None:
         if not target["applies"]:
             refused.append(f"{name}: does not apply, {'; '.join(target['reasons'])}")
             continue
-        kv_cell = f"{size(target['kv_bytes_per_token'])}, {share(target['kv_ratio'])}"
+        if target["caution"]:
+            continue
+        kv_cell = f"{size(target['kv_bytes_per_token'])}, {shares_at(target['kv_ratio_at'], target['kv_ratio'])}"
         loads = [engine.removesuffix(" on CPU") for engine, row in target["engines"].items() if ran(row)]
         rows.append((name, kv_cell, target["class"], ", ".join(loads) or "-"))
     columns = ["", Column("KV per token", align="left"), "class", "ran in, on CPUs"]
@@ -84,7 +90,7 @@ def _show_advice(page: Console, advice: dict) -> None:
     page.print(f"what to take (no text was read: {of})", soft_wrap=True)
 
     def command_of(row: dict) -> str:
-        return f"{row['command'].removeprefix(COMMAND)} ({share(row['kv_ratio'])})"
+        return f"{row['command'].removeprefix(COMMAND)} ({shares_at(row['kv_ratio_at'], row['kv_ratio'])})"
 
     page.print(f"  best in quality: {plain(command_of(advice['quality']))}", soft_wrap=True)
     page.print(f"  smallest: {plain(command_of(advice['smallest']))}", soft_wrap=True)
@@ -116,9 +122,10 @@ def _facts(inspection) -> list[tuple[str, str]]:
         "mixture of experts" if facts["experts"] else "",
         "tied embeddings" if facts["tied_embeddings"] else "",
     ]
+    stored = origin(f"{count(facts['parameters'])} in {facts['dtype']}", facts.get("dequantised_from"))
     return [
-        ("family", facts["model_type"] + (f", stored as {stored}" if (stored := facts.get("stored_as")) else "")),
-        ("parameters", f"{count(facts['parameters'])} in {facts['dtype']}, vocabulary of {facts['vocabulary']:,}"),
+        ("family", facts["model_type"] + (f", stored as {facts['stored_as']}" if facts.get("stored_as") else "")),
+        ("parameters", f"{stored}, vocabulary of {facts['vocabulary']:,}"),
         ("layers", f"{facts['layers']} of width {facts['hidden']:,}"),
         ("heads", f"{facts['heads']} queries{_cached_heads(facts)}"),
         *[("attention", kind) for kind in facts.get("attention", [])],

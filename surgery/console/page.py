@@ -48,6 +48,11 @@ def new_page() -> Console:
     return Page(width=None if terminal else PLAIN_WIDTH, highlight=False)
 
 
+def show_title(name: str) -> None:
+    """Print a name, as the first line of a page."""
+    new_page().print(f"\n[bold]{plain(name)}[/bold]")
+
+
 def plain(text: object) -> str:
     """Text in which square brackets are no markup."""
     return escape(str(text))

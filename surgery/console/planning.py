@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.console import Console
+
 from surgery.common.human import cost, decimal, duration, perplexity, share, size, with_perplexity
+from surgery.common.machine import seconds_since_start
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.verdicts import show_next
 from surgery.engines.verdict import loads
 from surgery.planning.settings import beyond_positions
 
@@ -46,9 +50,7 @@ def show_plan_of_budget(plan, plan_path: Path | None, plot: Path | None, *, as_j
         "besides transformers",
     ]
     page.print(make_table(columns, rows))
-    for why in dict.fromkeys(plan.refused.values()):
-        what = ", ".join(name for name, reason in plan.refused.items() if reason == why)
-        page.print(f"[dim]{plain(what)}: {plain(why)}[/dim]", soft_wrap=True)
+    _show_refused(page, plan.refused)
     recall = "" if plan.source["recall"] is None else f"; the source's recall {decimal(plan.source['recall'], 2)}"
     page.print(
         f"[dim]Δ loss in nats per token over the source's {with_perplexity(plan.source['loss'])}, on "
@@ -68,11 +70,38 @@ def show_plan_of_budget(plan, plan_path: Path | None, plot: Path | None, *, as_j
     )
     if own := _own_format(plan):
         page.print(own, soft_wrap=True)
-    page.print(f"{duration(plan.seconds)}{f'; drawn in {plain(plot)}' if plot else ''}", soft_wrap=True)
+    page.print(f"{duration(seconds_since_start())}{f'; drawn in {plain(plot)}' if plot else ''}", soft_wrap=True)
     if plan_path and not choice.engine:
         page.print(f"Next: surgery convert {plain(plan.source['path'])} --plan {plain(plan_path)}", soft_wrap=True)
     else:
         page.print(f"Next: {plain(choice.command)}", soft_wrap=True)
+
+
+def show_forecast(forecast, *, as_json: bool = False) -> None:
+    """Prints a plan's dry run (:class:`surgery.planning.dry_run.PlanForecast`)."""
+    if as_json:
+        print_json(forecast.to_dict())
+        return
+    page, whole = new_page(), size(forecast.source["kv_bytes"])
+    kept = "the sizes of a limit on the loss" if forecast.kv_ratio is None else share(forecast.kv_ratio)
+    page.print(
+        f"\n[bold]dry run: {plain(forecast.source['path'])}[/bold], {whole} of KV cache at {forecast.context:,} tokens "
+        f"and batch {forecast.batch}; would try at {kept}:",
+        soft_wrap=True,
+    )
+    columns = ["convert --to, or the engine's own", Column("KV cache", "", size), Column("", "", share)]
+    page.print(make_table(columns, [(row["name"], row["kv_bytes"], row["kv_ratio"]) for row in forecast.candidates]))
+    _show_refused(page, forecast.refused)
+    time = forecast.work["estimated_seconds"]
+    took = "no time, as that device is not here" if time is None else f"about {duration(time)}, coarsely"
+    page.print(f"{took}; near ones are tried at sizes around the budget too")
+    show_next(page, ["the same command without --dry-run"])
+
+
+def _show_refused(page: Console, refused: dict[str, str]) -> None:
+    for why in dict.fromkeys(refused.values()):
+        what = ", ".join(name for name, reason in refused.items() if reason == why)
+        page.print(f"[dim]{plain(what)}: {plain(why)}[/dim]", soft_wrap=True)
 
 
 def _engines(row) -> list[str]:

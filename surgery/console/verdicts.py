@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from surgery.common.human import cost, share
+from surgery.common.human import cost, shares_at
 from surgery.console.page import plain
 from surgery.engines.verdict import NOT_TRIED, OPEN, REFUSED, loads, ran, told_ruin
 
@@ -15,9 +15,7 @@ from surgery.engines.verdict import NOT_TRIED, OPEN, REFUSED, loads, ran, told_r
 def of_conversion(report: dict[str, Any]) -> str:
     """Return the verdict on a `surgery_report.json`."""
     first, last, kv = report["ladder"][0], report["ladder"][-1], report["kv"]
-    # What drops tokens has a share that falls with the length, and is looked at for its peak.
-    at = f" at {kv['measured_at_tokens']:,} tokens" if "peak_ratio" in kv else ""
-    kv_part = f"{share(kv['ratio'])} of the KV bytes{at}"
+    kv_part = kept_bytes(kv)
     where = where_it_loads(report["target"]["engines"])
     if first["loss"] is None:
         return f"{kv_part}; what that cost was not measured; {where}"
@@ -25,6 +23,15 @@ def of_conversion(report: dict[str, Any]) -> str:
     planned = f"; the plan expected {cost(predicted['loss_increase'])}" if predicted else ""
     change = cost(last["loss"] - first["loss"], (first["recall"], last["recall"]))
     return f"{kv_part} for {change}{planned}; {where}"
+
+
+def kept_bytes(kv: Mapping[str, Any]) -> str:
+    """Return the share of the KV bytes of a report's ``kv``, at the lengths that it depends on.
+
+    Windows and tokens in full precision count most in short texts, and the share that was measured is of such a one.
+    """
+    share, *lengths = shares_at(kv.get("ratio_at"), kv["ratio"]).split(" at ", 1)
+    return " at ".join([f"{share} of the KV bytes", *lengths])
 
 
 def of_healing(healing: dict[str, Any]) -> str | None:

@@ -101,7 +101,7 @@ def cache_dtype_flags(engine: str, bits: int | str) -> str:
     As their sources name it; none of them was tried.
     """
     if engine not in ENGINES:
-        raise SurgeryError(f"engine {engine!r} is unknown: choose {', '.join(ENGINES)}")
+        raise SurgeryError(f"engine {engine!r} is unknown: choose {', '.join(ENGINES)}", setting="engine")
     if engine == "vllm":
         names = {8: "int8_per_token_head", 4: "int4_per_token_head", "fp8": "fp8"}
         return f"vllm serve CKPT --kv-cache-dtype {names.get(bits, 'int4_per_token_head')}"

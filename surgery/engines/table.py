@@ -57,4 +57,5 @@ def refuse_unless_loadable(engine: str, config: dict[str, Any]) -> None:
     for verdict in verdicts(config):
         if verdict.engine in ASKED[engine] and (verdict.status == REFUSED or verdict.remedy):
             message = f"{verdict.engine} cannot serve it, {verdict.reason}"
-            raise SurgeryError(f"--engine {engine}: {message}; surgery inspect shows what else it takes of the source")
+            hint = "surgery inspect, which shows what else it takes of the source"
+            raise SurgeryError(f"--engine {engine}: {message}", setting="engine", hint=hint)

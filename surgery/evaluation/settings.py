@@ -68,7 +68,7 @@ class EvalSettings(FileSettings):
         old=("--text", "--calibration"),
         repeated=True,
     )
-    text_field: str = setting("text", "Column that holds the text.", metavar="NAME")
+    text_field: str = setting("text", "Column that holds the text.", metavar="NAME", advanced=True)
     windows: int = setting(24, "Held-out windows.", least=1)
     length: int = setting(1024, "Tokens in each, and in recall prompts.")
     kv_context: int | None = setting(
@@ -77,39 +77,49 @@ class EvalSettings(FileSettings):
         more="A CPU without half-precision arithmetic takes hours at long contexts; shares at these are by formula.",
         unset="as length",
         least=2,
+        advanced=True,
     )
     decoded: int | None = setting(
         None,
         "Tokens at the end of each window that are decoded one by one, for the loss through the live cache; 0: none.",
         unset="128, or half of a shorter window",
+        advanced=True,
     )
     recall_prompts: int = setting(48, "Prompts with planted keys.", least=1)
     domain: Literal["auto", "code", "text"] = setting(
-        "auto", "What needle and ruler prompts are made of: auto is code for builtin data, otherwise text."
+        "auto",
+        "What needle and ruler prompts are made of: auto is code for builtin data, otherwise text.",
+        advanced=True,
     )
     needle_lengths: tuple[int, ...] = setting(
-        (), "Tokens of needle prompts; none: 1/4, 1/2, 1 and 1.5 times the model's limit.", least=1
+        (), "Tokens of needle prompts; none: 1/4, 1/2, 1 and 1.5 times the model's limit.", least=1, advanced=True
     )
-    needle_depths: tuple[int, ...] = setting((0, 25, 50, 75, 100), "Where needles stand, in percent.")
-    needle_trials: int = setting(4, "Prompts of each length and depth.", least=1)
-    ruler_lengths: tuple[int, ...] = setting((), "Tokens of ruler prompts; none: as length.", least=1)
-    ruler_samples: int = setting(50, "Samples of each ruler task at each length.", least=1)
-    ruler_tasks: tuple[str, ...] = setting((), "Names of ruler tasks; none: all 11.")
+    needle_depths: tuple[int, ...] = setting((0, 25, 50, 75, 100), "Where needles stand, in percent.", advanced=True)
+    needle_trials: int = setting(4, "Prompts of each length and depth.", least=1, advanced=True)
+    ruler_lengths: tuple[int, ...] = setting((), "Tokens of ruler prompts; none: as length.", least=1, advanced=True)
+    ruler_samples: int = setting(50, "Samples of each ruler task at each length.", least=1, advanced=True)
+    ruler_tasks: tuple[str, ...] = setting((), "Names of ruler tasks; none: all 11.", advanced=True)
     prompts: tuple[str, ...] = setting(
         (),
         "Text to complete, more than once for several; none: openings of held-out windows.",
         metavar="TEXT",
         flag="prompt",
         repeated=True,
+        advanced=True,
     )
-    new_tokens: int = setting(48, "Tokens to write after each prompt.", least=1)
+    new_tokens: int = setting(48, "Tokens to write after each prompt.", least=1, advanced=True)
     contexts: tuple[int, ...] = setting(
-        (), "Tokens in the cache, in task speed; none: the model's limit, at most 32k, and halves of it.", least=1
+        (),
+        "Tokens in the cache, in task speed; none: the model's limit, at most 32k, and halves of it.",
+        least=1,
+        advanced=True,
     )
-    batches: tuple[int, ...] = setting((1, 4), "Sequences at a time, in task speed.", least=1)
-    lm_eval_include: str | None = setting(None, "Folder of your own lm-eval tasks.", metavar="DIR")
-    num_fewshot: int | None = setting(None, "Few-shot examples of lm-eval tasks.", unset="the task's own number")
-    seed: int = setting(0, "Seed of every random choice.")
+    batches: tuple[int, ...] = setting((1, 4), "Sequences at a time, in task speed.", least=1, advanced=True)
+    lm_eval_include: str | None = setting(None, "Folder of your own lm-eval tasks.", metavar="DIR", advanced=True)
+    num_fewshot: int | None = setting(
+        None, "Few-shot examples of lm-eval tasks.", unset="the task's own number", advanced=True
+    )
+    seed: int = setting(0, "Seed of every random choice.", advanced=True)
     batch_size: int = setting(8, "Sequences at a time.", least=1, section="Machine")
     device: str = setting(
         "auto", "Where models run: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME"
@@ -121,7 +131,7 @@ class EvalSettings(FileSettings):
         synonyms=DTYPE_NAMES,
     )
     wandb: str | None = setting(None, "Log to wandb, one run a model.", section="Output", metavar="PROJECT")
-    wandb_mode: Literal["online", "offline"] = setting("online", "How wandb logs.")
+    wandb_mode: Literal["online", "offline"] = setting("online", "How wandb logs.", advanced=True)
 
     def __post_init__(self) -> None:
         if self.variants in (NO_VARIANTS, (NO_VARIANTS,), [NO_VARIANTS]):
@@ -141,13 +151,17 @@ class EvalSettings(FileSettings):
                     f"unknown task {task!r}: choose of {', '.join(choices)}{did_you_mean(task, choices)}"
                 )
         if any(not 0 <= depth <= 100 for depth in self.needle_depths) or not self.needle_depths:
-            raise SurgeryError("needle_depths are percent of the context, from 0 to 100, at least one")
+            raise SurgeryError(
+                "needle_depths are percent of the context, from 0 to 100, at least one", setting="needle_depths"
+            )
         if self.length < 4:
-            raise SurgeryError(f"length must be at least 4 tokens, not {self.length}")
+            raise SurgeryError(f"length must be at least 4 tokens, not {self.length}", setting="length")
         if self.decoded is None:
             object.__setattr__(self, "decoded", min(DECODED, self.length // 2))
         if self.decoded and not 1 <= self.decoded <= self.length - 2:
-            raise SurgeryError(f"decoded must be 0 or at most length - 2 = {self.length - 2}, not {self.decoded}")
+            raise SurgeryError(
+                f"decoded must be 0 or at most length - 2 = {self.length - 2}, not {self.decoded}", setting="decoded"
+            )
 
     def quality_dtype(self, device: str) -> str:
         """Return the dtype of quality measurements on a kind of device: CPUs are slow in half precision and differ in

@@ -26,7 +26,8 @@ def scorer(name: str) -> Scorer:
     """
     if name not in SCORERS:
         raise SurgeryError(
-            f"method {name!r} is unknown: choose {', '.join(SCORERS)}{did_you_mean(name, list(SCORERS))}"
+            f"method {name!r} is unknown: choose {', '.join(SCORERS)}{did_you_mean(name, list(SCORERS))}",
+            setting="method",
         )
     scorer_path = SCORERS[name]
     return load(scorer_path) if isinstance(scorer_path, str) else scorer_path

@@ -36,14 +36,21 @@ class HeadSettings(FileSettings):
         0.25, "Share of heads to stay full.", least=0, most=1, section="Training of gates (duo, prulong)"
     )
     steps: int | None = setting(
-        None, "Sequences that each process trains on.", least=1, unset=f"duo {DUO_STEPS}, prulong {STEPS}"
+        None,
+        "Sequences that each process trains on.",
+        least=1,
+        unset=f"duo {DUO_STEPS}, prulong {STEPS}",
+        advanced=True,
     )
-    learning_rate: float | None = setting(None, "Learning rate of the gates.", above=0, unset="duo 0.04, prulong 0.15")
+    learning_rate: float | None = setting(
+        None, "Learning rate of the gates.", above=0, unset="duo 0.04, prulong 0.15", advanced=True
+    )
     penalty: float = setting(
         0.05,
         "First weight of the gates in the loss (duo).",
         more="Training moves it until the target is met.",
         above=0,
+        advanced=True,
     )
     text: str = setting(
         "builtin",
@@ -54,9 +61,9 @@ class HeadSettings(FileSettings):
         metavar="FILE|DATASET|builtin",
         old=("--calibration", "--data"),
     )
-    text_field: str = setting("text", "Column that holds the text.", metavar="NAME")
+    text_field: str = setting("text", "Column that holds the text.", metavar="NAME", advanced=True)
     recall: float = setting(
-        0.0, "Share of the text's sequences that carry planted facts with questions.", least=0, most=1
+        0.0, "Share of the text's sequences that carry planted facts with questions.", least=0, most=1, advanced=True
     )
     length: int | None = setting(
         None, "Tokens of a sequence.", least=1, unset="4096, or half of the model's limit if that is less"
@@ -64,11 +71,11 @@ class HeadSettings(FileSettings):
     samples: int | None = setting(
         None, "Sequences, of methods without training.", least=1, unset="the method's own number"
     )
-    facts: int = setting(10, "Facts planted in a sequence with needles.", least=1)
-    seeds: int = setting(1, "Score so often, on other data, and keep mean and spread.", least=1)
-    seed: int = setting(0, "The first of these seeds.")
+    facts: int = setting(10, "Facts planted in a sequence with needles.", least=1, advanced=True)
+    seeds: int = setting(1, "Score so often, on other data, and keep mean and spread.", least=1, advanced=True)
+    seed: int = setting(0, "The first of these seeds.", advanced=True)
     offload: bool = setting(
-        False, "Keep layers in CPU memory, bring each to the device for its turn.", section="Machine"
+        False, "Keep layers in CPU memory, bring each to the device for its turn.", section="Machine", advanced=True
     )
     device: str = setting(
         "auto", "Where the model runs: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME"
@@ -78,6 +85,7 @@ class HeadSettings(FileSettings):
         "What the model runs in: auto is bfloat16, float32 on a CPU; float32 and fp32 are one.",
         more="Gates and scores are float32 always.",
         synonyms=DTYPE_NAMES,
+        advanced=True,
     )
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from surgery.architectures.multimodal import whole_config
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
+from surgery.running.kv_bytes import kv_shares
 from surgery.running.source import Source
 from surgery.structures.base import TargetOption
 from surgery.structures.kv_bytes import source_kv_bytes
@@ -56,6 +57,13 @@ def _row(opened: Source, target: Target, option: TargetOption) -> dict[str, Any]
         forecast = structure.over(opened, settings, Progress(silent=True)).forecast()
         config = forecast.config
         result_bytes, of_source = forecast.kv_bytes_per_token, source_kv_bytes(opened)
+        shares = kv_shares(
+            config,
+            opened.weight_dtype,
+            opened.reader.config,
+            opened.weight_dtype,
+            opened.config.max_position_embeddings,
+        )
     except SurgeryError as error:
         return {**command, "applies": False, "class": None, "reasons": [str(error)], "engines": {}}
     return {
@@ -66,4 +74,5 @@ def _row(opened: Source, target: Target, option: TargetOption) -> dict[str, Any]
         "engines": forecast.engines_of(opened.reader, config),
         "kv_bytes_per_token": result_bytes,
         "kv_ratio": result_bytes / of_source,
+        "kv_ratio_at": shares,
     }

@@ -110,8 +110,8 @@ def check_full_attention(config: PreTrainedConfig, form: str) -> None:
     other = sorted(kinds - {"full_attention"})
     if other:
         raise ValueError(
-            f"{form} needs full attention in every layer, and this {config.model_type} has layers of "
-            f"{', '.join(other)}, whose caches already forget: choose a model without them"
+            f"{form} needs full attention in every layer, and this model has layers of {', '.join(other)}, whose "
+            "caches already forget: surgery convert --to lowrank leaves such layers as they are"
         )
 
 

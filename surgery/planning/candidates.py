@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
 from surgery.engines.cache_formats import TENSORRT_LLM
 from surgery.engines.table import refuse_unless_loadable
 from surgery.families import LATENT_FAMILIES
@@ -83,12 +84,14 @@ class Candidates:
 
     Args:
         opened: the source.
-        work: with the statistics of all layers, and no held-out text, so that no budget is spent by trying.
+        work: with the statistics of all layers, and no held-out text, so that no budget is spent by trying; None for
+            a dry run, which deals nothing out by layer.
         refused: filled with what the source or the engine does not take, and why.
     """
 
-    def __init__(self, opened: Source, work: ConversionContext, settings: PlanSettings):
+    def __init__(self, opened: Source, work: ConversionContext | None, settings: PlanSettings):
         self._opened, self._work, self._settings = opened, work, settings
+        self._progress = Progress(silent=True) if work is None else work.progress
         self.refused: dict[str, str] = {}
         self.source_bytes = held_bytes(opened.reader.config, opened, settings)
 
@@ -131,7 +134,8 @@ class Candidates:
             result = self._made(target, overrides) if share is None else self._fitting(target, overrides, share)
             if result is None:
                 return None
-            result.structure.plan(self._work)
+            if self._work is not None:
+                result.structure.plan(self._work)
             return replace(result, config=result.structure.forecast().config)
         except SurgeryError as error:
             if record:
@@ -167,7 +171,7 @@ class Candidates:
     def _made(self, target: Target, overrides: dict[str, Any]) -> Sized:
         settings = target.settings({**self._settings.common(), **overrides})
         structure_class = target.structure().for_source(self._opened.reader.config, settings)
-        structure = structure_class(self._opened, settings, self._work.progress)
+        structure = structure_class(self._opened, settings, self._progress)
         forecast = structure.forecast()
         config = forecast.config
         if self._settings.engine:

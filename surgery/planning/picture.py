@@ -44,11 +44,11 @@ def draw(plan: Plan) -> Figure:
         axes.plot(*place, marker="o", markersize=13, fillstyle="none", color=INK, linestyle="none", label="the choice")
         if plan.budget["kv_ratio"] is not None:
             axes.axvline(100 * plan.budget["kv_ratio"], color=INK, linewidth=0.8, linestyle=":")
-        axes.set(xscale="log", yscale="log", xlabel="KV bytes, % of the source's")
+        axes.set(xscale="log", yscale="log", xlabel="KV bytes, % of the source's, log scale")
         axes.set_xticks([tick for tick in TICKS if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]])
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_title("increase of the loss, nats per token")
+        axes.set_title("increase of the loss, nats per token, log scale")
         figure.legend(loc="outside right upper")
     return figure
 

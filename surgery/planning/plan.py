@@ -124,7 +124,7 @@ def make_plan(
     progress, began, called = progress or Progress(silent=True), time.monotonic(), called or str(source)
     reader = open_model(source, allow_pickle=allow_pickle, dtype=settings.weights_dtype)
     opened = Source.of(reader, settings, any_family_of(reader.config))
-    share = _share_of(settings, opened)
+    share = budget_share(settings, opened)
     if beyond := beyond_positions(settings.tokens, opened.config.max_position_embeddings):
         progress.note(beyond)
     with progress.step(1, STEPS):
@@ -247,7 +247,7 @@ def opened_work(
             opened.reader.check_unchanged()
 
 
-def _share_of(settings: PlanSettings, opened: Source) -> float | None:
+def budget_share(settings: PlanSettings, opened: Source) -> float | None:
     """The share of the source's bytes that may be kept; None where the loss is what is limited.
 
     Raises:

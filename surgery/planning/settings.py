@@ -59,6 +59,7 @@ class PlanSettings(ConversionSettings):
         more="All on a quarter of them, those that are not far behind on a half, those that this cannot tell apart on "
         "all.",
         least=2,
+        advanced=True,
     )
     held_out_length: int | None = setting(
         None,
@@ -66,6 +67,7 @@ class PlanSettings(ConversionSettings):
         more="What streaming heads lose is only seen in texts longer than their windows.",
         unset=f"{HELD_OUT_LENGTH}, or with a pattern of heads as many as in calibration",
         least=2,
+        advanced=True,
     )
 
     def __post_init__(self) -> None:
@@ -74,10 +76,12 @@ class PlanSettings(ConversionSettings):
         if len(budgets) > 1:
             raise SurgeryError(f"{budgets[0]} is a budget, and {budgets[1]} is another: give one")
         if self.calibration == NO_CALIBRATION:
-            raise SurgeryError("calibration none: a plan measures what candidates lose, and needs text for it")
+            raise SurgeryError(
+                "calibration none: a plan measures what candidates lose, and needs text for it", setting="calibration"
+            )
         choices = [*TARGETS, BITS, ENGINE]
         if unknown := [name for name in self.allow if name not in choices]:
-            raise SurgeryError(f"allow {unknown[0]}: choose among {', '.join(choices)}")
+            raise SurgeryError(f"allow {unknown[0]}: choose among {', '.join(choices)}", setting="allow")
         if ENGINE in self.allow:
             if self.engine is None:
                 raise SurgeryError("allow engine: name the engine too, such as --engine vllm", setting="engine")
@@ -85,7 +89,7 @@ class PlanSettings(ConversionSettings):
         if self.memory is not None:
             parse_size(self.memory, "memory")  # refuses what is none
         if self.tokens < 1:
-            raise SurgeryError("context must be at least 1")
+            raise SurgeryError("context must be at least 1", setting="context")
 
     @property
     def memory_bytes(self) -> int:
@@ -128,5 +132,5 @@ def parse_tokens(text: str) -> int:
     """
     match = re.fullmatch(r"\s*([0-9]+)\s*(k?)\s*", str(text).lower().replace(",", "").replace("_", ""))
     if not match:
-        raise SurgeryError(f"context {text!r} is no number of tokens: write 32k or 32768")
+        raise SurgeryError(f"context {text!r} is no number of tokens: write 32k or 32768", setting="context")
     return int(match[1]) * (1024 if match[2] else 1)

@@ -26,7 +26,9 @@ from transformers import {pictures}, AutoProcessor
 model = {pictures}.from_pretrained("{name}", dtype="auto")
 processor = AutoProcessor.from_pretrained("{name}")""",
     "surgery": """\
-import surgery  # registers the model class; without the package both want trust_remote_code=True
+# Registers the model class. Without the package the model wants trust_remote_code=True; a tokenizer that is loaded with
+# trust_remote_code=False needs no code, and transformers does not ask.
+import surgery
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")

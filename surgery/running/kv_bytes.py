@@ -18,6 +18,9 @@ from surgery.model.cache_prediction import CachedLayer
 from surgery.running.loading import LOADING
 from surgery.running.skeleton import skeleton
 
+USEFUL = 4_096, 32_768
+"""Tokens of contexts at which a cache is worth making smaller."""
+
 
 class KVBytes(Protocol):
     """Bytes of the live cache of ``batch`` sequences of ``tokens`` tokens each, windows and all."""
@@ -50,6 +53,22 @@ def kv_bytes_of(config: dict[str, Any], dtype: torch.dtype) -> KVBytes:
         return sum(CachedLayer(layer, batch, 1, width, 0, dtype).held(tokens) for layer, width in layers)
 
     return bytes_at
+
+
+def kv_shares(
+    config: dict[str, Any], dtype: torch.dtype, source: dict[str, Any], source_dtype: torch.dtype, limit: int
+) -> dict[str, float]:
+    """Predict KV bytes as a share of the source's at 4k and 32k tokens, as far as the model takes them, and at its
+    limit.
+
+    Args:
+        config: config.json of the result, and ``source`` of what it is made of.
+        dtype: of its weights, and ``source_dtype`` of the source's.
+        limit: tokens that the model takes.
+    """
+    bytes_at, source_at = kv_bytes_of(config, dtype), kv_bytes_of(source, source_dtype)
+    lengths = [*(tokens for tokens in USEFUL if tokens < limit), limit]
+    return {str(tokens): bytes_at(tokens) / source_at(tokens) for tokens in lengths}
 
 
 @lru_cache(maxsize=32)  # plans and forecasts ask again and again of one config

@@ -25,6 +25,7 @@ from surgery.checkpoint.staging import NoSpace
 from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
 from surgery.families.base import head_shape
+from surgery.running.kv_bytes import kv_shares
 from surgery.running.loading import load_tokenizer
 from surgery.running.source import OwnSource, Source, is_absent
 from surgery.structures.base import Structure
@@ -122,12 +123,14 @@ def plan_conversion(
     if outline is not None:
         outline_result(outline, structure, settings)
     source_kv, kv = source_kv_bytes(opened), forecast.kv_bytes_per_token
+    limit, dtype = opened.config.max_position_embeddings, opened.weight_dtype
+    shares = kv_shares(config, dtype, opened.reader.config, dtype, limit)
     return ConversionPlan(
         source=_source_facts(opened),
         out=str(out),
         settings=settings.to_dict(),
         splits=forecast.splits,
-        kv={"source_bytes_per_token": source_kv, "bytes_per_token": kv, "ratio": kv / source_kv},
+        kv={"source_bytes_per_token": source_kv, "bytes_per_token": kv, "ratio": kv / source_kv, "ratio_at": shares},
         target={
             "to": target_of(settings).name,
             "method": getattr(settings, "method", None),

@@ -20,6 +20,7 @@ def keep_layers() -> Any:
         "Layers of linear attention always stay. A ratio is of the layers that are converted.",
         metavar="N,N|auto|none",
         section="Budget",
+        advanced=True,
     )
 
 
@@ -36,12 +37,14 @@ def kept_layers(spec: str, windows: Sequence[int | None], stateful: frozenset[in
     try:
         numbers = [int(part) for part in str(spec).split(",")]
     except ValueError:
-        raise SurgeryError(f"keep_layers {spec}: give numbers such as 0,1,-1, or {AUTO} or {NONE}") from None
+        raise SurgeryError(
+            f"keep_layers {spec}: give numbers such as 0,1,-1, or {AUTO} or {NONE}", setting="keep_layers"
+        ) from None
     if wrong := [number for number in numbers if not -layers <= number < layers]:
-        raise SurgeryError(f"keep_layers {wrong[0]}: the model has layers 0 to {layers - 1}")
+        raise SurgeryError(f"keep_layers {wrong[0]}: the model has layers 0 to {layers - 1}", setting="keep_layers")
     unchanged = stateful.union(number % layers for number in numbers)
     if len(unchanged) == layers:
-        raise SurgeryError(f"keep_layers {spec}: these are all layers, none is left to convert")
+        raise SurgeryError(f"keep_layers {spec}: these are all layers, none is left to convert", setting="keep_layers")
     return unchanged
 
 

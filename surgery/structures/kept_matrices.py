@@ -38,7 +38,9 @@ def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> No
     if not asked_to_keep(settings):
         return
     if settings.weights_dtype is not None:
-        raise SurgeryError("keep_quantised leaves weights as they are stored: drop --weights-dtype")
+        raise SurgeryError(
+            "keep_quantised leaves weights as they are stored: drop --weights-dtype", setting="keep_quantised"
+        )
     if reader.dequantised_from is None:
         raise SurgeryError(f"{reader.source}: keep_quantised is of quantized weights, and these are not")
     matrices = [name for name in reader.names() if reader.stored_parts(name)]

@@ -14,7 +14,7 @@ from surgery.common.memory import peak_memory
 from surgery.engines.table import engine_table
 from surgery.reporting.adapters import adapter_targets
 from surgery.reporting.report import Report, SourceShape, environment
-from surgery.running.kv_bytes import kv_bytes_of
+from surgery.running.kv_bytes import kv_bytes_of, kv_shares
 from surgery.structures.base import Outcome
 from surgery.structures.context import ConversionContext
 from surgery.structures.registry import TARGETS
@@ -65,6 +65,9 @@ def build_report(
             "measured_bytes_per_token": verification.kv_bytes_per_token,
             "measured_at_tokens": at,
             "ratio": verification.kv_bytes_per_token / shape.kv_bytes_per_token,
+            "ratio_at": kv_shares(
+                outcome.config, opened.weight_dtype, reader.config, shape.dtype, opened.config.max_position_embeddings
+            ),
             **_flow(verification, shape, work.settings),
         },
         splits=outcome.splits,

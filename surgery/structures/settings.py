@@ -23,6 +23,7 @@ def keep_quantised() -> Any:
         "Leave quantized weights outside of attention as they are stored.",
         more="Of compressed-tensors, bitsandbytes and fp8 by blocks; otherwise all are dequantized.",
         section="Output",
+        advanced=True,
     )
 
 
@@ -34,6 +35,7 @@ def first_tokens_setting(elsewhere: str = "") -> Any:
         least=0,
         section="Bits",
         unset="4 where bits are auto, else 0",
+        advanced=True,
     )
 
 
@@ -70,7 +72,9 @@ class RowSettings(StructureSettings):
 def check_spectrum(settings: StructureSettings) -> None:
     """Raises SurgeryError where ranks by spectrum are asked for and nothing compares layers."""
     if settings.allocate == "spectrum" and (settings.method != "fisher" or settings.calibration == NO_CALIBRATION):
-        raise SurgeryError("allocate spectrum compares layers by the loss: it needs method fisher and text")
+        raise SurgeryError(
+            "allocate spectrum compares layers by the loss: it needs method fisher and text", setting="allocate"
+        )
 
 
 def refuse_changed(changed: Mapping[str, bool], reason: str) -> None:

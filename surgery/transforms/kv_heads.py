@@ -143,7 +143,9 @@ def merge_kv_heads(
             normalizes its keys or queries: the factors of a merge stand after the norm, where no weight is.
     """
     if method not in METHODS:
-        raise SurgeryError(f"method {method!r} of merging KV heads is unknown: choose {', '.join(METHODS)}")
+        raise SurgeryError(
+            f"method {method!r} of merging KV heads is unknown: choose {', '.join(METHODS)}", setting="method"
+        )
     if not 0 < kv_heads < anatomy.kv_heads or anatomy.kv_heads % kv_heads:
         raise SurgeryError(
             f"{kv_heads} KV heads cannot be made of {anatomy.kv_heads}: choose a smaller number that divides it"

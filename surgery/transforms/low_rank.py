@@ -185,7 +185,9 @@ def _check_statistics(method: str, anatomy: AttentionAnatomy, statistics: LayerS
     if statistics.mean is None and (anatomy.k_bias is not None or anatomy.v_bias is not None):
         missing.append("the mean of keys and values, which have biases")
     if missing:
-        raise SurgeryError(f"method {method} of --to lowrank: the statistics lack {' and '.join(missing)}")
+        raise SurgeryError(
+            f"method {method} of --to lowrank: the statistics lack {' and '.join(missing)}", setting="method"
+        )
 
 
 def key_scale(anatomy: AttentionAnatomy) -> Tensor:

@@ -172,7 +172,7 @@ def method_named(name: str) -> Method:
         SurgeryError: there is none.
     """
     if name not in METHODS:
-        raise SurgeryError(f"method {name!r} of --to lowrank is unknown: choose {', '.join(METHODS)}")
+        raise SurgeryError(f"method {name!r} of --to lowrank is unknown: choose {', '.join(METHODS)}", setting="method")
     return METHODS[name]
 
 
@@ -205,7 +205,8 @@ def blocks_for(
             least = values + 2 * anatomy.kv_heads
             raise SurgeryError(
                 f"method think keeps all {values} numbers of the values and a pair of channels of each key: "
-                f"{rank} numbers per token and layer are too few, ask for at least {least} of {keys + values}"
+                f"{rank} numbers per token and layer are too few, ask for at least {least} of {keys + values}",
+                setting="method",
             )
         return *(Block(2 * pairs, (head,), ()) for head in heads), Block(values, (), heads)
     groups = [heads]
@@ -240,7 +241,9 @@ def fisher_information(anatomy: AttentionAnatomy, statistics: LayerStatistics) -
         SurgeryError: the statistics lack gradients or inputs.
     """
     if statistics.gradient is None or statistics.input_energy is None:
-        raise SurgeryError("method palu of --to lowrank: the statistics lack loss gradients or the energy of inputs")
+        raise SurgeryError(
+            "method palu of --to lowrank: the statistics lack loss gradients or the energy of inputs", setting="method"
+        )
     keys = anatomy.kv_heads * anatomy.head_dim
     energy = statistics.gradient.diagonal().clone()
     if statistics.raw_gradient is not None:

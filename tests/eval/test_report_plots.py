@@ -150,7 +150,10 @@ def test_buckets_that_grow_are_on_a_log_axis():
         row["results"]["loss"]["by_position"] = [
             {"start": start, "end": 2 * start - 1, "loss": 2.0, "tokens": 9} for start in (32, 64, 128, 256)
         ]
-    assert {ax.get_xscale() for ax in plots.loss_by_position(report).axes} == {"log"}
+    drawn = plots.loss_by_position(report).axes
+    assert {(ax.get_xscale(), ax.get_xlabel()) for ax in drawn} == {
+        ("log", "position in the sequence, tokens, log scale")
+    }
 
 
 def test_one_look_a_row():

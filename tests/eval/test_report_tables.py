@@ -110,10 +110,10 @@ def test_a_terminal_has_fewer_columns_and_intervals(report):
         each["results"]["loss"]["memorised"] = {"share": 0.1, "loss_of_others": 2.5}
     whole, narrow = headline(report), headline(report, narrow=True)
     assert {c.key for c in whole.columns} - {c.key for c in narrow.columns} == {
-        "memorised",
         "loss_of_others",
         "cached_loss",
     }
+    assert "memorized: 10.0% in every row." in whole.notes
     keys = [c.key for c in narrow.columns]
     assert {key for cells in narrow.cells() for key, cell in zip(keys, cells, strict=True) if cell.below} == {
         "loss_change"

@@ -13,7 +13,7 @@ import yaml
 from command_line import run_main
 from conversions import convert_checkpoint
 from decoded_losses import decoded
-from tiny_models import HELD_OUT
+from tiny_models import HELD_OUT, make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from surgery.calibration.held_out import HeldOut
@@ -455,3 +455,18 @@ def test_the_verb_prints_a_table_and_writes_plan_and_picture(checkpoints, tmp_pa
     assert beyond in out and beyond in error
     code, _, error = run_main(monkeypatch, capsys, *arguments, "--out", tmp_path / "plan.yaml")
     assert code == 1 and "exists" in error
+
+
+def test_a_dry_run_lists_what_would_be_tried_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    source = make_checkpoint(tmp_path / "source", "llama")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    asked = ["plan", source, "--kv-ratio", "0.5", "--context", "64", "--out", tmp_path / "plan.yaml", "--dry-run"]
+    code, shown, _ = run_main(monkeypatch, capsys, *asked, "--json")
+    forecast = json.loads(shown)
+    assert code == 0 and sorted(tmp_path.rglob("*")) == before
+    assert {"lowrank", "mla"} <= {row["name"].split()[1] for row in forecast["candidates"]}
+    assert all(0 < row["kv_ratio"] <= 0.5 for row in forecast["candidates"] if "--kv-ratio" in row["name"])
+    assert forecast["work"]["estimated_seconds"] > 0
+    code, shown, _ = run_main(monkeypatch, capsys, *asked)
+    assert code == 0 and forecast["candidates"][0]["name"] in shown

@@ -70,6 +70,7 @@ def _earlier_layers(opened: Source, settings: CrossLayerSettings, kept_layers: f
     if opened.stateful and not any(earlier):
         raise SurgeryError(
             "method cascade: between layers with keys and values stand others that keep a state, so that none can "
-            "read its neighbor's latents: convert --to lowrank instead"
+            "read its neighbor's latents: convert --to lowrank instead",
+            setting="method",
         )
     return tuple(earlier)

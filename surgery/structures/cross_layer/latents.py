@@ -109,7 +109,9 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
         """The metrics of all latents."""
         tokens = work.texts.calibration
         if tokens is None:
-            raise SurgeryError("method xkv: what layers have in common shows in text only: drop --calibration none")
+            raise SurgeryError(
+                "method xkv: what layers have in common shows in text only: drop --calibration none", setting="method"
+            )
         if work.processes.is_main:  # sweeps of its own, which are not shared
             self._metrics = _metrics(self.opened, tokens, work.store, self.settings, work.progress)
 

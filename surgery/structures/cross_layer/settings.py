@@ -27,7 +27,9 @@ class CrossLayerSettings(LowRankSettings):
     )
     allocate: Literal["uniform"] = setting("uniform", section="Method")
     group_size: int = setting(3, "Adjacent layers in a group.", section="Budget")
-    block: int = setting(64, "Tokens that stay exact until they are as many, in all methods but cascade.", least=1)
+    block: int = setting(
+        64, "Tokens that stay exact until they are as many, in all methods but cascade.", least=1, advanced=True
+    )
     bits: Literal["auto"] | None = setting(
         None,
         more="For method cascade only, which predicts a layer's values from those of the group's earlier layers.",
@@ -39,10 +41,16 @@ class CrossLayerSettings(LowRankSettings):
     def __post_init__(self) -> None:
         if self.bits is not None and self.method != "cascade":
             raise SurgeryError(
-                f"bits: the store that layers share in method {self.method} is not quantized; use cascade"
+                f"bits: the store that layers share in method {self.method} is not quantized; use cascade",
+                setting="bits",
             )
         super().__post_init__()
         if self.keep_layers != AUTO and self.method != "cascade":
-            raise SurgeryError(f"keep_layers: method {self.method} converts all layers; use cascade")
+            raise SurgeryError(
+                f"keep_layers: method {self.method} converts all layers; use cascade", setting="keep_layers"
+            )
         if self.group_size < 2:
-            raise SurgeryError(f"group_size {self.group_size}: a group has two layers at least; --to lowrank has one")
+            raise SurgeryError(
+                f"group_size {self.group_size}: a group has two layers at least; --to lowrank has one",
+                setting="group_size",
+            )

@@ -113,7 +113,9 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         if self.settings.method != "xkv":
             return
         if work.texts.calibration is None:
-            raise SurgeryError("method xkv: what layers have in common shows in text only: drop --calibration none")
+            raise SurgeryError(
+                "method xkv: what layers have in common shows in text only: drop --calibration none", setting="method"
+            )
         work.gather()
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
@@ -246,11 +248,13 @@ def plan_groups(
     recent = {"block": settings.block, "sinks": settings.sinks, "window": settings.window}
     if settings.method == "minicache":
         if settings.kv_ratio is not None or settings.rank is not None:
-            raise SurgeryError("method minicache has no ratio: it merges every pair in the deeper half of the model")
+            raise SurgeryError(
+                "method minicache has no ratio: it merges every pair in the deeper half of the model", setting="method"
+            )
         start = opened.layers // 2
         groups = tuple((first, first + 2) for first in range(start, opened.layers - 1, 2))
         if not groups:
-            raise SurgeryError("method minicache needs a model of two layers or more")
+            raise SurgeryError("method minicache needs a model of two layers or more", setting="method")
         kept_tokens = round(RETENTION * settings.block)
         entry = MergedPairEntry(group_size=2, **recent, kept=kept_tokens, interpolation=INTERPOLATION, place=0)
         return groups, (entry,) * len(groups)

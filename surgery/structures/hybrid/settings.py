@@ -48,20 +48,29 @@ class HybridSettings(StructureSettings):
         least=0,
         most=1,
         section="Heads",
+        advanced=True,
     )
     granularity: Literal["head", "layer"] = setting(
         "head",
         "What streams: single heads, or whole layers, in a stock class with sliding windows and without sinks.",
+        advanced=True,
     )
-    heads_multiple: int = setting(1, "Every layer's full heads are a multiple of it, for tensor parallelism.", least=1)
+    heads_multiple: int = setting(
+        1, "Every layer's full heads are a multiple of it, for tensor parallelism.", least=1, advanced=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_ratio is not None and self.streaming is not None:
-            raise SurgeryError("give kv_ratio or streaming, not both")
+            raise SurgeryError("give kv_ratio or streaming, not both", setting="streaming")
         if self.granularity == "layer":
             if self.sinks:
-                raise SurgeryError("granularity layer: sliding windows of stock classes keep no sinks; leave them out")
+                raise SurgeryError(
+                    "granularity layer: sliding windows of stock classes keep no sinks; leave them out",
+                    setting="granularity",
+                )
             if self.compensated or self.heads_multiple != 1:
-                raise SurgeryError("granularity layer: compensated and heads_multiple are of single heads")
+                raise SurgeryError(
+                    "granularity layer: compensated and heads_multiple are of single heads", setting="granularity"
+                )
             object.__setattr__(self, "sinks", 0)

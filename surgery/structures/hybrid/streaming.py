@@ -128,7 +128,10 @@ def plan_heads(
     if sinks is None or recent is None:
         raise SurgeryError(f"{settings.heads}: does not say for how many tokens; give --sinks and --window")
     if settings.compensated and any(unit.blocks or len(unit.heads) > 1 for layer in model.units for unit in layer):
-        raise SurgeryError("compensated: latents have no key and value of a head to take the mean of; leave it at 0")
+        raise SurgeryError(
+            "compensated: latents have no key and value of a head to take the mean of; leave it at 0",
+            setting="compensated",
+        )
     window, heads = sinks + recent - 1, scores.numel()
     everything = torch.ones(shape, dtype=torch.bool)
     ratio = 0.5 if settings.kv_ratio is None else settings.kv_ratio

@@ -37,6 +37,7 @@ class KVHeadsSettings(StructureSettings):
         "KV heads of layers: as many in each, or by spectrum, with the number or the ratio as the average.",
         more="spectrum: numbers of heads whose predicted errors are least in all; method fisher with text only.",
         section="Method",
+        advanced=True,
     )
     carrier: Literal["auto", "own", "decilm"] = setting(
         "auto",
@@ -54,12 +55,16 @@ class KVHeadsSettings(StructureSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_heads is not None and self.kv_ratio is not None:
-            raise SurgeryError("give kv_heads or kv_ratio, not both")
+            raise SurgeryError("give kv_heads or kv_ratio, not both", setting="kv_heads")
         check_spectrum(self)
         if self.method == "key-norm" and self.carrier != "auto":
-            raise SurgeryError("method key-norm is written in the source's family: leave carrier auto")
+            raise SurgeryError(
+                "method key-norm is written in the source's family: leave carrier auto", setting="method"
+            )
         if self.engine is not None and self.carrier == "own":
-            raise SurgeryError(f"engine {self.engine} does not load the custom model class. Leave carrier auto")
+            raise SurgeryError(
+                f"engine {self.engine} does not load the custom model class. Leave carrier auto", setting="engine"
+            )
 
     def ending(self, target: str) -> str:
         """One head is multi-query attention, however it is asked for."""

@@ -117,7 +117,8 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         if settings.method == "key-norm" and self._budget > opened.layers and not has_head_dim(opened.config):
             raise SurgeryError(
                 f"method key-norm adds query heads, and {config['model_type']} configs have no head_dim to tell that "
-                "they are as wide as before: choose another method"
+                "they are as wide as before: choose another method",
+                setting="method",
             )
 
     @classmethod

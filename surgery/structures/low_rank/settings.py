@@ -38,8 +38,9 @@ class LowRankSettings(RowSettings):
         more="auto: spectrum where that compares layers by the loss (fisher, separate), uniform elsewhere. Method palu "
         "has its own way. Cross-layer groups are uniform.",
         section="Method",
+        advanced=True,
     )
-    rank_multiple: int = setting(1, "Every rank is a multiple of it.", least=1)
+    rank_multiple: int = setting(1, "Every rank is a multiple of it.", least=1, advanced=True)
     window: int = setting(
         0,
         "Recent tokens that stay exact.",
@@ -55,7 +56,7 @@ class LowRankSettings(RowSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rank is not None and self.kv_ratio is not None:
-            raise SurgeryError("give rank or kv_ratio, not both")
+            raise SurgeryError("give rank or kv_ratio, not both", setting="rank")
         if self.sinks is None and self.bits != "auto":
             object.__setattr__(self, "sinks", 0)
         if self.sinks and not self.window and self.bits is None:

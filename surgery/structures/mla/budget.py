@@ -28,7 +28,9 @@ def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reser
     pairs, max_rope = anatomy.head_dim // 2, anatomy.kv_heads * anatomy.head_dim
     if settings.kv_lora_rank is not None and settings.rope_dim is not None:
         if settings.kv_ratio is not None:
-            raise SurgeryError("give either kv_ratio or both kv_lora_rank and rope_dim, not all three")
+            raise SurgeryError(
+                "give either kv_ratio or both kv_lora_rank and rope_dim, not all three", setting="kv_lora_rank"
+            )
         sizes = [(settings.rope_dim, settings.kv_lora_rank)]
     else:
         ratio = 0.25 if settings.kv_ratio is None else settings.kv_ratio
@@ -44,7 +46,8 @@ def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reser
                 sizes = [_folded_size(budget, pairs)]
         if budget < 2:
             raise SurgeryError(
-                f"kv_ratio {ratio:g} leaves {budget} of {full} numbers per token and layer: ask for more"
+                f"kv_ratio {ratio:g} leaves {budget} of {full} numbers per token and layer: ask for more",
+                setting="kv_ratio",
             )
     if settings.engine is not None:
         sizes = _engine_sizes(settings, anatomy, sizes)
@@ -106,10 +109,15 @@ def _folded_size(budget: int, pairs: int) -> tuple[int, int]:
 def _folds(settings: ConvertSettings, rope: int, pairs: int) -> list[int]:
     """Folds that divide the frequencies, from the smallest that is possible to eight times that."""
     if rope == 0 or pairs % (rope // 2):
-        raise SurgeryError(f"method transmla keeps {2 * pairs} rotary dimensions or a part that divides it, not {rope}")
+        raise SurgeryError(
+            f"method transmla keeps {2 * pairs} rotary dimensions or a part that divides it, not {rope}",
+            setting="method",
+        )
     smallest = pairs // (rope // 2)
     if settings.freqfold is None:
         return [smallest * 2**i for i in range(4) if pairs % (smallest * 2**i) == 0]
     if settings.freqfold % smallest or pairs % settings.freqfold:
-        raise SurgeryError(f"freqfold {settings.freqfold} must be a multiple of {smallest} that divides {pairs}")
+        raise SurgeryError(
+            f"freqfold {settings.freqfold} must be a multiple of {smallest} that divides {pairs}", setting="freqfold"
+        )
     return [settings.freqfold]

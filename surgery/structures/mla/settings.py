@@ -28,6 +28,7 @@ class ConvertSettings(RowSettings):
         "How the transform is found.",
         more="fisher weighs by the loss; the others are for comparison.",
         section="Method",
+        advanced=True,
     )
     kv_lora_rank: int | None = setting(
         None,
@@ -50,9 +51,14 @@ class ConvertSettings(RowSettings):
         "Which frequencies keep RoPE: any, or grid: default RoPE, which every engine loads.",
         more="grid: the highest ones, once each; an engine sees to it.",
         section="Method",
+        advanced=True,
     )
     freqfold: int | None = setting(
-        None, "Neighboring frequencies taken for one, in method transmla.", least=1, unset="several are tried"
+        None,
+        "Neighboring frequencies taken for one, in method transmla.",
+        least=1,
+        unset="several are tried",
+        advanced=True,
     )
     allocate: Literal["auto", "uniform", "spectrum"] = setting(
         "auto",
@@ -60,6 +66,7 @@ class ConvertSettings(RowSettings):
         more="Layers that differ need the custom model class, method fisher and calibration text; auto: spectrum where "
         "all three are given and no rank is.",
         section="Method",
+        advanced=True,
     )
     keep_layers: str = keep_layers()
     carrier: Literal["auto", "stock", "own"] = setting(
@@ -74,6 +81,7 @@ class ConvertSettings(RowSettings):
         "How stock's latent norm is neutralized.",
         more="tiny needs rms_norm_eps 1e-6, constant needs biases.",
         section="Output",
+        advanced=True,
     )
     engine: Engine | None = setting(
         None,
@@ -108,13 +116,16 @@ class ConvertSettings(RowSettings):
             )
         if self.allocate == "spectrum":
             if self.carrier == "stock":
-                raise SurgeryError("allocate spectrum: stock deepseek_v3 has one rank for all; drop --carrier stock")
+                raise SurgeryError(
+                    "allocate spectrum: stock deepseek_v3 has one rank for all; drop --carrier stock",
+                    setting="allocate",
+                )
             object.__setattr__(self, "carrier", "own")
         if self.rope_dim is not None and self.rope_dim % 2:
-            raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}")
+            raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}", setting="rope_dim")
         check_spectrum(self)
         if self.calibration == NO_CALIBRATION and self.method == "transmla":
-            raise SurgeryError("method transmla needs calibration text: drop --calibration none")
+            raise SurgeryError("method transmla needs calibration text: drop --calibration none", setting="method")
 
     @property
     def spreads(self) -> bool:
@@ -150,6 +161,8 @@ class ConvertSettings(RowSettings):
             ("latent_norm", ("auto", "tiny")),  # the constant is a bias, which engines drop
         ):
             if getattr(self, name) not in allowed:
-                raise SurgeryError(f"engine {self.engine} takes {name} {allowed[0]}, not {getattr(self, name)}")
+                raise SurgeryError(
+                    f"engine {self.engine} takes {name} {allowed[0]}, not {getattr(self, name)}", setting="engine"
+                )
         # Frozen; a result for an engine is a model of default RoPE, whatever else is asked for.
         object.__setattr__(self, "rope_frequencies", "grid")

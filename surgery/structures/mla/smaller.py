@@ -209,11 +209,13 @@ def wanted_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
     """
     if settings.rope_dim not in (None, rope_dim):
         raise SurgeryError(
-            f"rope_dim {settings.rope_dim}: the source is MLA already and keeps its {rope_dim} rotary dimensions"
+            f"rope_dim {settings.rope_dim}: the source is MLA already and keeps its {rope_dim} rotary dimensions",
+            setting="rope_dim",
         )
     if settings.kv_lora_rank is not None and settings.kv_ratio is not None:
         raise SurgeryError(
-            "give either kv_ratio or kv_lora_rank: the source is MLA already and keeps its rotary dimensions"
+            "give either kv_ratio or kv_lora_rank: the source is MLA already and keeps its rotary dimensions",
+            setting="kv_lora_rank",
         )
     result = settings.kv_lora_rank
     if result is None:

@@ -75,7 +75,8 @@ class MLA(Structure[Source, ConvertSettings]):
         if opened.reader.stored_names and opened.family.axes and mla.METHODS[settings.method].folds:
             raise SurgeryError(
                 f"method {settings.method} takes neighboring rotary pairs for one, and in a picture those of "
-                f"{opened.family.model_type} turn by positions of different axes: leave out --method"
+                f"{opened.family.model_type} turn by positions of different axes: leave out --method",
+                setting="method",
             )
         first = opened.first
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)

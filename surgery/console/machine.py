@@ -1,28 +1,16 @@
-"""``surgery env``: what a bug report needs to know of the machine."""
+"""The page of `surgery doctor` without a checkpoint: what a bug report needs to know of the machine."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from surgery.cli.options import JsonOption, flag
+from surgery.common.human import size
+from surgery.common.machine import machine_facts
+from surgery.common.tables.table import Column
+from surgery.console.page import make_table, new_page, print_json
 from surgery.version import __version__
 
 
-def env(
-    gpu: Annotated[bool, flag("--gpu", "Ask for accelerators too, which imports torch.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Print versions, cores and memory for a bug report; no paths, no names.
-
-    Example:
-
-        surgery env --gpu
-    """
-    from surgery.common.human import size
-    from surgery.common.machine import machine_facts
-    from surgery.common.tables.table import Column
-    from surgery.console.page import make_table, new_page, print_json
-
+def show_machine(*, gpu: bool, as_json: bool) -> None:
+    """Print versions, cores and memory; with ``gpu`` accelerators too, which imports torch. No paths, no names."""
     facts = {"surgery": __version__, **machine_facts(gpu=gpu)}
     if as_json:
         print_json(facts)

@@ -1,0 +1,86 @@
+"""``surgery plan --dry-run``: what a plan would try, from shapes; no forward pass is run and nothing is written."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from surgery.calibration.texts import RECALL_PROMPTS_PER_TEXT
+from surgery.families import any_family_of
+from surgery.planning.candidates import Candidates
+from surgery.planning.engine_formats import engine_formats
+from surgery.planning.plan import budget_share
+from surgery.planning.settings import PlanSettings
+from surgery.planning.sizes import SHARES, shares_around
+from surgery.running.source import Source
+from surgery.running.unfused import open_model
+from surgery.structures.dry_run import measure_speed
+from surgery.structures.estimates import Demand, Workload
+
+ON_ALL = 0.5
+"""Share of the candidates' passes over held-out text that is not saved by leaving out those far behind; coarse."""
+
+
+@dataclass(frozen=True)
+class PlanForecast:
+    """Dry run of a plan, as plain values.
+
+    Attributes:
+        source: its name, and the bytes of its cache at the plan's context and batch.
+        kv_ratio: share of these bytes that may be kept; None where the loss is limited.
+        candidates: ``name``, ``kv_bytes`` and ``kv_ratio`` of those of the first round, by bytes. Later rounds try the
+            near ones at sizes around the budget.
+        refused: what the source, or the engine, does not take, and why.
+        work: floating point operations, the measured speed, and the coarse time in seconds.
+    """
+
+    source: dict[str, Any]
+    kv_ratio: float | None
+    context: int
+    batch: int
+    candidates: list[dict[str, Any]]
+    refused: dict[str, str]
+    work: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def forecast_plan(
+    source: str | Path, settings: PlanSettings, *, called: str | None = None, allow_pickle: bool = False
+) -> PlanForecast:
+    """List the candidates of a plan and estimate its time.
+
+    The time is that of passes over the texts at the speed of one matrix product, as a conversion's dry run has it:
+    within a factor of two or three.
+
+    Raises:
+        SurgeryError: the source cannot be read or converted, or it fits the memory already.
+    """
+    called = called or str(source)
+    reader = open_model(source, allow_pickle=allow_pickle, dtype=settings.weights_dtype)
+    opened = Source.of(reader, settings, any_family_of(reader.config))
+    share = budget_share(settings, opened)
+    candidates = Candidates(opened, None, settings)
+    shares = list(SHARES) if share is None else [share]
+    sized = list(candidates.at(shares)) or list(candidates.at(shares_around(share)))
+    own = engine_formats(opened, settings, called, candidates.refused)
+    tried = sorted([*sized, *own], key=lambda each: -each.kv_bytes)
+    whole = candidates.source_bytes
+    length = min(settings.calibration_length, opened.config.max_position_embeddings)
+    tokens = {"length": length, "calibration": -(-settings.calibration_tokens // length)}
+    tokens |= {"held_out": settings.held_out, "recall_prompts": RECALL_PROMPTS_PER_TEXT * settings.held_out}
+    demand = Demand(0, statistics=bool(sized), gradients=True, results=round(ON_ALL * len(tried)))
+    work = Workload.of(opened, settings, tokens, demand)
+    return PlanForecast(
+        source={"path": called, "kv_bytes": whole},
+        kv_ratio=share,
+        context=settings.tokens,
+        batch=settings.batch,
+        candidates=[
+            {"name": each.name, "kv_bytes": each.kv_bytes, "kv_ratio": each.kv_bytes / whole} for each in tried
+        ],
+        refused=candidates.refused,
+        work=work.estimate(measure_speed(opened.stream.device, opened.stream.dtype)),
+    )
