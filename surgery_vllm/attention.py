@@ -14,13 +14,12 @@ from vllm.config import CacheConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from vllm.model_executor.models.utils import AutoWeightsLoader, extract_layer_index
+from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from surgery.model.latent_entry import LatentEntry
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
-from surgery.model.token_quantizer import TokenQuantizer
 from surgery_vllm.paged import latent_attention
-from surgery_vllm.rows import RowCache
+from surgery_vllm.rows import RowCache, RowQuantizer
 from surgery_vllm.vector_cache import VectorCache
 
 
@@ -119,7 +118,7 @@ class LatentAttention(nn.Module):
         mine = slice(first, first + self.heads)
         weights = [(name, tensor[mine] if name in ("query_up", "value_up") else tensor) for name, tensor in weights]
         # The loader would drop a bias that no layer has without a word.
-        unknown = {name for name, _ in weights} - dict(self.named_parameters()).keys()
+        unknown = {name for name, _ in weights} - self.state_dict().keys()
         if unknown:
             raise ValueError(f"the checkpoint has {', '.join(sorted(unknown))} in an attention layer that has none")
         return AutoWeightsLoader(self).load_weights(weights)
@@ -133,25 +132,9 @@ class QuantizedLatentAttention(LatentAttention):
 
     latent: QuantizedLatentEntry
 
-    def _cache(self, config: Any, prefix: str, **settings: Any) -> RowCache:
-        self.quantizer = TokenQuantizer(self.latent.format)
-        number = extract_layer_index(prefix)
-        return RowCache(config, number, self.quantizer, self.inv_freq, prefix=prefix, **settings)
+    def _cache(self, config: Any, **settings: Any) -> RowCache:
+        self.quantizer = RowQuantizer(self.latent.format)
+        return RowCache(config, self.quantizer, self.inv_freq, **settings)
 
     def _key(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return vectors
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take steps and means too.
-
-        Raises:
-            ValueError: those of a damaged checkpoint.
-        """
-        tables, rest = dict(self.quantizer.named_buffers(prefix="quantizer")), []
-        for name, tensor in weights:
-            if name in tables:
-                tables[name].copy_(tensor)
-            else:
-                rest.append((name, tensor))
-        self.quantizer.check()
-        return tables.keys() | super().load_weights(rest)

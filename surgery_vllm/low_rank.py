@@ -1,7 +1,9 @@
-"""Attention that caches latents and rebuilds keys and values of all tokens at every step: memory, not speed.
+"""Attention that caches latents and rebuilds keys, for prompts values too, of all tokens at every step: memory, not
+speed.
 
-Formulas and names of weights: ``surgery/model/low_rank_attention.py``. Shapes here: T tokens of a batch, S tokens of a
-request, H query heads, G KV heads, d head_dim, D hidden size, r numbers of all latents of a token.
+Formulas and names of weights: ``surgery/model/low_rank_attention.py`` and ``quantized_low_rank_attention.py``. Shapes
+here: T tokens of a batch, S tokens of a request, H query heads, G KV heads, d head_dim, D hidden size, r latents of a
+token, of all blocks, s those of earlier layers.
 """
 
 from functools import partial
@@ -13,11 +15,12 @@ from vllm.config import CacheConfig, get_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.models.utils import extract_layer_index
 
+from surgery.model.low_rank_entry import LowRankEntry
+from surgery.model.quantized_low_rank_entry import QuantizedLowRankEntry
+from surgery_vllm.cascade import CascadeCache, CascadeRows
 from surgery_vllm.paged import rebuilt_attention
-from surgery_vllm.structure import attention_of_layers
-from surgery_vllm.vector_cache import VectorCache
+from surgery_vllm.rows import RowQuantizer
 
 
 class LowRankAttention(nn.Module):
@@ -26,6 +29,7 @@ class LowRankAttention(nn.Module):
     def __init__(
         self,
         config: Any,
+        entry: LowRankEntry,
         max_position_embeddings: int,
         cache_config: CacheConfig | None,
         bias: bool,
@@ -35,23 +39,25 @@ class LowRankAttention(nn.Module):
         super().__init__()
         if get_current_vllm_config().parallel_config.tensor_parallel_size > 1:
             raise ValueError("model-surgery's plugin serves low rank in one process: leave --tensor-parallel-size out")
-        blocks = attention_of_layers(config)[extract_layer_index(prefix)].blocks
+        blocks = entry.blocks
         hidden, self.heads = config.hidden_size, config.num_attention_heads
         self.head_dim = getattr(config, "head_dim", None) or hidden // self.heads
         width = self.heads * self.head_dim
-        self.ranks = [block.rank for block in blocks]
+        # Only a layer with one block reads latents of earlier layers.
+        self.widths = [entry.shared_rank + rank for rank in entry.ranks]
         self.q_proj = ReplicatedLinear(hidden, width, bias=bias, prefix=f"{prefix}.q_proj")
         self.o_proj = ReplicatedLinear(width, hidden, bias=bias_o_proj, prefix=f"{prefix}.o_proj")
-        self.kv_down = ReplicatedLinear(hidden, sum(self.ranks), bias=False, prefix=f"{prefix}.kv_down")
-        self.key_up = self._ups([(block.rank, len(block.keys)) for block in blocks])
-        self.value_up = self._ups([(block.rank, len(block.values)) for block in blocks])
+        self.kv_down = ReplicatedLinear(hidden, sum(entry.ranks), bias=False, prefix=f"{prefix}.kv_down")
+        self.key_up = self._ups([len(block.keys) for block in blocks])
+        self.value_up = self._ups([len(block.values) for block in blocks])
         # Where each head's rows are among those of the blocks.
         for name in ("keys", "values"):
             order = _order([head for block in blocks for head in getattr(block, name)])
             self.register_buffer(f"order_of_{name}", order, persistent=False)
         kv_width = config.num_key_value_heads * self.head_dim
         self.key_bias, self.value_bias = (
-            nn.Parameter(torch.empty(kv_width), requires_grad=False) if bias else None for _ in range(2)
+            nn.Parameter(torch.empty(kv_width), requires_grad=False) if bias or entry.has_bias else None
+            for _ in range(2)
         )
         self.q_norm = self.k_norm = None
         if config.base_model_type == "qwen3":
@@ -59,9 +65,17 @@ class LowRankAttention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.rotary_emb = get_rope(self.head_dim, max_position_embeddings, rope_parameters=config.rope_parameters)
         scale = self.head_dim**-0.5
-        self.attn = VectorCache(
-            sum(self.ranks),
-            partial(rebuilt_attention, scale=scale, rebuild=self._rebuilt),
+        self.attn = self._cache(
+            config,
+            entry,
+            attend=partial(
+                rebuilt_attention,
+                scale=scale,
+                keys_of=self._keys,
+                values_of=self._values,
+                values_of_means=self._values_of_means if len(blocks) == 1 else None,
+            ),
+            shared_layers=entry.shared_layers,
             num_heads=self.heads,
             head_size=self.head_dim,
             scale=scale,
@@ -69,12 +83,15 @@ class LowRankAttention(nn.Module):
             prefix=f"{prefix}.attn",
         )
 
-    def _ups(self, shapes: list[tuple[int, int]]) -> nn.ParameterDict:
-        """Up-projections [heads·d, rank] of the blocks that have any heads."""
+    def _cache(self, config: Any, entry: LowRankEntry, **settings: Any) -> CascadeCache:
+        return CascadeCache(sum(entry.ranks), **settings)
+
+    def _ups(self, counts: list[int]) -> nn.ParameterDict:
+        """Up-projections [heads·d, s + rank] of the blocks that have any heads."""
         return nn.ParameterDict(
             {
-                str(number): nn.Parameter(torch.empty(heads * self.head_dim, rank), requires_grad=False)
-                for number, (rank, heads) in enumerate(shapes)
+                str(number): nn.Parameter(torch.empty(heads * self.head_dim, width), requires_grad=False)
+                for number, (width, heads) in enumerate(zip(self.widths, counts, strict=True))
                 if heads
             }
         )
@@ -87,21 +104,51 @@ class LowRankAttention(nn.Module):
         query = self.rotary_emb.forward_native(positions, query)[0].unflatten(-1, (self.heads, self.head_dim))
         return self.o_proj(self.attn(query, self.kv_down(hidden_states)[0], self.head_dim).flatten(1))[0]
 
-    def _rebuilt(self, latents: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents [B, S, r] of the first S tokens, at positions [B·S] → rotated keys and values [B, G, S, d]."""
-        blocks = latents.split(self.ranks, dim=-1)
-        key = self._heads(blocks, self.key_up, self.order_of_keys, self.key_bias)
+    def _keys(self, latents: Tensor, positions: Tensor) -> Tensor:
+        """Latents [B, S, s + r] of the first S tokens, at positions [B·S] → rotated keys [B, G, S, d]."""
+        key = self._heads(latents, self.key_up, self.order_of_keys, self.key_bias)
         if self.k_norm is not None:
             key = self.k_norm(key.contiguous())
         turned = self.rotary_emb.forward_native(positions, key.flatten(-2).flatten(0, 1))[0]
-        value = self._heads(blocks, self.value_up, self.order_of_values, self.value_bias)
-        return turned.view_as(key).transpose(1, 2), value.transpose(1, 2)
+        return turned.view_as(key).transpose(1, 2)
 
-    def _heads(self, blocks: tuple[Tensor, ...], ups: nn.ParameterDict, order: Tensor, bias: Tensor | None) -> Tensor:
-        """Latents [B, S, ·] of every block → heads in order [B, S, G, d]."""
+    def _values(self, latents: Tensor) -> Tensor:
+        """Latents [B, S, s + r] → values [B, G, S, d]."""
+        return self._heads(latents, self.value_up, self.order_of_values, self.value_bias).transpose(1, 2)
+
+    def _values_of_means(self, means: Tensor) -> Tensor:
+        """Means of the latents of the one block [N, H, s + r], by query head → values [N, H, d]."""
+        up = self.value_up["0"].unflatten(0, (-1, self.head_dim)).index_select(0, self.order_of_values)
+        values = torch.einsum("ngqr,gdr->ngqd", means.unflatten(1, (len(up), -1)), up)
+        if self.value_bias is not None:
+            values = values + self.value_bias.view(len(up), 1, self.head_dim)
+        return values.flatten(1, 2)
+
+    def _heads(self, latents: Tensor, ups: nn.ParameterDict, order: Tensor, bias: Tensor | None) -> Tensor:
+        """Latents [B, S, s + r] of all blocks → heads in order [B, S, G, d]."""
+        blocks = latents.split(self.widths, dim=-1)
         heads = torch.cat([nn.functional.linear(blocks[int(number)], up) for number, up in ups.items()], dim=-1)
         heads = heads.unflatten(-1, (-1, self.head_dim)).index_select(2, order)
         return heads if bias is None else heads + bias.view(-1, self.head_dim)
+
+
+class QuantizedLowRankAttention(LowRankAttention):
+    """One layer whose cache holds a packed row of bytes a token, and first tokens in full precision."""
+
+    def _cache(self, config: Any, entry: QuantizedLowRankEntry, prefix: str, **settings: Any) -> CascadeRows:
+        self.quantizer = RowQuantizer(entry.format)
+        name = f"{prefix.removesuffix('.attn')}.shared_down"
+        if entry.shared_layers:
+            down = ReplicatedLinear(entry.shared_rank, sum(entry.ranks), bias=False, return_bias=False, prefix=name)
+            self.shared_down = down
+        return CascadeRows(
+            config,
+            self.quantizer,
+            inv_freq=None,
+            shared_down=self.shared_down if entry.shared_layers else None,
+            prefix=prefix,
+            **settings,
+        )
 
 
 def _order(heads: list[int]) -> Tensor:

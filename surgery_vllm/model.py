@@ -11,10 +11,9 @@ from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
 from surgery.model.hybrid_entry import HybridEntry
 from surgery.model.latent_entry import LatentEntry
 from surgery.model.low_rank_entry import LowRankEntry
-from surgery.model.quantized_latent_entry import QuantizedLatentEntry
 from surgery_vllm.attention import LatentAttention, QuantizedLatentAttention
 from surgery_vllm.heads import SplitAttention
-from surgery_vllm.low_rank import LowRankAttention
+from surgery_vllm.low_rank import LowRankAttention, QuantizedLowRankAttention
 from surgery_vllm.structure import attention_of_layers
 
 _FUSED_MLP = {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
@@ -27,12 +26,13 @@ def _attention(
     layer = attention_of_layers(config)[extract_layer_index(prefix)]
     options = {"cache_config": cache_config, "bias": bias, "bias_o_proj": bias_o_proj, "prefix": prefix}
     if isinstance(layer, LatentEntry):
-        kind = QuantizedLatentAttention if isinstance(layer, QuantizedLatentEntry) else LatentAttention
+        kind = QuantizedLatentAttention if layer.quantizes else LatentAttention
         return kind(config, layer, **options)
     if isinstance(layer, HybridEntry):
         return SplitAttention(config, more["max_position_embeddings"], **options)
     if isinstance(layer, LowRankEntry):
-        return LowRankAttention(config, more["max_position_embeddings"], **options)
+        kind = QuantizedLowRankAttention if layer.quantizes else LowRankAttention
+        return kind(config, layer, more["max_position_embeddings"], **options)
     return LlamaAttention(config, num_kv_heads=layer.kv_heads, **options, **more)
 
 

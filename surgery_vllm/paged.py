@@ -35,6 +35,12 @@ def write_slots(cache: Tensor, vectors: Tensor, slots: Tensor) -> None:
     cache[slots // cache.shape[1], slots % cache.shape[1]] = torch.where(padding, cache[0, 0], vectors)
 
 
+def read_slots(cache: Tensor, slots: Tensor) -> Tensor:
+    """Read the vectors of slots [T] of a cache [pages, tokens of a page, …] → [T, …]; those of padding may be any."""
+    slots = slots.clamp(min=0)
+    return cache[slots // cache.shape[1], slots % cache.shape[1]]
+
+
 def latent_attention(
     query: Tensor, vectors: Tensor, span: Span, rank: int, scale: float, gains: slice | None = None
 ) -> Tensor:
@@ -62,21 +68,39 @@ def latent_attention(
 
 
 def rebuilt_attention(
-    query: Tensor, latents: Tensor, span: Span, scale: float, rebuild: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    query: Tensor,
+    latents: Tensor,
+    span: Span,
+    scale: float,
+    keys_of: Callable[[Tensor, Tensor], Tensor],
+    values_of: Callable[[Tensor], Tensor],
+    values_of_means: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """Causal attention of the newest tokens of some requests over keys and values that latents of theirs make.
+
+    A value is linear in its token's latents, so the mean of values is the value of the mean of latents. Where few
+    tokens are new, that saves the values of all others.
 
     Args:
         query: [B·T, H, d], the T newest tokens of each of B requests, one request after another.
         latents: [B, S, r] of their first S tokens, the new ones included.
         span: the requests.
         scale: of the scores.
-        rebuild: from latents [B, S, r] of the first S tokens and their positions [B·S] to keys and values [B, G, S, d].
+        keys_of: from latents [B, S, r] of the first S tokens and their positions [B·S] to keys [B, G, S, d].
+        values_of: from the latents to values [B, G, S, d].
+        values_of_means: from the means of latents of every query head [B·T, H, r] to [B·T, H, d]; None: of several
+            blocks of latents.
 
     Returns:
         [B·T, H, d].
     """
-    return causal(query, *rebuild(latents[:, : span.longest], span.positions()), span, scale)
+    latents = latents[:, : span.longest]
+    keys = keys_of(latents, span.positions())
+    groups, width, heads = keys.shape[1], keys.shape[3], span.new * query.shape[1]
+    # Products of a token: of its latents with all weights, or of its values with all weights and for themselves.
+    if values_of_means is not None and heads * latents.shape[2] <= groups * width * latents.shape[2] + heads * width:
+        return values_of_means(causal(query, keys, latents.unsqueeze(1), span, scale))
+    return causal(query, keys, values_of(latents), span, scale)
 
 
 def gathered(cache: Tensor, pages: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Bytes of MLA in bits in vLLM's pages: packed rows of all tokens, and first tokens in full precision.
+"""Bytes of MLA and low rank in bits in vLLM's pages: packed rows of all tokens, and first tokens in full precision.
 
 vLLM hands out blocks of one size in bytes, from one pool, to groups of layers. So all layers share a block, whatever
 their rows weigh: it holds so many tokens, layer by layer, with nothing padded. The first tokens of a request lie in a

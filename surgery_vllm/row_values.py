@@ -1,7 +1,8 @@
 """Packed rows of tokens and what attention reads of them, in plain PyTorch.
 
-Formulas: ``surgery/model/quantized_latent_attention.py``. Shapes here: T new tokens, B requests, S tokens of the
-longest, r rank of the latent, ρ width of the shared key, G gains of a token (with q/k-norm).
+Formulas: ``surgery/model/quantized_latent_attention.py`` and ``quantized_low_rank_attention.py``. Shapes here: T new
+tokens, B requests, S tokens of the longest, r rank of the latent, ρ width of the shared key (0 in low rank), G gains of
+a token (MLA with q/k-norm).
 
 What is read is fp32 whatever the model's dtype is: values are dequantized in it, and processors without bfloat16
 multiply fastest in it.
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from surgery.model.token_quantizer import TokenQuantizer, gains_in, with_gains
+from surgery_vllm.paged import read_slots
 
 
 def rows_of(vectors: Tensor, quantizer: TokenQuantizer) -> Tensor:
@@ -20,13 +22,15 @@ def rows_of(vectors: Tensor, quantizer: TokenQuantizer) -> Tensor:
     return with_gains(rows, gains) if gains.shape[-1] else rows
 
 
-def vectors_of(rows: Tensor, quantizer: TokenQuantizer, inv_freq: Tensor, first: Tensor | None, lens: Tensor) -> Tensor:
+def vectors_of(
+    rows: Tensor, quantizer: TokenQuantizer, inv_freq: Tensor | None, first: Tensor | None, lens: Tensor
+) -> Tensor:
     """Read rows [B, S, bytes] of the first S tokens of some requests → [B, S, r + ρ + G] fp32, keys rotated.
 
     Args:
         rows: what is after a request's own tokens may be any.
         quantizer: of this layer.
-        inv_freq: [ρ/2] inverse frequencies of the shared key, fp32.
+        inv_freq: [ρ/2] inverse frequencies of the shared key, fp32; None: there is none.
         first: [B, first, r + ρ] first tokens in full precision, instead of their rows; those that have not come may be
             anything.
         lens: [B] tokens of every request.
@@ -37,10 +41,28 @@ def vectors_of(rows: Tensor, quantizer: TokenQuantizer, inv_freq: Tensor, first:
         head = values[:, : first.shape[1]]
         has_come = torch.arange(head.shape[1], device=rows.device) < lens[:, None]
         head.copy_(torch.where(has_come[..., None], first[:, : head.shape[1]].float(), head))
-    rotate(values[..., values.shape[-1] - 2 * len(inv_freq) :], inv_freq)
+    if inv_freq is not None:
+        rotate(values[..., values.shape[-1] - 2 * len(inv_freq) :], inv_freq)
     if rows.shape[-1] == packed:
         return values
     return torch.cat((values, gains_in(rows, packed).float()), dim=-1)
+
+
+def values_at(
+    slots: Tensor, rows: Tensor, quantizer: TokenQuantizer, first_slots: Tensor | None, first: Tensor | None
+) -> Tensor:
+    """Read tokens by their slots [T], as `vectors_of` reads them → values [T, r] fp32; of padding they may be any.
+
+    Args:
+        rows: [pages, tokens of a page, bytes].
+        first_slots: [T] in `first`; those of later tokens are negative, or lie in vLLM's null page 0.
+        first: [pages, first, r] first tokens in full precision; None: there are none.
+    """
+    values = quantizer.decode(read_slots(rows, slots), torch.float32)
+    if first is None:
+        return values
+    is_first = first_slots >= first.shape[1]
+    return torch.where(is_first[:, None], read_slots(first, first_slots).float(), values)
 
 
 def rotate(keys: Tensor, inv_freq: Tensor) -> None:

@@ -1,14 +1,14 @@
-"""MLA in bits: a cache of packed rows, and of first tokens in full precision.
+"""MLA and low rank in bits: a cache of packed rows, and of first tokens in full precision.
 
 Bytes of a block: :mod:`surgery_vllm.row_layout`; values of a row: :mod:`surgery_vllm.row_values`. Shapes here: T tokens
-of a batch, B requests of a span, S tokens of the longest, r rank of the latent, ρ width of the shared key, G gains of a
-token (with q/k-norm).
+of a batch, B requests of a span, S tokens of the longest, r rank of the latent, ρ width of the shared key (0 in low
+rank), G gains of a token (MLA with q/k-norm).
 
 The first tokens cannot lie in the rows' own blocks: their place in a row would be lost for every other token, and what
 lies outside of vLLM's blocks would be neither shared with a prefix nor given back.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from vllm.config import CacheConfig, VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from surgery.model.token_quantizer import TokenQuantizer
@@ -23,7 +24,7 @@ from surgery_vllm import first_tokens
 from surgery_vllm.backend import PagedMetadata
 from surgery_vllm.paged import gathered, write_slots
 from surgery_vllm.row_layout import RowLayout
-from surgery_vllm.row_values import first_slots, rows_of, vectors_of
+from surgery_vllm.row_values import first_slots, rows_of, values_at, vectors_of
 from surgery_vllm.spans import Span
 from surgery_vllm.structure import attention_of_layers
 from surgery_vllm.vector_cache import Attend, VectorCache
@@ -33,6 +34,24 @@ SMALL_BLOCK = 32
 
 vLLM's 128 on a CPU are for its own kernels.
 """
+
+
+class RowQuantizer(TokenQuantizer):
+    """The quantizer of a layer; vLLM's loaders hand it its tensors."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take steps and means.
+
+        Raises:
+            ValueError: those of a damaged checkpoint.
+        """
+        tables, names = dict(self.named_buffers()), set()
+        for name, tensor in weights:
+            tables[name].copy_(tensor)
+            names.add(name)
+        self._is_checked = False  # tensors may come one at a time
+        self.check()
+        return names
 
 
 class PageCache(VectorCache):
@@ -65,18 +84,18 @@ class RowCache(PageCache):
     The first layer owns the pages of rows, and those of first tokens.
 
     Args:
-        number: of the layer.
-        inv_freq: [ρ/2] inverse frequencies of the shared key, fp32.
+        inv_freq: [ρ/2] inverse frequencies of the shared key, fp32; None: there is none.
     """
 
     def __init__(
-        self, config: Any, number: int, quantizer: TokenQuantizer, inv_freq: Tensor, attend: Attend, **settings: Any
+        self, config: Any, quantizer: TokenQuantizer, inv_freq: Tensor | None, attend: Attend, **settings: Any
     ):
         vllm_config = get_current_vllm_config()
         check(vllm_config)
         layers, dtype = attention_of_layers(config), torch.get_default_dtype()
         layout = RowLayout.of(layers, config, dtype.itemsize, proposed_block(vllm_config.cache_config))
         name = settings.pop("prefix")
+        number = extract_layer_index(name)
         owner, first = (each.replace(f".{number}.", ".0.", 1) for each in (name, f"{name}_first"))
         shared = {"kv_sharing_target_layer_name": None if number == 0 else owner}
         super().__init__(layout, attend, prefix=name, **shared, **settings)
@@ -95,13 +114,21 @@ class RowCache(PageCache):
             write_slots(pages, vectors[:, : self.entry.format.channels], slots)
 
     def read(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
-        """Yield the spans of a batch and their vectors [B, S, r + ρ + G], keys rotated, fp32."""
+        """Yield the spans of a batch and their vectors [B, S, r + ρ + G], shared keys rotated, fp32."""
         first, pages = self._first() if self.entry.first_tokens else (metadata, None)
         # Both groups cut a batch into the same spans: their pages hold as many tokens.
         for span, of_first in zip(metadata.spans, first.spans, strict=True):
             rows = gathered(self._rows(kv_cache), span.pages)[:, : span.longest]
             exact = None if pages is None else gathered(pages, of_first.pages[:, :1])
             yield span, vectors_of(rows, self.quantizer, self.inv_freq, exact, span.seq_lens)
+
+    def values_at(self, kv_cache: Tensor, slots: Tensor) -> Tensor:
+        """Read the values [T, r + ρ] fp32 of new tokens, which are written, by their slots [T]."""
+        first = pages = None
+        if self.entry.first_tokens:
+            metadata, pages = self._first()
+            first = first_slots(metadata.slot_mapping, self.layout.page, self.entry.first_tokens)
+        return values_at(slots, self._rows(kv_cache), self.quantizer, first, pages)
 
     def _rows(self, kv_cache: Tensor) -> Tensor:
         """Pages of the rows of this layer [pages, tokens of a page, bytes], a view."""
@@ -128,6 +155,8 @@ def check(vllm_config: VllmConfig) -> None:
         ValueError: says which setting to change.
     """
     if vllm_config.parallel_config.world_size > 1:
-        raise ValueError("model-surgery's plugin serves MLA in bits in one process: leave parallel sizes at 1")
+        raise ValueError("model-surgery's plugin serves layers in bits in one process: leave parallel sizes at 1")
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        raise ValueError("MLA in bits needs its hybrid KV cache manager: leave out --disable-hybrid-kv-cache-manager")
+        raise ValueError(
+            "layers in bits need vLLM's hybrid KV cache manager: leave out --disable-hybrid-kv-cache-manager"
+        )

@@ -9,12 +9,14 @@ from surgery.model.layer_entry import LayerEntry, kv_heads_of
 from surgery.model.low_rank_entry import LowRankEntry
 from surgery.model.parts import entry_of
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
+from surgery.model.quantized_low_rank_entry import QuantizedLowRankEntry
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SERVED = {
     LatentEntry.kind: "MLA",
     QuantizedLatentEntry.kind: "MLA in bits",
     LowRankEntry.kind: "low rank",
+    QuantizedLowRankEntry.kind: "low rank in bits",
     GroupedEntry.kind: "KV heads by layer",
     HybridEntry.kind: "hybrid heads",
 }
@@ -22,7 +24,6 @@ SERVED = {
 NOT_SERVED = {
     "streaming": "streaming",
     "codes": "codes",
-    "shared_layers": "latents of earlier layers",
     "window": "a window of exact tokens",
     "compensated_heads": "compensation",
 }
@@ -70,8 +71,9 @@ def attention_of_layers(config: Any) -> list[LayerEntry]:
         for name, feature in NOT_SERVED.items():
             if getattr(entry, name, None):
                 raise NotServed(f"{SERVED[entry.kind]} with {feature} (layer {layer})")
-    if len({entry.kind == QuantizedLatentEntry.kind for entry in layers}) > 1:
-        raise NotServed("MLA in bits beside other layers")  # all layers share the pages of one group
+    in_bits = [entry for entry in layers if entry.quantizes]
+    if in_bits and len(in_bits) < len(layers):  # all layers share the pages of one group
+        raise NotServed(f"{SERVED[in_bits[0].kind]} beside other layers")
     if any(entry.kind == "hybrid" for entry in layers):
         return _with_streaming_heads(layers)
     for layer, entry in enumerate(layers):

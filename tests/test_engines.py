@@ -132,11 +132,18 @@ def test_hybrid_heads_have_bytes_per_token_and_per_request():
     assert on_cpu["cache_bytes_per_request"] == (4 + 8) * keys_and_values
 
 
-def test_mla_in_bits_has_bytes_per_token_in_any_dtype_and_first_tokens_per_request():
-    rows = {"kind": "quantized_latent", "kv_lora_rank": 12, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": None}
-    rows |= {"latent_runs": [["5+3", 2], ["2+2+2+2", 2]], "rope_runs": [["4+4", 2]], "first_tokens": 4}
+LATENT_ROWS = {"latent_runs": [["5+3", 2], ["2+2+2+2", 2]], "rope_runs": [["4+4", 2]], "first_tokens": 4}
+LATENT_ROWS |= {"kind": "quantized_latent", "kv_lora_rank": 12, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": None}
+CASCADE_ROWS = {"latent_runs": [["5+3", 2], ["4+4", 2], ["2+2+2+2", 2]], "first_tokens": 4}
+CASCADE_ROWS |= {"kind": "quantized_low_rank", "blocks": [{"rank": 16, "keys": [0, 1], "values": [0, 1]}]}
+
+
+@pytest.mark.parametrize(
+    "layers", [[LATENT_ROWS] * 2, [CASCADE_ROWS, {**CASCADE_ROWS, "shared_layers": 1, "shared_rank": 16}]]
+)
+def test_rows_in_bits_have_bytes_per_token_in_any_dtype_and_first_tokens_per_request(layers):
     on_cpu, on_cuda = (
-        verdict_of({**OWN, "attention_layers": [rows] * 2}, f"vLLM on {device}") for device in ("CPU", "CUDA")
+        verdict_of({**OWN, "attention_layers": layers}, f"vLLM on {device}") for device in ("CPU", "CUDA")
     )
     assert (on_cpu["status"], on_cuda["status"]) == (LOADS_WITH, NOT_TRIED)
     assert on_cpu["cache_bytes_per_token"] == on_cuda["cache_bytes_per_token"] == 2 * 6

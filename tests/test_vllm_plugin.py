@@ -99,20 +99,35 @@ def test_heads_see_sinks_and_a_window(lengths, new, tile, sinks, recent, exact, 
 
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("exact", [True, False])
-def test_rebuilt_keys_are_read_like_cached_ones(new, exact):
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_rebuilt_heads_are_read_like_cached_ones(new, exact, blocks):
+    """A new token reads means of latents where there is one block; five tokens read values."""
     torch.manual_seed(0)
-    cache, span = torch.randn(6, PAGE, 2 * RANK), span_of(torch.randperm(6).view(2, 3), [7, 20], new, exact)
-    query = torch.randn(2 * new, HEADS, RANK)
+    cache, span = torch.randn(6, PAGE, 4 * RANK), span_of(torch.randperm(6).view(2, 3), [7, 20], new, exact)
+    query, up = torch.randn(2 * new, HEADS, RANK), torch.randn(2, RANK, 4 * RANK)
+    calls = []
 
-    def rebuild(latents, positions):
-        turned = latents * positions.view(2, -1, 1).cos()
-        return turned.unsqueeze(1).chunk(2, dim=-1)
+    def keys_of(latents, positions):
+        return (latents * positions.view(2, -1, 1).cos()).unsqueeze(1)[..., :RANK].expand(-1, 2, -1, -1)
+
+    def values_of(latents):
+        calls.append("values")
+        return torch.einsum("bsr,gdr->bgsd", latents, up)
+
+    def of_means(means):
+        calls.append("means")
+        return torch.einsum("ngqr,gdr->ngqd", means.unflatten(1, (2, -1)), up).flatten(1, 2)
 
     with NoHostSync():
-        result = rebuilt_attention(query, gathered(cache, span.pages), span, 0.7, rebuild)
-    turned = torch.zeros_like(cache)  # what the table says is where
-    turned[span.pages] = cache[span.pages] * torch.arange(3 * PAGE).view(3, PAGE, 1)[: span.pages.shape[1]].cos()
-    torch.testing.assert_close(result, paged_head_attention(query, turned.unsqueeze(1), span, 0.7, 0, None))
+        latents = gathered(cache, span.pages)
+        of_means = of_means if blocks == 1 else None
+        result = rebuilt_attention(query, latents, span, 0.7, keys_of, values_of, of_means)
+    assert calls == ["means" if new == blocks == 1 else "values"]
+    turned = torch.zeros(6, 2, PAGE, 2 * RANK)  # what the table says is where
+    angles = torch.arange(3 * PAGE).view(3, 1, PAGE, 1)[: span.pages.shape[1]]
+    turned[span.pages, ..., :RANK] = cache[span.pages].unsqueeze(2)[..., :RANK] * angles.cos()
+    turned[..., RANK:] = torch.einsum("psr,gdr->pgsd", cache, up)
+    torch.testing.assert_close(result, paged_head_attention(query, turned, span, 0.7, 0, None))
 
 
 @pytest.mark.parametrize("shape", [(RANK,), (2, RANK)])
@@ -199,11 +214,15 @@ HYBRID["head_order"] = [0, 1]
 ROWS = {**LATENT, "kind": "quantized_latent", "latent_runs": [["4+4", 2]], "rope_runs": [["8", 4]], "first_tokens": 4}
 LOW_RANK = {"kind": "low_rank", "blocks": [{"rank": 5, "keys": [1, 0], "values": []}], "shared_layers": 0, "window": 0}
 LOW_RANK |= {"shared_rank": 0, "sinks": 0}
+LOW_RANK_ROWS = LOW_RANK | {"kind": "quantized_low_rank", "latent_runs": [["8", 4]], "first_tokens": 4}
 
 
 def test_structures_that_it_serves():
     (low_rank,) = attention_of_layers(config(attention_layers=[LOW_RANK]))
     assert low_rank.blocks == (Block(5, (1, 0), ()),) and low_rank.width(config()) == 5
+    cascade = [entry | {"shared_layers": 1, "shared_rank": 5} for entry in (LOW_RANK, LOW_RANK_ROWS)]
+    for pair in zip((LOW_RANK, LOW_RANK_ROWS), cascade, strict=True):
+        assert [each.shared_layers for each in attention_of_layers(config(attention_layers=[*pair]))] == [0, 1]
     split = attention_of_layers(config(attention_layers=[None, HYBRID]))
     assert [(each.full_heads, each.streaming_heads, each.sinks, each.recent) for each in split] == [
         (2, 0, 0, 0),
@@ -228,7 +247,6 @@ def test_structures_that_it_serves():
         ({"sliding_window": 32}, "attention windows"),
         ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}, "attention windows"),
         ({"attention_layers": [None, CROSS_LAYER]}, "kind 'cross_layer' .layer 1."),
-        ({"attention_layers": [LOW_RANK | {"shared_layers": 1}]}, "low rank with latents of earlier layers"),
         ({"attention_layers": [LOW_RANK | {"window": 4}]}, "low rank with a window of exact tokens"),
         (
             {"attention_layers": [LOW_RANK | {"streaming": {"blocks": [0], "sinks": 1, "recent": 4}}]},
@@ -239,6 +257,8 @@ def test_structures_that_it_serves():
         ({"attention_layers": [LATENT, HYBRID]}, "hybrid heads beside latents"),
         ({"entry": ROWS}, "MLA in bits beside other layers"),
         ({"attention_layers": [ROWS, None]}, "MLA in bits beside other layers"),
+        ({"attention_layers": [LOW_RANK_ROWS, LOW_RANK]}, "low rank in bits beside other layers"),
+        ({"attention_layers": [LOW_RANK_ROWS | {"window": 4}]}, "low rank in bits with a window of exact tokens"),
         ({"attention_layers": [HYBRID | {"compensated_heads": 1}]}, "hybrid heads with compensation .layer 0."),
         ({"attention_layers": [HYBRID, HYBRID | {"sinks": 5}]}, "hybrid heads of several windows"),
         ({"entry": {"streaming": {"sinks": 4, "recent": 8}}}, "MLA with streaming"),

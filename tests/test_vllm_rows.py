@@ -1,4 +1,4 @@
-"""MLA in bits in the plugin for vLLM, as far as it runs without vLLM; tests/engines runs it in vLLM."""
+"""MLA and low rank in bits in the plugin for vLLM, as far as it runs without vLLM; tests/engines runs it in vLLM."""
 
 from types import SimpleNamespace
 
@@ -7,11 +7,13 @@ import torch
 from no_host_sync import NoHostSync
 
 from surgery.model.attention_functions import rotate_pairs
+from surgery.model.low_rank_entry import Block
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
+from surgery.model.quantized_low_rank_entry import QuantizedLowRankEntry
 from surgery.model.token_format import TokenFormat
 from surgery.model.token_quantizer import TokenQuantizer
 from surgery_vllm.row_layout import RowLayout
-from surgery_vllm.row_values import first_slots, rows_of, vectors_of
+from surgery_vllm.row_values import first_slots, rows_of, values_at, vectors_of
 
 LATENT, ROPE, FIRST = (("5+3", 2), ("2+2+2+2", 2)), (("4+4", 2),), 4
 CONFIG = SimpleNamespace(base_model_type="llama")
@@ -48,6 +50,29 @@ def test_rows_are_read_as_the_model_class_reads_them(quantizer, gains, has_first
     assert torch.equal(result[..., RANK + 4 :], scales.half().float())
 
 
+@pytest.mark.parametrize("has_first", [True, False])
+def test_new_tokens_are_read_by_slots_as_among_all(quantizer, has_first):
+    """A request of two pages, of which the second has no first tokens: their slots lie in the null page."""
+    page, length, pages = 8, 13, torch.tensor([3, 1])
+    values = torch.randn(length, RANK + 4)
+    cache = torch.zeros(4, page, quantizer.format.row_bytes, dtype=torch.uint8)
+    padded = torch.cat((values, values.new_zeros(2 * page - length, RANK + 4)))
+    cache[pages] = rows_of(padded, quantizer).unflatten(0, (2, page))
+    first = torch.full((4, FIRST, RANK + 4), torch.nan)
+    first[2] = values[:FIRST]
+    place = torch.arange(length)
+    of_first = torch.tensor([2, 0])
+    slots, first_at = (
+        torch.cat((of[place // page] * page + place % page, torch.tensor([-1]))) for of in (pages, of_first)
+    )
+    with NoHostSync():
+        small = first_slots(first_at, page, FIRST)
+        got = values_at(slots, cache, quantizer, *((small, first) if has_first else (None, None)))
+    exact = first[2:3] if has_first else None
+    expected = vectors_of(cache[pages].flatten(0, 1)[None], quantizer, None, exact, torch.tensor([length]))
+    assert torch.equal(got[:length], expected[0, :length])
+
+
 def test_slots_of_first_tokens_in_their_smaller_pages():
     slots = torch.tensor([-1, 0, 3, 4, 31, 32, 35, 36, 64 + 2])
     assert first_slots(slots, 32, 4).tolist() == [-1, 0, 3, -1, -1, 4, 7, -1, 10]
@@ -58,6 +83,18 @@ def entry(runs, first=FIRST) -> QuantizedLatentEntry:
     rank = TokenFormat(runs).channels
     names = {"rope_inv_freq": (1.0, 0.1), "key_norm_eps": None, "latent_runs": runs, "rope_runs": ROPE}
     return QuantizedLatentEntry(kv_lora_rank=rank, first_tokens=first, **names)
+
+
+def low_rank(runs, shared_rank=0) -> QuantizedLowRankEntry:
+    blocks = (Block(TokenFormat(runs).channels, (0, 1), (0, 1)),)
+    shared = {"shared_layers": int(shared_rank > 0), "shared_rank": shared_rank}
+    return QuantizedLowRankEntry(blocks=blocks, latent_runs=runs, first_tokens=FIRST, **shared)
+
+
+def test_layers_of_a_cascade_have_rows_of_their_own_latents():
+    layout = RowLayout.of([low_rank(LATENT), low_rank((("8", 4),), RANK)], CONFIG, 4, 16)
+    assert layout.rows == (4, 4) and layout.first == (FIRST * 12 * 4, FIRST * 4 * 4)
+    assert layout.page == 32 and layout.rows_of(1) == slice(128, 256)
 
 
 def test_layers_fill_a_block_and_leave_nothing_between():

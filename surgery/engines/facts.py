@@ -10,7 +10,6 @@ from surgery.checkpoint.config_file import with_rope_beside
 from surgery.checkpoint.kv_widths import DECILM, kv_widths
 from surgery.common.size_names import with_size_names
 from surgery.model.layer_entry import head_dim_of
-from surgery.model.quantized_latent_entry import QuantizedLatentEntry
 from surgery_vllm.row_layout import row_bytes
 from surgery_vllm.structure import SERVED, NotServed, attention_of_layers, windowed
 
@@ -33,7 +32,7 @@ class Facts:
         family: model_type of the config; ``base``: of the own class, its source's.
         cached_numbers: per token, all layers, at an infinite window; None for structures of the own class that no
             engine but transformers runs.
-        packed_bytes: per token beside them, all layers, in any dtype: rows of MLA in bits.
+        packed_bytes: per token beside them, all layers, in any dtype: rows of MLA and low rank in bits.
         streamed_numbers: per request beside them: what streaming heads see of one that is longer, and first tokens in
             full precision.
         number_bytes: of a weight.
@@ -174,7 +173,7 @@ def _own(config: dict[str, Any]) -> dict[str, Any]:
         return {"cached_numbers": None, "not_served": error.what}
     cached = packed = streamed = 0
     for entry in layers:
-        if entry.kind == QuantizedLatentEntry.kind:
+        if entry.quantizes:
             packed += row_bytes(entry, plain)
             streamed += entry.first_tokens * entry.format.channels
             continue

@@ -60,7 +60,7 @@ MLX_DIFFERS = {
 """Families that run there and compute something else, and why; tests saw other tokens than transformers'."""
 VLLM_CPU = Trial("0.32.0", "CPU", frozenset({"mla", "llama", "mistral", "qwen2"}))
 FAMILIES = ("llama", "mistral", "qwen2")
-LATENTS = ("mla", "mla in bits", "low rank", "mla + low rank", "hybrid heads")
+LATENTS = ("mla", "mla in bits", "low rank", "low rank in bits", "mla + low rank", "hybrid heads")
 MERGED = ("KV heads by layer", "mla + KV heads by layer", "low rank + KV heads by layer")
 # Checkpoints of the own class, by Facts.served, through the plugin surgery_vllm; in tests/engines too.
 VLLM_PLUGIN = Trial(

