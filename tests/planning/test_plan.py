@@ -188,7 +188,8 @@ def test_a_loss_is_met_by_the_fewest_bytes(checkpoints):
     asked = {"allow": ("lowrank", "gqa", "quantized"), **TEXT, **CONTEXT}
     found = make_plan(checkpoints("llama"), PlanSettings(max_loss=9.0, **asked))
     assert found.choice == 0 and {row.to for row in found.rows} == {"lowrank", "gqa", "quantized"}
-    assert not found.refused  # of sizes that nobody asked for
+    # Of sizes that nobody asked for; two bytes of each head's keys and values are more than the least share here.
+    assert set(found.refused) <= {"--to quantized --bits auto"}
     # Bits were not allowed next to other structures, and a quantised cache is nothing without.
     assert all(("bits" in row.asked) == (row.to == "quantized") for row in found.rows)
 
