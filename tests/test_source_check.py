@@ -248,7 +248,7 @@ def test_a_stored_head_is_tied_by_its_values(edit, tied, changed, tmp_path):
     folder = changed(weights(edit))
     want = logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").float())
     assert torch.equal(logits_of(loaded(folder).float()), want)
-    out = convert(folder, tmp_path / "out", "hybrid")
+    out = convert(folder, tmp_path / "out", "hybrid", recent=200, context=250)
     assert config_of(out)["tie_word_embeddings"] is tied
     tensors = load_file(out / "model.safetensors")
     assert (HEAD in tensors) is not tied
