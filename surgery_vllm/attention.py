@@ -16,10 +16,12 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
+from surgery.model.head_pairs import HeadPairs
 from surgery.model.latent_entry import LatentEntry
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
-from surgery_vllm.paged import latent_attention
+from surgery_vllm.paged import causal, latent_attention
 from surgery_vllm.rows import RowCache, RowQuantizer
+from surgery_vllm.spans import Span
 from surgery_vllm.vector_cache import VectorCache
 
 
@@ -48,7 +50,7 @@ class LatentAttention(nn.Module):
             raise ValueError(f"{heads} query heads do not divide over {ranks} processes")
         hidden, width = config.hidden_size, latent.kv_lora_rank + latent.rope_dim
         gains = self.key_gains = latent.key_gains(config)
-        self.heads = heads // ranks
+        self.heads, self.kv_heads = heads // ranks, config.num_key_value_heads // ranks
         self.head_dim = getattr(config, "head_dim", None) or hidden // heads
         self.latent = latent
 
@@ -82,17 +84,21 @@ class LatentAttention(nn.Module):
         """positions [T], hidden_states [T, D] → [T, D]."""
         angles = positions[:, None].float() * self.inv_freq
         cos, sin = angles.cos(), angles.sin()  # [T, ρ/2]
-        query = self.q_proj(hidden_states)[0].unflatten(-1, (self.heads, self.head_dim))
-        if self.gains is not None:
-            query = self.q_norm(query)
-        query = torch.einsum("thd,hdk->thk", query, self.query_up)
+        query = torch.einsum("thd,hdk->thk", self._queries(hidden_states), self.query_up)
         query, rope = query.split((self.latent.kv_lora_rank, self.latent.rope_dim), dim=-1)
         query = torch.cat((query, rotate_pairs(rope, cos[:, None], sin[:, None])), dim=-1)
-        vectors = self._key(self.kv_down(hidden_states)[0], cos, sin)
-        if self.gains is not None:
-            vectors = torch.cat((vectors, self._key_irms(hidden_states)), dim=-1)
+        vectors = self._with_gains(self._key(self.kv_down(hidden_states)[0], cos, sin), hidden_states)
         out = self.attn(query, vectors, self.latent.kv_lora_rank)
         return self.o_proj(torch.einsum("thr,hvr->thv", out, self.value_up).flatten(1))[0]
+
+    def _queries(self, hidden_states: Tensor) -> Tensor:
+        """Queries [T, H, d], not rotated."""
+        query = self.q_proj(hidden_states)[0].unflatten(-1, (self.heads, self.head_dim))
+        return query if self.gains is None else self.q_norm(query)
+
+    def _with_gains(self, vectors: Tensor, hidden_states: Tensor) -> Tensor:
+        """Vectors as they are cached, [T, r + ρ + G]."""
+        return vectors if self.gains is None else torch.cat((vectors, self._key_irms(hidden_states)), dim=-1)
 
     def _key(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Latents and shared keys [T, r + ρ] as they are cached, given [T, ρ/2]."""
@@ -127,10 +133,45 @@ class LatentAttention(nn.Module):
 class QuantizedLatentAttention(LatentAttention):
     """One layer whose cache holds a packed row of bytes a token, and first tokens in full precision.
 
-    Keys are cached as they are before their rotation.
+    Keys are cached as they are before their rotation. Prompts read keys and values of heads, expanded from latents,
+    where the weights allow it (`HeadPairs`); other steps read latents. Queries are then rotated as heads.
     """
 
     latent: QuantizedLatentEntry
+    order: HeadPairs | None = None
+    is_ordered = False
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """positions [T], hidden_states [T, D] → [T, D]."""
+        if not self.is_ordered:  # the first pass: weights are loaded
+            turns = list(self.latent.rope_inv_freq)
+            self.order = HeadPairs.of(self.query_up, self.value_up, self.kv_heads, turns)
+            self.is_ordered = True
+            if self.order is not None:
+                self.attn.attend = self._attend
+        if self.order is None:
+            return super().forward(positions, hidden_states)
+        query = self._queries(hidden_states)
+        angles = positions[:, None, None].float() * self.inv_freq[self.order.pairs]
+        turning = self.order.channels[: 2 * len(self.order.pairs)]
+        query[..., turning] = rotate_pairs(query[..., turning], angles.cos(), angles.sin())
+        vectors = self._with_gains(self.kv_down(hidden_states)[0], hidden_states)
+        return self.o_proj(self.attn(query, vectors, self.head_dim).flatten(1))[0]
+
+    def _attend(self, query: Tensor, vectors: Tensor, span: Span) -> Tensor:
+        """Outputs [B·T, H, d] of rotated queries [B·T, H, d] over vectors [B, S, r + ρ (+ G)], shared keys rotated."""
+        up, rank, scale, width = self.query_up, self.latent.kv_lora_rank, self.head_dim**-0.5, self.query_up.shape[-1]
+        if span.new < self.head_dim:
+            latent_query = torch.einsum("thd,hdk->thk", query.to(up.dtype), up).to(vectors.dtype)
+            out = latent_attention(latent_query, vectors, span, rank, scale, self.gains)
+            return torch.einsum("thr,hvr->thv", out.to(up.dtype), self.value_up)
+        vectors, each = vectors[:, : span.longest], self.heads // self.order.heads
+        key = torch.einsum("bsc,kdc->bksd", vectors[..., :width], up[::each].to(vectors.dtype))
+        value = torch.einsum("bsr,kvr->bksv", vectors[..., :rank], self.value_up[::each].to(vectors.dtype))
+        if self.gains is not None:
+            gains = vectors[..., width:][..., self.gains].mT.unsqueeze(-1)
+            key = key * gains.repeat_interleave(key.shape[1] // gains.shape[1], dim=1)
+        return causal(query, key, value, span, scale)
 
     def _cache(self, config: Any, **settings: Any) -> RowCache:
         self.quantizer = RowQuantizer(self.latent.format)

@@ -20,7 +20,8 @@ from transformers import Cache
 from .attention_functions import attend, gated, own_softmax, project_queries, rotate_pairs, scaled_by_position
 from .blockwise_rows import BLOCK, MOST_QUERIES, BlockwiseRows
 from .cache_argument import takes_cache
-from .expanded_heads import ExpandedHeads
+from .expanded_heads import attend_expanded
+from .head_pairs import HeadPairs
 from .latent_attention import LatentAttention
 from .left_padding import LeftPadding, layer_of
 from .quantized_latent_entry import QuantizedLatentEntry
@@ -50,7 +51,7 @@ class QuantizedLatentAttention(LatentAttention):
         self.entry = entry
         self.quantizer = TokenQuantizer(entry.format)
         self.blocks: BlockwiseRows | None = None  # made by the first step that reads so
-        self.expansion: tuple[tuple, ExpandedHeads | None] | None = None  # made by the first prompt, of these weights
+        self.expansion: tuple[tuple, HeadPairs | None] | None = None  # made by the first prompt, of these weights
 
     def initialize_weights(self) -> None:
         """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
@@ -86,7 +87,9 @@ class QuantizedLatentAttention(LatentAttention):
         kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
         if (heads := self._expanded_heads(num_tokens)) is not None:
             read, gains = self._read(*self._cached(values, hidden_states, layer), values, layer)
-            out, weights = heads.attend(self, query, read, gains, self.rotary(positions), attention_mask, **kwargs)
+            out, weights = attend_expanded(
+                heads, self, query, read, gains, self.rotary(positions), attention_mask, **kwargs
+            )
             out = gated(out, gate)
             return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
         query = torch.einsum("bhtd,hdk->bhtk", query, self.query_up)
@@ -131,7 +134,7 @@ class QuantizedLatentAttention(LatentAttention):
             gains.append(with_gradient(gains_in(rows, packed).to(values.dtype), irms))
         return layer.with_first(self.quantizer.decode_cached(rows[..., :packed], values)), gains
 
-    def _expanded_heads(self, num_tokens: int) -> ExpandedHeads | None:
+    def _expanded_heads(self, num_tokens: int) -> HeadPairs | None:
         """Heads that the latents of a prompt are expanded to; None where latents are read as they are.
 
         Fewer operations from d new tokens on. Gradients reach every element of the up-projections in the absorbed form
@@ -146,7 +149,7 @@ class QuantizedLatentAttention(LatentAttention):
         version = weight.data_ptr(), weight._version, self.value_up.data_ptr(), self.value_up._version
         if self.expansion is None or self.expansion[0] != version:
             turns = list(zip(self.rotary.frequencies, self.rotary.axes or repeat(0), strict=False))
-            heads = ExpandedHeads.of(weight, self.value_up, self.num_kv_heads, turns)
+            heads = HeadPairs.of(weight, self.value_up, self.num_kv_heads, turns)
             self.expansion = version, heads
         return self.expansion[1]
 

@@ -14,6 +14,7 @@ from tiny_models import DEMO, SHAPE
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
+from surgery.model.quantized_latent_attention import QuantizedLatentAttention
 from surgery.model.token_format import PATTERNS
 from surgery.model.token_quantizer import TokenQuantizer
 
@@ -73,6 +74,11 @@ ROWS = [
     rows([["8", 4], ["4+4", 8]], [["8", 2], ["4+4", 2]], [1.0, 0.37, 0.021]),
     rows([["4+4", 4], ["3+3+2", 2], ["2+2+2+2", 2]], [["5+3", 2]], [0.8, 0.3]),
 ]
+# All channels of two heads of 8, or of 16, rotate, as conversions write them.
+HEAD_ROWS = [
+    rows([["8", 8], ["4+4", 4]], [["8", 2 * dim]], [10000 ** (-2 * pair / dim) for pair in range(dim // 2)] * 2)
+    for dim in (8, 16)
+]
 GROUP = [["8", 4], ["4+4", 4]], [["5+3", 4], ["8", 2]], [["4+4", 4]]
 CASCADE = [*cascade_rows(*GROUP), low_rank_rows([["4+4", 2], ["8", 4]])]
 HEADS = [None, {"kind": "grouped", "kv_heads": 1}]
@@ -119,6 +125,11 @@ IN_BITS = {
     "mistral_rows": (lambda: MistralConfig(**SHAPE, sliding_window=None), [{**ROWS[1], "first_tokens": 0}] * 2),
     "qwen2_rows": (lambda: Qwen2Config(**SHAPE), ROWS[::-1]),
     "qwen3_rows": (lambda: Qwen3Config(**SHAPE, head_dim=16), [{**entry, "key_norm_eps": 1e-6} for entry in ROWS]),
+    "llama_head_rows": (lambda: LlamaConfig(**SHAPE), HEAD_ROWS[:1] * 2),
+    "qwen3_head_rows": (
+        lambda: Qwen3Config(**SHAPE, head_dim=16),
+        [{**HEAD_ROWS[1], "key_norm_eps": 1e-6}] * 2,
+    ),
     "llama_low_rank_rows": (lambda: LlamaConfig(**SHAPE), CASCADE[::3]),
     "llama_cascade_rows": (lambda: LlamaConfig(**SHAPE | {"num_hidden_layers": 4}), CASCADE),
     "mistral_cascade_rows": (
@@ -153,6 +164,22 @@ def changed(path: Path, folder: Path, **fields) -> Path:
     return folder
 
 
+def rotate_as_heads(attention: QuantizedLatentAttention) -> None:
+    """Weights whose keys can be rotated as heads: half-rotation of a head's channels, groups of heads alike."""
+    heads, dim, rank = *attention.query_up.shape[:2], attention.kv_lora_rank
+    groups, pairs = attention.num_kv_heads, dim // 2
+    factors = torch.randn(groups, groups, pairs, dtype=torch.complex64) / 4
+    query_up = torch.zeros(groups, dim, rank + 2 * groups * pairs)
+    for component in range(groups):
+        for pair in range(pairs):
+            place = rank + 2 * (component * pairs + pair)
+            for channel, turn in ((pair, 1), (pair + pairs, 1j)):
+                query_up[:, channel, place : place + 2] = torch.view_as_real(factors[:, component, pair] * turn)
+    attention.query_up.copy_(query_up.repeat_interleave(heads // groups, 0))
+    value_up = attention.value_up.unflatten(0, (groups, -1))
+    value_up.copy_(value_up[:, :1].expand_as(value_up).clone())
+
+
 def make(name: str, folder: Path) -> Path:
     """Saves one, with a tokenizer and with biases and norms that are not trivial."""
     torch.manual_seed(0)
@@ -168,6 +195,8 @@ def make(name: str, folder: Path) -> Path:
             if isinstance(module, TokenQuantizer):
                 module.step.uniform_(4, 6).div_(module.highest + 1)
                 module.mean.normal_(0, 0.1)
+            if isinstance(module, QuantizedLatentAttention) and entries[0] in HEAD_ROWS:
+                rotate_as_heads(module)
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, folder / file)
