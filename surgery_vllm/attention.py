@@ -139,16 +139,17 @@ class QuantizedLatentAttention(LatentAttention):
 
     latent: QuantizedLatentEntry
     order: HeadPairs | None = None
-    is_ordered = False
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take the tensors of this layer, and see whether its keys can be rotated as heads."""
+        names = super().load_weights(weights)
+        self.order = HeadPairs.of(self.query_up, self.value_up, self.kv_heads, list(self.latent.rope_inv_freq))
+        if self.order is not None:
+            self.attn.attend = self._attend
+        return names
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """positions [T], hidden_states [T, D] → [T, D]."""
-        if not self.is_ordered:  # the first pass: weights are loaded
-            turns = list(self.latent.rope_inv_freq)
-            self.order = HeadPairs.of(self.query_up, self.value_up, self.kv_heads, turns)
-            self.is_ordered = True
-            if self.order is not None:
-                self.attn.attend = self._attend
         if self.order is None:
             return super().forward(positions, hidden_states)
         query = self._queries(hidden_states)

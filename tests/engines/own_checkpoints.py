@@ -195,7 +195,7 @@ def make(name: str, folder: Path) -> Path:
             if isinstance(module, TokenQuantizer):
                 module.step.uniform_(4, 6).div_(module.highest + 1)
                 module.mean.normal_(0, 0.1)
-            if isinstance(module, QuantizedLatentAttention) and entries[0] in HEAD_ROWS:
+            if isinstance(module, QuantizedLatentAttention) and "head_rows" in name:
                 rotate_as_heads(module)
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -13,7 +13,7 @@ def watch() -> Counter[str]:
     """Wrap the forward of every layer and what vLLM's operators, which leave modes, call of it; returns the calls."""
     from no_host_sync import NoHostSync
 
-    from surgery_vllm.attention import LatentAttention
+    from surgery_vllm.attention import LatentAttention, QuantizedLatentAttention
     from surgery_vllm.heads import SplitAttention
     from surgery_vllm.heads_backend import PagedHeadsImpl
     from surgery_vllm.low_rank import LowRankAttention
@@ -30,6 +30,6 @@ def watch() -> Counter[str]:
 
         return call
 
-    for owner in (LatentAttention, SplitAttention, LowRankAttention, PagedHeadsImpl, VectorImpl):
+    for owner in (QuantizedLatentAttention, LatentAttention, SplitAttention, LowRankAttention, PagedHeadsImpl, VectorImpl):
         owner.forward = watched(owner.forward)
     return calls
