@@ -51,6 +51,25 @@ LINES = {
     "inspect plot": ["inspect", "builtin", "--plot", "x.png"],
     "quick": ["bench", "kernels", "--quick"],
     "processes": ["eval", "builtin", "--processes", "2"],
+    "group": ["convert", "builtin", "--to", "quantized", "--group", "8"],
+    "keys": ["convert", "builtin", "--to", "lowrank", "--keys", "token"],
+    "hadamard": ["convert", "builtin", "--to", "mla", "--hadamard"],
+    "rope_bits": ["convert", "builtin", "--to", "mla", "--rope-bits", "16"],
+    "streaming_bits": ["convert", "builtin", "--to", "hybrid", "--streaming-bits", "4"],
+    "quantized window": ["convert", "builtin", "--to", "quantized", "--window", "4"],
+    **{
+        f"bits {bits}": [
+            "convert",
+            "builtin",
+            "--to",
+            "quantized" if bits in (3, "fp8") else "lowrank",
+            f"--bits={bits}",
+        ]
+        for bits in (8, 4, 3, 2, "fp8")
+    },
+    "gqa bits": ["convert", "builtin", "--to", "gqa", "--bits", "8"],
+    "mqa bits": ["convert", "builtin", "--to", "mqa", "--bits", "8"],
+    "hybrid bits": ["convert", "builtin", "--to", "hybrid", "--bits", "8"],
     "to mixed": ["convert", "builtin", "--to", "mixed"],
 }
 

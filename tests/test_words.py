@@ -38,7 +38,7 @@ AMERICAN = re.compile(
     r"|colour(s|ed|ing)?|behaviours?|neighbour(s|ing)?|(un)?centre[ds]?|licences?)(?![a-z])"
 )
 """British spellings; the repository is spelled as PyTorch's docs are."""
-USERS_NAMES = re.compile(r"dequantised_from|keep[_-]quantised|\"memorised\"|honours_document_masks")
+USERS_NAMES = re.compile(r"dequantised_from|keep[_-]quantised|\"memorised|honours_document_masks")
 """Names of settings and report fields in users' files, and an attribute of the remote code of old checkpoints."""
 
 PARTICIPLES = {

@@ -16,6 +16,7 @@ import typer
 
 from surgery.cli.options import ADVANCED, INPUTS, MACHINE, OUTPUT
 from surgery.common.errors import SurgeryError
+from surgery.common.removed import removal
 from surgery.common.setting import Setting, settings_of
 
 LONGEST_METAVAR = 20
@@ -124,7 +125,9 @@ class OptionValues:
         for option, value in self.values:
             setting = option.settings.get(target)
             if setting is None:
-                raise SurgeryError(f"{option.flag} is for {', '.join(option.settings)}; {where} has no such setting")
+                notice = removal(f"{where.removeprefix('--to ')} {option.flag.strip('-').replace('-', '_')}")
+                reason = notice or f"is for {', '.join(option.settings)}; {where} has no such setting"
+                raise SurgeryError(f"{option.flag} {reason}")
             values[setting.name] = setting.converted(value, option.flag)
         return {name: value for name, value in values.items() if value is not None}
 

@@ -83,10 +83,10 @@ def show_forecast(forecast, *, as_json: bool = False) -> None:
         print_json(forecast.to_dict())
         return
     page, whole = new_page(), size(forecast.source["kv_bytes"])
-    kept = "the sizes of a limit on the loss" if forecast.kv_ratio is None else share(forecast.kv_ratio)
+    sizes = "the sizes of a limit on the loss" if forecast.kv_ratio is None else share(forecast.kv_ratio)
     page.print(
         f"\n[bold]dry run: {plain(forecast.source['path'])}[/bold], {whole} of KV cache at {forecast.context:,} tokens "
-        f"and batch {forecast.batch}; would try at {kept}:",
+        f"and batch {forecast.batch}; would try at {sizes}:",
         soft_wrap=True,
     )
     columns = ["convert --to, or the engine's own", Column("KV cache", "", size), Column("", "", share)]

@@ -66,12 +66,12 @@ def forecast_plan(
     shares = list(SHARES) if share is None else [share]
     sized = list(candidates.at(shares)) or list(candidates.at(shares_around(share)))
     own = engine_formats(opened, settings, called, candidates.refused)
-    tried = sorted([*sized, *own], key=lambda each: -each.kv_bytes)
+    weighed = sorted([*sized, *own], key=lambda each: -each.kv_bytes)
     whole = candidates.source_bytes
     length = min(settings.calibration_length, opened.config.max_position_embeddings)
     tokens = {"length": length, "calibration": -(-settings.calibration_tokens // length)}
     tokens |= {"held_out": settings.held_out, "recall_prompts": RECALL_PROMPTS_PER_TEXT * settings.held_out}
-    demand = Demand(0, statistics=bool(sized), gradients=True, results=round(ON_ALL * len(tried)))
+    demand = Demand(0, statistics=bool(sized), gradients=True, results=round(ON_ALL * len(weighed)))
     work = Workload.of(opened, settings, tokens, demand)
     return PlanForecast(
         source={"path": called, "kv_bytes": whole},
@@ -79,7 +79,7 @@ def forecast_plan(
         context=settings.tokens,
         batch=settings.batch,
         candidates=[
-            {"name": each.name, "kv_bytes": each.kv_bytes, "kv_ratio": each.kv_bytes / whole} for each in tried
+            {"name": each.name, "kv_bytes": each.kv_bytes, "kv_ratio": each.kv_bytes / whole} for each in weighed
         ],
         refused=candidates.refused,
         work=work.estimate(measure_speed(opened.stream.device, opened.stream.dtype)),

@@ -32,11 +32,11 @@ def is_made_already(request: ConversionRequest, progress: Progress, *, remedy: s
 def is_conversion_of(out: Path, source: str | Path, settings: ConversionSettings) -> bool:
     """Return whether a folder holds the conversion of a source with these settings.
 
-    A setting that was not known when it was made counts as its default.
+    A setting that was not known when it was made counts as its default; one that was removed since does not count.
     """
     try:
         report = json.loads((out / REPORT).read_text(encoding="utf-8"))
-        recorded = {field.name: field.default for field in fields(settings)} | report["settings"]
+        recorded = {field.name: report["settings"].get(field.name, field.default) for field in fields(settings)}
         places = {"keep_statistics": settings.keep_statistics}
         same = json.loads(json.dumps(recorded | places)) == json.loads(json.dumps(settings.to_dict()))
         same = same and report["source"]["sha256"] == CheckpointReader.open(source).fingerprint()

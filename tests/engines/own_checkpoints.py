@@ -81,6 +81,10 @@ HEAD_ROWS = [
 ]
 GROUP = [["8", 4], ["4+4", 4]], [["5+3", 4], ["8", 2]], [["4+4", 4]]
 CASCADE = [*cascade_rows(*GROUP), low_rank_rows([["4+4", 2], ["8", 4]])]
+# Keys and values of every head apart, as `--to quantized` writes them.
+HEADS_APART = low_rank((6, [0], []), (4, [1], []), (6, [], [0]), (8, [], [1]))
+HEADS_APART |= {"kind": "quantized_low_rank", "first_tokens": 4}
+HEADS_APART |= {"latent_runs": [["8", 6], ["4+4", 2], ["8", 6], ["2+2+2+2", 2]]}
 HEADS = [None, {"kind": "grouped", "kv_heads": 1}]
 LAYERS = {"mla": SAME[:1], "low_rank": [JOINT], "heads": HEADS}
 # With heads of 32 numbers, the least that vLLM's attention on the CPU takes.
@@ -131,6 +135,7 @@ IN_BITS = {
         [{**HEAD_ROWS[1], "key_norm_eps": 1e-6}] * 2,
     ),
     "llama_low_rank_rows": (lambda: LlamaConfig(**SHAPE), CASCADE[::3]),
+    "llama_heads_apart_rows": (lambda: LlamaConfig(**SHAPE), [HEADS_APART] * 2),
     "llama_cascade_rows": (lambda: LlamaConfig(**SHAPE | {"num_hidden_layers": 4}), CASCADE),
     "mistral_cascade_rows": (
         lambda: MistralConfig(**SHAPE, sliding_window=None),

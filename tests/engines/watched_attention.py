@@ -30,6 +30,13 @@ def watch() -> Counter[str]:
 
         return call
 
-    for owner in (QuantizedLatentAttention, LatentAttention, SplitAttention, LowRankAttention, PagedHeadsImpl, VectorImpl):
+    for owner in (
+        QuantizedLatentAttention,
+        LatentAttention,
+        SplitAttention,
+        LowRankAttention,
+        PagedHeadsImpl,
+        VectorImpl,
+    ):
         owner.forward = watched(owner.forward)
     return calls
