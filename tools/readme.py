@@ -1,6 +1,6 @@
 """Makes what the README shows of SmolLM2, the table in it and its picture, and the pages of all reports.
 
-From docs/smollm2/rows/report.json, which `surgery run recipes/smollm2-rows.yaml` makes.
+From the reports in docs/smollm2/rows and docs/smollm2/rows-8k, which `surgery run recipes/smollm2-rows.yaml` makes.
 
 python tools/readme.py            # writes them; tests hold that they are current
 """
@@ -19,6 +19,8 @@ from surgery.eval.report.tables import columns
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT, README = ROOT / "docs" / "smollm2" / "rows", ROOT / "README.md"
+LONG_REPORT = REPORT.with_name("rows-8k")
+"""The same rows in windows of 8,192 tokens."""
 PICTURE = REPORT / "quality.svg"
 SHOWN = {
     "kv_bytes_per_token": "KV B/token",
@@ -27,54 +29,65 @@ SHOWN = {
     "perplexity": "perplexity",
     "recall": "recall",
 }
-ANSWER = "mla-4"
-"""Row that the sentence beneath the picture is about."""
+ANSWERS = {"mla-4": "surgery convert --to mla", "cascade-8": "--to crosslayer --method cascade --bits auto"}
+"""Rows that the sentences beneath the picture are about, and what makes them."""
 BEGIN, END = "<!-- made by tools/readme.py -->\n", "<!-- end -->"
 
 
 def hook(report: dict[str, Any]) -> str:
-    """Return the sentence beneath the picture."""
+    """Return the sentences beneath the picture."""
     columns_by_key = {column.key: column for column in columns(report)}
-    source, best = (next(row for row in report["rows"] if row["name"] == name) for name in ("source", ANSWER))
-    share, source_perplexity, perplexity, recall, source_recall = (
-        columns_by_key[key].text(row, report)
-        for key, row in (
-            ("kv_ratio", best),
-            ("perplexity", source),
-            ("perplexity", best),
-            ("recall", best),
-            ("recall", source),
+    rows = {row["name"]: row for row in report["rows"]}
+
+    def text_of(key: str, name: str) -> str:
+        return columns_by_key[key].text(rows[name], report)
+
+    sentences = ["Nothing was trained here."]
+    for name, command in ANSWERS.items():
+        changes = (f"{text_of(key, 'source')} → {text_of(key, name)}" for key in ("perplexity", "recall"))
+        perplexity, recall = changes
+        sentences.append(
+            f"`{name}` (`{command}`) keeps {text_of('kv_ratio', name)} of the KV bytes: perplexity {perplexity}, "
+            f"planted keys found {recall}."
         )
-    )
-    text = (
-        f"Nothing was trained here. `{ANSWER}` (`surgery convert --to mla`) keeps {share} of the KV bytes: perplexity "
-        f"{source_perplexity} → {perplexity}, planted keys found {source_recall} → {recall}."
-    )
-    return textwrap.fill(text, 130, break_long_words=False, break_on_hyphens=False) + "\n"
+    return textwrap.fill(" ".join(sentences), 130, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
-def caption(report: dict[str, Any]) -> str:
-    """Return the sentence about the measurement."""
-    settings = report["settings"]
+def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
+    """Return the sentences about the measurement."""
+    settings, long = report["settings"], long_report["settings"]
     text = (
-        f"How: loss in nats per token, and perplexity, on {settings['windows']} x {settings['length']:,} tokens of "
-        f"prose that no calibration saw; recall of {settings['recall_prompts']} numbers that are planted in text and "
-        f"asked for at its end; bytes of the live cache ({report['created'][:10]}). `{ANSWER}` asks for a quarter of "
-        "the bytes; its first 4 tokens stay in full precision and come on top. The other rows are caches that vLLM "
-        "has by itself, by its names for them. Intervals and KL divergences: [report](docs/smollm2/rows/report.md)."
+        f"Loss in nats per token, and perplexity, are on {settings['windows']} x {settings['length']:,} tokens of prose "
+        f"that no calibration saw, and in the column {_long_title(long_report)} on {long['windows']} x "
+        f"{long['length']:,}. Recall is of {settings['recall_prompts']} numbers, planted in text and asked for at its "
+        f"end. Bytes are of the live cache ({report['created'][:10]}). Rows in code are the source and conversions of "
+        "it; their first 4 tokens stay in full precision and come on top of what was asked for. The other rows are "
+        "caches that vLLM has by itself, by its names for them. Intervals and KL divergences: "
+        "[report](docs/smollm2/rows/report.md), [in long windows](docs/smollm2/rows-8k/report.md)."
     )
     return textwrap.fill(text, 130, break_long_words=False, break_on_hyphens=False)
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: dict[str, Any], long_report: dict[str, Any]) -> str:
     """Return the Markdown table: the source, then the other rows by their bytes."""
     columns_by_key = {column.key: column for column in columns(report)}
+    long_rows = {row["name"]: row for row in long_report["rows"]}
     rows = sorted(report["rows"], key=lambda row: (row["role"] != "baseline", -row["kv"]["ratio"]))
-    lines = [f"| | {' | '.join(SHOWN.values())} |", "|---|" + "---:|" * len(SHOWN)]
+    titles = list(SHOWN.values())
+    place = titles.index(SHOWN["loss_change"]) + 1
+    titles.insert(place, _long_title(long_report))
+    lines = [f"| | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
     for row in rows:
         name = row["name"] if row["role"] == "variant" else f"`{row['name']}`"
-        lines.append(f"| {name} | {' | '.join(columns_by_key[key].text(row, report) for key in SHOWN)} |")
-    return "\n".join([*lines, "", caption(report), ""])
+        cells = [columns_by_key[key].text(row, report) for key in SHOWN]
+        in_long = long_rows.get(row["name"])
+        cells.insert(place, columns_by_key["loss_change"].text(in_long, long_report) if in_long else "not measured")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", caption(report, long_report), ""])
+
+
+def _long_title(long_report: dict[str, Any]) -> str:
+    return f"Δ loss, {long_report['settings']['length'] // 1024}k"
 
 
 def with_parts(readme: str, *parts: str) -> str:
@@ -86,9 +99,9 @@ def with_parts(readme: str, *parts: str) -> str:
 
 
 if __name__ == "__main__":
-    report = read_report(REPORT)
+    report, long_report = read_report(REPORT), read_report(LONG_REPORT)
     PICTURE.write_text(to_svg(pareto.loss(report)), encoding="utf-8")
-    readme = with_parts(README.read_text(encoding="utf-8"), hook(report), table(report))
+    readme = with_parts(README.read_text(encoding="utf-8"), hook(report), table(report, long_report))
     README.write_text(readme, encoding="utf-8")
     for folder in (path.parent for path in (ROOT / "docs").rglob("report.json")):
         (folder / "report.html").write_text(page.render(read_report(folder)), encoding="utf-8")
