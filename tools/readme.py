@@ -57,8 +57,8 @@ def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
     """Return the sentences about the measurement."""
     settings, long = report["settings"], long_report["settings"]
     text = (
-        f"Loss in nats per token, and perplexity, are on {settings['windows']} x {settings['length']:,} tokens of prose "
-        f"that no calibration saw, and in the column {_long_title(long_report)} on {long['windows']} x "
+        f"Loss in nats per token, and perplexity, are on {settings['windows']} x {settings['length']:,} tokens of "
+        f"prose that no calibration saw, and in the column {_long_title(long_report)} on {long['windows']} x "
         f"{long['length']:,}. Recall is of {settings['recall_prompts']} numbers, planted in text and asked for at its "
         f"end. Bytes are of the live cache ({report['created'][:10]}). Rows in code are the source and conversions of "
         "it; their first 4 tokens stay in full precision and come on top of what was asked for. The other rows are "
