@@ -24,7 +24,7 @@ from surgery.heads.pattern import HeadPattern
 ROOT = Path(__file__).resolve().parent.parent
 
 
-REPORTS = ["smollm2", "smollm2/rows", "smollm2/healing", "smollm2/structures", "testbed"]
+REPORTS = ["smollm2", "smollm2/rows", "smollm2/rows-8k", "smollm2/healing", "smollm2/structures", "testbed"]
 
 
 def table_of_the_report(name: str, output: tuple[str, ...]) -> dict[str, list[str]]:
@@ -59,6 +59,11 @@ def test_other_structures_of_the_real_model_are_the_reports():
 def test_the_table_of_the_readme_is_the_reports():
     page = rows_of((ROOT / "README.md").read_text(encoding="utf-8"), "## A real model")
     output = tool("readme").SHOWN
+    place = list(output).index("loss_change") + 1
+    long = {"": "Δ loss, 8k"} | {
+        row: cell for row, (cell,) in table_of_the_report("smollm2/rows-8k", ("loss_change",)).items()
+    }
+    assert {name: cells.pop(place) for name, cells in page.items()} == dict.fromkeys(page, "not measured") | long
     assert page == {"": list(output.values())} | table_of_the_report("smollm2/rows", tuple(output))
 
 

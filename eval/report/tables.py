@@ -327,7 +327,7 @@ HEADLINE: tuple[Measure, ...] = (
       for share, key in (("99", "kl_99"), ("99.9", "kl_99_9"))),
     Measure("top-1", "Share of positions where the row's most likely token is the baseline's",
             share, "high", key="top1_agreement", value=_at("results", "loss", "divergence", "top1_agreement")),
-    Measure("memorised", "Share of tokens that cost the baseline less than 0.1 nats: they hide damage to attention",
+    Measure("memorized", "Share of tokens that cost the baseline less than 0.1 nats: they hide damage to attention",
             share, key="memorised", value=_memorized("share"), on_terminal=False),
     Measure("loss, others (perplexity)", "Loss of tokens that the baseline has not memorized, nats a token",
             with_perplexity, "low", key="loss_of_others", compared="loss_of_others", on_terminal=False,

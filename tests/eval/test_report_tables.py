@@ -113,7 +113,7 @@ def test_a_terminal_has_fewer_columns_and_intervals(report):
         "loss_of_others",
         "cached_loss",
     }
-    assert "memorised: 10.0% in every row." in whole.notes
+    assert "memorized: 10.0% in every row." in whole.notes
     keys = [c.key for c in narrow.columns]
     assert {key for cells in narrow.cells() for key, cell in zip(keys, cells, strict=True) if cell.below} == {
         "loss_change"
