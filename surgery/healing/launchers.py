@@ -93,7 +93,7 @@ def keeps_freed_memory(environment: dict[str, str]) -> dict[str, str]:
     """An environment in which glibc keeps what was freed, in pages of megabytes; tunables that are there win.
 
     By default it hands every large tensor back to the kernel, which clears 4 KiB after 4 KiB for the next one:
-    a quarter of the processor time of a training on the CPU (docs/benchmarks.md).
+    a quarter of the processor time of a training on the CPU.
     """
     values = {"hugetlb": 1, "mmap_max": 0, "trim_threshold": 2**40, "top_pad": 2**28}
     tunables = ":".join(f"glibc.malloc.{name}={value}" for name, value in values.items())

@@ -22,7 +22,7 @@ LEVEL = 0.8
 """Share of other texts' losses that the interval of a prediction should hold."""
 OTHER_TEXT = 0.25
 """Relative error of a loss on text of another kind, next to the spread by text: what it took on the demo
-model for such intervals (docs/planning.md)."""
+model for such intervals (docs/research/planning.md)."""
 
 
 @dataclass(frozen=True)

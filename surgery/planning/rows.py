@@ -19,7 +19,7 @@ CONTENDERS = 6
 """Rows that are worth more text, at most."""
 FAR = 4
 """Times the drift of another row from which on one is not looked at further. Of small models: the demo model and one
-with a KV head for every query head (docs/planning.md)."""
+with a KV head for every query head (docs/research/planning.md)."""
 
 
 @dataclass(frozen=True)
