@@ -20,8 +20,9 @@ ENGINE = "engine"
 
 
 HELD_OUT_LENGTH = 512
-"""Tokens of a held-out sequence: at this length docs/research/planning.md compares predictions with what was measured. At
-twice it a plan of SmolLM2 would take half as long again as a conversion."""
+"""Tokens of a held-out sequence, at which docs/research/planning.md compares predictions with measurements.
+
+At twice as many a plan of SmolLM2 would take half as long again as a conversion."""
 
 
 @dataclass(frozen=True)
