@@ -22,7 +22,7 @@ from surgery.model.quantized_latent_entry import QuantizedLatentEntry
 from surgery_vllm.paged import causal, latent_attention
 from surgery_vllm.rows import RowCache, RowQuantizer
 from surgery_vllm.spans import Span
-from surgery_vllm.vector_cache import VectorCache
+from surgery_vllm.vector_cache import Attend, VectorCache
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class LatentAttention(nn.Module):
             raise ValueError(f"{heads} query heads do not divide over {ranks} processes")
         hidden, width = config.hidden_size, latent.kv_lora_rank + latent.rope_dim
         gains = self.key_gains = latent.key_gains(config)
-        self.heads, self.kv_heads = heads // ranks, config.num_key_value_heads // ranks
+        self.heads = heads // ranks
         self.head_dim = getattr(config, "head_dim", None) or hidden // heads
         self.latent = latent
 
@@ -144,8 +144,6 @@ class QuantizedLatentAttention(LatentAttention):
         """Take the tensors of this layer, and see whether its keys can be rotated as heads."""
         names = super().load_weights(weights)
         self.order = HeadPairs.of(self.query_up, self.value_up, self.kv_heads, list(self.latent.rope_inv_freq))
-        if self.order is not None:
-            self.attn.attend = self._attend
         return names
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
@@ -159,12 +157,17 @@ class QuantizedLatentAttention(LatentAttention):
         vectors = self._with_gains(self.kv_down(hidden_states)[0], hidden_states)
         return self.o_proj(self.attn(query, vectors, self.head_dim).flatten(1))[0]
 
-    def _attend(self, query: Tensor, vectors: Tensor, span: Span) -> Tensor:
-        """Outputs [B·T, H, d] of rotated queries [B·T, H, d] over vectors [B, S, r + ρ (+ G)], shared keys rotated."""
-        up, rank, scale, width = self.query_up, self.latent.kv_lora_rank, self.head_dim**-0.5, self.query_up.shape[-1]
+    def _attend(self, query: Tensor, vectors: Tensor, span: Span, attend_latents: Attend) -> Tensor:
+        """Outputs [B·T, H, d] of rotated queries [B·T, H, d] over vectors [B, S, r + ρ (+ G)], shared keys rotated.
+
+        Without an order of the heads queries are in the space of the latents, and so are outputs.
+        """
+        if self.order is None:
+            return attend_latents(query, vectors, span)
+        up, rank, width = self.query_up, self.latent.kv_lora_rank, self.query_up.shape[-1]
         if span.new < self.head_dim:
             latent_query = torch.einsum("thd,hdk->thk", query.to(up.dtype), up).to(vectors.dtype)
-            out = latent_attention(latent_query, vectors, span, rank, scale, self.gains)
+            out = attend_latents(latent_query, vectors, span)
             return torch.einsum("thr,hvr->thv", out.to(up.dtype), self.value_up)
         vectors, each = vectors[:, : span.longest], self.heads // self.order.heads
         key = torch.einsum("bsc,kdc->bksd", vectors[..., :width], up[::each].to(vectors.dtype))
@@ -172,11 +175,12 @@ class QuantizedLatentAttention(LatentAttention):
         if self.gains is not None:
             gains = vectors[..., width:][..., self.gains].mT.unsqueeze(-1)
             key = key * gains.repeat_interleave(key.shape[1] // gains.shape[1], dim=1)
-        return causal(query, key, value, span, scale)
+        return causal(query, key, value, span, self.head_dim**-0.5)
 
-    def _cache(self, config: Any, **settings: Any) -> RowCache:
-        self.quantizer = RowQuantizer(self.latent.format)
-        return RowCache(config, self.quantizer, self.inv_freq, **settings)
+    def _cache(self, config: Any, attend: Attend, **settings: Any) -> RowCache:
+        self.quantizer, self.kv_heads = RowQuantizer(self.latent.format), config.num_key_value_heads
+        attend = partial(self._attend, attend_latents=attend)
+        return RowCache(config, self.quantizer, self.inv_freq, attend=attend, **settings)
 
     def _key(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return vectors

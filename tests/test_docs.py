@@ -155,7 +155,7 @@ def test_commands_have_verbs_and_options_that_there_are(page):
 
 
 def test_command_lines_of_earlier_docs_still_parse():
-    """As README.md and docs/ had them on 2026-11-26: what people have in scripts."""
+    """Replay the command lines of README.md and docs/ of 2026-11-26, which people have in scripts."""
     for line in (ROOT / "tests" / "command_lines.txt").read_text(encoding="utf-8").splitlines():
         words = shlex.split(line)
         if not any(removal(word.removeprefix("--").replace("-", "_")) for word in words if word.startswith("--")):

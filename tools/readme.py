@@ -44,8 +44,7 @@ def hook(report: dict[str, Any]) -> str:
 
     sentences = ["Nothing was trained here."]
     for name, command in ANSWERS.items():
-        changes = (f"{text_of(key, 'source')} → {text_of(key, name)}" for key in ("perplexity", "recall"))
-        perplexity, recall = changes
+        perplexity, recall = (f"{text_of(key, 'source')} → {text_of(key, name)}" for key in ("perplexity", "recall"))
         sentences.append(
             f"`{name}` (`{command}`) keeps {text_of('kv_ratio', name)} of the KV bytes: perplexity {perplexity}, "
             f"planted keys found {recall}."

@@ -6,16 +6,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from surgery.calibration.texts import RECALL_PROMPTS_PER_TEXT
 from surgery.families import any_family_of
 from surgery.planning.candidates import Candidates
 from surgery.planning.engine_formats import engine_formats
 from surgery.planning.plan import budget_share
 from surgery.planning.settings import PlanSettings
-from surgery.planning.sizes import SHARES, shares_around
+from surgery.planning.sizes import first_round
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
-from surgery.structures.dry_run import measure_speed
+from surgery.structures.dry_run import measure_speed, requested_tokens
 from surgery.structures.estimates import Demand, Workload
 
 ON_ALL = 0.5
@@ -63,16 +62,12 @@ def forecast_plan(
     opened = Source.of(reader, settings, any_family_of(reader.config))
     share = budget_share(settings, opened)
     candidates = Candidates(opened, None, settings)
-    shares = list(SHARES) if share is None else [share]
-    sized = list(candidates.at(shares)) or list(candidates.at(shares_around(share)))
+    sized = first_round(candidates, share)
     own = engine_formats(opened, settings, called, candidates.refused)
     weighed = sorted([*sized, *own], key=lambda each: -each.kv_bytes)
     whole = candidates.source_bytes
-    length = min(settings.calibration_length, opened.config.max_position_embeddings)
-    tokens = {"length": length, "calibration": -(-settings.calibration_tokens // length)}
-    tokens |= {"held_out": settings.held_out, "recall_prompts": RECALL_PROMPTS_PER_TEXT * settings.held_out}
     demand = Demand(0, statistics=bool(sized), gradients=True, results=round(ON_ALL * len(weighed)))
-    work = Workload.of(opened, settings, tokens, demand)
+    work = Workload.of(opened, settings, requested_tokens(opened, settings), demand)
     return PlanForecast(
         source={"path": called, "kv_bytes": whole},
         kv_ratio=share,

@@ -28,7 +28,7 @@ from surgery.planning.measure import measure
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import Row, alike, by_bytes, choose, far_behind, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
-from surgery.planning.sizes import SHARES, around_best, look_for_loss, shares_around
+from surgery.planning.sizes import SHARES, around_best, first_round, look_for_loss
 from surgery.planning.weighed import Weighed
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
@@ -170,9 +170,7 @@ def _weighed(
         SurgeryError: there are none.
     """
     own = engine_formats(work.opened, settings, called, candidates.refused)
-    converted = list(candidates.at(shares_around(None) if share is None else [share]))
-    converted = converted or list(candidates.at(shares_around(share)))
-    entries = [*converted, *own]
+    entries = [*first_round(candidates, share), *own]
     if not entries:
         raise SurgeryError(_nothing(candidates.refused))
     if share is not None and min(each.kv_bytes for each in entries) > share * candidates.source_bytes:

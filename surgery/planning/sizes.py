@@ -27,6 +27,12 @@ def shares_around(share: float | None) -> list[float]:
     return [*larger, share, *smaller]
 
 
+def first_round(candidates: Candidates, share: float | None) -> list[Sized]:
+    """Return the candidates at the budget, or the whole picture; at the shares around it where none has that size."""
+    shares = list(SHARES) if share is None else [share]
+    return list(candidates.at(shares)) or list(candidates.at(shares_around(share)))
+
+
 def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Sized]:
     """Return the candidates that are not far behind at a share of the source's bytes, at the shares around it."""
     behind, configs, candidates_found = far_behind(rounds.rows(), share), [each.config for each in rounds.weighed], []

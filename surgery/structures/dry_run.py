@@ -177,11 +177,11 @@ def _tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[st
         load_tokenizer(opened.reader.path, remedy=NO_TOKENIZER)
     elif settings.calibration != NO_CALIBRATION:
         return load_texts(opened, settings, Progress(silent=True), run_source=False).counts()
-    return _asked_tokens(opened, settings)
+    return requested_tokens(opened, settings)
 
 
-def _asked_tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[str, int]:
-    """Sequences and lengths as they are asked for."""
+def requested_tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[str, int]:
+    """Sequences and lengths that the settings ask for, before any text is read."""
     if settings.calibration == NO_CALIBRATION:
         # A few random tokens stand in, to compare the logits of the written checkpoint on.
         return {"length": RANDOM_LENGTH, "calibration": 0, "held_out": 0, "recall_prompts": RANDOM_SEQUENCES}

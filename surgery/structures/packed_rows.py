@@ -42,7 +42,7 @@ ROUNDS = 2
 """Rounds of measuring and spending. With one, a layer of SmolLM2-135M at a quarter kept an output error of 44%."""
 LARGEST_FACTOR = 1e4
 
-RowSettings = TypeVar("RowSettings", bound=StructureSettings)
+Settings = TypeVar("Settings", bound=StructureSettings)
 Rows = tuple[Runs, ...]
 """Runs of each section of a layer's row."""
 Plans = dict[int, Rows]
@@ -114,7 +114,7 @@ class RowWriter(Protocol):
         """Return names, dtypes and shapes of a layer's new tensors."""
 
 
-class PackedRows(Structure[Source, RowSettings]):
+class PackedRows(Structure[Source, Settings]):
     """Abstract base class of conversions to a cache of packed rows.
 
     Attributes:
@@ -130,7 +130,7 @@ class PackedRows(Structure[Source, RowSettings]):
     usual_ratio: ClassVar[float] = 0.25
     reason: ClassVar[str] = "a cache of packed rows is of the custom model class"
 
-    def __init__(self, opened: Source, settings: RowSettings, progress: Progress):
+    def __init__(self, opened: Source, settings: Settings, progress: Progress):
         super().__init__(opened, settings, progress)
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
         self.layers = converted_layers(self.kept, opened.layers)

@@ -16,7 +16,7 @@ pytestmark = [
 
 PAGE = 32  # of 16 rows weigh less than four first tokens in float32; unless told otherwise it is 32, of vLLM's 128
 ROW_BYTES = {"llama_rows": 16 + 10, "llama_cascade_rows": 8 + 6 + 4 + 6}
-"""Of all layers."""
+"""Bytes of a token, all layers."""
 IN_PIECES = {"llama_rows": "qwen3_rows", "llama_cascade_rows": "qwen3_cascade_rows"}
 BUDGET = 2**20
 CONTEXT = 1024

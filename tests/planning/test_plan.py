@@ -69,7 +69,7 @@ def at_work(checkpoints):
 
 
 ALWAYS = "mla", "gqa", "lowrank", "crosslayer", "hybrid, compensated"
-"""Of the cases: the others differ less."""
+"""Cases that always run: the others differ less."""
 OF_ANY = [case for case in CASES if "whole layers" not in case]
 """Of sources with biases too."""
 
@@ -462,12 +462,12 @@ def test_a_dry_run_lists_what_would_be_tried_and_writes_nothing(tmp_path, monkey
     source = make_checkpoint(tmp_path / "source", "llama")
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
-    asked = ["plan", source, "--kv-ratio", "0.5", "--context", "64", "--out", tmp_path / "plan.yaml", "--dry-run"]
-    code, shown, _ = run_main(monkeypatch, capsys, *asked, "--json")
+    command = ["plan", source, "--kv-ratio", "0.5", "--context", "64", "--out", tmp_path / "plan.yaml", "--dry-run"]
+    code, shown, _ = run_main(monkeypatch, capsys, *command, "--json")
     forecast = json.loads(shown)
     assert code == 0 and sorted(tmp_path.rglob("*")) == before
     assert {"lowrank", "mla"} <= {row["name"].split()[1] for row in forecast["candidates"]}
     assert all(0 < row["kv_ratio"] <= 0.5 for row in forecast["candidates"] if "--kv-ratio" in row["name"])
     assert forecast["work"]["estimated_seconds"] > 0
-    code, shown, _ = run_main(monkeypatch, capsys, *asked)
+    code, shown, _ = run_main(monkeypatch, capsys, *command)
     assert code == 0 and forecast["candidates"][0]["name"] in shown
