@@ -102,8 +102,10 @@ def test_rehearsal_every_step_leaves_a_row_with_numbers(gpu_run, gpu_report, tmp
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["results.jsonl", "run.log"]
     (row,) = report["steps"]["compile"]["rows"]
     assert row["programs"] == report["steps"]["compile"]["programs"] == 1 and "error" not in row
-    kinds = {row["kind"] for row in report["steps"]["decode"]["rows"] if "tokens_per_second" in row}
-    assert kinds == {"source", *converted_configs()}
+    gpu_steps = sys.modules["gpu_steps"]
+    for name, forms in (("decode", gpu_steps.FORMS), ("decode-rows", gpu_steps.ROW_FORMS)):
+        kinds = {row["kind"] for row in report["steps"][name]["rows"] if "tokens_per_second" in row}
+        assert kinds == {"source", *forms.split(",")} and kinds <= {"source", *converted_configs()}
     for part in gpu_report.PARTS.values():
         assert "CPU" in part(report)
     with pytest.raises(SurgeryError, match="rehearsal"):

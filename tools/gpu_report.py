@@ -114,7 +114,12 @@ def kernels(report: dict[str, Any]) -> str:
 
 def decoding(report: dict[str, Any]) -> str:
     """Tokens a second and peak memory of whole models."""
-    rows = [row for name in ("decode", "decode-model") for row in _rows(report, name) if "tokens_per_second" in row]
+    rows = [
+        row
+        for name in ("decode-rows", "decode", "decode-model")
+        for row in _rows(report, name)
+        if "tokens_per_second" in row
+    ]
     table = [
         (
             row["model"],

@@ -20,11 +20,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMS = "mla,mla-own,lowrank,gqa"
-"""Forms in which models are decoded, next to their own."""
+FORMS = "mla,gqa,lowrank"
+"""Forms in which models are decoded, next to their own, with kernels and without."""
+ROW_FORMS = "mla-bits"
+"""Forms that are decoded with kernels alone: without, all rows are unpacked at every step."""
+TUNED = "mla_decode_packed,mla_decode"
 H100 = (90, 132)
 """Compute capability and multiprocessors that kernels are compiled for where no device has said its own."""
 CASES = str(ROOT / "tools" / "gpu_cases.py")
+HEALED = ("healed/heal.jsonl|healed.healing/trained.run/heal.jsonl", "healed/heal.json")
+QUARTER = ("--kv-ratio", "0.25")
 SPARE = 12.0
 """Seconds between the limit that a step is given and the one at which it is ended."""
 
@@ -112,7 +117,8 @@ def _compiled(setup: Setup) -> dict[str, str]:
         target = int("".join(device["capability"].split("."))), device["processors"]
     except (OSError, IndexError, AttributeError):  # not measured, or no GPU
         target = H100
-    sizes = [_kernel_shapes(setup), setup.contexts, _kernel_batches(setup), setup.shape, "-" if setup.tiny else FORMS]
+    forms = "-" if setup.tiny else f"{FORMS},{ROW_FORMS}"
+    sizes = [_kernel_shapes(setup), setup.contexts, _kernel_batches(setup), setup.shape, forms]
     return {
         "SURGERY_TARGET": ",".join(map(str, target)),
         "SURGERY_CASES": " ".join(sizes),
@@ -140,13 +146,20 @@ def _kernels(setup: Setup, seconds: float) -> list[str]:
 def _tuning(setup: Setup, seconds: float) -> list[str]:
     if setup.tiny:  # configurations are chosen by speed: without a GPU the cases are checked alone
         return _bench(setup, "kernels", seconds, "--operations", "gqa_decode", "--batches", "1", folder="tuning")
-    what = ["--operations", "mla_decode,lowrank_decode", "--batches", "16", "--no-baselines", "--tune"]
+    what = ["--operations", TUNED, "--shapes", _kernel_shapes(setup), "--batches", "32", "--no-baselines", "--tune"]
     return _bench(setup, "kernels", seconds, *what, "--tuned", str(setup.work / "tuned"), folder="tuning")
 
 
 def _decode(setup: Setup, seconds: float) -> list[str]:
     sizes = ["--rank", "24", "--rope-dim", "8"] if setup.tiny else []
     return _bench(setup, "decode", seconds, setup.shape, "--to", FORMS, *sizes, "--batches", setup.batches)
+
+
+def _decode_rows(setup: Setup, seconds: float) -> list[str]:
+    sizes = ["--rank", "24", "--rope-dim", "8"] if setup.tiny else ["--rank", "512", "--rope-dim", "128"]
+    kernels = [] if setup.tiny else ["--kernels", "ours"]
+    where = [*sizes, *kernels, "--batches", setup.batches]
+    return _bench(setup, "decode", seconds, setup.shape, "--to", ROW_FORMS, *where, folder="decode-rows")
 
 
 def _shape(setup: Setup, seconds: float) -> list[str]:
@@ -156,6 +169,8 @@ def _shape(setup: Setup, seconds: float) -> list[str]:
 def _convert(to: str, *options: str) -> Callable[[Setup, float], list[str]]:
     def arguments(setup: Setup, seconds: float) -> list[str]:
         tokens = ["--calibration-tokens", "128", "--calibration-length", "64", "--held-out", "1"] if setup.tiny else []
+        # Sampled text would take most of the time.
+        tokens += [] if setup.tiny else ["--calibration", "prose=0.6,code=0.4", "--held-out", "4"]
         out = str(setup.work / f"model-{to}")
         where = ["--device", setup.device, "--out", out, "--overwrite", "--json"]
         return [
@@ -165,8 +180,6 @@ def _convert(to: str, *options: str) -> Callable[[Setup, float], list[str]]:
             str(setup.model),
             "--to",
             to,
-            "--kv-ratio",
-            "0.25",
             *options,
             *where,
             *tokens,
@@ -176,7 +189,7 @@ def _convert(to: str, *options: str) -> Callable[[Setup, float], list[str]]:
 
 
 def _decode_model(setup: Setup, seconds: float) -> list[str]:
-    models = [str(setup.model), *(str(setup.work / f"model-{to}") for to in ("mla", "lowrank"))]
+    models = [str(setup.model), str(setup.work / "model-mla")]
     return _bench(setup, "decode", seconds, *models, "--batches", setup.batches, folder="decode-model")
 
 
@@ -187,7 +200,7 @@ def _heal(setup: Setup, seconds: float) -> list[str]:
     data = (
         ["--data", str(ROOT / "surgery" / "assets" / "heldout-stdlib.txt")]
         if setup.tiny
-        else ["--data", "docstrings", "--data", "code"]
+        else ["--config", str(ROOT / "tools" / "gpu_heal.yaml")]
     )
     out = ["--no-measure", "--overwrite", "--out", str(setup.work / "healed"), "--json", "--device", setup.device]
     student = [str(setup.work / "model-mla"), "--teacher", str(setup.model)]
@@ -215,18 +228,23 @@ def _tuned(setup: Setup) -> dict[str, str]:
     return {"SURGERY_TUNED": str(setup.work / "tuned")}
 
 
+def _threads(setup: Setup) -> dict[str, str]:
+    return {"TOKENIZERS_PARALLELISM": "true"}
+
+
 STEPS = (
-    Step("facts", 45, _facts, ("facts.jsonl",)),
-    Step("compile", 80, _compile, ("compile.jsonl",), environment=_compiled),
-    Step("tests", 90, _tests, ("tests.jsonl",), environment=_rows_of_tests),
-    Step("kernels", 130, _kernels, ("kernels/kernels.json",)),
-    Step("decode", 120, _decode, ("decode/decode.json",), environment=_tuned),
-    Step("convert-shape", 75, _shape, ("shape.jsonl",)),
-    Step("convert-mla", 60, _convert("mla", "--carrier", "own"), ("model-mla/surgery_report.json",), True),
-    Step("convert-lowrank", 60, _convert("lowrank"), ("model-lowrank/surgery_report.json",), True),
-    Step("decode-model", 60, _decode_model, ("decode-model/decode.json",), True, environment=_tuned),
-    Step("heal", 150, _heal, ("healed/heal.jsonl|healed.healing/trained.run/heal.jsonl", "healed/heal.json"), True),
-    Step("tuning", 70, _tuning, ("tuning/kernels.json",)),
+    Step("facts", 40, _facts, ("facts.jsonl",)),
+    Step("compile", 60, _compile, ("compile.jsonl",), environment=_compiled),
+    Step("tests", 80, _tests, ("tests.jsonl",), environment=_rows_of_tests),
+    Step("tuning", 80, _tuning, ("tuning/kernels.json",)),
+    Step("kernels", 110, _kernels, ("kernels/kernels.json",), environment=_tuned),
+    Step("decode-rows", 45, _decode_rows, ("decode-rows/decode.json",), environment=_tuned),
+    Step("decode", 100, _decode, ("decode/decode.json",), environment=_tuned),
+    Step("convert-shape", 60, _shape, ("shape.jsonl",)),
+    Step("convert-mla", 110, _convert("mla", *QUARTER, "--bits", "auto"), ("model-mla/surgery_report.json",), True),
+    Step("decode-model", 45, _decode_model, ("decode-model/decode.json",), True, environment=_tuned),
+    Step("heal", 130, _heal, HEALED, True, environment=_threads),
+    Step("convert-lowrank", 60, _convert("lowrank", *QUARTER), ("model-lowrank/surgery_report.json",), True),
 )
 
 

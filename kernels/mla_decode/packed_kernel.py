@@ -1,24 +1,22 @@
 r"""Absorbed latent attention over packed rows: values of 1 to 8 bits, and shared keys that are rotated when read.
 
 A row is read as lanes of 16 bits, two bytes with the same fields. One instruction turns a field of two lanes into two
-fp16 values: `lane & mask | 0x6400` is 1024 + c · 2^p exactly, with c the code and p the field's lowest bit. A plane
-(`packed_layout.py`) is such a mask over a tile of lanes; the same planes are keys and values.
+fp16 values: `lane & mask | 0x6400` is 1024 + c · 2^p exactly, with c the code and p the field's lowest bit. Lanes and
+masks come from a table of slots (`row_slots.py`), so that one program reads rows of all patterns. Rows are keys and
+values. They, queries and tables are loaded plane by plane where a product needs them, all but the first time from the
+L1 cache: registers hold accumulators and turned queries alone.
 
 **No scales in the loop.** With step s and mean m, channel j is s·(c - (2^b - 1)/2) + m = f_j · c·2^p + o_j. Queries
 absorb f_j, and what o_j adds to all logits of a head is one number. Outputs get f_j and o_j after the softmax, whose
-weights sum to 1. Queries are scaled by a power of two a head, so that fp16 holds them.
+weights sum to 1. Queries are scaled by a power of two a head, so that fp16 holds them (`folded_queries.py`).
 
 **The 1024** is subtracted, one instruction for two values, which is exact. Left in, it would cancel too: in logits as
 one more constant, in outputs against the sum of weights. But an fp32 accumulator of the tensor cores would then hold
 1024 · Σp beside sums of a few units, and truncation at every step of a long text would reach a percent of a level.
 
-**Rotation.** Real and imaginary part of a pair are the two bytes of a lane. Keys turn by their place in the block, a
-table that is loaded once; queries by the block's first position, and by one block's angle more at every step. Its
+**Rotation.** Real and imaginary part of a pair are the two bytes of a lane. Keys turn by their place in the block, as a
+table says; queries by the block's first position, and by one block's angle more at every step. Its
 rounding adds up to 1e-7 a block. There are no transcendental functions. The mean is added before the rotation.
-
-**What compiling showed** (Triton 3.9, sm_90, bf16, 16 query rows, 8 warps). Rows of 4 bits do not spill: 512 + 128
-with 32 tokens a step, 256 + 128 with 64. Their loop loads rows asynchronously and has no other global loads. Rows of
-mixed patterns spilled outside of it, in an earlier form; until they are looked at `unsupported` refuses them on GPUs.
 
 **First tokens** of a row, which the cache holds in full precision, are one more part of its split softmax: a small
 kernel leaves it where the splits leave theirs, and the same merge adds all of them.
@@ -28,7 +26,6 @@ kernel leaves it where the splits leave theirs, and the same merge adds all of t
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -41,9 +38,10 @@ from surgery.kernels.backend import interpreted
 from surgery.kernels.launch import Config, Launch, launches_of, size, strides
 from surgery.kernels.lowrank_decode.kernel import rotation_at
 from surgery.kernels.lowrank_decode.reference import STEP
+from surgery.kernels.mla_decode.folded_queries import FoldedQueries, affine, fold_queries_kernel
 from surgery.kernels.mla_decode.kernel import rope_block
-from surgery.kernels.mla_decode.packed_layout import Section, channel_table, sections
 from surgery.kernels.mla_decode.packed_reference import packed_latent_attention
+from surgery.kernels.mla_decode.row_slots import row_bytes, slot_table
 from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
 from surgery.kernels.split_kv import merge_launch, split_tokens, splits_of
 from surgery.kernels.tuned import key_of, tuned
@@ -52,30 +50,11 @@ FIRST_BLOCK = 16
 """First tokens that the kernel takes, at most: a tile of a product."""
 
 
-MOST_REGISTERS = 104
-"""Most `held_registers` of a program that compiled without spills: 512 + 128 values of 4 bits, 32 tokens a step."""
-
-
-def default_config(latent: Section, rope: Section, dtype: torch.dtype) -> Config:
-    """The configuration to begin with, by what compiling showed."""
-    lanes = max(latent.lanes, rope.lanes)
-    chunk = 64 if lanes > 32 else 32 if lanes > 16 else 16
-    warps = 8 if chunk == 64 else 4
-    tokens = 16 if dtype == torch.float32 else 64
-    while tokens > 16 and held_registers(Config(16, tokens, chunk, warps=warps), latent, rope) > MOST_REGISTERS:
-        tokens //= 2
-    return Config(16, tokens, chunk, None, warps, 3)
-
-
-def held_registers(config: Config, latent: Section, rope: Section) -> int:
-    """Registers of a thread that live through a step: accumulators, turned queries, cosines, means and masks."""
-    threads, rows, tokens, chunk = 32 * config.warps, config.block_rows, config.block_tokens, config.chunk
-    planes, rope_planes = latent.planes(chunk), rope.planes(chunk)
-    part = 2 * rows * chunk // threads
-    masks = sum(mask == 0 for _, mask in (*planes, *rope_planes)) * (chunk // 8 + 1)
-    # A warp's product has eight tokens at least, and every warp all lanes of the means.
-    table = chunk * (tokens + 8 * config.warps) // (2 * threads)
-    return len(planes) * part + len(rope_planes) * (part + table + chunk // 4) + masks
+def default_config(rank: int, pairs: int, dtype: torch.dtype) -> Config:
+    """The configuration to begin with."""
+    slots = max(rank // 2, pairs)
+    chunk = 64 if slots > 128 else 32 if slots > 16 else 16
+    return Config(16, 16 if dtype == torch.float32 else 64, chunk, None, 8 if chunk == 64 else 4, 2)
 
 
 @launches_of(packed_latent_attention)
@@ -90,14 +69,13 @@ def launches(
     """
     query, rows, pages, exact, rank = args.query, args.rows, args.pages, args.exact, args.rank
     batch, tokens, heads, _ = query.shape
-    latent, rope = sections(args.fields, rank)
-    gains = rows.shape[-1] - rope.lane - rope.lanes
+    pairs, lanes = (query.shape[-1] - rank) // 2, row_bytes(args.fields) // 2
+    gains = rows.shape[-1] - lanes
     page = 0 if pages is None else rows.shape[1]
     capacity = rows.shape[1] if pages is None else pages.shape[1] * page
     if config is None:
-        planes = len(latent.planes(32)), len(rope.planes(32))
-        shape = key_of(heads=tokens * heads, planes=planes[0], rope_planes=planes[1], dtype=query.dtype)
-        config = tuned("mla_decode_packed", shape, query.device, default_config(latent, rope, query.dtype))
+        shape = key_of(heads=tokens * heads, rank=rank, rope=2 * pairs, dtype=query.dtype)
+        config = tuned("mla_decode_packed", shape, query.device, default_config(rank, pairs, query.dtype))
     blocks = triton.cdiv(tokens * heads, config.block_rows)
     splits = splits_of(config, batch * blocks, query, capacity, args.window)
     slots = splits + (exact is not None)
@@ -105,9 +83,8 @@ def launches(
     if slots > 1:
         parts = query.new_empty(batch * tokens * heads, slots, rank, dtype=torch.float32)
         logs = query.new_empty(batch * tokens * heads, slots, dtype=torch.float32)
-    align = math.gcd(
-        16, rope.lane, rope.lanes, *(int(stride) for stride in strides("row", "token", rows=rows).values())
-    )
+    planes, rope_planes = triton.cdiv(rank // 2, config.chunk), triton.cdiv(pairs, config.chunk)
+    queries = FoldedQueries.empty(query, blocks, planes, rope_planes, config)
     common = {
         "out": out if parts is None else parts,
         "log": lse if logs is None else logs,
@@ -120,42 +97,51 @@ def launches(
         "new_tokens": tokens,
         "heads": heads,
         "HEADS_PER_GAIN": heads // gains if gains else 0,
-        "gain_lane": rope.lane + rope.lanes,
+        "gain_lane": lanes,
         **strides("row", "token", "head", query=query),
         **strides("row", pages=pages),
         "RANK": rank,
-        "PAIRS": (query.shape[-1] - rank) // 2,
+        "PAIRS": pairs,
         "PAGE": page,
         "STEP": STEP,
         "BLOCK_ROWS": config.block_rows,
     }
+    tables = {
+        "entries": slot_table(args.fields, rank, config.chunk, query.device),
+        "PLANES": planes,
+        "ROPE_PLANES": rope_planes,
+        **queries._asdict(),
+    }
+    fold = Launch.of(
+        fold_queries_kernel,
+        (blocks, batch),
+        Config(config.block_rows, warps=4, stages=1),
+        vars(args),
+        **common,
+        **tables,
+        CHUNK=config.chunk,
+    )
+    fold = replace(fold, scratch=tuple(queries))
     launch = Launch.of(
         mla_decode_packed_kernel,
         (blocks, splits, batch),
         config,
         vars(args),
         **common,
-        entries=channel_table(args.fields, rank, config.chunk, query.device),
+        **strides("row", "token", rows=rows),
+        **tables,
         zero=0,
-        latent_lanes=latent.lanes // align,
-        rope_lanes=rope.lanes // align,
-        **{name: stride // align for name, stride in strides("row", "token", rows=rows).items()},
-        PLANES=latent.planes(config.chunk),
-        ROPE_PLANES=rope.planes(config.chunk),
-        TILES=triton.cdiv(latent.lanes, config.chunk),
-        ROPE_TILES=triton.cdiv(rope.lanes, config.chunk),
         CHUNK=config.chunk,
-        ALIGN=align,
         WIDE=query.dtype == torch.float32,
         LOP3=not interpreted() if lop3 is None else lop3,
         BLOCK_TOKENS=config.block_tokens,
     )
     if parts is None:
-        return [launch]
+        return [fold, launch]
     launch = replace(launch, scratch=(parts, logs))
     merge = merge_launch(parts, logs, out, lse)
     if exact is None:
-        return [launch, merge]
+        return [fold, launch, merge]
     chunk = min(64, rope_block(rank))
     first = Launch.of(
         first_tokens_kernel,
@@ -165,30 +151,29 @@ def launches(
         **common,
         **strides("row", "token", exact=exact, rows=rows),
         CHUNK=chunk,
-        PAIR_BLOCK=rope_block((query.shape[-1] - rank) // 2),
+        PAIR_BLOCK=rope_block(pairs),
         FIRST=FIRST_BLOCK,
     )
-    return [launch, first, merge]
+    return [fold, launch, first, merge]
 
 
-def unsupported(latent: Section, rope: Section, dtype: torch.dtype) -> str | None:
-    """Return why no GPU is given such rows: the program spills, or was not compiled; None if neither."""
-    if dtype == torch.float32:
-        return "no kernel for fp32 queries over packed rows"
-    need = held_registers(default_config(latent, rope, dtype), latent, rope)
-    if need <= MOST_REGISTERS:
-        return None
-    return f"runs of packed rows that take {need} registers, at most {MOST_REGISTERS}"
+def unsupported(dtype: torch.dtype) -> str | None:
+    """Return why no GPU is given queries of a dtype; None if one is."""
+    return "no kernel for fp32 queries over packed rows" if dtype == torch.float32 else None
 
 
 @triton.jit
-def field(lanes, masks, BYTE: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr, LOP3: tl.constexpr):
-    """Fields c of a plane, in the low or high byte of lanes [tokens, lanes], as numbers c · 2^p: fp16, fp32 if WIDE.
+def lanes_of(rows_at, entry, mask):
+    """Lanes [tokens, slots] of a plane; 0 of tokens without `mask`."""
+    at = rows_at[:, None] + (entry >> 8)[None, :]
+    return tl.load(at, mask=mask[:, None] & (entry >= 0)[None, :], other=0)
 
-    `masks` are those of lanes, read where MASK is 0.
-    """
+
+@triton.jit
+def field(lanes, entry, BYTE: tl.constexpr, WIDE: tl.constexpr, LOP3: tl.constexpr):
+    """Fields c of a plane, in the low or high byte of lanes [tokens, slots], as numbers c · 2^p: fp16, fp32 if WIDE."""
     SHIFT: tl.constexpr = 8 * BYTE
-    mask = masks[None, :] if MASK == 0 else tl.full((1, 1), MASK, tl.int16)
+    mask = (entry & 255).to(tl.int16)[None, :]
     if WIDE:
         return ((lanes >> SHIFT) & mask).to(tl.float32)
     if not LOP3:
@@ -206,45 +191,29 @@ def field(lanes, masks, BYTE: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constex
     return value - 1024.0
 
 
-@triton.jit
-def affine(step, mean, entry, BYTE: tl.constexpr):
-    """Channel, whether there is one, and the factor and offset that turn its field into its value."""
-    inside, channel, mask = entry >= 0, (entry >> 8) + BYTE, entry & 255
-    width = tl.load(step + channel, mask=inside, other=0.0)
-    factor = width / (mask & -mask).to(tl.float32)
-    offset = tl.load(mean + channel, mask=inside, other=0.0) - 0.5 * mask.to(tl.float32) * factor
-    return channel, inside, factor, offset
-
-
-@triton.jit
-def folded(query_at, step, mean, entry, real, BYTE: tl.constexpr):
-    """Queries [rows, lanes] that read a plane, and what its offsets add to their logits [rows]."""
-    channel, inside, factor, offset = affine(step, mean, entry, BYTE)
-    part = tl.load(query_at[:, None] + channel[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-    part = part.to(tl.float32)
-    return part * factor[None, :], tl.sum(part * offset[None, :], axis=1)
-
-
 # These grow with a text: not worth a compilation each.
 @triton.jit(do_not_specialize=["capacity", "begin_rows", "splits", "slots", "zero", "pages_row"])
 def mla_decode_packed_kernel(
-    query, rows, step, mean, entries, within, begins, out, log, lengths, starts, exact_starts, pages, scale, capacity,
-    begin_rows, splits, slots, zero, first_tokens, new_tokens, heads, gain_lane, latent_lanes, rope_lanes,
-    window, query_row, query_token, query_head, rows_row, rows_token, pages_row,
+    rows, step, mean, entries, folded, turned, numbers, within, begins, out, log, lengths, starts, exact_starts, pages,
+    scale, capacity, begin_rows, splits, slots, zero, first_tokens, new_tokens, heads, gain_lane, window, rows_row,
+    rows_token, pages_row,
     RANK: tl.constexpr, PAIRS: tl.constexpr, HEADS_PER_GAIN: tl.constexpr, PLANES: tl.constexpr,
-    ROPE_PLANES: tl.constexpr, TILES: tl.constexpr, ROPE_TILES: tl.constexpr, CHUNK: tl.constexpr, ALIGN: tl.constexpr,
-    PAGE: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, LOP3: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+    ROPE_PLANES: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr,
+    LOP3: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_ROWS query rows against one split of the packed tokens of one row of the batch."""
     dtype: tl.constexpr = tl.float32 if WIDE else tl.float16
     split = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    block_row = tl.arange(0, BLOCK_ROWS)
+    row = tl.program_id(0) * BLOCK_ROWS + block_row
     real = row < new_tokens * heads
     new_token, head = row // heads, row % heads
-    lane, offs_n = tl.arange(0, CHUNK), tl.arange(0, BLOCK_TOKENS)
-    query_at = query + batch * query_row + new_token.to(tl.int64) * query_token + head.to(tl.int64) * query_head
+    column, offs_n = tl.arange(0, CHUNK), tl.arange(0, BLOCK_TOKENS)
+    block = batch * tl.num_programs(0) + tl.program_id(0)
+    query_tile = block_row[:, None] * CHUNK + column[None, :]
+    unit = tl.load(numbers + block * 2 * BLOCK_ROWS + block_row)
+    constant = tl.load(numbers + block * 2 * BLOCK_ROWS + BLOCK_ROWS + block_row)
 
     if PAGE > 0:
         capacity *= PAGE
@@ -259,50 +228,19 @@ def mla_decode_packed_kernel(
         low = tl.maximum(low, length - new_tokens - window + 1)
     start, stop = split_tokens(low, length, split, splits, BLOCK_TOKENS)
 
-    # The largest folded query of each row becomes 2^12.
-    constant = tl.zeros((BLOCK_ROWS,), tl.float32)
-    peak = tl.full((BLOCK_ROWS,), 1e-30, tl.float32)
-    for i in tl.static_range(len(PLANES) + len(ROPE_PLANES)):
-        entry = tl.load(entries + i * CHUNK + lane)
-        for byte in tl.static_range(2):
-            part, shift = folded(query_at, step, mean, entry, real, byte)
-            peak = tl.maximum(peak, tl.max(tl.abs(part), axis=1))
-            if i < len(PLANES):
-                constant += shift
-    unit = tl.exp2(tl.ceil(tl.log2(peak)) - 12.0)
-    shrink = 1.0 / unit
-
-    # 0, which the compiler does not know: else it would hold channels, factors and offsets of all planes from here on.
-    entries += zero
-    queries, acc, masks = (), (), ()
-    for i in tl.static_range(len(PLANES)):
-        entry = tl.load(entries + i * CHUNK + lane)
-        masks = masks + ((entry & 255).to(tl.int16),)
-        for byte in tl.static_range(2):
-            part, _ = folded(query_at, step, mean, entry, real, byte)
-            queries = queries + ((part * shrink[:, None]).to(dtype),)
-            acc = acc + (tl.zeros((BLOCK_ROWS, CHUNK), tl.float32),)
-
-    turned, advance, centers, table = (), (), (), ()
-    for i in tl.static_range(len(ROPE_PLANES)):
-        entry = tl.load(entries + (len(PLANES) + i) * CHUNK + lane)
-        masks = masks + ((entry & 255).to(tl.int16),)
-        inside, pair = entry >= 0, ((entry >> 8) - RANK) // 2
-        real_part, _ = folded(query_at, step, mean, entry, real, 0)
-        imag_part, _ = folded(query_at, step, mean, entry, real, 1)
-        cos, sin = rotation_at(within, begins, begin_rows, start, pair, inside, PAIRS, STEP)
-        turned = turned + (
-            (real_part * cos[None, :] + imag_part * sin[None, :]) * shrink[:, None],
-            (imag_part * cos[None, :] - real_part * sin[None, :]) * shrink[:, None],
+    acc = ()
+    for _i in tl.static_range(2 * PLANES):
+        acc = acc + (tl.zeros((BLOCK_ROWS, CHUNK), tl.float32),)
+    rope_queries = ()
+    for i in tl.static_range(ROPE_PLANES):
+        pair = i * CHUNK + column
+        turned_at = turned + (block * ROPE_PLANES + i) * 2 * BLOCK_ROWS * CHUNK + query_tile
+        real_part, imag_part = tl.load(turned_at), tl.load(turned_at + BLOCK_ROWS * CHUNK)
+        cos, sin = rotation_at(within, begins, begin_rows, start, pair, pair < PAIRS, PAIRS, STEP)
+        rope_queries = rope_queries + (
+            real_part * cos[None, :] + imag_part * sin[None, :],
+            imag_part * cos[None, :] - real_part * sin[None, :],
         )
-        cos, sin = rotation_at(within, begins, begin_rows, BLOCK_TOKENS, pair, inside, PAIRS, STEP)
-        advance = advance + (cos, sin)
-        for byte in tl.static_range(2):
-            _, _, factor, offset = affine(step, mean, entry, byte)
-            centers = centers + ((offset / tl.where(inside, factor, 1.0)).to(dtype),)
-        at = within + offs_n[:, None] * PAIRS + pair[None, :]
-        table = table + (tl.load(at, mask=inside[None, :], other=0.0).to(dtype),)
-        table = table + (tl.load(at + STEP * PAIRS, mask=inside[None, :], other=0.0).to(dtype),)
 
     m_i = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
     l_i = tl.zeros((BLOCK_ROWS,), tl.float32)
@@ -315,40 +253,41 @@ def mla_decode_packed_kernel(
         else:
             base = batch
             place = token.to(tl.int64)
-        rows_at = rows + base * rows_row * ALIGN + place * rows_token * ALIGN
+        rows_at = rows + base * rows_row + place * rows_token
+        # 0, which the compiler does not know: else it would hold in registers what is the same in all steps.
+        nothing = first * zero
 
-        tiles = ()
-        for t in tl.static_range(TILES):
-            tile_mask = mask[:, None]
-            if t == TILES - 1:
-                tile_mask = tile_mask & (t * CHUNK + lane < latent_lanes * ALIGN)[None, :]
-            tiles = tiles + (tl.load(rows_at[:, None] + (t * CHUNK + lane)[None, :], mask=tile_mask, other=0),)
         logits = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
-        values = ()
-        for i in tl.static_range(len(PLANES)):
+        for i in range(PLANES):
+            entry = tl.load(entries + i * CHUNK + column)
+            plane = lanes_of(rows_at, entry, mask)
             for byte in tl.static_range(2):
-                tile = field(tiles[PLANES[i][0]], masks[i], byte, PLANES[i][1], WIDE, LOP3)
-                logits = tl.dot(queries[2 * i + byte], tl.trans(tile), logits, input_precision="ieee")
-                values = values + (tile,)
-        tiles = ()
-        for t in tl.static_range(ROPE_TILES):
-            tile_mask = mask[:, None]
-            if t == ROPE_TILES - 1:
-                tile_mask = tile_mask & (t * CHUNK + lane < rope_lanes * ALIGN)[None, :]
-            tile_at = rows_at[:, None] + (latent_lanes * ALIGN + t * CHUNK + lane)[None, :]
-            tiles = tiles + (tl.load(tile_at, mask=tile_mask, other=0),)
+                folded_at = folded + ((block * PLANES + i) * 2 + byte) * BLOCK_ROWS * CHUNK + query_tile
+                tile = field(plane, entry, byte, WIDE, LOP3)
+                logits = tl.dot(tl.load(folded_at), tl.trans(tile), logits, input_precision="ieee")
         following = ()
-        for i in tl.static_range(len(ROPE_PLANES)):
-            near = field(tiles[ROPE_PLANES[i][0]], masks[len(PLANES) + i], 0, ROPE_PLANES[i][1], WIDE, LOP3)
-            far = field(tiles[ROPE_PLANES[i][0]], masks[len(PLANES) + i], 1, ROPE_PLANES[i][1], WIDE, LOP3)
-            near, far = near + centers[2 * i][None, :], far + centers[2 * i + 1][None, :]
-            cos_n, sin_n = table[2 * i], table[2 * i + 1]
-            turned_near, turned_far = turned[2 * i], turned[2 * i + 1]
-            logits = tl.dot(turned_near.to(dtype), tl.trans(near * cos_n - far * sin_n), logits, input_precision="ieee")
-            logits = tl.dot(turned_far.to(dtype), tl.trans(near * sin_n + far * cos_n), logits, input_precision="ieee")
-            cos_b, sin_b = advance[2 * i][None, :], advance[2 * i + 1][None, :]
-            following = following + (turned_near * cos_b + turned_far * sin_b, turned_far * cos_b - turned_near * sin_b)
-        turned = following
+        for i in tl.static_range(ROPE_PLANES):
+            slot, pair = RANK // 2 + i * CHUNK + column, i * CHUNK + column
+            rope_entry = tl.load(entries + nothing + (PLANES + i) * CHUNK + column)
+            rope_plane = lanes_of(rows_at, rope_entry, mask)
+            inside, factor, offset = affine(step + nothing, mean, rope_entry, slot, 0)
+            near = field(rope_plane, rope_entry, 0, WIDE, LOP3)
+            near += (offset / tl.where(inside, factor, 1.0)).to(dtype)[None, :]
+            inside, factor, offset_far = affine(step + nothing, mean, rope_entry, slot, 1)
+            far = field(rope_plane, rope_entry, 1, WIDE, LOP3)
+            far += (offset_far / tl.where(inside, factor, 1.0)).to(dtype)[None, :]
+            table = within + nothing + offs_n[:, None] * PAIRS + pair[None, :]
+            cos_n = tl.load(table, mask=inside[None, :], other=0.0).to(dtype)
+            sin_n = tl.load(table + STEP * PAIRS, mask=inside[None, :], other=0.0).to(dtype)
+            query_near, query_far = rope_queries[2 * i], rope_queries[2 * i + 1]
+            logits = tl.dot(query_near.to(dtype), tl.trans(near * cos_n - far * sin_n), logits, input_precision="ieee")
+            logits = tl.dot(query_far.to(dtype), tl.trans(near * sin_n + far * cos_n), logits, input_precision="ieee")
+            cos, sin = rotation_at(within + nothing, begins, begin_rows, BLOCK_TOKENS, pair, pair < PAIRS, PAIRS, STEP)
+            following = following + (
+                query_near * cos[None, :] + query_far * sin[None, :],
+                query_far * cos[None, :] - query_near * sin[None, :],
+            )
+        rope_queries = following
 
         logits = (logits * unit[:, None] + constant[:, None]) * (scale * LOG2E)
         if HEADS_PER_GAIN > 0:
@@ -361,17 +300,21 @@ def mla_decode_packed_kernel(
         weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 1)
         weights = weights.to(dtype)
         added = ()
-        for i in tl.static_range(2 * len(PLANES)):
-            added = added + (tl.dot(weights, values[i], acc[i] * alpha[:, None], input_precision="ieee"),)
+        for i in tl.static_range(PLANES):
+            value_entry = tl.load(entries + nothing + i * CHUNK + column)
+            value_plane = lanes_of(rows_at, value_entry, mask)
+            for byte in tl.static_range(2):
+                tile = field(value_plane, value_entry, byte, WIDE, LOP3)
+                added = added + (tl.dot(weights, tile, acc[2 * i + byte] * alpha[:, None], input_precision="ieee"),)
         acc = added
 
-    entries += zero
     inverse = 1.0 / tl.where(l_i > 0, l_i, 1.0)
     index = (batch * new_tokens * heads + row) * slots + split
-    for i in tl.static_range(len(PLANES)):
-        entry = tl.load(entries + i * CHUNK + lane)
+    for i in tl.static_range(PLANES):
+        out_entry = tl.load(entries + i * CHUNK + column)
         for byte in tl.static_range(2):
-            channel, inside, factor, offset = affine(step, mean, entry, byte)
+            channel = 2 * (i * CHUNK + column) + byte
+            inside, factor, offset = affine(step, mean, out_entry, i * CHUNK + column, byte)
             value = acc[2 * i + byte] * inverse[:, None] * factor[None, :] + offset[None, :]
             value = tl.where((l_i > 0)[:, None], value, 0.0).to(out.dtype.element_ty)
             tl.store(out + index[:, None] * RANK + channel[None, :], value, mask=real[:, None] & inside[None, :])
@@ -415,8 +358,8 @@ def first_tokens_kernel(
         tile = tl.load(exact_at[:, None] + (i + column)[None, :], mask=mask[:, None] & inside[None, :], other=0.0)
         logits = tl.dot(part, tl.trans(tile), logits, input_precision="ieee")
     if PAIRS > 0:
-        inside = pair < PAIRS
-        query_mask, exact_mask = real[:, None] & inside[None, :], mask[:, None] & inside[None, :]
+        is_pair = pair < PAIRS
+        query_mask, exact_mask = real[:, None] & is_pair[None, :], mask[:, None] & is_pair[None, :]
         at = query_at[:, None] + (RANK + 2 * pair)[None, :]
         query_near = tl.load(at, mask=query_mask, other=0.0)
         query_far = tl.load(at + 1, mask=query_mask, other=0.0)

@@ -11,8 +11,8 @@ from torch import Tensor
 from surgery.kernels.checks import check_counts, check_pages, check_positive
 from surgery.kernels.lowrank_decode.reference import STEP
 from surgery.kernels.mla_decode.operator import unsupported
-from surgery.kernels.mla_decode.packed_layout import grouped, row_bytes, sections
 from surgery.kernels.mla_decode.packed_reference import packed_latent_attention
+from surgery.kernels.mla_decode.row_slots import grouped, row_bytes
 from surgery.kernels.operation import Operation, attention_outputs
 
 
@@ -112,7 +112,7 @@ def _unsupported(call: SimpleNamespace) -> str | None:
     reason = unsupported(call)
     if reason or call.query.device.type != "cuda":
         return reason
-    return packed_kernel.unsupported(*sections(tuple(call.fields), call.rank), call.query.dtype)
+    return packed_kernel.unsupported(call.query.dtype)
 
 
 _mla_decode_packed = Operation(

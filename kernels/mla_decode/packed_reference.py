@@ -7,8 +7,8 @@ from torch import Tensor
 
 from surgery.kernels.gqa_decode.reference import all_rows, paged_tokens, visible
 from surgery.kernels.lowrank_decode.reference import STEP
-from surgery.kernels.mla_decode.packed_layout import grouped, row_bytes
 from surgery.kernels.mla_decode.reference import shared_attention
+from surgery.kernels.mla_decode.row_slots import grouped, row_bytes
 
 
 def packed_latent_attention(

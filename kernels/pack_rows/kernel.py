@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.kernels.launch import Config, Launch, launches_of, strides
-from surgery.kernels.mla_decode.packed_layout import grouped, row_bytes
+from surgery.kernels.mla_decode.row_slots import grouped, row_bytes
 from surgery.kernels.pack_rows.reference import packed_rows
 
 BLOCK = 128

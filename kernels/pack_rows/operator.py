@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.mla_decode.operator import unsupported
-from surgery.kernels.mla_decode.packed_layout import grouped, row_bytes
+from surgery.kernels.mla_decode.row_slots import grouped, row_bytes
 from surgery.kernels.operation import Operation
 from surgery.kernels.pack_rows.reference import packed_rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.kernels.mla_decode.packed_layout import grouped, row_bytes
+from surgery.kernels.mla_decode.row_slots import grouped, row_bytes
 
 
 def packed_rows(values: Tensor, step: Tensor, mean: Tensor, fields: list[int]) -> Tensor:

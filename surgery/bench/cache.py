@@ -1,4 +1,5 @@
-"""Caches that are filled at random to a context: of a fixed length where a model caches plain keys and values."""
+"""Caches that are filled at random to a context: of a fixed length where a model caches plain keys and values, or rows
+in bits."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from surgery.model.cache_argument import CACHE, returned_cache
+from surgery.model.left_padding import LeftPadding
+from surgery.model.token_cache import TokenCacheLayer
 
 CHUNK = 2048
 """Tokens that a model reads at once to fill a cache."""
@@ -43,15 +46,35 @@ class SteadyLayer(DynamicLayer):
         return self.keys.shape[-2], 0
 
 
+class SteadyRows(TokenCacheLayer):
+    """Packed rows of a fixed number of tokens and one slot after them for the newest, as :class:`SteadyLayer`."""
+
+    def __init__(self, layer: TokenCacheLayer, rows: Tensor, first_values: Tensor) -> None:
+        """Takes `rows` [B, 1, S + 1, ·] uint8 and the first tokens' values, with the settings of `layer`."""
+        super().__init__(*layer.settings())
+        self.keys, self.values, self.is_initialized = rows, first_values, True
+        self.padding = LeftPadding([0] * len(rows))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write one row [B, 1, 1, ·] and return all."""
+        self.keys[:, :, -1:].copy_(key_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Tokens before the newest."""
+        return self.keys.shape[-2] - 1
+
+
 @torch.no_grad()
 def filled_cache(model, batch: int, context: int, device: torch.device, steps: int = 0) -> Any:
     """A cache of any kind with `context` random tokens in each of `batch` rows.
 
-    Plain keys and values are filled at random, without a prompt, and do not grow: see :class:`SteadyLayer`. Every other
-    cache (quantized values, windows, latents that layers share) is filled as the model fills it, by reading random
-    tokens. It grows with every step, in memory that is allocated for `steps` of them before.
+    Plain keys and values and packed rows are filled at random, without a prompt, and do not grow: see
+    :class:`SteadyLayer`. Every other cache (quantized values, windows, latents that layers share) is filled as the
+    model fills it, by reading random tokens. It grows with every step, in memory that is allocated for `steps` of them
+    before.
     """
-    if is_plain(model, device):
+    if is_steady(model, device):
         return _steady_cache(model, batch, context, device)
     generator = torch.Generator(device=device).manual_seed(0)
     cache = model.reserved_cache(context + steps) if hasattr(model, "reserved_cache") else None
@@ -63,10 +86,10 @@ def filled_cache(model, batch: int, context: int, device: torch.device, steps: i
 
 
 @torch.no_grad()
-def is_plain(model, device: torch.device) -> bool:
-    """Return whether a model caches nothing but keys and values of all tokens."""
+def is_steady(model, device: torch.device) -> bool:
+    """Return whether a model caches nothing but plain keys and values of all tokens, or a packed row of each."""
     layers = getattr(_probe(model, 1, device), "layers", [])
-    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
+    return bool(layers) and all(type(layer) in (DynamicLayer, TokenCacheLayer) for layer in layers)
 
 
 def _probe(model, batch: int, device: torch.device) -> Any:
@@ -74,16 +97,25 @@ def _probe(model, batch: int, device: torch.device) -> Any:
     return returned_cache(model(torch.zeros(batch, 1, dtype=torch.long, device=device), use_cache=True))
 
 
-def _steady_cache(model, batch: int, context: int, device: torch.device) -> DynamicCache:
+def _steady_cache(model, batch: int, context: int, device: torch.device) -> Cache:
     generator = torch.Generator(device=device).manual_seed(0)
-    probe, cache = _probe(model, batch, device), DynamicCache()
-    cache.layers = [
-        SteadyLayer(*(_random(part, context + 1, generator) for part in (layer.keys, layer.values)))
-        for layer in probe.layers
-    ]
+    probe = _probe(model, batch, device)
+    layers = [_steady_layer(layer, context + 1, generator) for layer in probe.layers]
+    cache = Cache(layers=layers) if isinstance(layers[0], TokenCacheLayer) else DynamicCache()
+    cache.layers = layers
     return cache
 
 
-def _random(like: Tensor, tokens: int, generator: torch.Generator) -> Tensor:
-    buffer = like.new_empty(*like.shape[:2], tokens, like.shape[-1])
-    return buffer.normal_(0.0, 1.0, generator=generator)
+def _steady_layer(layer: Any, tokens: int, generator: torch.Generator) -> SteadyLayer | SteadyRows:
+    """A layer like `layer`, of random keys and values or random rows of `tokens` tokens."""
+    if isinstance(layer, TokenCacheLayer):
+        first_values = torch.empty_like(layer.values).normal_(0.0, 1.0, generator=generator)
+        rows = _buffer(layer.keys, tokens).random_(0, 256, generator=generator)
+        return SteadyRows(layer, rows, first_values)
+    return SteadyLayer(
+        *(_buffer(part, tokens).normal_(0.0, 1.0, generator=generator) for part in (layer.keys, layer.values))
+    )
+
+
+def _buffer(like: Tensor, tokens: int) -> Tensor:
+    return like.new_empty(*like.shape[:2], tokens, like.shape[-1])

@@ -1,9 +1,9 @@
 """``surgery bench decode``: tokens a second and peak memory of decoding, source next to converted, whole models.
 
 All models go through one greedy loop over a cache that is filled at random (:mod:`surgery.bench.cache`): a step reads
-the most likely token of the last one. Plain caches have a fixed number of tokens, others grow as in use. Steps are
-timed as they are launched from Python. On a GPU a step over a plain cache is also recorded as a CUDA graph and
-replayed, which leaves out the time of Python. Both are reported.
+the most likely token of the last one. Plain caches and packed rows have a fixed number of tokens, others grow as in
+use. Steps are timed as they are launched from Python. On a GPU a step over a cache of fixed length is also recorded as
+a CUDA graph and replayed, which leaves out the time of Python. Both are reported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from surgery.bench import models as bench_models
-from surgery.bench.cache import filled_cache, is_plain
+from surgery.bench.cache import filled_cache, is_steady
 from surgery.bench.shapes import is_shape
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
@@ -120,7 +120,7 @@ def measure_decoding(
         "command": command,
         "device": device_facts(device),
         "versions": {**versions(), "transformers": _transformers()},
-        "cache": "random values or tokens at the full context; plain caches stay at that length",
+        "cache": "random values or tokens at the full context; plain caches and packed rows stay at that length",
         "note": None if device.type == "cuda" else "measured on a CPU: figures say nothing of a GPU",
         "rows": [],
     }
@@ -201,10 +201,11 @@ def _largest(model: Any, context: int, device: torch.device) -> int:
 
 def _measure(model: Any, batch: int, context: int, device: torch.device) -> dict:
     # Two to warm up, then those that `_seconds` counts.
-    cache, plain = filled_cache(model, batch, context, device, 2 + REPEATS * STEPS), is_plain(model, device)
+    steady = is_steady(model, device)
+    cache = filled_cache(model, batch, context, device, 2 + REPEATS * STEPS)
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
     position = torch.full((batch, 1), context, dtype=torch.long, device=device)
-    where = {"position_ids": position} if plain else {}  # a cache that grows counts by itself
+    where = {"position_ids": position} if steady else {}  # a cache that grows counts by itself
     kv_bytes = cache_bytes(cache)
 
     def step() -> None:
@@ -215,7 +216,7 @@ def _measure(model: Any, batch: int, context: int, device: torch.device) -> dict
         torch.cuda.reset_peak_memory_stats(device)
     step(), step()
     eager = _seconds(step, device)
-    replayed, refused = _graph_seconds(step, device) if plain else (None, "the cache grows")
+    replayed, refused = _graph_seconds(step, device) if steady else (None, "the cache grows")
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     best = min(filter(None, (eager, replayed)))
     return {
@@ -264,17 +265,20 @@ def _graph_seconds(step: Callable[[], Any], device: torch.device) -> tuple[float
 
 
 def _against_source(rows: list[dict]) -> None:
-    """Add to each row the ratio of its tokens a second to the source's, at the same context and batch."""
+    """Add to each row the ratio of its tokens a second to the source's at the same context and batch, at its fastest:
+    as it is or accelerated."""
     measured = [row for row in rows if "tokens_per_second" in row]
-    sources = {
-        (row["model"], row["context"], "largest" if row["largest"] else row["batch"]): row["tokens_per_second"]
-        for row in measured
-        if row["kind"] == "source" and not row["accelerated"]
-    }
+    fastest: dict[tuple, float] = {}
     for row in measured:
-        source = sources.get((row["model"], row["context"], "largest" if row["largest"] else row["batch"]))
-        if source:
+        if row["kind"] == "source":
+            fastest[_place_of(row)] = max(fastest.get(_place_of(row), 0.0), row["tokens_per_second"])
+    for row in measured:
+        if source := fastest.get(_place_of(row)):
             row["times_source"] = row["tokens_per_second"] / source
+
+
+def _place_of(row: dict) -> tuple:
+    return row["model"], row["context"], "largest" if row["largest"] else row["batch"]
 
 
 def _transformers() -> str:

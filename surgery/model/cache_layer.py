@@ -196,4 +196,4 @@ def _without_temporary_cache(module: nn.Module, args: tuple, call: Call, output:
 
 
 def _alike(layer: Any, expected: CompactLayer) -> bool:
-    return type(layer) is type(expected) and layer.settings() == expected.settings()
+    return isinstance(layer, type(expected)) and layer.settings() == expected.settings()

@@ -9,7 +9,6 @@ from compilation import SHARED_LIMITS
 from surgery.kernels.launch import Config, Launch
 from surgery.kernels.mla_decode import packed_kernel
 from surgery.kernels.mla_decode.kernel import default_config, launches
-from surgery.kernels.mla_decode.packed_layout import sections
 from surgery.model.token_format import TokenFormat
 
 SHAPES = ((32, 512, 64), (32, 256, 64), (32, 128, 64), (28, 448, 64), (128, 512, 64), (40, 320, 32), (8, 48, 16))
@@ -67,7 +66,11 @@ def cases(sm: int) -> dict[str, Launch]:
     return results
 
 
-PACKED = {"512+128 in 320 B": ([("4+4", 256)], [("4+4", 64)]), "256+128 in 192 B": ([("4+4", 128)], [("4+4", 64)])}
+PACKED = {
+    "512+128 in 320 B": ([("4+4", 256)], [("4+4", 64)]),
+    "256+128 in 192 B": ([("4+4", 128)], [("4+4", 64)]),
+    "512+64 in 288 B": ([("4+4", 256)], [("4+4", 32)]),
+}
 """Runs of the latent and of the shared key."""
 
 
@@ -77,7 +80,7 @@ def packed(name: str, heads: int) -> list[Launch]:
     latent_runs, rope_runs = PACKED[name]
     latent, whole = TokenFormat(tuple(latent_runs)), TokenFormat((*latent_runs, *rope_runs))
     fields, rank, width = tuple(chain.from_iterable(whole.fields())), latent.channels, whole.channels
-    assert packed_kernel.unsupported(*sections(fields, rank), dtype) is None
+    assert packed_kernel.unsupported(dtype) is None
     with torch.device("meta"):
         counts = torch.empty(batch, dtype=torch.int32)
         return packed_kernel.launches(
@@ -101,10 +104,10 @@ def packed(name: str, heads: int) -> list[Launch]:
 
 def packed_cases() -> dict[str, Launch]:
     """Of rows in bits that `packed_kernel.unsupported` does not refuse: the rows, and their first tokens."""
-    result, first = {}, None
-    for heads, name in zip((32, 9), PACKED, strict=True):
-        result[f"{heads} x {name}"], first = packed(name, heads)
-    return result | {"9 x 256+128, first tokens": first}
+    result = {}
+    for heads, name in zip((32, 9, 32), PACKED, strict=True):
+        result[f"{heads} x {name}"], result[f"{heads} x {name}, first tokens"] = packed(name, heads)
+    return result
 
 
 def first_launches() -> dict[str, Launch]:

@@ -10,10 +10,10 @@ from kernel_examples import Compiled, Example, any_kind, ints, normal, slow, zer
 from surgery.kernels.launch import Config
 from surgery.kernels.lowrank_decode.reference import rotation_tables
 from surgery.kernels.mla_decode import packed_kernel as kernel
-from surgery.kernels.mla_decode.packed_layout import sections
 from surgery.kernels.mla_decode.packed_operator import _mla_decode_packed, mla_decode_packed
 from surgery.kernels.mla_decode.packed_reference import packed_latent_attention
 from surgery.kernels.mla_decode.reference import ragged_latent_attention
+from surgery.kernels.mla_decode.row_slots import slot_table
 from surgery.kernels.operation import attention_outputs
 from surgery.kernels.pack_rows.operator import pack_rows
 from surgery.model.attention_functions import rotate_pairs
@@ -170,11 +170,17 @@ def test_the_operator_runs_the_kernel(device, caplog):
     assert not caplog.records
 
 
-def test_planes_hold_every_channel_once():
+def test_slots_are_where_the_format_says():
     fields, rank = flat(EVERY)
-    for section, channels in zip(sections(fields, rank), (range(rank), range(rank, rank + 40)), strict=True):
-        low = [entry >> 8 for _, lanes in section.entries(4) for entry in lanes if entry >= 0]
-        assert sorted([*low, *(each + 1 for each in low)]) == list(channels)
+    table = slot_table(fields, rank, 16, torch.device("cpu")).flatten()
+    entries = [entry for entry in table.tolist() if entry >= 0]
+    assert len(entries) == TokenFormat(sum(EVERY, ())).channels // 2
+    assert table[rank // 2] == -1 and table[-(-rank // 32) * 16] >= 0  # a plane of the latent holds no shared key
+    channel = 0
+    for first, count, position, bits in TokenFormat(sum(EVERY, ())).fields():
+        for byte in range(first, first + count, 2):
+            assert entries[channel // 2] == byte // 2 * 256 + (2**bits - 1) * 2**position
+            channel += 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])

@@ -28,13 +28,11 @@ ROWS: dict[str, tuple[tuple[Runs, Runs], ...]] = {
     ),
     "else": (
         ((((4, 4), 256),), (((4, 4), 64),)),
-        (
-            (((5, 3), 32), ((4, 4), 80), ((3, 3, 2), 64), ((2, 2, 2, 2), 48)),
-            (((5, 3), 32), ((4, 4), 80), ((3, 3, 2), 48)),
-        ),
+        ((((4, 4), 256), ((3, 3, 2), 128)), (((4, 4), 128),)),
     ),
 }
-"""Runs of the latent and of the shared key by shape. SmolLM2's are of its size at a quarter, those of 8B an example."""
+"""Runs of the latent and of the shared key by shape: SmolLM2's are of its size at a quarter, those of 8B of its size at
+7.8% and 12.5%."""
 
 
 def fields_of(runs: Runs) -> list[tuple[int, int, int, int]]:

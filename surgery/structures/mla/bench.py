@@ -11,6 +11,7 @@ from surgery.architectures.spec import MLASpec
 from surgery.families import head_shape
 from surgery.model import SurgeryConfig
 from surgery.model.latent_entry import LatentEntry
+from surgery.model.quantized_latent_entry import QuantizedLatentEntry
 
 
 def stock_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
@@ -41,6 +42,16 @@ def own_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedCon
     """Return the same config for the custom model class."""
     frequencies = tuple(_frequencies(rope_dim).tolist())
     entry = LatentEntry(kv_lora_rank=rank, rope_inv_freq=frequencies, key_norm_eps=None)
+    return SurgeryConfig.from_base(config, [entry.to_entry() for _ in range(config.num_hidden_layers)])
+
+
+def mla_in_bits(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
+    """Return the config of packed rows: 4 bits a channel, all tokens but the first four."""
+    frequencies = tuple(_frequencies(rope_dim).tolist())
+    runs = {"latent_runs": (("4+4", rank // 2),), "rope_runs": (("4+4", rope_dim // 2),)}
+    entry = QuantizedLatentEntry(
+        kv_lora_rank=rank, rope_inv_freq=frequencies, key_norm_eps=None, first_tokens=4, **runs
+    )
     return SurgeryConfig.from_base(config, [entry.to_entry() for _ in range(config.num_hidden_layers)])
 
 

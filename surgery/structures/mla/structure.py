@@ -111,8 +111,8 @@ class MLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
-        """Return configs in the stock class and in the custom model class."""
-        return {"": bench.stock_mla, "-own": bench.own_mla}
+        """Return configs in the stock class, in the custom model class, and of packed rows."""
+        return {"": bench.stock_mla, "-own": bench.own_mla, "-bits": bench.mla_in_bits}
 
     def forecast(self) -> Forecast:
         """Forecast the split that caches most; the frequencies that keep RoPE may be open until one is chosen."""
