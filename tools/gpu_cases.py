@@ -55,7 +55,7 @@ def test_candidates(group, part, memory):
     """Every other candidate of the tuning step, for the batch that it takes."""
     case = next((each for each in GROUPS[group] if each.batch == 32), GROUPS[group][0])
     inputs = case.inputs(torch.device("cpu"), 0)
-    for candidate in candidates(case.operation, splits=False)[0][part::PARTS]:
+    for candidate in candidates(splits=False)[0][part::PARTS]:
         with suppress(Exception), trying(candidate):  # some need more shared memory than there is
             case.run(inputs)
 

@@ -24,7 +24,7 @@ FORMS = "mla,gqa,lowrank"
 """Forms in which models are decoded, next to their own, with kernels and without."""
 ROW_FORMS = "mla-bits"
 """Forms that are decoded with kernels alone: without, all rows are unpacked at every step."""
-TUNED = "mla_decode_packed,mla_decode"
+TUNED = "mla_decode,lowrank_decode"
 H100 = (90, 132)
 """Compute capability and multiprocessors that kernels are compiled for where no device has said its own."""
 CASES = str(ROOT / "tools" / "gpu_cases.py")

@@ -16,21 +16,14 @@ from typing import Any
 from surgery.kernels import tuned
 from surgery.kernels.tuned import Candidate
 
-Grid = dict[str, tuple[int, ...]]
-GRID: Grid = {"block_tokens": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
-GRIDS: dict[str, Grid] = {
-    # Its loads are gathers, which are not pipelined.
-    "mla_decode_packed": {"block_tokens": (32, 64), "warps": (4, 8), "chunk": (32, 64), "block_rows": (16, 32)},
-}
-"""Grids of operations with other parameters than most."""
+GRID: dict[str, tuple[int, ...]] = {"block_tokens": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
 SPLITS = (1, 4, 8, 16, 32, 64)
 """Tried with the best of the grid, for operations that split the tokens of a row."""
 
 
-def candidates(operation: str, *, splits: bool) -> tuple[list[Candidate], list[Candidate]]:
-    """The operation's grid; and what is tried on top of its best."""
-    axes = GRIDS.get(operation, GRID)
-    grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+def candidates(*, splits: bool) -> tuple[list[Candidate], list[Candidate]]:
+    """The grid; and what is tried on top of its best."""
+    grid = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
     return [{}, *grid], [{"splits": count} for count in SPLITS] if splits else []
 
 
@@ -55,7 +48,7 @@ def tune(
         configuration.
     """
     key, best, least, trials = None, {}, float("inf"), []
-    first, then = candidates(operation, splits=splits)
+    first, then = candidates(splits=splits)
     for stage in (first, then):
         base = dict(best)
         for candidate in ({**base, **more} for more in stage):

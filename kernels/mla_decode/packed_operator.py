@@ -103,16 +103,11 @@ def _check(call: SimpleNamespace) -> None:
 
 
 def _unsupported(call: SimpleNamespace) -> str | None:
-    from surgery.kernels.mla_decode import packed_kernel
-
     if any(first % 2 or count % 2 for first, count, _, _ in grouped(call.fields)):
         return "a run of packed rows begins or ends within a lane"
-    if call.exact is not None and call.exact.shape[1] > packed_kernel.FIRST_BLOCK:
-        return f"{call.exact.shape[1]} first tokens, at most {packed_kernel.FIRST_BLOCK}"
-    reason = unsupported(call)
-    if reason or call.query.device.type != "cuda":
-        return reason
-    return packed_kernel.unsupported(call.query.dtype)
+    if call.pages is not None and call.lengths is None:
+        return "pages without lengths"
+    return unsupported(call)
 
 
 _mla_decode_packed = Operation(

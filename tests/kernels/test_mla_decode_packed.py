@@ -27,6 +27,10 @@ EVERY = tuple((name, 2) for name in PATTERNS), tuple((name, 2) for name in PATTE
 TWO_TILES = (("4+4", 24), ("3+3+2", 16)), (("5+3", 4),)
 
 
+LSE_UNITS = {torch.float32: 6, torch.float16: 2**12, torch.bfloat16: 2**15}
+"""Roundings of fp32, as large as those of the keys."""
+
+
 def flat(runs):
     """`fields` and rank of runs, as the operator takes them."""
     return tuple(chain.from_iterable(TokenFormat(sum(runs, ())).fields())), TokenFormat(runs[0]).channels
@@ -91,7 +95,7 @@ def check(arguments, **cut):
     """The kernel against the reference in float64."""
     result, expected = run(arguments, **cut), packed_latent_attention(**wide(apart(arguments)))
     assert_close("out", result[0], expected[0], units=6)
-    assert_close("lse", result[1], expected[1], units=2**12 if arguments["query"].dtype == torch.float16 else 6)
+    assert_close("lse", result[1], expected[1], units=LSE_UNITS[arguments["query"].dtype])
     return result
 
 
