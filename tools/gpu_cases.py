@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from contextlib import suppress
 
 import pytest
 import torch
-from gpu_steps import TUNED
 
 from surgery.kernels.bench.registry import OPERATIONS, cases
 from surgery.kernels.bench.sizes import numbers
-from surgery.kernels.bench.tuning import candidates
-from surgery.kernels.tuned import trying
 
 SHAPES, CONTEXTS, BATCHES, MODEL, FORMS = os.environ["SURGERY_CASES"].split()
 OPERATION_NAMES = [name for name in os.environ.get("SURGERY_OPERATIONS", ",".join(OPERATIONS)).split(",") if name]
-PARTS = 6
-"""Tests that share the candidates of a shape: as many processes compile them."""
 GROUPS = defaultdict(list)
 for _case in cases(OPERATION_NAMES, SHAPES.split(","), numbers(CONTEXTS), numbers(BATCHES), [torch.bfloat16]):
     GROUPS[f"{_case.operation} {_case.model} {_case.variant}"].append(_case)
@@ -46,18 +40,6 @@ def test_kernel(group, memory):
     """All batches and contexts of one variant, which share most of their programs."""
     for case in GROUPS[group]:
         case.run(case.inputs(torch.device("cpu"), 0))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("group", [name for name in GROUPS if name.split()[0] in TUNED.split(",")])
-@pytest.mark.parametrize("part", range(PARTS))
-def test_candidates(group, part, memory):
-    """Every other candidate of the tuning step, for the batch that it takes."""
-    case = next((each for each in GROUPS[group] if each.batch == 32), GROUPS[group][0])
-    inputs = case.inputs(torch.device("cpu"), 0)
-    for candidate in candidates(splits=False)[0][part::PARTS]:
-        with suppress(Exception), trying(candidate):  # some need more shared memory than there is
-            case.run(inputs)
 
 
 @pytest.mark.gpu

@@ -102,12 +102,22 @@ def kernels(report: dict[str, Any]) -> str:
             f"{row['context']:,}",
             f"{row['seconds'] * 1e6:,.1f} µs",
             f"{100 * row['share_of_copy']:.0f}%",
+            f"{row['speedup_over_gqa_decode']:.2f}×" if row.get("speedup_over_gqa_decode") else "-",
             _best_library(row),
         )
         for row in rows
         if "seconds" in row
     ]
-    heads = ("operation", "shape", "batch", "context", "time", "share of a copy", "fastest other")
+    heads = (
+        "operation",
+        "shape",
+        "batch",
+        "context",
+        "time",
+        "share of a copy",
+        "speed over the source's",
+        "fastest other",
+    )
     wrong = sum(not row["gate"]["passed"] for row in rows if "gate" in row)
     return f"{_where(report)} {wrong} of {len(rows)} cases were wrong.\n\n{_table(heads, table)}\n{_tests(report)}"
 
@@ -139,16 +149,25 @@ def decoding(report: dict[str, Any]) -> str:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """One sentence for the README: the best decoding of a converted model over its source."""
+    """Sentences for the README: attention of MLA over the source's, and the best decoding of a converted model."""
+    where = f"{report['device']['name']}, {report['created'][:10]}"
+    sentences = []
+    steps = [row for row in _rows(report, "kernels") if row.get("speedup_over_gqa_decode")]
+    if mla := next((row for row in steps if row["operation"] == "mla_decode"), None):
+        sentences.append(
+            f"attention of {mla['model']} as MLA {mla['variant']} takes {mla['seconds'] * 1e6:,.0f} µs a layer at "
+            f"batch {mla['batch']} and {mla['context']:,} tokens, {mla['speedup_over_gqa_decode']:.2f} times as fast "
+            "as the source's ([kernels](docs/kernels.md#on-a-gpu))"
+        )
     rows = [row for row in _rows(report, "decode") if row.get("times_source") and row["kind"] != "source"]
-    if not rows:
-        return f"{_where(report)}\n"
-    best = max(rows, key=lambda row: row["times_source"])
-    return (
-        f"{report['device']['name']}, {report['created'][:10]}: {best['model']} as {best['kind']} decodes "
-        f"{best['tokens_per_second']:,.0f} tokens/s at batch {best['batch']} and {best['context']:,} tokens, "
-        f"{best['times_source']:.2f} times the source ([all figures](docs/benchmarks.md#on-a-gpu)).\n"
-    )
+    if rows:
+        best = max(rows, key=lambda row: row["times_source"])
+        sentences.append(
+            f"a whole step of {best['model']} as {best['kind']} at batch {best['batch']} and {best['context']:,} "
+            f"tokens runs at {best['times_source']:.2f} times the source's speed "
+            "([models](docs/benchmarks.md#on-a-gpu))"
+        )
+    return f"{where}: {'; '.join(sentences)}.\n" if sentences else f"{_where(report)}\n"
 
 
 PARTS: dict[str, Callable[[dict[str, Any]], str]] = {"kernels": kernels, "decoding": decoding, "summary": summary}

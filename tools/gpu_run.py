@@ -258,13 +258,13 @@ def _environment(work: Path, device: str) -> dict[str, str]:
 
 
 def commit(work: Path | None = None) -> str | None:
-    """The checkout's commit; on a machine without its history the one that was packed."""
+    """The commit that was packed; without a pack the checkout's."""
+    with suppress(OSError, TypeError):
+        if packed := json.loads((work / MANIFEST).read_text(encoding="utf-8")).get("commit"):
+            return packed
     with suppress(OSError):
         process = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        if process.stdout.strip():
-            return process.stdout.strip()
-    with suppress(OSError, TypeError):
-        return json.loads((work / MANIFEST).read_text(encoding="utf-8")).get("commit")
+        return process.stdout.strip() or None
     return None
 
 

@@ -24,7 +24,6 @@ FORMS = "mla,gqa,lowrank"
 """Forms in which models are decoded, next to their own, with kernels and without."""
 ROW_FORMS = "mla-bits"
 """Forms that are decoded with kernels alone: without, all rows are unpacked at every step."""
-TUNED = "mla_decode,lowrank_decode"
 H100 = (90, 132)
 """Compute capability and multiprocessors that kernels are compiled for where no device has said its own."""
 CASES = str(ROOT / "tools" / "gpu_cases.py")
@@ -146,7 +145,7 @@ def _kernels(setup: Setup, seconds: float) -> list[str]:
 def _tuning(setup: Setup, seconds: float) -> list[str]:
     if setup.tiny:  # configurations are chosen by speed: without a GPU the cases are checked alone
         return _bench(setup, "kernels", seconds, "--operations", "gqa_decode", "--batches", "1", folder="tuning")
-    what = ["--operations", TUNED, "--shapes", _kernel_shapes(setup), "--batches", "32", "--no-baselines", "--tune"]
+    what = ["--operations", "mla_decode,lowrank_decode", "--batches", "16", "--no-baselines", "--tune"]
     return _bench(setup, "kernels", seconds, *what, "--tuned", str(setup.work / "tuned"), folder="tuning")
 
 
@@ -202,7 +201,8 @@ def _heal(setup: Setup, seconds: float) -> list[str]:
         if setup.tiny
         else ["--config", str(ROOT / "tools" / "gpu_heal.yaml")]
     )
-    out = ["--no-measure", "--overwrite", "--out", str(setup.work / "healed"), "--json", "--device", setup.device]
+    device = "cpu" if setup.device == "cpu" else "auto"
+    out = ["--no-measure", "--overwrite", "--out", str(setup.work / "healed"), "--json", "--device", device]
     student = [str(setup.work / "model-mla"), "--teacher", str(setup.model)]
     return ["-m", "surgery", "heal", *student, *data, *batch, *limit, *held_out, *out]
 
@@ -224,10 +224,6 @@ def _rows_of_tests(setup: Setup) -> dict[str, str]:
     return {"SURGERY_TESTS": str(setup.work / "tests.jsonl")}
 
 
-def _tuned(setup: Setup) -> dict[str, str]:
-    return {"SURGERY_TUNED": str(setup.work / "tuned")}
-
-
 def _threads(setup: Setup) -> dict[str, str]:
     return {"TOKENIZERS_PARALLELISM": "true"}
 
@@ -236,15 +232,15 @@ STEPS = (
     Step("facts", 40, _facts, ("facts.jsonl",)),
     Step("compile", 60, _compile, ("compile.jsonl",), environment=_compiled),
     Step("tests", 80, _tests, ("tests.jsonl",), environment=_rows_of_tests),
-    Step("tuning", 80, _tuning, ("tuning/kernels.json",)),
-    Step("kernels", 110, _kernels, ("kernels/kernels.json",), environment=_tuned),
-    Step("decode-rows", 45, _decode_rows, ("decode-rows/decode.json",), environment=_tuned),
-    Step("decode", 100, _decode, ("decode/decode.json",), environment=_tuned),
+    Step("kernels", 110, _kernels, ("kernels/kernels.json",)),
+    Step("decode-rows", 45, _decode_rows, ("decode-rows/decode.json",)),
+    Step("decode", 100, _decode, ("decode/decode.json",)),
     Step("convert-shape", 60, _shape, ("shape.jsonl",)),
-    Step("convert-mla", 110, _convert("mla", *QUARTER, "--bits", "auto"), ("model-mla/surgery_report.json",), True),
-    Step("decode-model", 45, _decode_model, ("decode-model/decode.json",), True, environment=_tuned),
+    Step("convert-mla", 240, _convert("mla", *QUARTER, "--bits", "auto"), ("model-mla/surgery_report.json",), True),
+    Step("decode-model", 45, _decode_model, ("decode-model/decode.json",), True),
     Step("heal", 130, _heal, HEALED, True, environment=_threads),
     Step("convert-lowrank", 60, _convert("lowrank", *QUARTER), ("model-lowrank/surgery_report.json",), True),
+    Step("tuning", 80, _tuning, ("tuning/kernels.json",)),
 )
 
 

@@ -87,12 +87,14 @@ def make_hollow(folder: Path, config: dict) -> None:
 def make_random(folder: Path, config: dict) -> None:
     """Write a checkpoint of random bf16 weights, tensor by tensor, with the demo model's tokenizer."""
     plan = {name: TensorSpec(torch.bfloat16, shape) for name, shape in weight_shapes(config)}
-    generator = torch.Generator().manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # 52 s of 2.8 GiB on the CPU of a machine with an H100
+    generator = torch.Generator(device).manual_seed(0)
     with CheckpointWriter(folder, plan) as writer:
         with Progress().phase("random weights", sum(spec.nbytes for spec in plan.values()), "B") as advance:
             for name, spec in plan.items():
-                weight = torch.ones(spec.shape, dtype=spec.dtype)
-                writer.write(name, weight if "norm" in name else weight.normal_(0, 0.02, generator=generator))
+                weight = torch.ones(spec.shape, dtype=spec.dtype, device=device)
+                weight = weight if "norm" in name else weight.normal_(0, 0.02, generator=generator)
+                writer.write(name, weight.cpu())
                 advance(spec.nbytes)
         writer.write_json("config.json", config)
         for file in TOKENIZER:

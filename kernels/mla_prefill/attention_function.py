@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from surgery.kernels.backend import refusal
-from surgery.kernels.checks import too_wide
-from surgery.kernels.mla_prefill.operator import mla_prefill
+from surgery.kernels.mla_prefill.operator import mla_prefill, unfit
 from surgery.kernels.mla_prefill.reference import document_bounds, visible_positions
 
 
@@ -68,8 +67,8 @@ def prefill_attention_function(
     if attention_mask is not None and attention_mask.ndim == 2:
         masks |= _padding(attention_mask)
     spelled = attention_mask is not None and attention_mask.ndim == 4
-    unfit = refusal(query, key, value) or too_wide(query, value)
-    if not (spelled or unfit or dropout or not causal):
+    refused = refusal(query, key, value) or unfit(query, value)
+    if not (spelled or refused or dropout or not causal):
         return mla_prefill(query, key, value, scaling, documents=documents, **masks)[0], None
     mask = attention_mask if spelled else _mask(query, key, documents, masks)
     if spelled and documents is not None:
