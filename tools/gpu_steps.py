@@ -201,8 +201,7 @@ def _heal(setup: Setup, seconds: float) -> list[str]:
         if setup.tiny
         else ["--config", str(ROOT / "tools" / "gpu_heal.yaml")]
     )
-    device = "cpu" if setup.device == "cpu" else "auto"
-    out = ["--no-measure", "--overwrite", "--out", str(setup.work / "healed"), "--json", "--device", device]
+    out = ["--no-measure", "--overwrite", "--out", str(setup.work / "healed"), "--json", "--device", setup.device]
     student = [str(setup.work / "model-mla"), "--teacher", str(setup.model)]
     return ["-m", "surgery", "heal", *student, *data, *batch, *limit, *held_out, *out]
 
@@ -224,10 +223,6 @@ def _rows_of_tests(setup: Setup) -> dict[str, str]:
     return {"SURGERY_TESTS": str(setup.work / "tests.jsonl")}
 
 
-def _threads(setup: Setup) -> dict[str, str]:
-    return {"TOKENIZERS_PARALLELISM": "true"}
-
-
 STEPS = (
     Step("facts", 40, _facts, ("facts.jsonl",)),
     Step("compile", 60, _compile, ("compile.jsonl",), environment=_compiled),
@@ -238,7 +233,7 @@ STEPS = (
     Step("convert-shape", 60, _shape, ("shape.jsonl",)),
     Step("convert-mla", 240, _convert("mla", *QUARTER, "--bits", "auto"), ("model-mla/surgery_report.json",), True),
     Step("decode-model", 45, _decode_model, ("decode-model/decode.json",), True),
-    Step("heal", 130, _heal, HEALED, True, environment=_threads),
+    Step("heal", 130, _heal, HEALED, True),
     Step("convert-lowrank", 60, _convert("lowrank", *QUARTER), ("model-lowrank/surgery_report.json",), True),
     Step("tuning", 80, _tuning, ("tuning/kernels.json",)),
 )

@@ -27,6 +27,8 @@ def open_accelerator(settings: HealSettings) -> Accelerator:
     Raises:
         SurgeryError: the device or the launcher's configuration cannot do what is asked.
     """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise SurgeryError("--device cuda: there is no CUDA GPU here; leave it out, or give cpu", setting="device")
     dtype = settings.dtype
     if dtype == "auto":
         can = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()

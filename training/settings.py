@@ -167,7 +167,9 @@ class HealSettings(FileSettings):
         more="Weights that train are fp32 in any case.",
         synonyms=SHORT_DTYPES,
     )
-    device: Literal["auto", "cpu"] = setting("auto", "Where it trains; auto is what accelerate finds.", advanced=True)
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "Where it trains; auto is what accelerate finds.", advanced=True
+    )
     gradient_checkpointing: bool = setting(
         False, "Keep only each layer's input for the backward pass and compute the rest again.", advanced=True
     )

@@ -326,6 +326,10 @@ def test_refusals_before_anything_is_done(settings, tmp_path, student, teacher):
         heal_here(values)
     with pytest.raises(SurgeryError, match="fp16 needs an accelerator"):
         heal_here({**values, "dtype": "fp16"})
+    if not torch.cuda.is_available():
+        with pytest.raises(SurgeryError) as error:
+            heal_here({**values, "device": "cuda"})
+        assert error.value.setting == "device"
     with pytest.raises(SurgeryError, match="shard_teacher needs FSDP2"):
         heal_here(settings(name="sharded", shard_teacher=True))
     assert not (tmp_path / "sharded").exists()
