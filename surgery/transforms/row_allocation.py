@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,66 +65,82 @@ class Section:
     least: int = 0
 
 
+FIELDS = np.array([[fields.count(width) for fields in PATTERNS.values()] for width in WIDTHS])
+"""Fields of each width in a byte of each pattern."""
+MOVES = np.array(
+    [
+        [sign * size * ((place == target) - (place == source)) for place in range(len(PATTERNS))]
+        for size in (4, 1)
+        for source in range(len(PATTERNS))
+        for target in range(-1, len(PATTERNS))
+        for sign in (1, -1)
+    ]
+)
+"""Granules that go from one pattern to another, or from and to nowhere, in the order in which they are tried."""
+
+
 class _Search:
     """Finds the runs of least cost of one section, at any price."""
 
     def __init__(self, section: Section, granule: int):
-        self._sums = [0.0, *section.energies.double().cumsum(0).tolist()]
+        self._sums = np.array([0.0, *section.energies.double().cumsum(0).tolist()])
         self._units = granule // section.unit  # of a field of one granule
         self._granule = granule
         self.least = section.least
-        self.counts = [0] * len(PATTERNS)
+        self.counts = np.zeros(len(PATTERNS), dtype=np.int64)
         self.counts[list(PATTERNS).index("2+2+2+2")] = section.least
 
-    def cost(self, counts: Sequence[int]) -> float:
-        """Return Σ λ D of the section with so many granules of each pattern."""
-        total, start = self._sums[-1], 0
-        for width, units in self._units_of_widths(counts):
-            end = min(start + units, len(self._sums) - 1)
-            total -= (1 - noise(width)) * (self._sums[end] - self._sums[start])
-            start = end
+    def costs(self, counts: np.ndarray) -> np.ndarray:
+        """Return Σ λ D of the section with so many granules of each pattern, [..., patterns] → [...]."""
+        ends = np.minimum((counts @ FIELDS.T * self._units).cumsum(-1), len(self._sums) - 1)
+        total, before = self._sums[-1], 0.0
+        for place, width in enumerate(WIDTHS):
+            reached = self._sums[ends[..., place]]
+            total = total - (1 - noise(width)) * (reached - before)
+            before = reached
         return total
-
-    def _units_of_widths(self, counts: Sequence[int]) -> list[tuple[int, int]]:
-        units = dict.fromkeys(WIDTHS, 0)
-        for fields, count in zip(PATTERNS.values(), counts, strict=True):
-            for bits in fields:
-                units[bits] += count * self._units
-        return list(units.items())
 
     def settle(self, price: float) -> int:
         """Move to runs of least cost at a price of a byte; return their bytes."""
-        best = self.cost(self.counts) + price * self.bytes
-        moves = [(i, j, size) for size in (4, 1) for i in range(len(self.counts)) for j in range(-1, len(self.counts))]
-        moved = True
-        while moved:
-            moved = False
-            for source, target, size in moves:
-                for sign in (1, -1):
-                    counts = list(self.counts)
-                    counts[source] -= sign * size
-                    if target >= 0:
-                        counts[target] += sign * size
-                    if min(counts) < 0 or sum(counts) < self.least:
-                        continue
-                    cost = self.cost(counts) + price * sum(counts) * self._granule
-                    if cost < best * (1 - 1e-12):
-                        best, self.counts, moved = cost, counts, True
-        return self.bytes
+        best = float(self.costs(self.counts)) + price * self.bytes
+        begin = 0  # the next move to try
+        while True:
+            counts = self.counts + MOVES
+            costs = self.costs(np.maximum(counts, 0)) + price * (counts.sum(-1) * self._granule)
+            better = self._possible(counts) & (costs < best * (1 - 1e-12))
+            place = next(iter(np.flatnonzero(better[begin:])), None)
+            if place is None and begin:
+                place, begin = next(iter(np.flatnonzero(better)), None), 0
+            if place is None:
+                return self.bytes
+            place += begin
+            best, self.counts, begin = float(costs[place]), counts[place], (place + 1) % len(MOVES)
+
+    def changes(self, sign: int) -> tuple[float, np.ndarray]:
+        """Return what the cheapest step of one granule costs, and the counts after it; infinity if there is none."""
+        counts = self.counts + sign * np.eye(len(PATTERNS), dtype=np.int64)
+        costs = self.costs(np.maximum(counts, 0)) - self.costs(self.counts)
+        costs = np.where(self._possible(counts), costs, np.inf)
+        place = int(costs.argmin())
+        return float(costs[place]), counts[place]
+
+    def _possible(self, counts: np.ndarray) -> np.ndarray:
+        return (counts.min(-1) >= 0) & (counts.sum(-1) >= self.least)
 
     @property
     def bytes(self) -> int:
-        return sum(self.counts) * self._granule
+        return int(self.counts.sum()) * self._granule
 
     def runs(self) -> Runs:
         """Return the runs of the present counts."""
-        return tuple((name, count * self._granule) for name, count in zip(PATTERNS, self.counts, strict=True) if count)
+        counts = self.counts.tolist()
+        return tuple((name, count * self._granule) for name, count in zip(PATTERNS, counts, strict=True) if count)
 
 
 def row_cost(section: Section, runs: Runs) -> float:
     """Energy that a section still loses in these runs: Σ λ D."""
     search, counts = _Search(section, 2), dict(runs)  # every run has an even number of bytes
-    return search.cost([counts.get(name, 0) // 2 for name in PATTERNS])
+    return float(search.costs(np.array([counts.get(name, 0) // 2 for name in PATTERNS])))
 
 
 def allocate_rows(sections: Sequence[Section], budget: int, *, granule: int = GRANULE) -> list[Runs]:
@@ -152,33 +169,25 @@ def allocate_rows(sections: Sequence[Section], budget: int, *, granule: int = GR
 
 def _save(searches: list[_Search], excess: int, granule: int) -> None:
     """Take back what the last price spent beyond the budget, granule by granule, where it costs least."""
+    changes = [search.changes(-1) for search in searches]
     while excess > 0:
-        _, search, counts = min(_changes(searches, -1), key=lambda change: change[0])
-        search.counts = counts
+        _step(searches, changes, -1)
         excess -= granule
 
 
 def _spend(searches: list[_Search], rest: int, granule: int) -> None:
     """Spend what the last price leaves, granule by granule, where it gains most."""
-    while rest >= granule:
-        cost, search, counts = min(_changes(searches, 1), key=lambda change: change[0])
-        if cost >= 0:
-            return
-        search.counts = counts
+    changes = [search.changes(1) for search in searches]
+    while rest >= granule and min(cost for cost, _ in changes) < 0:
+        _step(searches, changes, 1)
         rest -= granule
 
 
-def _changes(searches: list[_Search], sign: int) -> list[tuple[float, _Search, list[int]]]:
-    """Return every step of one granule: its cost, and the counts of the section that it changes."""
-    changes = []
-    for search in searches:
-        now = search.cost(search.counts)
-        for pattern in range(len(PATTERNS)):
-            counts = list(search.counts)
-            counts[pattern] += sign
-            if counts[pattern] >= 0 and sum(counts) >= search.least:
-                changes.append((search.cost(counts) - now, search, counts))
-    return changes
+def _step(searches: list[_Search], changes: list[tuple[float, np.ndarray]], sign: int) -> None:
+    """Make the cheapest change, and find that section's next."""
+    place = min(range(len(changes)), key=lambda each: changes[each][0])
+    searches[place].counts = changes[place][1]
+    changes[place] = searches[place].changes(sign)
 
 
 def unit_order(runs: Runs, unit: int = 1) -> list[int]:
