@@ -162,8 +162,9 @@ def summary(report: dict[str, Any]) -> str:
     rows = [row for row in _rows(report, "decode") if row.get("times_source") and row["kind"] != "source"]
     if rows:
         best = max(rows, key=lambda row: row["times_source"])
+        how = "with these kernels" if best["accelerated"] else "in transformers' own code"
         sentences.append(
-            f"a whole step of {best['model']} as {best['kind']} at batch {best['batch']} and {best['context']:,} "
+            f"a whole step of {best['model']} as {best['kind']} {how} at batch {best['batch']} and {best['context']:,} "
             f"tokens runs at {best['times_source']:.2f} times the source's speed "
             "([models](docs/benchmarks.md#on-a-gpu))"
         )
