@@ -45,13 +45,13 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
     page = 0 if pages is None else rows.shape[1]
     text = rows if pages is None else pages
     # A plan of these launches serves all texts whose size has as many bits.
-    most = (1 << int(text.shape[1]).bit_length()) * max(page, 1)
-    latent = query.new_empty(batch, most, rank)
-    rope_key = query.new_empty(batch, most, 2 * pairs)
-    key_gain = query.new_empty(batch, most, gains, dtype=torch.float32) if gains else None
+    room = (1 << int(text.shape[1]).bit_length()) * max(page, 1)
+    latent = query.new_empty(batch, room, rank)
+    rope_key = query.new_empty(batch, room, 2 * pairs)
+    key_gain = query.new_empty(batch, room, gains, dtype=torch.float32) if gains else None
     unpack = Launch.of(
         unpack_rows_kernel,
-        (triton.cdiv(most, BLOCK_TOKENS), batch),
+        (triton.cdiv(room, BLOCK_TOKENS), batch),
         Config(warps=4, stages=1),
         vars(args),
         latent=latent,
@@ -60,7 +60,7 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
         entries=slot_table(args.fields, rank, CHUNK, query.device),
         begin_rows=0 if args.begins is None else size(args.begins, 1),
         capacity=size(text, 1),
-        most=most,
+        room=room,
         first_tokens=0 if exact is None else exact.shape[1],
         new_tokens=tokens,
         gain_lane=lanes,
@@ -83,16 +83,16 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
         out=out, lse=lse, config=config,
     )  # fmt: skip
     if pages is None:
-        # The memory has more room than there are tokens.
+        # The memory holds more tokens than there are.
         read[0] = replace(read[0], arguments=read[0].arguments | {"capacity": size(rows, 1)})
     return [unpack, *read]
 
 
 # These grow with a text: not worth a compilation each.
-@triton.jit(do_not_specialize=["capacity", "begin_rows", "most", "pages_row"])
+@triton.jit(do_not_specialize=["capacity", "begin_rows", "room", "pages_row"])
 def unpack_rows_kernel(
     rows, step, mean, entries, within, begins, exact, latent, rope_key, key_gain, lengths, starts, exact_starts, pages,
-    capacity, begin_rows, most, first_tokens, new_tokens, gain_lane, window, rows_row, rows_token, exact_row,
+    capacity, begin_rows, room, first_tokens, new_tokens, gain_lane, window, rows_row, rows_token, exact_row,
     exact_token, pages_row,
     RANK: tl.constexpr, PAIRS: tl.constexpr, GAINS: tl.constexpr, GAIN_BLOCK: tl.constexpr, PLANES: tl.constexpr,
     ROPE_PLANES: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr,
@@ -121,7 +121,7 @@ def unpack_rows_kernel(
         nth = token - first_place
         is_first = mask & (nth >= 0) & (nth < first_tokens)
         has_first = (start < first_place + first_tokens) & (start + BLOCK_TOKENS > first_place)
-        to = batch * most + token.to(tl.int64)
+        to = batch * room + token.to(tl.int64)
 
         for i in range(PLANES):
             slot = i * CHUNK + tl.arange(0, CHUNK)
