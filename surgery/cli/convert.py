@@ -120,7 +120,7 @@ def convert(
 
         surgery convert --to lowrank ckpt/ --bits auto --kv-ratio 0.125
 
-        surgery convert --to quantized ckpt/ --kv-ratio 0.1875
+        surgery convert --to quantized ckpt/ --kv-ratio 0.25
 
         surgery convert ckpt/ --plan plan.yaml
     """

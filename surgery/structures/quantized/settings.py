@@ -24,7 +24,7 @@ class QuantizedSettings(RowSettings):
         more="auto gives each value the bits that it is worth, within the ratio of bytes; a number gives all the same.",
         section="Bits",
     )
-    kv_ratio: float | None = setting(None, unset="0.1875 with bits auto", section="Budget")
+    kv_ratio: float | None = setting(None, unset="0.25 with bits auto", section="Budget")
     sinks: int | None = setting(None, unset="4", least=0, section="Bits")
     keep_layers: str = keep_layers()
 

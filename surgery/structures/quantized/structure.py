@@ -29,7 +29,6 @@ class Quantized(QuantizedRows):
     """Keys and values of every head in a basis of their own, quantized."""
 
     name, method = "quantized", "heads"
-    usual_ratio = 0.1875  # three bits a value; tried on the demo model alone
     options = (TargetOption(place=2),)
 
     def __init__(self, opened: Source, settings: QuantizedSettings, progress: Progress):
