@@ -43,22 +43,17 @@ class Extent(int):
     Attributes:
         tensor, dim: the tensor and its dimension.
         is_stride: whether it is the stride of the dimension, not its size.
-        divisor: what the stride or size is divided by.
     """
 
     tensor: Tensor
     dim: int
     is_stride: bool
-    divisor: int
 
-    def __new__(cls, tensor: Tensor, dim: int, *, is_stride: bool, divisor: int = 1) -> Extent:
+    def __new__(cls, tensor: Tensor, dim: int, *, is_stride: bool) -> Extent:
         value = tensor.stride(dim) if is_stride else tensor.shape[dim]
-        extent = super().__new__(cls, value // divisor)
-        extent.tensor, extent.dim, extent.is_stride, extent.divisor = tensor, dim, is_stride, divisor
+        extent = super().__new__(cls, value)
+        extent.tensor, extent.dim, extent.is_stride = tensor, dim, is_stride
         return extent
-
-    def __floordiv__(self, divisor: int) -> Extent:
-        return Extent(self.tensor, self.dim, is_stride=self.is_stride, divisor=self.divisor * divisor)
 
 
 @dataclass(frozen=True)

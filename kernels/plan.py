@@ -173,7 +173,6 @@ class Plan:
         # One number, expanded: its like takes less time to allocate than a shape and a dtype.
         self._memory = [torch.empty(1, dtype=like.dtype, device=self._device).expand(like.shape) for like in memory]
         self._constants: list[Any] = []
-        self._quotients: list[tuple[int, int, int]] = []
         positions: dict[Any, int] = {id(value): at for at, value in enumerate(values) if isinstance(value, Tensor)}
         positions |= {extent: len(values) + at for at, extent in enumerate(extents)}
         positions |= {id(tensor): first + at for at, tensor in enumerate(memory)}
@@ -184,13 +183,10 @@ class Plan:
             source = positions.get((id(value.tensor), value.dim, value.is_stride) if is_extent else id(value))
             if name in free:
                 return free[name]
-            if source is not None and not (is_extent and value.divisor > 1):
+            if source is not None:
                 return source
             self._constants.append(int(value) if is_extent else value)
-            at = first + len(memory) + len(self._constants) - 1
-            if source is not None:
-                self._quotients.append((at, source, value.divisor))
-            return at
+            return first + len(memory) + len(self._constants) - 1
 
         self.steps: list[tuple[Callable[[list[Any]], tuple[Any, ...]], _Starter]] = []
         for launch in launches:
@@ -205,8 +201,6 @@ class Plan:
             with torch.cuda.device(self._device):
                 return self(values, extents)
         flat = [*values, *extents, *map(torch.empty_like, self._memory), *self._constants]
-        for at, source, divisor in self._quotients:
-            flat[at] = flat[source] // divisor
         for pick, starter in self.steps:
             starter.start(*pick(flat))
         return flat[self._out] if self._is_single else (flat[self._out], flat[self._out + 1])

@@ -24,6 +24,7 @@ FORMS = "mla,gqa,lowrank"
 """Forms in which models are decoded, next to their own, with kernels and without."""
 ROW_FORMS = "mla-bits"
 """Forms that are decoded with kernels alone: without, all rows are unpacked at every step."""
+ROW_SIZES = ("--kernels", "ours", "--rank", "512", "--rope-dim", "128")
 H100 = (90, 132)
 """Compute capability and multiprocessors that kernels are compiled for where no device has said its own."""
 CASES = str(ROOT / "tools" / "gpu_cases.py")
@@ -149,16 +150,15 @@ def _tuning(setup: Setup, seconds: float) -> list[str]:
     return _bench(setup, "kernels", seconds, *what, "--tuned", str(setup.work / "tuned"), folder="tuning")
 
 
-def _decode(setup: Setup, seconds: float) -> list[str]:
-    sizes = ["--rank", "24", "--rope-dim", "8"] if setup.tiny else []
-    return _bench(setup, "decode", seconds, setup.shape, "--to", FORMS, *sizes, "--batches", setup.batches)
+def _decode(forms: str, folder: str, *options: str) -> Callable[[Setup, float], list[str]]:
+    """Decoding of a shape in some forms; the options are left out of a rehearsal, whose sizes are its own."""
 
+    def arguments(setup: Setup, seconds: float) -> list[str]:
+        sizes = ["--rank", "24", "--rope-dim", "8"] if setup.tiny else options
+        where = ["--to", forms, *sizes, "--batches", setup.batches]
+        return _bench(setup, "decode", seconds, setup.shape, *where, folder=folder)
 
-def _decode_rows(setup: Setup, seconds: float) -> list[str]:
-    sizes = ["--rank", "24", "--rope-dim", "8"] if setup.tiny else ["--rank", "512", "--rope-dim", "128"]
-    kernels = [] if setup.tiny else ["--kernels", "ours"]
-    where = [*sizes, *kernels, "--batches", setup.batches]
-    return _bench(setup, "decode", seconds, setup.shape, "--to", ROW_FORMS, *where, folder="decode-rows")
+    return arguments
 
 
 def _shape(setup: Setup, seconds: float) -> list[str]:
@@ -228,8 +228,8 @@ STEPS = (
     Step("compile", 60, _compile, ("compile.jsonl",), environment=_compiled),
     Step("tests", 80, _tests, ("tests.jsonl",), environment=_rows_of_tests),
     Step("kernels", 110, _kernels, ("kernels/kernels.json",)),
-    Step("decode-rows", 45, _decode_rows, ("decode-rows/decode.json",)),
-    Step("decode", 100, _decode, ("decode/decode.json",)),
+    Step("decode-rows", 45, _decode(ROW_FORMS, "decode-rows", *ROW_SIZES), ("decode-rows/decode.json",)),
+    Step("decode", 100, _decode(FORMS, "decode"), ("decode/decode.json",)),
     Step("convert-shape", 60, _shape, ("shape.jsonl",)),
     Step("convert-mla", 240, _convert("mla", *QUARTER, "--bits", "auto"), ("model-mla/surgery_report.json",), True),
     Step("decode-model", 45, _decode_model, ("decode-model/decode.json",), True),

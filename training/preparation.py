@@ -10,6 +10,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from surgery.common.errors import SurgeryError
 from surgery.running.processes import PATIENCE
+from surgery.running.source import checked_device
 from surgery.training.distillation import Distillation, compile_layers, shard_layers
 from surgery.training.models import set_dtypes
 from surgery.training.settings import NO_TRACKER, HealSettings
@@ -28,7 +29,7 @@ def open_accelerator(settings: HealSettings) -> Accelerator:
         SurgeryError: the device or the launcher's configuration cannot do what is asked.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise SurgeryError("--device cuda: there is no CUDA GPU here; leave it out, or give cpu", setting="device")
+        checked_device("cuda")  # says so; where there is one it would make a context on the first GPU in every process
     dtype = settings.dtype
     if dtype == "auto":
         can = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()

@@ -21,13 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from surgery.kernels.launch import Config, Launch, launches_of, size, strides
+from surgery.kernels.lowrank_decode.kernel import turned
 from surgery.kernels.lowrank_decode.reference import STEP
 from surgery.kernels.mla_decode import kernel as dense
 from surgery.kernels.mla_decode.packed_reference import packed_latent_attention
 from surgery.kernels.mla_decode.row_slots import row_bytes, slot_table
 
 CHUNK, BLOCK_TOKENS = 32, 32
-"""Slots and tokens that a program unpacks at a time; the tokens divide STEP."""
+"""Slots and tokens that a program unpacks at a time."""
 
 
 @launches_of(packed_latent_attention)
@@ -136,9 +137,9 @@ def unpack_rows_kernel(
                 near, far = with_first(
                     near, far, exact, batch, nth, is_first, RANK // 2 + pair, RANK // 2 + PAIRS, exact_row, exact_token
                 )
-            cos, sin = rotations(within, begins, begin_rows, start, pair, PAIRS, STEP, BLOCK_TOKENS)
-            real, imag = near * cos - far * sin, near * sin + far * cos
-            store_pairs(rope_key + to[:, None] * (2 * PAIRS), real, imag, i, mask, 2 * PAIRS, BLOCK_TOKENS, CHUNK)
+            near, far = turned(near, far, within, STEP, token % STEP, pair, pair < PAIRS, PAIRS)
+            near, far = turned(near, far, begins, begin_rows, token // STEP, pair, pair < PAIRS, PAIRS)
+            store_pairs(rope_key + to[:, None] * (2 * PAIRS), near, far, i, mask, 2 * PAIRS, BLOCK_TOKENS, CHUNK)
         if GAINS > 0:
             gain = tl.arange(0, GAIN_BLOCK)
             gain_mask = mask[:, None] & (gain < GAINS)[None, :]
@@ -173,22 +174,6 @@ def with_first(near, far, exact, batch, nth, is_first, slot, slots, exact_row, e
     first_near = tl.load(at, mask=first_mask, other=0.0).to(tl.float32)
     first_far = tl.load(at + 1, mask=first_mask, other=0.0).to(tl.float32)
     return tl.where(is_first[:, None], first_near, near), tl.where(is_first[:, None], first_far, far)
-
-
-@triton.jit
-def rotations(
-    within, begins, begin_rows, start, pair, PAIRS: tl.constexpr, STEP: tl.constexpr, BLOCK_TOKENS: tl.constexpr
-):
-    """Cosines and sines [tokens, pairs] of the tokens of a block, which lie in one step of `begins`."""
-    inside = pair < PAIRS
-    place = start % STEP + tl.arange(0, BLOCK_TOKENS)
-    at = within + place[:, None] * PAIRS + pair[None, :]
-    cos_near = tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
-    sin_near = tl.load(at + STEP * PAIRS, mask=inside[None, :], other=0.0).to(tl.float32)
-    at_far = begins + (start // STEP) * PAIRS + pair
-    cos_far = tl.load(at_far, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin_far = tl.load(at_far + begin_rows * PAIRS, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return cos_near * cos_far - sin_near * sin_far, sin_near * cos_far + cos_near * sin_far
 
 
 @triton.jit

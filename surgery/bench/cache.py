@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from surgery.model.cache_argument import CACHE, returned_cache
@@ -97,12 +97,11 @@ def _probe(model, batch: int, device: torch.device) -> Any:
     return returned_cache(model(torch.zeros(batch, 1, dtype=torch.long, device=device), use_cache=True))
 
 
-def _steady_cache(model, batch: int, context: int, device: torch.device) -> Cache:
+def _steady_cache(model, batch: int, context: int, device: torch.device) -> DynamicCache:
     generator = torch.Generator(device=device).manual_seed(0)
     probe = _probe(model, batch, device)
-    layers = [_steady_layer(layer, context + 1, generator) for layer in probe.layers]
-    cache = Cache(layers=layers) if isinstance(layers[0], TokenCacheLayer) else DynamicCache()
-    cache.layers = layers
+    cache = DynamicCache()
+    cache.layers = [_steady_layer(layer, context + 1, generator) for layer in probe.layers]
     return cache
 
 

@@ -59,7 +59,7 @@ def bench_decode(
     models: Annotated[
         list[str], typer.Argument(metavar="CKPT|SHAPE...", help="Folders, or llama2-7b, llama3-8b, llama3-1b.")
     ],
-    to: Annotated[str, option("--to", "NAMES", "What shapes are converted to: mla, mla-own, lowrank, gqa.")] = "mla",
+    to: Annotated[str, option("--to", "NAMES", "What shapes become: mla, mla-own, mla-bits, lowrank, gqa.")] = "mla",
     rank: Annotated[int, option("--rank", "N", "Rank of the latent of converted shapes.")] = 512,
     rope_dim: Annotated[int, option("--rope-dim", "N", "Rotary dimensions next to it.")] = 64,
     contexts: Annotated[str, option("--contexts", "SIZES", "Tokens of the cache.")] = "8k,32k,128k",

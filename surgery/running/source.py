@@ -214,7 +214,8 @@ def checked_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:120]
         what_else = "without --device it takes what there is"
-        raise SurgeryError(f"--device {name}: cannot be used here ({reason}); {what_else}") from None
+        message = f"--device {name}: cannot be used here ({reason}); {what_else}"
+        raise SurgeryError(message, setting="device") from None
 
 
 def process_device(name: str, processes: Processes) -> torch.device:

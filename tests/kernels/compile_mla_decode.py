@@ -77,7 +77,7 @@ PACKED = {
 
 
 def unpacked(name: str) -> Launch:
-    """What unpacks rows for `mla_decode_packed` of one new token, on meta tensors."""
+    """Return the launch that unpacks rows for `mla_decode_packed` of one new token, on meta tensors."""
     batch, capacity, heads, dtype = 4, 131_071, 32, torch.bfloat16
     latent_runs, rope_runs = PACKED[name]
     latent, whole = TokenFormat(tuple(latent_runs)), TokenFormat((*latent_runs, *rope_runs))
@@ -103,7 +103,7 @@ def unpacked(name: str) -> Launch:
 
 
 def packed_cases() -> dict[str, Launch]:
-    """Of rows of one pattern and of five."""
+    """Return the launches that unpack rows of one pattern and of five."""
     return {name: unpacked(name) for name in PACKED}
 
 

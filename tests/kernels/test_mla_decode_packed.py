@@ -227,7 +227,7 @@ EXAMPLES = {
 
 
 def no_product(name: str, capability: int, mma: list[str]) -> bool:
-    """Whether nothing is multiplied by matrix instructions: rows are unpacked alone."""
+    """Tell whether a launch has no matrix instructions: rows are unpacked alone."""
     return not mma
 
 
