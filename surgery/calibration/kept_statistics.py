@@ -41,7 +41,7 @@ class KeptStatistics:
             folders.append(self._place({**self._facts, "lags_of": WITH_LAGS}))
         for folder in folders:
             if folder.is_dir():
-                _copy(folder, library.folder)
+                self._copy(folder, library.folder)
                 return True
         return False
 
@@ -54,14 +54,13 @@ class KeptStatistics:
             self._folder.parent.mkdir(parents=True, exist_ok=True)
             staging = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._folder.parent))
             try:
-                _copy(library.folder, staging)
+                self._copy(library.folder, staging)
                 (staging / "facts.json").write_text(json.dumps(self._facts, indent=2) + "\n")
                 if not self._folder.exists():  # another process may have been faster
                     os.replace(staging, self._folder)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
 
-
-def _copy(source: Path, target: Path) -> None:
-    for path in source.glob("*.pt"):
-        shutil.copyfile(path, target / path.name)
+    def _copy(self, source: Path, target: Path) -> None:
+        for path in source.glob(f"?????{StatisticsLibrary.suffix(self._facts.get('first_tokens', 0))}"):
+            shutil.copyfile(path, target / path.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,8 +14,8 @@ from surgery.calibration.library import StatisticsLibrary, prior_lags, weight_st
 from surgery.calibration.parts import Parts
 from surgery.calibration.sequences import token_hash
 from surgery.calibration.settings import ConversionSettings
-from surgery.calibration.statistics import LayerStatistics, lag_statistics
-from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
+from surgery.calibration.statistics import LagStatistics, LayerStatistics, lag_statistics
+from surgery.calibration.sweep import BoundaryStore, SweptLayer, backward_sweep, forward_sweep
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
@@ -56,21 +56,28 @@ class Calibrated(Protocol):
     processes: Processes
 
 
-def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None = None, first: int = 0) -> None:
+def gather(
+    work: Calibrated,
+    *,
+    gradients: bool = True,
+    basis_of: BasisOf | None = None,
+    first_tokens: Sequence[int] = (0,),
+) -> None:
     """Fills the library by one forward and one backward sweep over calibration tokens, or from weights alone.
 
     Args:
         gradients: whether moments of the loss gradient are wanted.
-        basis_of: for lag statistics; None for none.
-        first: tokens of each sequence that moments leave out, as a cache keeps them in full precision.
+        basis_of: for lag statistics, which stand next to the first of ``first_tokens``; None for none.
+        first_tokens: numbers of tokens at the start of each sequence that moments leave out, as caches keep them in
+            full precision; statistics for each.
     """
     opened, settings, tokens, library = work.opened, work.settings, work.texts.calibration, work.library
     store, progress, snapshots, processes = work.store, work.progress, work.snapshots, work.processes
     if tokens is None:
         if processes.is_main:
-            _from_weights(opened, library, progress, basis_of)
+            _from_weights(opened, library, progress, basis_of, first_tokens)
         return
-    stream, cache = opened.stream, None
+    stream, kept = opened.stream, []
 
     def forward(snapshots: Snapshots | None = None, processes: Processes = ALONE) -> Tensor:
         with progress.phase("calibrate: forward", stream.num_layers) as advance:
@@ -83,8 +90,11 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
         return
 
     if settings.keep_statistics:
-        cache = KeptStatistics(settings.keep_statistics, _facts(opened, tokens, settings, gradients, basis_of, first))
-        if processes.from_main(lambda: cache.read_into(library)):
+        for first in first_tokens:
+            lags_of = basis_of if first == first_tokens[0] else None
+            facts = _facts(opened, tokens, settings, gradients, lags_of, first)
+            kept.append(KeptStatistics(settings.keep_statistics, facts))
+        if processes.from_main(lambda: all(each.read_into(library) for each in kept)):
             progress.note(f"statistics: those kept in {settings.keep_statistics}")
             store.fill_on_load(forward)
             return
@@ -92,7 +102,7 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
     with progress.phase("calibrate: backward", stream.num_layers) as advance:
         parts = Parts(len(tokens), settings.batch_size, processes)
         seed = settings.seed
-        how = {"gradients": gradients, "seed": seed, "snapshots": snapshots, "first": first}
+        how = {"gradients": gradients, "seed": seed, "snapshots": snapshots, "first_tokens": first_tokens}
         layers = backward_sweep(opened, store, final, parts, **how)
         reached = stream.num_layers
         for layer in layers:
@@ -100,16 +110,24 @@ def gather(work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None
             if basis_of is not None:
                 # Evenly spread, so that text with and without planted recalls is in it.
                 indices = torch.linspace(0, len(tokens) - 1, min(LAG_SEQUENCES, len(tokens))).long().tolist()
-                basis = processes.from_main(lambda layer=layer: basis_of(layer.anatomy, layer.statistics))
+                basis = processes.from_main(lambda layer=layer: basis_of(layer.anatomy, layer.statistics[0]))
                 lags = lag_statistics(layer.anatomy, basis, parts.gather(layer.inputs, indices), processes)
-            processes.from_main(lambda layer=layer, lags=lags: library.save(layer.index, layer.statistics, lags))
+            processes.from_main(lambda layer=layer, lags=lags: _save(library, layer, lags, first_tokens))
             advance(reached - layer.index)
             reached = layer.index
             del layer  # before the next one is there
         advance(reached)
-    if cache:
-        processes.from_main(lambda: cache.keep(library))
+    for each in kept:
+        processes.from_main(lambda each=each: each.keep(library))
     parts.take(snapshots, "statistics", lambda: {"boundaries": store.filled})
+
+
+def _save(
+    library: StatisticsLibrary, layer: SweptLayer, lags: LagStatistics | None, first_tokens: Sequence[int]
+) -> None:
+    for first, statistics in zip(first_tokens, layer.statistics, strict=True):
+        library.save(layer.index, statistics, lags, first)
+        lags = None
 
 
 def _facts(
@@ -126,12 +144,18 @@ def _facts(
         "tokens": token_hash(tokens),
         "gradients": gradients,
         "lags_of": basis_of and getattr(settings, "method", WITH_LAGS),
-        **({"first": first} if first else {}),
+        **({"first_tokens": first} if first else {}),
         **{name: getattr(settings, name) for name in ("seed", "dtype", "batch_size")},
     }
 
 
-def _from_weights(opened: Source, library: StatisticsLibrary, progress: Progress, basis_of: BasisOf | None) -> None:
+def _from_weights(
+    opened: Source,
+    library: StatisticsLibrary,
+    progress: Progress,
+    basis_of: BasisOf | None,
+    first_tokens: Sequence[int],
+) -> None:
     """Fills the library from the weights; the model's context bounds the lags that are thought of."""
     context = opened.config.max_position_embeddings
     with progress.phase("statistics of weights", opened.layers) as advance:
@@ -145,5 +169,6 @@ def _from_weights(opened: Source, library: StatisticsLibrary, progress: Progress
             lags = None
             if basis_of is not None:
                 lags = prior_lags(anatomy, basis_of(anatomy, statistics), statistics, context)
-            library.save(index, statistics, lags)
+            for first in first_tokens:
+                library.save(index, statistics, lags, first)
             advance()

@@ -14,27 +14,37 @@ from surgery.families.anatomy import AttentionAnatomy
 
 
 class StatisticsLibrary(LayerFiles):
-    """One file a layer; the one that was read last stays in memory, as a layer is asked for several times in a row."""
+    """One file a layer and number of first tokens that its statistics leave out.
+
+    The one that was read last stays in memory, as a layer is asked for several times in a row.
+    """
 
     def __init__(self, parent: Path | None = None):
         super().__init__("statistics", parent)
-        self._last: tuple[int, tuple[LayerStatistics, LagStatistics | None]] | None = None
+        self._last: tuple[Path, tuple[LayerStatistics, LagStatistics | None]] | None = None
 
-    def save(self, layer: int, statistics: LayerStatistics, lags: LagStatistics | None) -> None:
-        """Keeps what is known of a layer."""
+    def save(self, layer: int, statistics: LayerStatistics, lags: LagStatistics | None, first: int = 0) -> None:
+        """Keeps what is known of a layer without the ``first`` tokens of each sequence."""
         self._last = None
-        torch.save({"statistics": asdict(statistics), "lags": asdict(lags) if lags else None}, self._path(layer, ".pt"))
+        stored = {"statistics": asdict(statistics), "lags": asdict(lags) if lags else None}
+        torch.save(stored, self._path(layer, self.suffix(first)))
 
-    def load(self, layer: int) -> tuple[LayerStatistics, LagStatistics | None]:
-        """Load the statistics of a layer."""
-        if self._last is None or self._last[0] != layer:
+    @staticmethod
+    def suffix(first: int) -> str:
+        """Ends the names of the files whose statistics leave out so many tokens."""
+        return f"-{first}.pt" if first else ".pt"
+
+    def load(self, layer: int, first: int = 0) -> tuple[LayerStatistics, LagStatistics | None]:
+        """Load the statistics of a layer without the ``first`` tokens of each sequence."""
+        path = self._path(layer, self.suffix(first))
+        if self._last is None or self._last[0] != path:
             self._last = None  # before the next one is there
-            stored = torch.load(self._path(layer, ".pt"), weights_only=True)
+            stored = torch.load(path, weights_only=True)
             lags = LagStatistics(**stored["lags"]) if stored["lags"] else None
             # Earlier versions kept moments of the attention's output too.
             names = {each.name for each in fields(LayerStatistics)}
             moments = {name: value for name, value in stored["statistics"].items() if name in names}
-            self._last = layer, (LayerStatistics(**moments), lags)
+            self._last = path, (LayerStatistics(**moments), lags)
         return self._last[1]
 
 

@@ -155,17 +155,27 @@ class MomentAccumulator:
             _add(sums, "input_scale", precision.total(x.abs()))
             _add(sums, "input_energy", precision.total(x.square()))
 
-    def collect(self, add: Callable[[int], None]) -> None:
-        """Call ``add`` for all batches of a part, by its number, on the process that has it, and sum over the parts."""
+    def collect(self, add: Callable[[int], None], *others: MomentAccumulator) -> None:
+        """Call ``add`` for all batches of a part, by its number, on the process that has it, and sum over the parts.
 
-        def sums(part: int) -> dict[str, Any]:
+        Args:
+            others: accumulators with the same parts, to which ``add`` adds as well.
+        """
+        accumulators = (self, *others)
+
+        def sums(part: int) -> list[dict[str, Any]]:
             add(part)
-            partial, self._sums[part] = self._sums[part], {}
-            return {name: self._processes.sendable(value) for name, value in partial.items()}
+            return [each._part_sums(part) for each in accumulators]
 
-        for partial in self._processes.in_turn(sums, range(len(self._sums))):
-            for name, value in partial.items():
-                _add(self._total, name, value)
+        for partials in self._processes.in_turn(sums, range(len(self._sums))):
+            for each, partial in zip(accumulators, partials, strict=True):
+                for name, value in partial.items():
+                    _add(each._total, name, value)
+
+    def _part_sums(self, part: int) -> dict[str, Any]:
+        """The sums of a part, which are not held any longer."""
+        partial, self._sums[part] = self._sums[part], {}
+        return {name: self._processes.sendable(value) for name, value in partial.items()}
 
     def result(self) -> LayerStatistics:
         """Means over all tokens that were added; sums of all processes are in them."""

@@ -8,7 +8,7 @@ one layer and the activations at one boundary, or a limit of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +104,7 @@ class SweptLayer:
 
     index: int
     anatomy: AttentionAnatomy
-    statistics: LayerStatistics
+    statistics: list[LayerStatistics]  # with each number of first tokens left out
     inputs: Tensor  # what entered its attention (after the layer's norm), [n, T, D] of this process's sequences
 
 
@@ -159,7 +159,7 @@ def backward_sweep(
     gradients: bool = True,
     seed: int = 0,
     snapshots: Snapshots | None = None,
-    first: int = 0,
+    first_tokens: Sequence[int] = (0,),
 ) -> Iterator[SweptLayer]:
     """Yields the statistics of every layer that has keys and values, from last to first.
 
@@ -170,7 +170,7 @@ def backward_sweep(
         gradients: take gradients of the loss (labels drawn from the model itself, ``seed``); without, the sweep
             recomputes activations only.
         snapshots: what a sweep that was killed resumes from; layers that were dealt with are not yielded again.
-        first: tokens of each sequence that statistics leave out.
+        first_tokens: numbers of tokens at the start of each sequence that statistics leave out; statistics for each.
     """
     stream, snapshots = opened.stream, snapshots or Snapshots()
     if state := snapshots.last("backward"):
@@ -192,7 +192,7 @@ def backward_sweep(
                 _pass_gradients(stream, index, store.load(index), upstream, parts)
             save_state(index)
             continue
-        yield _swept(stream, index, opened.anatomy(index), store, upstream, parts, first)
+        yield _swept(stream, index, opened.anatomy(index), store, upstream, parts, first_tokens)
         save_state(index)
 
 
@@ -203,18 +203,21 @@ def _swept(
     store: BoundaryStore,
     upstream: Tensor | None,
     parts: Parts,
-    first: int,
+    first_tokens: Sequence[int],
 ) -> SweptLayer:
     """Passes a layer; where there are gradients [n, T, D] at what it puts out, those at what enters it replace them."""
     anatomy, hidden, gradients = anatomy.to(stream.device, stream.dtype), store.load(index), upstream is not None
-    moments = MomentAccumulator(
-        anatomy,
-        gradients=gradients,
-        hold=store.memory.hold,
-        parts=parts.count,
-        processes=parts.processes,
-        first=first,
-    )
+    moments = [
+        MomentAccumulator(
+            anatomy,
+            gradients=gradients,
+            hold=store.memory.hold,
+            parts=parts.count,
+            processes=parts.processes,
+            first=first,
+        )
+        for first in first_tokens
+    ]
     inputs = store.memory.empty((parts.num_local, *hidden.shape[1:]), stream.dtype)
 
     def add(part: int) -> None:
@@ -226,14 +229,15 @@ def _swept(
             if gradients:
                 out.backward(upstream[own].to(out))
                 upstream[own] = leaf.grad.to(upstream)
-            moments.add(captured.projection, captured.inputs, part)
+            for each in moments:
+                each.add(captured.projection, captured.inputs, part)
             inputs[own] = captured.inputs.to(inputs)
             give_back(hidden, inputs, *([upstream] if gradients else []))
 
     with stream.layer(index) as layer:
-        moments.collect(add)
-    statistics = moments.result()
-    if not statistics.is_finite():
+        moments[0].collect(add, *moments[1:])
+    statistics = [each.result() for each in moments]
+    if not all(each.is_finite() for each in statistics):
         raise overflow(stream.reader, f"calibration statistics of layer {index}")
     return SweptLayer(index, anatomy, statistics, inputs)
 

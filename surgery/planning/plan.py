@@ -22,7 +22,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.families import any_family_of
-from surgery.planning.candidates import Candidates, allowed_candidates, held_bytes, named_candidates
+from surgery.planning.candidates import Candidates, allowed_candidates, held_bytes
 from surgery.planning.engine_formats import EngineFormat, engine_formats
 from surgery.planning.measure import measure
 from surgery.planning.rounds import Rounds, Scores
@@ -34,7 +34,6 @@ from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.base import BasisOf
 from surgery.structures.context import ConversionContext
-from surgery.structures.registry import TARGETS
 from surgery.version import __version__
 
 DEFAULT_SHARE = 0.25
@@ -238,8 +237,9 @@ def opened_work(
         for files in (work.library, work.store, work.converted):
             stack.enter_context(files)
         if any(allowed_candidates(opened.reader.config, settings)):
+            basis_of, first_tokens = _statistics(opened, settings)
             with progress.step(2, STEPS):
-                work.gather(basis_of=_lag_basis(opened, settings))
+                work.gather(basis_of=basis_of, first_tokens=first_tokens)
         yield work
         if out is not None:
             opened.reader.check_unchanged()
@@ -264,19 +264,20 @@ def budget_share(settings: PlanSettings, opened: Source) -> float | None:
     return memory / source_bytes
 
 
-def _lag_basis(opened: Source, settings: PlanSettings) -> BasisOf | None:
-    """The first that a structure asks for, by its default settings."""
-    for name, target in TARGETS.working().items():
-        if settings.allows(name) and named_candidates(target, opened.reader.config):
-            try:
-                structure_settings = target.settings(settings.common())
-                structure_class = target.structure().for_source(opened.reader.config, structure_settings)
-                structure = structure_class(opened, structure_settings, Progress(silent=True))
-            except SurgeryError:
-                continue  # refused, with its reason, when its candidates are sized
-            if structure.lag_basis is not None:
-                return structure.lag_basis
-    return None
+def _statistics(opened: Source, settings: PlanSettings) -> tuple[BasisOf | None, list[int]]:
+    """The first basis for lags that a candidate asks for, and how many first tokens the candidates' statistics leave
+    out."""
+    basis_of, first_tokens = None, {0}
+    for target, candidate in allowed_candidates(opened.reader.config, settings):
+        try:
+            structure_settings = target.settings({**settings.common(), **candidate.settings})
+            structure_class = target.structure().for_source(opened.reader.config, structure_settings)
+            structure = structure_class(opened, structure_settings, Progress(silent=True))
+        except SurgeryError:
+            continue  # refused, with its reason, when its candidates are sized
+        basis_of = basis_of or structure.lag_basis
+        first_tokens.add(structure.first_tokens)
+    return basis_of, sorted(first_tokens)
 
 
 def _nothing(refused: dict[str, str]) -> str:

@@ -207,6 +207,11 @@ class Structure(ABC, Generic[Opened, Settings]):
         """The key basis whose attention over lags it wants among its statistics."""
         return None
 
+    @property
+    def first_tokens(self) -> int:
+        """Tokens at the start of each sequence that its statistics leave out."""
+        return 0
+
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
         """Surrogate module of a layer's attention, as it becomes, for prompts only; after :meth:`plan`."""
         raise NotImplementedError

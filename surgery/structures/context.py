@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -64,9 +64,11 @@ class ConversionContext(Generic[Opened, Settings]):
         library, store = StatisticsLibrary(folder), BoundaryStore(folder, settings.activation_memory)
         return cls(opened, settings, texts, library, store, ConvertedLayers(folder), progress, snapshots, processes)
 
-    def gather(self, *, gradients: bool = True, basis_of: BasisOf | None = None, first: int = 0) -> None:
+    def gather(
+        self, *, gradients: bool = True, basis_of: BasisOf | None = None, first_tokens: Sequence[int] = (0,)
+    ) -> None:
         """Fills the library, by :func:`surgery.calibration.layer_statistics.gather`."""
-        layer_statistics.gather(self, gradients=gradients, basis_of=basis_of, first=first)
+        layer_statistics.gather(self, gradients=gradients, basis_of=basis_of, first_tokens=first_tokens)
 
     @torch.no_grad()
     def attention_inputs(self, index: int, layer: StreamedLayer) -> Tensor:

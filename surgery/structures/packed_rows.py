@@ -28,7 +28,7 @@ from surgery.structures.base import Forecast, Outcome, Structure, replanned_tens
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import converted_layers, kept_layers
-from surgery.structures.passing import pass_kept
+from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.settings import StructureSettings
 from surgery.structures.single_layers import single_layer_divergences
 from surgery.structures.stages import Form, StageTracker
@@ -227,7 +227,19 @@ class PackedRows(Structure[Source, Settings]):
 
     def gather(self, work: ConversionContext) -> None:
         """Moments of all but the first tokens, which the cache keeps in full precision."""
-        work.gather(first=self.settings.first_tokens)
+        work.gather(first_tokens=(self.first_tokens,))
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens that the cache keeps in full precision."""
+        return self.settings.first_tokens
+
+    def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
+        """Return the simulated attention of a layer, as it becomes."""
+        if layer in self.kept:
+            return source_attention(self.opened, layer)
+        with self.opened.stream.layer(layer) as streamed:
+            return self.simulated(self.converted(work, layer, streamed, self.plans[layer]))
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Choose the bits of every value of all layers; without held-out text by predicted losses alone."""

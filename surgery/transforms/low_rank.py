@@ -232,8 +232,14 @@ def _gradient(statistics: LayerStatistics, scale: Tensor) -> Tensor | None:
 
 
 def regression(cross: Tensor, moment: Tensor) -> Tensor:
-    """``E[z cᵀ] E[c cᵀ]^{-1}`` [n, s]; the latents have very different sizes, so they are scaled to one first."""
-    size = moment.diagonal().clamp_min(torch.finfo(moment.dtype).tiny).rsqrt()
+    """``E[z cᵀ] E[c cᵀ]^{-1}`` [n, s]; the latents have very different sizes, so they are scaled to one first.
+
+    Nothing is predicted from a latent that does not vary, beyond rounding of the largest: a channel that the row has
+    and the layer does not need.
+    """
+    variance = moment.diagonal()
+    floor = torch.finfo(moment.dtype).eps * len(moment) * variance.max().clamp_min(torch.finfo(moment.dtype).tiny)
+    size = torch.where(variance > floor, variance, torch.inf).rsqrt()
     (inverse,) = psd_powers(moment * size * size[:, None], (-1.0,))
     return cross * size @ inverse * size
 

@@ -113,14 +113,14 @@ def unpredicted(
     prediction = rows.new_zeros(len(rows), 0)
     if shared is not None:
         mean_shared = _mean(shared[:, first:], share)
-        shared_moments = SharedMoments.of(
-            anatomy.to(inputs.device, inputs.dtype), inputs[:, first:], shared[:, first:], weight
-        )
-        cross = shared_moments.cross / scale[:, None] - torch.outer(mean, mean_shared)
-        moment_shared = shared_moments.moment - torch.outer(mean_shared, mean_shared)
-        prediction = regression(cross, moment_shared)
+        # Latents may vary far less than their means: moments that are centered afterwards would be rounding alone.
+        centered_shared = torch.stack([(each[first:].cpu().double() - mean_shared).to(each) for each in shared])
+        source = anatomy.to(inputs.device, inputs.dtype)
+        shared_moments = SharedMoments.of(source, inputs[:, first:], centered_shared, weight)
+        cross = shared_moments.cross / scale[:, None]
+        prediction = regression(cross, shared_moments.moment)
         predicted = prediction @ cross.mT
-        moment = moment - predicted - predicted.mT + prediction @ moment_shared @ prediction.mT
+        moment = moment - predicted - predicted.mT + prediction @ shared_moments.moment @ prediction.mT
         mean = mean - prediction @ mean_shared
     # First tokens are read as often as the others and more: their latents are exact, if there is one for what they are.
     early = inputs[:, :first].flatten(0, 1).cpu().double() @ rows.mT

@@ -63,20 +63,20 @@ def test_moments_and_gradients_equal_autograd(checkpoints, monkeypatch, name):
         z = torch.cat([k, v], dim=-1).flatten(0, 1).double()
         g = torch.cat([k.grad, v.grad], dim=-1).flatten(0, 1).double()
         for result, rows in (
-            (layer.statistics.moment, z),
-            (layer.statistics.gradient, g),
+            (layer.statistics[0].moment, z),
+            (layer.statistics[0].gradient, g),
         ):
             want = (rows.T @ rows / len(rows)).detach()
             assert float((result - want).norm() / want.norm()) < 1e-4
         factors = kronecker_factors([[z.detach()]], [[g]])
         for result, want in (
-            (layer.statistics.weighted_moment, factors.moment),
-            (layer.statistics.metric, factors.gradient),
-            (layer.statistics.weighted_mean, factors.token_weights[0] @ z.detach() / len(z)),
+            (layer.statistics[0].weighted_moment, factors.moment),
+            (layer.statistics[0].metric, factors.gradient),
+            (layer.statistics[0].weighted_mean, factors.token_weights[0] @ z.detach() / len(z)),
         ):
             assert float((result - want).norm() / want.norm()) < 1e-3
         want = factors.token_weights[0].float()
-        torch.testing.assert_close(layer.statistics.token_weight, want, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(layer.statistics[0].token_weight, want, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize(("name", "query"), [("qwen2", "q_proj"), ("qwen3", "q_norm")])
@@ -100,7 +100,7 @@ def test_what_low_rank_forms_need_equals_autograd(checkpoints, monkeypatch, name
     for layer in layers:
         (x, k), (_, v), (_, q) = (records[layer.index, part] for part in ("k_proj", "v_proj", query))
         g = torch.cat([k.grad, v.grad], dim=-1).flatten(0, 1)
-        statistics, norm = layer.statistics, layer.anatomy.k_norm
+        statistics, norm = layer.statistics[0], layer.anatomy.k_norm
         assert (statistics.raw_gradient is None) == (norm is None)
         mean = torch.cat([k if norm is None else k * norm.weight.repeat(layer.anatomy.kv_heads), v], dim=-1)
         for result, want in (
@@ -119,8 +119,8 @@ def test_sweep_without_gradients_gives_the_same_moments(checkpoints, name):
     _, with_gradients = swept(checkpoints(name))
     _, without = swept(checkpoints(name), gradients=False)
     for a, b in zip(with_gradients, without, strict=True):
-        torch.testing.assert_close(a.statistics.moment, b.statistics.moment, rtol=1e-4, atol=1e-5)
-        assert b.statistics.gradient is None and a.statistics.tokens == TOKENS.numel()
+        torch.testing.assert_close(a.statistics[0].moment, b.statistics[0].moment, rtol=1e-4, atol=1e-5)
+        assert b.statistics[0].gradient is None and a.statistics[0].tokens == TOKENS.numel()
 
 
 @pytest.mark.parametrize(

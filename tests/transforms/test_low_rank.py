@@ -16,7 +16,7 @@ from surgery.families.anatomy import AttentionAnatomy, HeadNorm
 from surgery.families.attention import CapturedAttention
 from surgery.running.source import Source
 from surgery.transforms.algebra import damp
-from surgery.transforms.low_rank import METRIC_DAMPING, LowRankConversion, SharedMoments, low_rank_layer
+from surgery.transforms.low_rank import METRIC_DAMPING, LowRankConversion, SharedMoments, low_rank_layer, regression
 from surgery.transforms.low_rank_layer import Block, SimulatedLowRank
 from surgery.transforms.low_rank_methods import METHODS, blocks_for, fisher_information, palu_ranks
 
@@ -224,6 +224,19 @@ def test_shared_latents_are_used_as_well_as_least_squares_can(kind):
     other = whole - latents @ (torch.linalg.pinv(latents, rtol=1e-12) @ whole)
     assert converted.error < float((metric * (other.mT @ other / len(other))).sum())
     assert converted.error < alone.error
+
+
+@pytest.mark.parametrize("variance", [0.0, 1e-20])
+def test_nothing_is_predicted_from_a_latent_that_does_not_vary(variance):
+    generator = torch.Generator().manual_seed(22)
+    latents = torch.randn(64, 5, generator=generator, dtype=torch.float64)
+    z = latents @ torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    cross, moment = z.mT @ latents, torch.zeros(6, 6, dtype=torch.float64)
+    moment[:5, :5], moment[5, 5] = latents.mT @ latents, variance
+    constant = torch.full((7, 1), 1e-15, dtype=torch.float64)  # what rounding leaves
+    result = regression(torch.cat([cross, constant], dim=1), moment)
+    torch.testing.assert_close(result[:, :5], regression(cross, moment[:5, :5]))
+    assert not result[:, 5].any()
 
 
 def test_a_group_reads_the_latents_that_its_first_layer_cached():

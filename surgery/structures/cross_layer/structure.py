@@ -76,8 +76,9 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """One basis for a group, of keys and values or of latents."""
-        return [Candidate({})]
+        """One basis for a group, of keys and values or of latents, and a cascade in bits."""
+        cascade = [] if config["model_type"] in LATENT_FAMILIES else [Candidate({"method": "cascade", "bits": "auto"})]
+        return [Candidate({}), *cascade]
 
     def group(self, layer: int) -> range:
         """Return the layers that share a basis."""

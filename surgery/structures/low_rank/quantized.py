@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from surgery.architectures.low_rank import OwnQuantizedLowRank
 from surgery.common.progress import Progress
@@ -24,7 +24,6 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.low_rank.groups import group_of
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.packed_rows import PackedRows, Plans, RowLayerReport, Rows
-from surgery.structures.passing import source_attention
 from surgery.transforms import quantized_low_rank
 from surgery.transforms.low_rank_layer import SimulatedLowRank
 from surgery.transforms.quantized_low_rank import QuantizedLowRank, RowSpectrum
@@ -105,7 +104,10 @@ class QuantizedRows(PackedRows[LowRankSettings]):
             self._group = _Group()
         inputs, first = work.attention_inputs(index, layer), self.settings.first_tokens
         shared = torch.cat(self._group.latents, dim=-1) if index > start else None
-        anatomy, statistics = self.opened.anatomy(index).to(torch.float64), work.library.load(index)[0]
+        anatomy, statistics = (
+            self.opened.anatomy(index).to(torch.float64),
+            work.library.load(index, self.first_tokens)[0],
+        )
         remainder = quantized_low_rank.unpredicted(anatomy, statistics, self.blocks, inputs, shared, first)
         result = quantized_low_rank.convert_layer(anatomy, statistics, remainder, rows, inputs, shared, first)
         if index + 1 < stop:
@@ -121,12 +123,18 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         attentions.append(SimulatedLowRank(layer, tuple(attentions), read=read, remembers=any(self.earlier)))
         return attentions[-1]
 
-    def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Return the simulated attention of a layer, as it becomes."""
-        if layer in self.kept:
-            return source_attention(self.opened, layer)
-        with self.opened.stream.layer(layer) as streamed:
-            return self.simulated(self.converted(work, layer, streamed, self.plans[layer]))
+    def group(self, layer: int) -> range:
+        """Return the layers whose latents this one reads or that read its own."""
+        return range(*group_of(layer, self.earlier))
+
+    def pass_group(self, work: ConversionContext, group: range, hidden: Tensor) -> Tensor:
+        """Carries [N, T, D] through layers that read each other's latents, as they become."""
+        stream = self.opened.stream
+        for index in group:
+            attention = self.closed_form(work, index)
+            with stream.layer(index) as layer:
+                hidden = stream.run_layer(layer, hidden, work.settings.batch_size, attention)
+        return hidden
 
     def is_settled(self, layer: int) -> bool:
         """Return whether no later layer reads this one's latents."""

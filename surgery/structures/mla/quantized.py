@@ -125,6 +125,6 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
 
     def _calibrated(self, work: ConversionContext, layer: int) -> tuple[AttentionAnatomy, LayerStatistics, KeyBasis]:
         """A layer in float64, its centered statistics, and the basis of its keys."""
-        anatomy, (statistics, _) = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)
-        statistics = centered(statistics)
+        anatomy = self.opened.anatomy(layer).to(torch.float64)
+        statistics = centered(work.library.load(layer, self.first_tokens)[0])
         return anatomy, statistics, mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)

@@ -104,10 +104,10 @@ class MLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Return MLA in the stock class where that can hold it, and in the custom class."""
+        """Return MLA in the stock class where that can hold it, and in the custom class, by rank and in bits."""
         if config["model_type"] in LATENT_FAMILIES:
             return SmallerMLA.candidates(config)
-        return [Candidate({"carrier": "stock"}), Candidate({"carrier": "own"})]
+        return [Candidate({"carrier": "stock"}), Candidate({"carrier": "own"}), Candidate({"bits": "auto"})]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
