@@ -63,14 +63,14 @@ def prefill_attention_function(
     if attention_mask is None and causal and 1 < tokens < key.shape[2]:
         key, value = key[:, :, :tokens], value[:, :, :tokens]
         documents = None if documents is None else documents[:, :tokens]
-    masks: dict[str, Any] = {"causal": causal, "window": sliding_window if causal else None}
+    masks: dict[str, Any] = {"window": sliding_window if causal else None}
     if attention_mask is not None and attention_mask.ndim == 2:
         masks |= _padding(attention_mask)
     spelled = attention_mask is not None and attention_mask.ndim == 4
     refused = refusal(query, key, value) or unfit(query, value)
     if not (spelled or refused or dropout or not causal):
         return mla_prefill(query, key, value, scaling, documents=documents, **masks)[0], None
-    mask = attention_mask if spelled else _mask(query, key, documents, masks)
+    mask = attention_mask if spelled else _mask(query, key, documents, masks, causal)
     if spelled and documents is not None:
         same = visible_positions(
             tokens, key.shape[2], causal=causal, bounds=document_bounds(documents), device=query.device
@@ -92,7 +92,7 @@ def _padding(mask: Tensor) -> dict[str, Tensor]:
     return {"starts": starts.int(), "lengths": (starts + present.sum(1)).int()}
 
 
-def _mask(query: Tensor, key: Tensor, documents: Tensor | None, masks: dict[str, Any]) -> Tensor | None:
+def _mask(query: Tensor, key: Tensor, documents: Tensor | None, masks: dict[str, Any], causal: bool) -> Tensor | None:
     """Return the mask for PyTorch's attention where none was spelled out: None where `is_causal` says it."""
     tokens, positions = query.shape[2], key.shape[2]
     window = masks["window"]
@@ -100,7 +100,7 @@ def _mask(query: Tensor, key: Tensor, documents: Tensor | None, masks: dict[str,
     if not hidden:
         return None
     bounds = None if documents is None else document_bounds(documents)
-    return visible_positions(tokens, positions, bounds=bounds, device=query.device, **masks)[:, None]
+    return visible_positions(tokens, positions, bounds=bounds, causal=causal, device=query.device, **masks)[:, None]
 
 
 def _torch_attention(

@@ -118,12 +118,12 @@ def delta_kernel(
 @triton.jit
 def keys_kernel(
     query, key, value, grad_out, lse, delta, scale,
-    starts, lengths, bounds, bounds_size, offsets, window, tokens, positions, heads,
+    starts, lengths, bounds, bounds_size, window, tokens, positions, heads,
     query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
     grad_batch, grad_token, grad_head,
     grad_key, grad_value, grad_key_batch, grad_key_head, grad_key_token,
     grad_value_batch, grad_value_head, grad_value_token,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr,
     K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -133,13 +133,11 @@ def keys_kernel(
     batch = tl.program_id(2).to(tl.int64)
     if bounds is not None:
         bounds += batch * positions
-    first, behind, offset = row_limits(starts, lengths, offsets, batch, tokens, positions)
+    first, behind, offset = row_limits(starts, lengths, batch, tokens, positions)
     row = tl.arange(0, BLOCK_K)
     position = block + row
     key_mask = (position >= first) & (position < behind)
-    begin, end = query_range(
-        block, first, behind, offset, window, bounds, bounds_size, tokens, CAUSAL, BLOCK_Q, BLOCK_K
-    )
+    begin, end = query_range(block, first, behind, offset, window, bounds, bounds_size, tokens, BLOCK_Q, BLOCK_K)
 
     key += batch * key_batch + kv_head * key_head + tl.cast(block, tl.int64) * key_token
     value += batch * value_batch + kv_head * value_head + tl.cast(block, tl.int64) * value_token
@@ -168,7 +166,7 @@ def keys_kernel(
         head = kv_head * GROUP + step // blocks
         start = begin + step % blocks * BLOCK_Q
         token = start + query_row
-        low, high, asks = interval(offset + token, first, behind, window, bounds, bounds_size, CAUSAL)
+        low, high, asks = interval(offset + token, first, behind, window, bounds)
         asks = asks & (token < tokens)
         queries = query + head * query_head + tl.cast(start, tl.int64) * query_token
         grads = grad_out + head * grad_head + tl.cast(start, tl.int64) * grad_token
@@ -210,34 +208,29 @@ def keys_kernel(
 @triton.jit
 def query_range(
     block, first, behind, offset, window, bounds, bounds_size, tokens,
-    CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Queries, as tokens, that may see some of BLOCK_K keys from `block` on; begins at a multiple of BLOCK_Q."""
     earliest = tl.maximum(block, first)
     latest = tl.minimum(block + BLOCK_K, behind) - 1  # before `earliest` where no key is there
     some = latest >= earliest
-    low = first
     high = behind
-    if CAUSAL:
-        low = earliest
     if window is not None:
         high = tl.minimum(high, latest + window)
     if bounds is not None:
         high = tl.minimum(high, tl.load(bounds + bounds_size + latest, mask=some, other=0))
-        if not CAUSAL:
-            low = tl.maximum(low, tl.load(bounds + earliest, mask=some, other=0))
     high = tl.where(some, high, 0)
-    return tl.maximum(low - offset, 0) // BLOCK_Q * BLOCK_Q, tl.minimum(tl.maximum(high - offset, 0), tokens)
+    return tl.maximum(earliest - offset, 0) // BLOCK_Q * BLOCK_Q, tl.minimum(tl.maximum(high - offset, 0), tokens)
 
 
 @triton.jit
 def queries_kernel(
     query, key, value, grad_out, lse, delta, scale,
-    starts, lengths, bounds, bounds_size, offsets, window, tokens, positions, heads,
+    starts, lengths, bounds, window, tokens, positions, heads,
     query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
     grad_batch, grad_token, grad_head,
     grad_query, grad_query_batch, grad_query_head, grad_query_token,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr,
     K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -249,12 +242,12 @@ def queries_kernel(
     value += batch * value_batch + head // GROUP * value_head
     if bounds is not None:
         bounds += batch * positions
-    first, behind, offset = row_limits(starts, lengths, offsets, batch, tokens, positions)
+    first, behind, offset = row_limits(starts, lengths, batch, tokens, positions)
 
     row = tl.arange(0, BLOCK_Q)
     token = block.to(tl.int32) + row
     inside = token < tokens
-    low, high, row_mask = interval(offset + token, first, behind, window, bounds, bounds_size, CAUSAL)
+    low, high, row_mask = interval(offset + token, first, behind, window, bounds)
     row_mask = row_mask & inside
     begin, _, _, end = key_blocks(low, high, row_mask, positions, BLOCK_K)
 

@@ -54,7 +54,6 @@ def shared(args: SimpleNamespace) -> dict:
         "heads": query.shape[1],
         **strides("batch", "head", "token", query=query, key=key, value=value),
         "GROUP": query.shape[1] // key.shape[1],
-        "CAUSAL": args.causal,
         **dict(zip(("K", "K0", "K1"), (query.shape[-1], *parts_of(query.shape[-1])), strict=True)),
         **dict(zip(("V", "V0", "V1"), (value.shape[-1], *parts_of(value.shape[-1])), strict=True)),
     }
@@ -78,9 +77,9 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
 
 @triton.jit
 def forward_kernel(
-    query, key, value, out, lse, scale, starts, lengths, bounds, bounds_size, offsets, window, tokens, positions, heads,
+    query, key, value, out, lse, scale, starts, lengths, bounds, window, tokens, positions, heads,
     query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr,
+    GROUP: tl.constexpr, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_Q queries of one head."""
@@ -91,12 +90,12 @@ def forward_kernel(
     value += batch * value_batch + head // GROUP * value_head
     if bounds is not None:
         bounds += batch * positions
-    first, behind, offset = row_limits(starts, lengths, offsets, batch, tokens, positions)
+    first, behind, offset = row_limits(starts, lengths, batch, tokens, positions)
 
     row = tl.arange(0, BLOCK_Q)
     token = block.to(tl.int32) + row
     inside = token < tokens
-    low, high, row_mask = interval(offset + token, first, behind, window, bounds, bounds_size, CAUSAL)
+    low, high, row_mask = interval(offset + token, first, behind, window, bounds)
     row_mask = row_mask & inside
     begin, full_begin, full_end, end = key_blocks(low, high, row_mask, positions, BLOCK_K)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.backend import refusal, tell_once
-from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, too_wide
+from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, check_positive, too_wide
 from surgery.kernels.mla_prefill.reference import document_bounds, prefill_attention, prefill_gradients
 from surgery.kernels.operation import Operation, prefill_outputs, side_by_side
 
@@ -20,12 +20,10 @@ def mla_prefill(
     value: Tensor,
     scale: float,
     *,
-    causal: bool = True,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
     window: int | None = None,
     documents: Tensor | None = None,
-    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of T queries over S positions, T ≤ S: a prompt, the next part of one, or a training pass.
 
@@ -37,14 +35,11 @@ def mla_prefill(
         key: [B, K, S, c]; H // K query heads, one after the other, share a KV head.
         value: [B, K, S, v].
         scale: positive, multiplies the logits.
-        causal: whether a query sees nothing behind its own position.
         starts: int32 [B], the first position of a row that is no padding; None for 0.
         lengths: int32 [B], the position behind the last one that is no padding; None for S.
         window: how many latest positions a query sees, its own included; None for all.
         documents: int32 [B, S], the document of each position; queries see their own only. Tokens of a document stand
             together: a number that comes again further on is another document.
-        offsets: int32 [B], the position of each row's first query; None for S - T, where the queries are the last
-            positions.
 
     Returns:
         [B, T, H, v] in the dtype of `query`, and [B, H, T] in fp32, the natural logarithm of the sum of exponentials of
@@ -60,11 +55,11 @@ def mla_prefill(
             description = f"{documents.dtype} {list(documents.shape)}"
             raise ValueError(f"mla_prefill: documents is {description}, int32 {list(shape)} is needed")
         bounds = document_bounds(documents)
-    return _mla_prefill(query, key, value, float(scale), causal, window, starts, lengths, bounds, offsets)
+    return _mla_prefill(query, key, value, float(scale), window, starts, lengths, bounds)
 
 
 def _check(call: SimpleNamespace) -> None:
-    query, key, scale, window = call.query, call.key, call.scale, call.window
+    query, key, scale = call.query, call.key, call.scale
     name = "mla_prefill"
     check_keys(name, query, key, call.value)
     (batch, heads, tokens, _), (kv_heads, positions) = query.shape, key.shape[1:3]
@@ -78,9 +73,8 @@ def _check(call: SimpleNamespace) -> None:
         )
     if scale <= 0:
         raise ValueError(f"{name}: scale {scale} is not positive")
-    if window is not None and (window < 1 or not call.causal):
-        raise ValueError(f"{name}: a window of {window} needs to be at least 1, and causal attention")
-    check_counts(name, batch, starts=call.starts, lengths=call.lengths, offsets=call.offsets)
+    check_positive(name, window=call.window)
+    check_counts(name, batch, starts=call.starts, lengths=call.lengths)
 
 
 def unfit(query: Tensor, value: Tensor) -> str | None:
@@ -110,16 +104,14 @@ def _mla_prefill_backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-    causal: bool,
     window: int | None,
     starts: Tensor | None,
     lengths: Tensor | None,
     bounds: Tensor | None,
-    offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    masks = (causal, window, starts, lengths, bounds, offsets)
+    masks = (window, starts, lengths, bounds)
     gradients = _gradients(query, key, value)
-    reason = refusal(grad_out, query, key, value, starts, lengths, bounds, offsets) or unfit(query, value)
+    reason = refusal(grad_out, query, key, value, starts, lengths, bounds) or unfit(query, value)
     if reason:
         tell_once("the backward pass of mla_prefill", reason)
         plain = prefill_gradients(grad_out, grad_lse, query, key, value, scale, *masks)
@@ -146,16 +138,14 @@ def _gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 @_mla_prefill_backward.register_fake
-def _(
-    grad_out, grad_lse, query, key, value, out, lse, scale, causal, window, starts, lengths, bounds, offsets
-):  # fmt: skip
+def _(grad_out, grad_lse, query, key, value, out, lse, scale, window, starts, lengths, bounds):
     return _gradients(query, key, value)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, scale, causal, window, *masks = inputs
+    query, key, value, scale, window, *masks = inputs
     ctx.save_for_backward(query, key, value, *output, *masks)
-    ctx.settings = scale, causal, window
+    ctx.settings = scale, window
     ctx.set_materialize_grads(False)
 
 
@@ -166,7 +156,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     gradients = torch.ops.surgery.mla_prefill_backward(
         grad_out, grad_lse, query, key, value, out, lse, *ctx.settings, *masks
     )
-    return (*gradients, *[None] * 7)
+    return (*gradients, *[None] * 5)
 
 
 _mla_prefill.registered.register_autograd(_backward, setup_context=_setup_context)

@@ -32,33 +32,30 @@ def document_bounds(documents: Tensor) -> Tensor:
 def visible_positions(
     tokens: int,
     positions: int,
-    causal: bool = True,
     window: int | None = None,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
     bounds: Tensor | None = None,
-    offsets: Tensor | None = None,
     *,
+    causal: bool = True,
     device: torch.device | None = None,
 ) -> Tensor:
     """Return the mask of visible positions by query: bool [B or 1, T, S]; arguments as those of
     `mla_prefill.operator.mla_prefill`.
 
-    `bounds` are the `document_bounds` of documents.
+    `bounds` are the `document_bounds` of documents; with `causal` a query sees nothing behind its own position.
     """
     position = torch.arange(positions, device=device)
     first = 0 if starts is None else starts[:, None, None]
     behind = positions if lengths is None else lengths[:, None, None]
-    offset = torch.tensor([positions - tokens], device=device) if offsets is None else offsets
-    query = (torch.arange(tokens, device=device) + offset[:, None])[:, :, None]
+    query = torch.arange(positions - tokens, positions, device=device)[None, :, None]
     visible = (position >= first) & (position < behind) & (query >= first) & (query < behind)
-    visible = visible & (query < positions) & (query >= 0)
     if causal:
         visible = visible & (position <= query)
     if window is not None:
         visible = visible & (position > query - window)
     if bounds is not None:
-        place = query[..., 0].clamp(0, positions - 1).long().expand(bounds.shape[1], -1)
+        place = query[..., 0].expand(bounds.shape[1], -1)
         low, high = (bound.gather(1, place)[:, :, None] for bound in bounds)
         visible = visible & (position >= low) & (position < high)
     return visible
@@ -69,12 +66,10 @@ def prefill_attention(
     key: Tensor,
     value: Tensor,
     scale: float,
-    causal: bool = True,
     window: int | None = None,
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
     bounds: Tensor | None = None,
-    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention, and the logarithm of each query's sum of exponentials; differentiable in both.
 
@@ -85,7 +80,7 @@ def prefill_attention(
         key: [B, K, S, c].
         value: [B, K, S, v].
         scale: multiplies the logits.
-        causal, window, starts, lengths, bounds, offsets: see `visible_positions`.
+        window, starts, lengths, bounds: see `visible_positions`.
 
     Returns:
         [B, T, H, v] in the dtype of `query`, and [B, H, T] in fp32 (fp64 for fp64).
@@ -93,9 +88,7 @@ def prefill_attention(
     dtype, out_dtype = torch.float32 if query.dtype in DTYPES else query.dtype, query.dtype
     batch, heads, tokens, _ = query.shape
     kv_heads, positions = key.shape[1:3]
-    visible = visible_positions(
-        tokens, positions, causal, window, starts, lengths, bounds, offsets, device=query.device
-    )
+    visible = visible_positions(tokens, positions, window, starts, lengths, bounds, device=query.device)
     sees = visible.any(-1)[:, None, None]  # [B or 1, 1, 1, T]
     is_visible = visible.any(-2)[:, None, :, None]  # [B or 1, 1, S, 1]
     # What is not seen may hold NaN.

@@ -42,37 +42,30 @@ def store_part(base, stride, row, row_mask, tile, FROM: tl.constexpr, SIZE: tl.c
 
 
 @triton.jit
-def row_limits(starts, lengths, offsets, batch, tokens, positions):
+def row_limits(starts, lengths, batch, tokens, positions):
     """First and behind-the-last position of a row of the batch that are no padding, and that of its first query."""
     first = 0
     behind = positions
-    offset = positions - tokens
     if starts is not None:
         first = tl.maximum(tl.load(starts + batch), 0)
     if lengths is not None:
         behind = tl.minimum(tl.load(lengths + batch), positions)
-    if offsets is not None:
-        offset = tl.load(offsets + batch)
-    return first, behind, offset
+    return first, behind, positions - tokens
 
 
 @triton.jit
-def interval(position, first, behind, window, bounds, bounds_size, CAUSAL: tl.constexpr):
+def interval(position, first, behind, window, bounds):
     """Positions from `low` to before `high` that queries at positions see, and which of these are queries at all.
 
-    `bounds` is the row's part of the first of two planes, each `bounds_size` long.
+    `bounds` is the row's part of the first plane.
     """
     mask = (position >= first) & (position < behind)
     low = tl.zeros_like(position) + first
-    high = tl.zeros_like(position) + behind
-    if CAUSAL:
-        high = tl.minimum(high, position + 1)
+    high = tl.minimum(position + 1, behind)
     if window is not None:
         low = tl.maximum(low, position - window + 1)
     if bounds is not None:
         low = tl.maximum(low, tl.load(bounds + position, mask=mask, other=0))
-        if not CAUSAL:
-            high = tl.minimum(high, tl.load(bounds + bounds_size + position, mask=mask, other=0))
     return low, high, mask
 
 

@@ -31,7 +31,7 @@ def of_shape(heads, kv_heads, key_width, value_width, *, capability, dtype=torch
         if masks:
             rows = torch.empty(2, dtype=torch.int32)
             bounds = torch.empty(2, 2, TOKENS, dtype=torch.int32)
-            settings = {"starts": rows, "lengths": rows, "offsets": rows, "bounds": bounds, "window": 4096}
+            settings = {"starts": rows, "lengths": rows, "bounds": bounds, "window": 4096}
         config = default_config(dtype.itemsize, capability)
         results = {"forward": forward_launches(query, key, value, 0.1, **settings, out=out, lse=lse, config=config)[0]}
         configs = default_configs(dtype.itemsize, capability)
