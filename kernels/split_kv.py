@@ -74,7 +74,7 @@ def merge(parts: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
     return (weights.unsqueeze(-1) * parts).sum(dim=-2), lse
 
 
-def merge_launch(parts: Tensor, logs: Tensor, out: Tensor, log: Tensor | None) -> Launch:
+def merge_launch(parts: Tensor, logs: Tensor, out: Tensor, log: Tensor) -> Launch:
     """The launch that fills `out` [N, D], in any dtype, and `log` [N] fp32 from fp32 parts [N, S, D], logs [N, S].
 
     All are contiguous; N may be several dimensions of `out` and `log`.
@@ -110,10 +110,9 @@ def merge_kernel(parts, logs, out, log, width, SPLITS: tl.constexpr, BLOCK_S: tl
     part = tl.load(parts + (row * SPLITS + split[:, None]) * width + column[None, :], mask=load_mask, other=0.0)
     acc = tl.sum(part * weights[:, None], axis=0) / tl.where(l_i > 0, l_i, 1.0)
     tl.store(out + row * width + column, acc.to(out.dtype.element_ty), mask=column < width)
-    if log is not None:  # noqa: SIM102 - known when it is compiled
-        if tl.program_id(1) == 0:
-            whole = tl.where(l_i > 0, m_i + tl.log2(tl.where(l_i > 0, l_i, 1.0)) * LN2, -float("inf"))
-            tl.store(log + row, whole)
+    if tl.program_id(1) == 0:
+        whole = tl.where(l_i > 0, m_i + tl.log2(tl.where(l_i > 0, l_i, 1.0)) * LN2, -float("inf"))
+        tl.store(log + row, whole)
 
 
 @triton.jit

@@ -10,7 +10,6 @@ The file that SURGERY_TESTS names gets a row for each test: seconds, and program
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_pytest import Rows
 
 _programs: set[str] = set()
 
@@ -83,19 +83,4 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         # What is asserted of numbers that nobody computed says nothing, but where no kernel was reached.
         if not isinstance(caught, AssertionError) or len(_programs) == before:
             error = f"{type(caught).__name__}: {' '.join(str(caught).split())[-300:]}"
-    item.user_properties += [("programs", len(_programs) - before), ("error", error)]
-
-
-class Rows:
-    """Log of pytest's results, one line a test, appended as soon as it has ended."""
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write a row of the test's call, or of what kept it from being called."""
-        if report.when != "call" and report.passed:
-            return
-        facts = dict(report.user_properties)
-        row = {"test": report.nodeid, "programs": facts.get("programs", 0), "seconds": round(report.duration, 3)}
-        if error := facts.get("error") or (str(report.longrepr)[-300:] if report.failed else None):
-            row["error"] = error
-        with open(os.environ["SURGERY_TESTS"], "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    item.user_properties += [("programs", len(_programs) - before), *([("error", error)] if error else [])]

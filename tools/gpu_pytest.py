@@ -14,6 +14,7 @@ class Rows:
         if report.when != "call" and report.passed:
             return
         row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 3)}
+        row |= dict(report.user_properties)
         if report.failed:
             row["error"] = str(report.longrepr)[-600:]
         with open(os.environ["SURGERY_TESTS"], "a", encoding="utf-8") as file:

@@ -172,17 +172,7 @@ def _convert(to: str, *options: str) -> Callable[[Setup, float], list[str]]:
         tokens += [] if setup.tiny else ["--calibration", "prose=0.6,code=0.4", "--held-out", "4"]
         out = str(setup.work / f"model-{to}")
         where = ["--device", setup.device, "--out", out, "--overwrite", "--json"]
-        return [
-            "-m",
-            "surgery",
-            "convert",
-            str(setup.model),
-            "--to",
-            to,
-            *options,
-            *where,
-            *tokens,
-        ]
+        return ["-m", "surgery", "convert", str(setup.model), "--to", to, *options, *where, *tokens]
 
     return arguments
 

@@ -20,6 +20,8 @@ Place = dict[str, Any]
 """The fields that all cases have, by name."""
 MOST_PREFILL = 32_768
 """Tokens of a prompt: longer ones take seconds a call."""
+PIECE = 128
+"""Queries of a prompt whose exact result is computed, at either end: their logits over all keys fit into memory."""
 Baseline = Callable[[Inputs], Callable[[], Tensor]]
 """From a case's inputs to a call that computes the same output; what prepares layouts is not measured."""
 
@@ -157,3 +159,22 @@ class DecodeCase(Case):
     def _double(self, inputs: Inputs, row: int) -> Inputs:
         rows = {name: tensor if name in self.unbatched else tensor[row : row + 1] for name, tensor in inputs.items()}
         return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in rows.items()}
+
+
+class PrefillCase(Case):
+    """Attention of whole prompts: queries [B, H, S, ·], keys and values [B, G, S, ·], all else one number a KV head."""
+
+    def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
+        """The first and the last queries of the first query head of the first and of the last KV head."""
+        piece, groups = min(PIECE, self.context), inputs["key"].shape[1]
+        each = inputs["query"].shape[1] // groups
+        for group in sorted({0, groups - 1}):
+            head = group * each
+            one = {name: tensor[group : group + 1] for name, tensor in inputs.items() if tensor.dim() == 1}
+            last = {name: inputs[name][:1, group : group + 1].double() for name in ("key", "value")}
+            last["query"] = inputs["query"][:1, head : head + 1].double()
+            first = {name: tensor[:, :, :piece] for name, tensor in last.items()}
+            last["query"] = last["query"][:, :, -piece:]
+            with quietly():
+                yield lambda out, h=head: out[:1, :piece, h : h + 1], self.run(one | first)
+                yield lambda out, h=head: out[:1, -piece:, h : h + 1], self.run(one | last)

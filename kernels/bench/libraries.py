@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from surgery.kernels.bench.case import Baseline, Inputs
+
 SDPA = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "Flash": SDPBackend.FLASH_ATTENTION,
@@ -44,6 +46,13 @@ def sdpa(
         return out[..., :width].transpose(1, 2)
 
     return call
+
+
+def all_sdpa(
+    arguments: Callable[[Inputs], tuple[Tensor, Tensor, Tensor]], scale: float, **more: bool
+) -> dict[str, Baseline]:
+    """`sdpa` by every backend; `arguments` gives query, key and value of a case's inputs."""
+    return {f"SDPA {name}": lambda inputs, name=name: sdpa(*arguments(inputs), scale, name, **more) for name in SDPA}
 
 
 MOST_COMPILED = 6

@@ -29,7 +29,7 @@ from surgery.kernels.split_kv import split_tokens
 @triton.jit(do_not_specialize=["capacity", "splits", "begin_rows", "exact_tokens", "slots_row"])
 def lowrank_decode_kernel(
     query, latent, key_up, within, begins, key_bias, norm_weight, ranges, lengths, starts, first,
-    held, rebuilt, exact_key, exact_value, exact_slots, out, log, scale, norm_eps, tokens, capacity, splits, begin_rows,
+    rebuilt, exact_key, exact_value, exact_slots, out, log, scale, norm_eps, tokens, capacity, splits, begin_rows,
     window, sinks, exact_tokens, query_row, query_token, query_head, latent_row, latent_token,
     up_head, up_dim, key_row, key_head, key_token, value_row, value_head, value_token, slots_row,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr,
@@ -54,9 +54,6 @@ def lowrank_decode_kernel(
     offset = 0
     if first is not None:
         offset = tl.load(first + row)
-    count = capacity
-    if held is not None:
-        count = tl.load(held + row)
     if rebuilt is not None:
         low, stop = tl.load(rebuilt + row * 2), tl.load(rebuilt + row * 2 + 1)
     else:
@@ -91,7 +88,7 @@ def lowrank_decode_kernel(
     for _ in tl.static_range(VALUE_CHUNKS):
         acc += (tl.zeros([CHUNK, ROWS], tl.float32),)
 
-    behind = tl.minimum(tl.minimum(stop, length - window), tl.minimum(length, offset + count))
+    behind = tl.minimum(tl.minimum(stop, length - window), tl.minimum(length, offset + capacity))
     ahead = tl.maximum(tl.maximum(low, start), offset)
     begin, end = split_tokens(ahead, tl.maximum(behind, ahead), split, splits, BLOCK)
     KEY_CHUNKS: tl.constexpr = (KEY_RANK + CHUNK - 1) // CHUNK

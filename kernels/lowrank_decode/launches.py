@@ -51,12 +51,10 @@ def default_config(
 
 
 @launches_of(lowrank_attention)
-def launches(
-    args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None, resident: bool | None = None
-) -> list[Launch]:
+def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
     """The launches that fill `out` [B, T, H, r_v + v] and `lse` [B, T, H] fp32, both contiguous.
 
-    The others are arguments of the reference; `resident` says whether U stays in shared memory, None chooses.
+    The others are arguments of the reference.
     """
     query, latent, key_up, exact_key, ranges = args.query, args.latent, args.key_up, args.exact_key, args.ranges
     batch, tokens, heads, dim = query.shape
@@ -73,9 +71,8 @@ def launches(
     row_blocks = triton.cdiv(per_head * tokens, config.block_rows)
     splits = splits_of(config, batch * kv_heads * row_blocks, query, latent.shape[1])
     parts, logs = scratch(query, out.shape[-1], splits)
-    if resident is None:
-        # Exact tokens leave no registers for it.
-        resident = exact_key is None and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
+    # Exact tokens leave no registers for it.
+    resident = exact_key is None and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     reads = [0, key_rank, 0, value_rank] if ranges is None else ranges
     even = {*reads[1::4], *reads[3::4]} == {key_rank, value_rank} and key_rank % config.chunk == 0
     even = even and value_rank % config.chunk == 0 and len({*reads[1::4]}) == len({*reads[3::4]}) == 1

@@ -49,7 +49,6 @@ def lowrank_decode(
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
     first: Tensor | None = None,
-    held: Tensor | None = None,
     rebuilt: Tensor | None = None,
     window: int = 0,
     sinks: int = 0,
@@ -79,7 +78,6 @@ def lowrank_decode(
         lengths: int32 [B], tokens of each row, the new ones included; None for S.
         starts: int32 [B], first position that is no padding; None for 0.
         first: int32 [B], position of latent[:, 0]; None for 0.
-        held: int32 [B], how many of the S latents are there; None for all that `lengths` and `rebuilt` leave.
         rebuilt: int32 [B, 2], low and stop; None for starts + `sinks` and lengths. Needs `lengths`.
         window: this many latest tokens of a query, itself included, are read exactly (0 for none).
         sinks: as many first tokens are; unused with `rebuilt`.
@@ -98,7 +96,7 @@ def lowrank_decode(
     within, begins = (None, None) if rotation is None else rotation
     both, lse = _lowrank_decode(
         query, latent, key_up, scale, within, begins, key_bias, norm_weight, norm_eps, _flat(ranges), lengths, starts,
-        first, held, rebuilt, window, sinks, exact_key, exact_value, exact_slots, raw_exact,
+        first, rebuilt, window, sinks, exact_key, exact_value, exact_slots, raw_exact,
     )  # fmt: skip
     return _apart(both, lse, exact_value)
 
@@ -178,7 +176,7 @@ def _check_shapes(call: SimpleNamespace, batch: int, kv_heads: int, dim: int) ->
     if within is not None and (within.shape != (2, STEP, dim // 2) or begins.shape[::2] != within.shape[::2]):
         _refuse("rotation must be what rotation_tables gives for heads of this size")
     shapes = {"key_bias": (kv_heads, dim), "norm_weight": (dim,), "rebuilt": (batch, 2)}
-    shapes |= dict.fromkeys(("lengths", "starts", "first", "held"), (batch,))
+    shapes |= dict.fromkeys(("lengths", "starts", "first"), (batch,))
     exact = (call.exact_key, call.exact_value, call.exact_slots)
     if any(tensor is not None for tensor in exact):
         if any(tensor is None for tensor in exact):

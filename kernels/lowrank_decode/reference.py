@@ -72,7 +72,6 @@ def lowrank_attention(
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
     first: Tensor | None = None,
-    held: Tensor | None = None,
     rebuilt: Tensor | None = None,
     window: int = 0,
     sinks: int = 0,
@@ -93,7 +92,6 @@ def lowrank_attention(
     length = row + held_tokens if lengths is None else lengths.long()
     start = row if starts is None else starts.long()
     offset = row if first is None else first.long()
-    num_held = row + held_tokens if held is None else held.long()
     low, stop = (start + sinks, length) if rebuilt is None else rebuilt.long().unbind(1)
 
     # Rows of tokens that nobody sees may hold anything, NaN included.
@@ -101,7 +99,7 @@ def lowrank_attention(
     own = (length - tokens)[:, None, None] + torch.arange(tokens, device=device)[:, None]  # [B, T, 1]
     place = positions[:, None]
     visible = (place >= torch.maximum(low, start)[:, None, None]) & (place < stop[:, None, None])
-    visible = visible & (place <= own - window) & (place < torch.minimum(offset + num_held, length)[:, None, None])
+    visible = visible & (place <= own - window) & (place < torch.minimum(offset + held_tokens, length)[:, None, None])
     latent = latent.masked_fill(~visible.any(1)[..., None], 0)
 
     reads = None if ranges is None else torch.tensor(ranges, device=device).view(-1, 4)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from surgery.kernels.backend import refusal, tell_once
 from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, check_positive, too_wide
-from surgery.kernels.mla_prefill.reference import document_bounds, prefill_attention, prefill_gradients
+from surgery.kernels.mla_prefill.reference import document_bounds, prefill_attention
 from surgery.kernels.operation import Operation, prefill_outputs, side_by_side
 
 
@@ -114,7 +114,9 @@ def _mla_prefill_backward(
     reason = refusal(grad_out, query, key, value, starts, lengths, bounds) or unfit(query, value)
     if reason:
         tell_once("the backward pass of mla_prefill", reason)
-        plain = prefill_gradients(grad_out, grad_lse, query, key, value, scale, *masks)
+        # Autograd itself is past where an operator's own code runs; a transform is not.
+        _, pull_back = torch.func.vjp(lambda *tensors: prefill_attention(*tensors, scale, *masks), query, key, value)
+        plain = pull_back((grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse))
         for gradient, computed in zip(gradients, plain, strict=True):
             gradient.copy_(computed)
         return gradients

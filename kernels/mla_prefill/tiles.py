@@ -61,7 +61,7 @@ def interval(position, first, behind, window, bounds):
     """
     mask = (position >= first) & (position < behind)
     low = tl.zeros_like(position) + first
-    high = tl.minimum(position + 1, behind)
+    high = tl.minimum(tl.zeros_like(position) + behind, position + 1)
     if window is not None:
         low = tl.maximum(low, position - window + 1)
     if bounds is not None:

@@ -18,14 +18,10 @@ def launch(
     width: int | None = None,
     exact: int = 0,
     norm: bool = False,
-    tokens: int = 1,
-    splits: int = 8,
     capability: int = 90,
-    resident: bool | None = None,
-    **changes: int,
 ) -> Launch:
     """The first launch for latents of `width` numbers, of which each KV head reads `key_rank`."""
-    batch, capacity, blockwise = 2, 131_072, width is not None and width != key_rank
+    batch, tokens, capacity, blockwise = 2, 1, 131_072, width is not None and width != key_rank
     bf16, ints = {"dtype": torch.bfloat16}, {"dtype": torch.int32}
     width = width or key_rank
     value_rank = key_rank
@@ -37,7 +33,7 @@ def launch(
         capability=capability,
         plain=not exact,
     )
-    config = replace(config, splits=splits, **changes)
+    config = replace(config, splits=8)
     with torch.device("meta"):
         options = {"within": torch.empty(2, 128, dim // 2), "begins": torch.empty(2, capacity // 128, dim // 2)}
         options |= {"lengths": torch.empty(batch, **ints), "starts": torch.empty(batch, **ints)}
@@ -64,7 +60,6 @@ def launch(
             out=torch.empty(batch, tokens, heads, columns, **bf16),
             lse=torch.empty(batch, tokens, heads),
             config=config,
-            resident=resident,
         )[0]
 
 

@@ -41,7 +41,7 @@ def test_the_kernel_is_the_reference(splits, width, dtype, device):
     assert_close("out", out, expected)
     assert_close("log", log, expected_log)
     again = torch.empty_like(out)
-    merge_launch(parts, logs, again, None).run()
+    merge_launch(parts, logs, again, log).run()
     assert torch.equal(out, again)
 
 

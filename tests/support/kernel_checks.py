@@ -14,16 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from surgery.kernels.bench.gate import EPSILON, LEAST, relative_error
+
 SUPPORT = Path(__file__).resolve().parent
-
-EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
-"""Half a unit in the last place, relative."""
-
-
-def relative_error(result: Tensor, expected: Tensor) -> float:
-    """Root mean square of the difference over that of the expected values, both in float64."""
-    result, expected = result.double(), expected.double()
-    return float((result - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-300))
 
 
 def assert_close(name: str, result: Tensor, expected: Tensor, *, units: float = 4.0) -> None:
@@ -36,8 +29,8 @@ def assert_close(name: str, result: Tensor, expected: Tensor, *, units: float = 
     assert torch.equal(result.isfinite(), finite), f"{name}: other entries are finite"
     assert torch.equal(result[~finite].double(), expected[~finite].double()), f"{name}: other infinities"
     if finite.any():
-        error = relative_error(result[finite], expected[finite])
-        limit = max(units * EPSILON[result.dtype], 2e-6)
+        error = relative_error(result[finite], expected[finite].double())
+        limit = max(units * EPSILON[result.dtype], LEAST)
         assert error <= limit, f"{name}: relative error {error:.2e}, at most {limit:.2e}"
 
 

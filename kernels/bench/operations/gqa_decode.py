@@ -50,13 +50,8 @@ class GQADecode(DecodeCase):
         return gqa_decode(inputs["query"], inputs["key"], inputs["value"], self.scale, lengths=inputs["lengths"])[0]
 
     def baselines(self) -> dict[str, Baseline]:
-        calls = {
-            f"SDPA {name}": lambda inputs, name=name: libraries.sdpa(
-                inputs["query"].transpose(1, 2), inputs["key"], inputs["value"], self.scale, name
-            )
-            for name in libraries.SDPA
-        }
-        calls["FlexAttention"] = lambda inputs: libraries.flex(
-            inputs["query"].transpose(1, 2), inputs["key"], inputs["value"], self.scale
-        )
-        return calls
+        def arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+            return inputs["query"].transpose(1, 2), inputs["key"], inputs["value"]
+
+        flex = {"FlexAttention": lambda inputs: libraries.flex(*arguments(inputs), self.scale)}
+        return libraries.all_sdpa(arguments, self.scale) | flex

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.bench import libraries
-from surgery.kernels.bench.case import MOST_PREFILL, Baseline, Case, Inputs, Place, generator, quietly, random
+from surgery.kernels.bench.case import MOST_PREFILL, Baseline, Case, Inputs, Place, PrefillCase, generator, random
 from surgery.kernels.mla_prefill.operator import mla_prefill
-
-PIECE = 128
-"""Queries whose exact result is computed, at either end: their logits over all keys fit into memory."""
 
 
 @dataclass(frozen=True)
-class MLAPrefill(Case):
+class MLAPrefill(PrefillCase):
     """Causal attention of a whole prompt; every head has its own keys of `key_dim` numbers."""
 
     key_dim: int
@@ -65,22 +62,7 @@ class MLAPrefill(Case):
     def run(self, inputs: Inputs) -> Tensor:
         return mla_prefill(inputs["query"], inputs["key"], inputs["value"], self.scale)[0]
 
-    def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
-        """The first and the last queries of the first and the last head."""
-        piece = min(PIECE, self.context)
-        for head in sorted({0, self.shape.heads - 1}):
-            one = {name: tensor[:1, head : head + 1] for name, tensor in inputs.items()}
-            first = {name: tensor[:, :, :piece].double() for name, tensor in one.items()}
-            last = {name: tensor.double() for name, tensor in one.items()}
-            last["query"] = last["query"][:, :, -piece:]
-            with quietly():
-                yield lambda out, h=head: out[:1, :piece, h : h + 1], self.run(first)
-                yield lambda out, h=head: out[:1, -piece:, h : h + 1], self.run(last)
-
     def baselines(self) -> dict[str, Baseline]:
-        return {
-            f"SDPA {name}": lambda inputs, name=name: libraries.sdpa(
-                inputs["query"], inputs["key"], inputs["value"], self.scale, name, causal=True
-            )
-            for name in libraries.SDPA
-        }
+        return libraries.all_sdpa(
+            lambda inputs: (inputs["query"], inputs["key"], inputs["value"]), self.scale, causal=True
+        )

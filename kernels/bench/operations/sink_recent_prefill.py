@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.bench import libraries
-from surgery.kernels.bench.case import MOST_PREFILL, Baseline, Case, Inputs, Place, generator, quietly, random
-from surgery.kernels.bench.operations.mla_prefill import PIECE
+from surgery.kernels.bench.case import MOST_PREFILL, Baseline, Case, Inputs, Place, PrefillCase, generator, random
 from surgery.kernels.sink_recent_prefill.operator import sink_recent_prefill
 
 
 @dataclass(frozen=True)
-class SinkRecentPrefill(Case):
+class SinkRecentPrefill(PrefillCase):
     """`full` of the KV heads see all tokens."""
 
     full: int
@@ -70,23 +69,6 @@ class SinkRecentPrefill(Case):
         names = ("sinks", "recent")
         tensors = (inputs[name] for name in ("query", "key", "value"))
         return sink_recent_prefill(*tensors, self.scale, *(inputs[name] for name in names))[0]
-
-    def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
-        """The first and the last queries of the first query head of the first and of the last KV head."""
-        piece, each = min(PIECE, self.context), self.shape.heads // self.shape.kv_heads
-        for group in sorted({0, self.shape.kv_heads - 1}):
-            one = {
-                "query": inputs["query"][:1, group * each : group * each + 1],
-                **{name: inputs[name][:1, group : group + 1] for name in ("key", "value")},
-                **{name: inputs[name][group : group + 1] for name in ("sinks", "recent")},
-            }
-            tokens = ("query", "key", "value")
-            first = {**one, **{name: one[name][:, :, :piece].double() for name in tokens}}
-            last = {**one, **{name: one[name].double() for name in tokens}}
-            last["query"] = last["query"][:, :, -piece:]
-            with quietly():
-                yield lambda out, h=group * each: out[:1, :piece, h : h + 1], self.run(first)
-                yield lambda out, h=group * each: out[:1, -piece:, h : h + 1], self.run(last)
 
     def baselines(self) -> dict[str, Baseline]:
         return {"FlexAttention": self._flex}
