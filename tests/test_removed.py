@@ -23,6 +23,7 @@ LINES = {
     "tasks match": ["eval", "builtin", "--tasks", "match"],
     "tasks memory": ["eval", "builtin", "--tasks", "loss,memory"],
     "tasks kernels": ["eval", "builtin", "--tasks", "kernels"],
+    "variants mean-pool": ["eval", "builtin", "--variants", "int8,mean-pool"],
     "repeat_lags": ["eval", "builtin", "--repeat-lags", "64"],
     "repeat_rows": ["eval", "builtin", "--repeat-rows", "2"],
     "match_prompts": ["eval", "builtin", "--match-prompts", "2"],

@@ -60,20 +60,15 @@ def bytes_of(layers: Sequence[CompactLayer], config: PreTrainedConfig, dtype: to
 
 def check_model(model: PreTrainedModel, name: str) -> None:
     """Raises as `install` does of a model that is no decoder with a head or has no full attention everywhere."""
-    check_no_variant(model)
     decoder = model.base_model
+    if (variant := getattr(decoder, "surgery_variant", None)) is not None:
+        raise SurgeryError(f"this model is a variant already, with {variant}: load the baseline again for another one")
     if decoder is model or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise NoVariant(f"{type(model).__name__} is not a decoder with a head: {name} needs a causal language model")
     if getattr(model.config, "kv_cache", None):
         raise NoVariant(f"the checkpoint has a quantized KV cache of its own: {name} needs the one that it was made of")
     with refusals(NoVariant):
         check_full_attention(model.config, name)
-
-
-def check_no_variant(model: PreTrainedModel) -> None:
-    """Raises SurgeryError if a variant's hook is on the model's decoder."""
-    if (name := getattr(model.base_model, "surgery_variant", None)) is not None:
-        raise SurgeryError(f"this model is a variant already, with {name}: load the baseline again for another one")
 
 
 @contextmanager

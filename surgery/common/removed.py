@@ -25,6 +25,7 @@ REMOVED = {
     "tasks match": "top-1 agreement and KL of --tasks loss compare with the source token by token",
     "tasks kernels": "surgery.accelerate compares logits with and without kernels, and says by how much they differ",
     "tasks memory": "KV bytes are always measured; surgery bench decode measures peak memory on a GPU",
+    "variants mean-pool": "surgery convert --to gqa --method mean-pool makes such a model; surgery eval measures it",
     "repeat_lags": "its task was: use --tasks loss,needle",
     "repeat_rows": "its task was: use --tasks loss,needle",
     "match_prompts": "its task was: top-1 agreement of --tasks loss compares with the source",

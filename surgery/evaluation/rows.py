@@ -15,7 +15,6 @@ from surgery.calibration.sequences import SequenceRequest, build_calibration
 from surgery.calibration.text import BUILTIN
 from surgery.common.errors import SurgeryError
 from surgery.eval.variants.engine_cache import CALIBRATED, FORMATS, engine_cache
-from surgery.eval.variants.mean_pool import mean_pool
 from surgery.eval.variants.quantized_kv import quantize_kv
 from surgery.eval.variants.sink_window import sink_window
 from surgery.evaluation.models import Checkpoint
@@ -73,7 +72,6 @@ class ModelRow:
 VARIANTS = {
     "engine-cache": engine_cache,
     "quantized-kv": quantize_kv,
-    "mean-pool": mean_pool,
     "sink-window": sink_window,
 }
 
@@ -91,8 +89,8 @@ def plan_variants(
 ) -> tuple[list[ModelRow], list[str]]:
     """Rows of cheap baselines, and notes on those that there are not.
 
-    Quantized caches, and those of engines, have the bytes that they have. Pooled heads and windows are made to hold at
-    most as many bytes at ``context`` as each of the ``ratios`` (of the checkpoints next to them) allows.
+    Quantized caches, and those of engines, have the bytes that they have. Windows are made to hold at most as many
+    bytes at ``context`` as each of the ``ratios`` (of the checkpoints next to them) allows.
     """
     ratios = [ratio for ratio in dict.fromkeys(ratios) if 0 < ratio < 1] or list(RATIOS)
     variants: dict[str, dict[str, Any]] = {}
@@ -102,13 +100,6 @@ def plan_variants(
             variants[name] = {"kind": "engine-cache", "format": name}
         elif name in BITS:
             variants[f"{name} KV"] = {"kind": "quantized-kv", "format": name}
-        elif name == "mean-pool":
-            for ratio in ratios:
-                heads, note = _pooled_heads(baseline, ratio)
-                if heads:
-                    variants[f"mean-pool {heads}"] = {"kind": "mean-pool", "kv_heads": heads}
-                if note:
-                    notes.append(note)
         elif name == "window":
             for ratio in ratios:
                 tokens = int(ratio * context)
@@ -117,19 +108,6 @@ def plan_variants(
                     continue
                 variants[f"window {tokens}"] = {"kind": "sink-window", "sinks": SINKS, "recent": tokens - SINKS}
     return [ModelRow(name, "variant", baseline, variant) for name, variant in variants.items()], notes
-
-
-def _pooled_heads(baseline: Checkpoint, ratio: float) -> tuple[int | None, str | None]:
-    """The most KV heads that fit in the ratio, if any; or why not."""
-    config = baseline.reader.config
-    heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
-    if not isinstance(heads, int):
-        return None, "no mean-pooled heads: the baseline's config has no num_key_value_heads"
-    # Bytes of real checkpoints are a little above or below their ratio: 0.249 is meant to match a quarter.
-    fitting = [count for count in range(1, heads) if heads % count == 0 and count <= ratio * heads * 1.02]
-    if not fitting:
-        return None, f"no mean-pooled heads at a KV share of {ratio:.3g}: one of {heads} is more than that"
-    return fitting[-1], None
 
 
 def check_names(rows: Sequence[ModelRow]) -> None:

@@ -16,7 +16,6 @@ Variant = Literal[
     "int4",
     "int3",
     "int2",
-    "mean-pool",
     "window",
     "fp8",
     "fp8_per_token_head",
@@ -52,7 +51,7 @@ class EvalSettings(FileSettings):
     variants: tuple[Variant, ...] = setting(
         ("int8", "int4", "int4_per_token_head", "window"),
         "Rivals to measure in addition: caches of engines by the engine's name for them, KIVI's (int8, int4, int3, "
-        "int2), and at the checkpoints' KV ratios mean-pool and window.",
+        "int2), and at the checkpoints' KV ratios window.",
         metavar="A,B|none",
     )
     limit: int | None = setting(None, "Samples a task at most, for a quick look; marks the report.", least=1)

@@ -4,21 +4,11 @@ import pytest
 import torch
 from measures import mean_loss
 from quantized_caches import quantized_cache
-from tiny_models import CONFIGS
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    StaticCache,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.logits import LogitReader
-from surgery.eval.variants.mean_pool import mean_pool
 from surgery.eval.variants.quantized_kv import quantize_kv
 from surgery.eval.variants.sink_window import sink_window
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -229,10 +219,9 @@ def test_foreign_caches_are_refused(load, variant):
 @each_variant
 def test_a_model_is_made_a_variant_once(load, variant):
     model = variant(load())
-    for again in (*VARIANTS.values(), lambda model: mean_pool(model, 1)):
+    for again in VARIANTS.values():
         with pytest.raises(SurgeryError, match="variant already"):
             again(model)
-    variant(mean_pool(load(), 1))
 
 
 @each_variant
@@ -249,8 +238,6 @@ def test_impossible_requests_are_refused(load):
         lambda: sink_window(model, 0, 0),
         lambda: sink_window(load(attention="flex_attention"), 3, 9),
         lambda: quantize_kv(model.base_model, "int8"),
-        lambda: mean_pool(model, 3),
-        lambda: mean_pool(model, 0),
         lambda: sink_window(load(), 3, 9)(tokens_of(), attention_mask=torch.ones(2, 7)),
         lambda: sink_window(load(), 3, 9)(tokens_of(), attention_mask=torch.ones(2, 1, 40, 40)),
     ):
@@ -270,48 +257,3 @@ def test_live_bytes_are_those_predicted(load, batch):
         assert live == 2 * QuantizedKVLayer(form, 8).predicted_bytes(**size) == plain * bits // 16
     live = cache_bytes(sink_window(load().bfloat16(), 4, 13)(tokens).past_key_values)
     assert live == plain // 8
-    assert cache_bytes(mean_pool(load().bfloat16(), 1)(tokens).past_key_values) == plain // 2
-
-
-@pytest.mark.parametrize("name", ["llama", "llama3", "llama_bias", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
-def test_pooling_equal_heads_changes_nothing(load, name):
-    model, tokens = load(name), tokens_of()
-    for layer in model.base_model.layers:
-        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
-            for parameter in projection.parameters():
-                heads = parameter.unflatten(0, (2, -1))
-                heads[1] = heads[0]
-    pooled = mean_pool(model, 1)
-    expected = model(tokens, use_cache=False).logits
-    torch.testing.assert_close(pooled(tokens, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
-    assert type(pooled) is type(model) and pooled.config.num_key_value_heads == 1
-    assert model.config.num_key_value_heads == 2 and not pooled.training
-    assert pooled.config._attn_implementation == model.config._attn_implementation
-    assert not any(tensor.is_meta for tensor in (*pooled.parameters(), *pooled.buffers()))
-    assert pooled.generate(tokens, max_new_tokens=3, do_sample=False).shape[1] <= 43
-
-
-def test_pooled_heads_are_means_of_neighbors_and_the_rest_is_shared():
-    torch.manual_seed(0)
-    config = CONFIGS["llama_bias"]()
-    config.num_key_value_heads = 4
-    model = AutoModelForCausalLM.from_config(config).eval()
-    pooled = mean_pool(model, 2)
-    for name, parameter in model.named_parameters():
-        own = pooled.get_parameter(name)
-        if ".k_proj." in name or ".v_proj." in name:
-            first, second, third, fourth = parameter.unflatten(0, (4, 8))
-            torch.testing.assert_close(own, torch.cat([(first + second) / 2, (third + fourth) / 2]))
-        else:
-            assert own.data_ptr() == parameter.data_ptr()
-    tied = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
-    pooled = mean_pool(tied, 1)
-    assert pooled.lm_head.weight is pooled.get_input_embeddings().weight
-
-
-def test_pooling_names_a_class_it_cannot_pool():
-    with pytest.raises(SurgeryError, match="GPT2LMHeadModel"):
-        mean_pool(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=97)), 1)
-    shape = dict(vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    with pytest.raises(SurgeryError, match=r"Olmo2ForCausalLM.*k_norm"):
-        mean_pool(Olmo2ForCausalLM(Olmo2Config(**shape, num_key_value_heads=2)), 1)

@@ -25,7 +25,7 @@ from surgery.structures.mla.settings import ConvertSettings
 
 SMALL = {"windows": 3, "length": 40, "decoded": 4, "recall_prompts": 2, "batch_size": 2, "device": "cpu"}
 
-CHEAP = {"tasks": "loss,generate", "new_tokens": 3, "variants": "int8,mean-pool,window,fp8,oscar_int2"}
+CHEAP = {"tasks": "loss,generate", "new_tokens": 3, "variants": "int8,window,fp8,oscar_int2"}
 
 
 def run(checkpoints, baseline, out, *, overwrite=False, restart=False, **settings):
@@ -68,7 +68,6 @@ def test_rows_and_roles(whole):
         "one": "baseline",
         "other": "checkpoint",
         "int8 KV": "variant",
-        "mean-pool 1": "variant",
         "window 20": "variant",
         "window 10": "variant",
         "fp8": "variant",
@@ -80,25 +79,23 @@ def test_rows_and_roles(whole):
     assert report["baseline"] == "one" and report["settings"]["dtype"] == "float32"
 
 
-@pytest.mark.parametrize(("family", "has"), [("gemma3_window", {"mean-pool 1"}), ("qwen3_next_state", set())])
-def test_variants_that_a_model_does_not_have_are_left_out_with_a_note(tmp_path, capsys, family, has):
+@pytest.mark.parametrize("family", ["gemma3_window", "qwen3_next_state"])
+def test_variants_that_a_model_does_not_have_are_left_out_with_a_note(tmp_path, capsys, family):
     source = make_checkpoint(tmp_path / "source", family)
-    settings = EvalSettings(**{**SMALL, "tasks": "loss", "variants": "int8,oscar_int2,mean-pool,window"})
+    settings = EvalSettings(**{**SMALL, "tasks": "loss", "variants": "int8,oscar_int2,window"})
     report = evaluate(
         EvaluationRequest((str(source),), str(source), tmp_path / "out", settings, command=""), Progress()
     ).report
-    assert rows_of(report).keys() == {"source"} | has
+    assert rows_of(report).keys() == {"source"}
     err = capsys.readouterr().err
     for variant in ("int8 KV", "oscar_int2", "window 20"):
         assert f"no {variant}: " in err
-    assert ("no mean-pool 1: " in err) == (not has)
 
 
 def test_bytes_are_those_of_the_checkpoints_dtype(whole):
     rows = rows_of(whole[0])
     # 2 layers, 2 KV heads of 8 numbers, keys and values, 2 bytes each.
     assert rows["one"]["kv"]["bytes_per_token"] == 2 * 2 * 8 * 2 * 2
-    assert rows["mean-pool 1"]["kv"]["ratio"] == 0.5
     assert rows["window 10"]["kv"]["ratio"] == pytest.approx(0.25, abs=0.04)
     assert 0.5 < rows["int8 KV"]["kv"]["ratio"] < 1
 

@@ -55,5 +55,5 @@ def test_unknown_settings_of_a_file_are_refused(tmp_path):
 
 
 def test_every_cache_of_an_engine_can_be_asked_for():
-    others = {"int8", "int4", "int3", "int2", "mean-pool", "window"}
+    others = {"int8", "int4", "int3", "int2", "window"}
     assert set(get_args(Variant)) == {*FORMATS, *CALIBRATED, *others}
