@@ -40,10 +40,8 @@ def complete(
         first end-of-sequence token, which is any that the generation config or the tokenizer names.
 
     Raises:
-        SurgeryError: a prompt is empty, or `new_tokens` or the batch size is below 1.
+        SurgeryError: a prompt is empty.
     """
-    if new_tokens < 1 or session.batch_size < 1:
-        raise SurgeryError(f"cannot decode {new_tokens} tokens in batches of {session.batch_size}: at least 1 of each")
     if any(len(prompt) == 0 for prompt in prompts):
         raise SurgeryError(f"{label}: an empty prompt cannot be completed, give it at least one token")
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))

@@ -52,11 +52,7 @@ def cache_bytes(cache: Any) -> int:
 
 
 @torch.no_grad()
-def measure_kv(
-    model: nn.Module,
-    context: int,
-    batch: int = 1,
-) -> KVUse:
+def measure_kv(model: nn.Module, context: int, batch: int = 1) -> KVUse:
     """Fills the cache that a model makes for itself with `context` random tokens, and counts what it holds.
 
     All but the last 64 tokens are prefilled in one pass, and those are decoded one by one, so that what is counted is
@@ -68,10 +64,8 @@ def measure_kv(
         batch: sequences.
 
     Raises:
-        SurgeryError: `context` is below 2, `batch` below 1, or the model returns no cache.
+        SurgeryError: the model returns no cache.
     """
-    if context < 2 or batch < 1:
-        raise SurgeryError(f"cannot measure a cache of {batch} x {context} tokens: at least 1 x 2 are needed")
     steps = min(GROWTH_STEPS, context - 1)
     tokens = random_tokens(model, batch, context)
     with evaluation_mode(model):

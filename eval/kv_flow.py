@@ -22,7 +22,6 @@ from transformers.cache_utils import CacheLayerMixin
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes, forward_with_cache, random_tokens
 from surgery.eval.logits import evaluation_mode
-from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.running.attention_tap import AttentionCall, tapped
 
 
@@ -43,7 +42,7 @@ def measure_peak(model: PreTrainedModel, prompt: int, steps: int, chunk: int | N
         Bytes; None where a cache is filled in another way than by updates of its layers.
 
     Raises:
-        SurgeryError: sizes below 1, or the model returns no cache.
+        SurgeryError: the model returns no cache.
     """
     past, watch = None, UpdateWatch()
     with evaluation_mode(model), watch.updates():
@@ -75,8 +74,6 @@ def measure_footprint(model: PreTrainedModel, prompt: int, steps: int, chunk: in
 
 def _pieces(model: PreTrainedModel, prompt: int, steps: int, chunk: int | None) -> list[LongTensor]:
     chunk = prompt if chunk is None else chunk
-    if min(prompt, chunk) < 1 or steps < 0:
-        raise SurgeryError(f"cannot read {prompt} tokens in chunks of {chunk} and decode {steps}")
     tokens = random_tokens(model, 1, prompt + steps)
     return [*tokens[:, :prompt].split(chunk, dim=1), *tokens[:, prompt:].split(1, dim=1)]
 
@@ -121,7 +118,7 @@ class UpdateWatch:
     @property
     def held(self) -> int:
         """Bytes that the layers hold now."""
-        return sum(_bytes_of(layer) for layer, _ in self._layers.values())
+        return sum(cache_bytes(layer) for layer, _ in self._layers.values())
 
     @contextmanager
     def updates(self) -> Iterator[None]:
@@ -152,14 +149,10 @@ class UpdateWatch:
     def _note(self, layer: Any, returned: Any) -> None:
         if self._last is not None:
             # What a layer lends to the attention of this pass only is given back by now.
-            self._layers[id(self._last)] = self._last, _bytes_of(self._last)
-        self._layers[id(layer)] = layer, _bytes_of([layer, returned])  # kept alive, so that no other gets its id
+            self._layers[id(self._last)] = self._last, cache_bytes(self._last)
+        self._layers[id(layer)] = layer, cache_bytes([layer, returned])  # kept alive, so that no other gets its id
         self._last = layer
         self.peak = max(self.peak, sum(size for _, size in self._layers.values()))
-
-
-def _bytes_of(value: Any) -> int:
-    return storage_bytes(tensor for tensor in plain_tensors(value) if tensor.ndim > 0 or tensor.is_floating_point())
 
 
 def _subclasses(cls: type) -> Iterator[type]:

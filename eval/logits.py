@@ -97,16 +97,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def check_batch(tokens: Tensor, batch_size: int) -> None:
-    """Raises SurgeryError unless `tokens` are [N, T] sequences with something to predict in positive batches."""
-    if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
-        raise SurgeryError(
-            f"cannot predict tokens of shape {list(tokens.shape)}: [sequences, at least 2 tokens] needed"
-        )
-    if batch_size < 1:
-        raise SurgeryError(f"batch size {batch_size}: at least 1 is needed")
-
-
 def _body_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     body = getattr(model, "base_model", None)
     find_head = getattr(model, "get_output_embeddings", None)

@@ -20,7 +20,7 @@ from torch import BoolTensor, LongTensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.logits import LogitReader, check_batch
+from surgery.eval.logits import LogitReader
 from surgery.eval.sequences import check_longer_than, tokenize
 
 # fmt: off
@@ -96,23 +96,11 @@ def recall_prompts(
         SurgeryError: the text is too short, the facts do not fit in the length, or the tokenizer joins the end of the
             question to the answer so that the question alone is no prompt.
     """
-    if count < 1:
-        raise SurgeryError(f"{count} recall prompts: at least 1 is needed")
     check_longer_than(len(filler_ids), length)
     filler = np.asarray(filler_ids)
     rng = random.Random(seed)
     rows, masks = zip(*(_prompt(tokenizer, filler, length, rng, facts) for _ in range(count)), strict=True)
     return RecallSet(torch.tensor(rows, dtype=torch.long), torch.tensor(masks, dtype=torch.bool))
-
-
-def check_prompts(recall_set: RecallSet, batch_size: int) -> None:
-    """Raises SurgeryError unless every prompt has an answer with something before it, and batches are positive."""
-    tokens, answer_mask = recall_set.tokens, recall_set.answer_mask
-    check_batch(tokens, batch_size)
-    if answer_mask.shape != tokens.shape or not answer_mask.any(1).all() or answer_mask[:, 0].any():
-        raise SurgeryError(
-            "every recall prompt needs an answer mask of its own shape, true somewhere after the first token"
-        )
 
 
 def recall_hits(reader: LogitReader, tokens: LongTensor, query_mask: BoolTensor) -> list[bool]:

@@ -28,14 +28,9 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
     yield from _walk(value, set())
 
 
-def weight_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """The plain tensors of all parameters and buffers."""
-    yield from plain_tensors([*model.parameters(), *model.buffers()])
-
-
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers; weights that are tied, as an embedding and its head, count once."""
-    return storage_bytes(weight_tensors(model))
+    return storage_bytes(plain_tensors([*model.parameters(), *model.buffers()]))
 
 
 def _walk(value: Any, ids: set[int]) -> Iterator[Tensor]:

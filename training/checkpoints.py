@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from surgery.checkpoint.disk import disk_errors, sync_folder, sync_tree
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import matching, remove_owned
+from surgery.running.processes import ALONE, Processes
 from surgery.training.run_folder import STATE_FILES
 
 STATE = "state.json"
@@ -37,22 +38,21 @@ class Checkpoints:
     All processes make every call.
     """
 
-    def __init__(self, folder: Path, accelerator: Accelerator, *, keep_last: int = 2) -> None:
+    def __init__(
+        self, folder: Path, accelerator: Accelerator, *, processes: Processes = ALONE, keep_last: int = 2
+    ) -> None:
         """Open the checkpoints of a model that the accelerator has prepared. Creates the folder.
 
         Raises:
             SurgeryError: the folder cannot be made.
         """
-        self.folder, self._accelerator, self._keep_last = folder, accelerator, keep_last
+        self.folder, self._accelerator, self._processes, self._keep_last = folder, accelerator, processes, keep_last
         self.last_good: Path | None = None
         self._sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         if not self._sharded:
             accelerator.register_save_state_pre_hook(self._save_trained)
             accelerator.register_load_state_pre_hook(self._load_trained)
-        if accelerator.is_main_process:
-            with disk_errors(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-        accelerator.wait_for_everyone()
+        self._on_main(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
 
     def save(self, state: Mapping[str, Any], name: str | None = None) -> Path:
         """Writes a checkpoint and removes the oldest ones.
@@ -105,10 +105,7 @@ class Checkpoints:
 
     def latest(self, note: Callable[[str], None] = lambda text: None) -> Path | None:
         """The newest whole checkpoint; see `latest`. The main process looks, all get its answer."""
-        from accelerate.utils import broadcast_object_list
-
-        paths = [latest(self.folder, note) if self._accelerator.is_main_process else None]
-        return broadcast_object_list(paths)[0]
+        return self._processes.from_main(lambda: latest(self.folder, note))
 
     def _save_trained(self, models: list, weights: list, folder: str) -> None:
         """Hook of accelerate: writes what trains instead of the whole model."""
@@ -148,18 +145,12 @@ class Checkpoints:
 
     def _on_main(self, function: Callable[[], None], path: Path) -> None:
         """Runs it on the main process; all raise what it raises, so that none is left waiting."""
-        from accelerate.utils import broadcast_object_list
 
-        refusal = [None]
-        if self._accelerator.is_main_process:
-            try:
-                with disk_errors(path):
-                    function()
-            except SurgeryError as error:
-                refusal = [error]
-        (error,) = broadcast_object_list(refusal)
-        if error is not None:
-            raise error
+        def run() -> None:
+            with disk_errors(path):
+                function()
+
+        self._processes.from_main(run)
 
 
 def latest(folder: Path, note: Callable[[str], None] = lambda text: None) -> Path | None:

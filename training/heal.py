@@ -180,7 +180,9 @@ class _Run:
                 factors=EntryFactors(distillation.student.named_parameters(), factors),
                 sequences=data.sequences,
                 held_out=data.held_out,
-                checkpoints=Checkpoints(self.folder / "checkpoints", self.accelerator, keep_last=settings.keep_last),
+                checkpoints=Checkpoints(
+                    self.folder / "checkpoints", self.accelerator, processes=processes, keep_last=settings.keep_last
+                ),
                 log=self.log,
                 progress=progress,
                 identity=_identity(settings, shas, data, processes.count) | options,

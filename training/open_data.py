@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.running.processes import Processes
+from surgery.running.processes import ALONE, Processes
 from surgery.training.data import Sequences, TrainingRow
 from surgery.training.mixture import MixedSequences, shares_of
 from surgery.training.packing import PackedSequences, Recalls, RowShape, digest
@@ -46,7 +46,7 @@ def open_data(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
-    processes: Processes | None = None,
+    processes: Processes = ALONE,
     progress: Progress | None = None,
 ) -> HealingData:
     """Opens the data of a run; called by all its processes alike.
@@ -61,7 +61,7 @@ def open_data(
     Raises:
         SurgeryError: a source cannot be read or has too little text.
     """
-    processes, progress = processes or Processes(), progress or Progress(silent=True)
+    progress = progress or Progress(silent=True)
     sources, recall, seed = fitting(parse_sources(settings.data), tokenizer), settings.recall, settings.seed
     weights = [source.weight for source in sources]
     parts = []

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, read_json, written_whole
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.running.processes import Processes
+from surgery.running.processes import ALONE, Processes
 from surgery.training.chunks import States
 from surgery.training.data import Sequences, collate
 from surgery.training.distillation import Body, vocabulary_of
@@ -128,7 +128,7 @@ class TeacherLogits:
         states: Callable[[range], States],
         *,
         batch: int = 8,
-        processes: Processes | None = None,
+        processes: Processes = ALONE,
         advance: Callable[[int], Any] = int,
     ) -> None:
         """Writes all that is missing; each process a share of the shards, and all wait for the last.
@@ -136,7 +136,7 @@ class TeacherLogits:
         Args:
             states: the teacher's `States` on the sequences of these numbers, hidden [B, T, D].
             batch: sequences at a time.
-            processes: that share the work; None for this one alone.
+            processes: that share the work.
             advance: called with the number of sequences after each batch of this process.
 
         Raises:
@@ -150,8 +150,7 @@ class TeacherLogits:
                 f"the missing teacher logits take {format_size(needed)}, the disk has"
                 f" {format_size(free)} free; lower k ({self.identity.k}) or keep fewer sequences",
             )
-        rank, count = (processes.rank, processes.count) if processes else (0, 1)
-        for numbers in missing[rank::count]:
+        for numbers in missing[processes.rank :: processes.count]:
             pieces = []
             for start in range(numbers.start, numbers.stop, batch):
                 some = range(start, min(start + batch, numbers.stop))
@@ -160,8 +159,7 @@ class TeacherLogits:
             tensors = _joined(pieces, torch.cat).map(Tensor.contiguous).tensors()
             with written_whole(self._path(numbers.start // self._rows)) as part:
                 part.write_bytes(save(tensors))
-        if processes is not None:
-            processes.wait()
+        processes.wait()
 
     def _top_of(self, states: States) -> TopK:
         """Return the top logits for hidden states [B, T, D], at all positions but the last, on the CPU."""

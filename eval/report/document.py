@@ -51,9 +51,14 @@ def compare_with_baseline(row: ReportRow, baseline: ReportRow, seed: int) -> dic
     return differences
 
 
+def baseline_of(report: Report) -> ReportRow | None:
+    """The row that others are compared with."""
+    return next((row for row in report["rows"] if row["name"] == report.get("baseline")), None)
+
+
 def finish(report: Report) -> Report:
     """Fills in what follows from the rows together: KV shares of, and differences to, the baseline."""
-    baseline = next((row for row in report["rows"] if row["name"] == report["baseline"]), None)
+    baseline = baseline_of(report)
     for row in report["rows"]:
         row["kv"]["ratio"] = row["kv"]["held_bytes"] / baseline["kv"]["held_bytes"] if baseline else None
         peaks = row["kv"].get("peak_bytes"), baseline["kv"].get("peak_bytes") if baseline else None

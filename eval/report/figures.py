@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from surgery.common.errors import SurgeryError
 from surgery.common.file_names import file_name
 from surgery.eval.report import heat_maps, pareto, plots
 from surgery.eval.report.style import save_png
@@ -37,10 +36,9 @@ def save_pngs(report: Report, folder: Path, keys: Iterable[str] = tuple(PLOTS)) 
     """Writes the plots `keys` that `report` has something for as ``KEY.png``; gives the paths by key of `PLOTS`.
 
     Raises:
-        SurgeryError: the folder or a file cannot be written.
+        SurgeryError: a file cannot be written.
     """
     drawn = {key: PLOTS[key].draw(report) for key in keys}
-    _make(folder)
     return {key: save_png(figure, folder / f"{key}.png") for key, figure in drawn.items() if figure is not None}
 
 
@@ -50,9 +48,8 @@ def save_needle_png(report: Report, folder: Path) -> dict[str, Path]:
     Letters that a file name cannot hold become dashes; if two names then agree, the row's number tells them apart.
 
     Raises:
-        SurgeryError: the folder or a file cannot be written.
+        SurgeryError: a file cannot be written.
     """
-    _make(folder)
     paths: dict[str, Path] = {}
     for number, row in enumerate(report["rows"]):
         figure = heat_maps.needle({**report, "rows": [row]})
@@ -68,10 +65,3 @@ def needle_names(row: object, number: int) -> tuple[str, str]:
     """The file of a row's needle heat map, and the one it has where another row has the first."""
     name = file_name(row, "row")
     return f"needle-{name}.png", f"needle-{name}-{number}.png"
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SurgeryError(f"cannot make the folder {folder}: {error.strerror}") from None

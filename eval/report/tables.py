@@ -14,10 +14,8 @@ from typing import Any, Literal
 
 from surgery.common.human import decimal, perplexity, perplexity_text, share, with_perplexity
 from surgery.common.tables.table import NONE, Cell, Column, Table
-from surgery.eval.report.document import dig
+from surgery.eval.report.document import Report, ReportRow, baseline_of, dig
 
-ReportRow = dict[str, Any]
-Report = dict[str, Any]
 Value = float | str | None
 
 MINUS = "\u2212"
@@ -285,11 +283,6 @@ def _loss_at(tokens: int) -> Measure:
         value=value,
         on_terminal=False,
     )
-
-
-def baseline_of(report: Report) -> ReportRow | None:
-    """The row that others are compared with."""
-    return next((row for row in report["rows"] if row["name"] == report.get("baseline")), None)
 
 
 KV_SHARE = Measure(

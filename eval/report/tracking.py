@@ -65,24 +65,19 @@ def log_to_wandb(
             if row["name"] in needles:
                 images["needle"] = needles[row["name"]]
             about = {"group": group(row, report), "job_type": "eval", "config": config(row, report)}
-            with logged_run(project, mode, folder, name=row["name"], **about) as run:
+            with _logged_run(project, mode, folder, name=row["name"], **about) as run:
                 tables = {name: wandb.Table(columns=heads, data=data) for name, heads, data in _tables(row)}
                 run.log(tables | {name: wandb.Image(str(path)) for name, path in images.items()})
                 if not number:
                     run.log({"report": wandb.Html(render(report), inject=False)})
                 run.summary.update(summary(row, report))
-                places.append(place(run, mode))
+                places.append(str(Path(run.dir).parent) if mode == "offline" else str(run.url))
     return places
 
 
 @contextmanager
-def logged_run(project: str, mode: str, folder: Path, *, name: str, group: str | None, **config: Any) -> Iterator[Any]:
-    """A run of wandb, finished at the end, and marked as failed should what is logged to it fail.
-
-    Raises:
-        SurgeryError: wandb is missing or refuses, or the folder cannot be made.
-    """
-    require_wandb()
+def _logged_run(project: str, mode: str, folder: Path, *, name: str, group: str | None, **config: Any) -> Iterator[Any]:
+    """A run of wandb, finished at the end, and marked as failed should what is logged to it fail."""
     import wandb
 
     try:
@@ -103,11 +98,6 @@ def logged_run(project: str, mode: str, folder: Path, *, name: str, group: str |
         raise SurgeryError(f"cannot write wandb's files to {folder}: {error.strerror}") from None
 
 
-def place(run: Any, mode: str) -> str:
-    """A run's address, or its folder if offline."""
-    return str(Path(run.dir).parent) if mode == "offline" else str(run.url)
-
-
 def group(row: ReportRow, report: Report) -> str | None:
     """The group of a row's run: that of the conversion and its healings; of others, such as the source with the page,
     that of all conversions in the report if they share one, else the report's title."""
@@ -119,19 +109,8 @@ def group(row: ReportRow, report: Report) -> str | None:
 
 def config(row: ReportRow, report: Report) -> dict[str, Any]:
     """Return the settings that determine a row's numbers. Layers of a conversion are left to a table."""
-    values = {
-        key: report.get(key)
-        for key in (
-            "settings",
-            "tasks",
-            "environment",
-            "tokenizer",
-            "baseline",
-            "command",
-            "created",
-            "surgery_version",
-        )
-    }
+    keys = ("settings", "tasks", "environment", "tokenizer", "baseline", "command", "created", "surgery_version")
+    values = {key: report.get(key) for key in keys}
     values |= {key: row.get(key) for key in ("role", "path", "sha256", "class", "dtype", "variant")}
     conversion = row.get("conversion")
     if conversion:

@@ -122,25 +122,12 @@ CODE = Domain(
 DOMAINS = {domain.name: domain for domain in (TEXT, CODE)}
 
 
-def find_domain(name: str) -> Domain:
-    """The domain of that name.
-
-    Raises:
-        SurgeryError: there is none.
-    """
-    if name not in DOMAINS:
-        raise SurgeryError(f"there is no domain {name!r} of tasks: choose from {', '.join(DOMAINS)}")
-    return DOMAINS[name]
-
-
-def haystack_text(domain: Domain, text: str | None) -> str:
+def haystack_text(text: str | None) -> str:
     """`text`, or if there is none the prose that every machine has.
 
     Raises:
-        SurgeryError: the text is empty, or there is none and the domain is code.
+        SurgeryError: the text is empty.
     """
-    if text is None and domain.name == "code":
-        raise SurgeryError("tasks of the code domain hide facts in source text: give them a file of it")
     if text is not None and not text.strip():
         raise SurgeryError("the haystack text is empty: give a text file with some words in it")
     return python_reference() if text is None else text

@@ -69,13 +69,7 @@ class Sample:
 
     def score(self, output: str) -> float:
         """RULER's score: the share of references, 0 to 1, that occur in `output`, whatever their case."""
-        hits = found_in(output, self.references)
-        return sum(hits) / len(hits)
-
-
-def found_in(output: str, references: Sequence[str]) -> list[bool]:
-    """Return for each reference whether it occurs in `output`, whatever its case."""
-    return [reference.lower() in output.lower() for reference in references]
+        return sum(reference.lower() in output.lower() for reference in self.references) / len(self.references)
 
 
 def prompts_sha256(prompts: Iterable[Sequence[int]]) -> str:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from surgery.common.errors import SurgeryError
 from surgery.eval.generation import complete
 from surgery.eval.sequences import tokenize
 from surgery.eval.session import Session
@@ -26,15 +25,9 @@ class GenerateTask:
     """
 
     prompts: tuple[str, ...]
-    new_tokens: int = 64
+    new_tokens: int
     name: ClassVar[str] = "generate"
     native: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if not self.prompts or self.new_tokens < 1:
-            raise SurgeryError(
-                f"generate: {len(self.prompts)} prompts, {self.new_tokens} new tokens: at least 1 of each is needed"
-            )
 
     def settings(self) -> dict[str, Any]:
         return {"prompts": list(self.prompts), "new_tokens": self.new_tokens}

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from surgery.common.human import perplexity
 from surgery.eval.held_out_text import HeldOutText
-from surgery.eval.logits import LogitReader, check_batch, evaluation_mode
+from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.eval.session import Session
 from surgery.eval.token_losses import losses_and_divergence, losses_of_states, losses_through_cache
 
@@ -88,7 +88,6 @@ class LossTask:
     @torch.no_grad()
     def run(self, model: PreTrainedModel, session: Session, kept: KeptPredictions | None) -> dict[str, Any]:
         batches = self._batches(session)
-        check_batch(batches[0][1], session.batch_size)
         with evaluation_mode(model), session.progress.phase("loss", len(batches), "batch") as advance:
             reader = LogitReader(model, batches[0][1])
 

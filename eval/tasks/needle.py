@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.common.errors import SurgeryError
 from surgery.eval.generation import complete
 from surgery.eval.recall import draw_facts
-from surgery.eval.ruler.domain import Domain, find_domain, haystack_text
+from surgery.eval.ruler.domain import DOMAINS, Domain, haystack_text
 from surgery.eval.ruler.niah import random_number
 from surgery.eval.ruler.sample import prompts_sha256
 from surgery.eval.sequences import tokenize
@@ -140,20 +140,19 @@ class NeedleTask:
     """A grid of depths and lengths.
 
     Attributes:
-        lengths: tokens of prompt and answer together; None for `default_lengths` of each model's own limit. Give them
-            to compare models of different limits.
+        lengths: tokens of prompt and answer together.
         depths: percent of the haystack before the needle.
         trials: prompts a cell.
         domain: "text" or "code".
         haystack: the text around the needles; None for the Python language reference (`domain` "text" only).
 
     Raises:
-        SurgeryError: a field makes no sense.
+        SurgeryError: the haystack is empty.
     """
 
-    lengths: tuple[int, ...] | None = None
-    depths: tuple[float, ...] = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
-    trials: int = 4
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    trials: int
     domain: str = "text"
     haystack: str | None = None
     name: ClassVar[str] = "needle"
@@ -161,18 +160,12 @@ class NeedleTask:
 
     def __post_init__(self) -> None:
         self._text()
-        if self.lengths is not None and len(self.lengths) == 0:
-            raise SurgeryError("the needle grid has no lengths: give at least one")
-        if not self.depths or not all(0 <= depth <= 100 for depth in self.depths):
-            raise SurgeryError(f"needle depths {list(self.depths)}: percentages from 0 to 100 are needed")
-        if self.trials < 1:
-            raise SurgeryError(f"{self.trials} needle trials a cell: at least 1 is needed")
 
     def settings(self) -> dict[str, Any]:
         """Sizes, and the hash of the haystack text."""
         return {
             "domain": self.domain,
-            "lengths": None if self.lengths is None else list(self.lengths),
+            "lengths": list(self.lengths),
             "depths": list(self.depths),
             "trials": self.trials,
             "answer_tokens": ANSWER_TOKENS,
@@ -191,11 +184,13 @@ class NeedleTask:
             SurgeryError: a length has no room for a needle and its question.
         """
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        lengths = list(self.lengths or default_lengths(limit))
+        lengths = list(self.lengths)
         trials = self.trials if session.limit is None else max(1, min(self.trials, session.limit))
-        haystack = NeedleHaystack(session.tokenizer, find_domain(self.domain), self._text())
+        haystack = NeedleHaystack(session.tokenizer, DOMAINS[self.domain], self._text())
         prompts = [needle_prompts(haystack, length, self.depths, trials, session.seed) for length in lengths]
-        hits = [_hits(model, session, row, _phase(length)) for length, row in zip(lengths, prompts, strict=True)]
+        hits = [
+            _hits(model, session, row, f"needle, {length} tokens") for length, row in zip(lengths, prompts, strict=True)
+        ]
         cells = [[sum(row[start : start + trials]) for start in range(0, len(row), trials)] for row in hits]
         return {
             "lengths": lengths,
@@ -210,11 +205,7 @@ class NeedleTask:
         }
 
     def _text(self) -> str:
-        return haystack_text(find_domain(self.domain), self.haystack)
-
-
-def _phase(length: int) -> str:
-    return f"needle, {length} tokens"
+        return haystack_text(self.haystack)
 
 
 def _hits(model: PreTrainedModel, session: Session, prompts: list[NeedlePrompt], label: str) -> list[int]:

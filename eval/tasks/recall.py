@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.eval.logits import LogitReader, evaluation_mode
-from surgery.eval.recall import RecallSet, check_prompts, recall_hits, recall_prompts
+from surgery.eval.recall import RecallSet, recall_hits, recall_prompts
 from surgery.eval.session import Session
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class RecallTask:
     @torch.no_grad()
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
         prompts = RecallSet(self.prompts.tokens[: session.limit], self.prompts.answer_mask[: session.limit])
-        check_prompts(prompts, session.batch_size)
         size = session.batch_size
         batches = list(zip(prompts.tokens.split(size), prompts.answer_mask.split(size), strict=True))
         with evaluation_mode(model), session.progress.phase("recall", len(batches), "batch") as advance:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from surgery.common.errors import SurgeryError
 from surgery.eval.generation import complete
 from surgery.eval.ruler import suite
-from surgery.eval.ruler.domain import find_domain, haystack_text
+from surgery.eval.ruler.domain import DOMAINS, haystack_text
 from surgery.eval.ruler.sample import Sample, prompts_sha256
 from surgery.eval.session import Session
 
@@ -31,7 +30,7 @@ class RulerTask:
         tasks: which of the eleven, in the order they are run.
 
     Raises:
-        SurgeryError: a field makes no sense.
+        SurgeryError: there is no such task, or the haystack is empty.
     """
 
     lengths: tuple[int, ...] = (4096,)
@@ -45,11 +44,6 @@ class RulerTask:
     def __post_init__(self) -> None:
         self._text()
         suite.check_tasks(self.tasks)
-        if not self.lengths or not self.tasks or self.samples < 1:
-            raise SurgeryError(
-                f"{len(self.lengths)} lengths, {len(self.tasks)} tasks and {self.samples} samples of the RULER-style "
-                "suite: at least 1 of each is needed"
-            )
 
     def settings(self) -> dict[str, Any]:
         """Sizes, names, the version of the suite, and the hash of the haystack text."""
@@ -82,7 +76,7 @@ class RulerTask:
         return {"domain": self.domain, "lengths": lengths, "average": average}
 
     def _samples(self, session: Session, length: int) -> dict[str, list[Sample]]:
-        domain = find_domain(self.domain)
+        domain = DOMAINS[self.domain]
         haystack = domain.split(self._text())
         count = self.samples if session.limit is None else max(1, min(self.samples, session.limit))
         samples = {}
@@ -93,12 +87,12 @@ class RulerTask:
         return samples
 
     def _text(self) -> str:
-        return haystack_text(find_domain(self.domain), self.haystack)
+        return haystack_text(self.haystack)
 
 
 def _measure(model: PreTrainedModel, session: Session, task: str, length: int, samples: list[Sample]) -> dict[str, Any]:
     ids = [sample.ids for sample in samples]
-    outputs = complete(model, session, ids, samples[0].new_tokens, _phase(task, length))
+    outputs = complete(model, session, ids, samples[0].new_tokens, f"{task}, {length} tokens")
     scores = [sample.score(session.tokenizer.decode(output)) for sample, output in zip(samples, outputs, strict=True)]
     return {
         "score": _mean(scores),
@@ -106,10 +100,6 @@ def _measure(model: PreTrainedModel, session: Session, task: str, length: int, s
         "samples": len(scores),
         "prompts_sha256": prompts_sha256(ids),
     }
-
-
-def _phase(task: str, length: int) -> str:
-    return f"{task}, {length} tokens"
 
 
 def _mean(values: list[float]) -> float:

@@ -125,12 +125,8 @@ def measure_speed(
         median time), "prefill_seconds", "decode_seconds" (one for each repeat)}.
 
     Raises:
-        SurgeryError: an argument is below 1, or the model returns no cache.
+        SurgeryError: the model returns no cache.
     """
-    if min(context, batch, new_tokens, repeats) < 1:
-        raise SurgeryError(
-            f"cannot time {repeats} repeats of {batch} x {context} tokens and {new_tokens} more: 1 of each is the least"
-        )
     prompts = random_tokens(model, batch, context, seed)
     with evaluation_mode(model):
         _timed_run(model, prompts, new_tokens)
@@ -152,14 +148,7 @@ def _timed_run(model: nn.Module, prompts: LongTensor, new_tokens: int) -> tuple[
     output, cache = forward_with_cache(model, prompts, None)
     synchronize(prompts.device)
     prefilled = time.perf_counter()
-    _decode(model, output, cache, new_tokens)
+    for _ in range(new_tokens):
+        output, cache = forward_with_cache(model, output.logits[:, -1:].argmax(-1), cache)
     synchronize(prompts.device)
     return prefilled - start, time.perf_counter() - prefilled
-
-
-def _decode(model: nn.Module, output: Any, cache: Any, new_tokens: int) -> Any:
-    """Feeds the most likely next token back `new_tokens` times; returns the last cache."""
-    for _ in range(new_tokens):
-        token = output.logits[:, -1:].argmax(-1)
-        output, cache = forward_with_cache(model, token, cache)
-    return cache

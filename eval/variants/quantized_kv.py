@@ -10,9 +10,7 @@ from surgery.model.cache_layer import Call, own_cache
 from surgery.model.quantized_cache import QuantizedKVLayer
 
 
-def quantize_kv(
-    model: PreTrainedModel, format: str, group: int = 32, window: int = 0, keys: str = "channel"
-) -> PreTrainedModel:
+def quantize_kv(model: PreTrainedModel, format: str, group: int = 32, window: int = 0) -> PreTrainedModel:
     """Makes every attention of `model` read keys and values that are quantized as `QuantizedKVLayer` does it.
 
     A plain forward pass reads as much of the text quantized as a cache of the whole of it holds. In a padded batch,
@@ -23,7 +21,6 @@ def quantize_kv(
         format: of a number: int8, int4, int3, int2 or fp8.
         group: tokens (of keys) and channels (of values) that share a scale.
         window: most recent tokens that stay exact; 0 quantizes every complete group.
-        keys: "channel", or "token" where a latent is in the keys' place.
 
     Returns:
         `model` itself, with a hook on its decoder.
@@ -35,7 +32,7 @@ def quantize_kv(
     layers = model.config.num_hidden_layers
 
     def new_layers() -> list[QuantizedKVLayer]:
-        return [QuantizedKVLayer(format, group, window, keys) for _ in range(layers)]
+        return [QuantizedKVLayer(format, group, window) for _ in range(layers)]
 
     with refusals():
         empty = new_layers()

@@ -19,7 +19,7 @@ from surgery.checkpoint.tensors import as_bytes, describe
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import resumes_from
 from surgery.common.other_threads import other_threads
-from surgery.running.processes import Processes
+from surgery.running.processes import ALONE, Processes
 
 HEADER = "surgery-heads-journal"
 """Key of the JSON header among the metadata of the safetensors file."""
@@ -39,7 +39,7 @@ class Journal:
         self,
         path: Path | None,
         identity: Mapping[str, Any],
-        processes: Processes | None = None,
+        processes: Processes = ALONE,
         note: Callable[[str], None] = lambda text: None,
         *,
         restart: bool = False,
@@ -49,7 +49,7 @@ class Journal:
         Args:
             path: None keeps nothing.
             identity: everything that decides the scores, as plain values: model, data, settings, seed.
-            processes: that share the scoring; None for this one alone.
+            processes: that share the scoring.
             note: takes the line that says that what a file holds is not what was put there.
             restart: removes a journal that is there.
 
@@ -112,9 +112,7 @@ class Journal:
         self._on_main(self._delete)
 
     def _on_main(self, function: Callable[[], Any]) -> Any:
-        if self._path is None:
-            return None
-        return function() if self._processes is None else self._processes.from_main(function)
+        return None if self._path is None else self._processes.from_main(function)
 
     def _read(self) -> dict[str, Any] | None:
         with disk_errors(self._path):

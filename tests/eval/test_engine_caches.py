@@ -28,10 +28,7 @@ TOKEN_BYTES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def model_of(layers=2, **more):

@@ -111,8 +111,6 @@ def test_goes_beyond_the_context_of_the_model(model, session):
 def test_refuses_nonsense(model, session):
     with pytest.raises(SurgeryError, match="empty prompt"):
         complete(model, session, [[1], []], 3, "write")
-    with pytest.raises(SurgeryError, match="at least 1"):
-        complete(model, session, [[1]], 0, "write")
     assert complete(model, session, [], 3, "write") == []
 
 
@@ -129,5 +127,3 @@ def test_writes_side_by_side():
     assert texts[1].startswith(","), "a model of Python goes on with its arguments"
     assert len(task.run(model, dataclasses.replace(session, limit=1))["completions"]) == 1
     assert task.settings() == {"prompts": list(task.prompts), "new_tokens": 8}
-    with pytest.raises(SurgeryError, match="0 prompts"):
-        GenerateTask(())

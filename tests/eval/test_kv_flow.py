@@ -1,20 +1,14 @@
 """Peak and footprint are counted in live models, and are what the models say beforehand."""
 
 import pytest
-import torch
 from own_models import KINDS, tiny_source
 
-from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import measure_kv
 from surgery.eval.kv_flow import causal_entries, measure_footprint, measure_peak
 from surgery.eval.tasks.kv_bytes import KVBytesTask
 from surgery.eval.variants.sink_window import sink_window
 
-
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def test_a_full_model_peaks_at_what_it_holds_and_computes_everything():
@@ -72,8 +66,3 @@ def test_bytes_at_longer_contexts_are_by_the_formula_of_the_measured_ones(kind):
     result = KVBytesTask(40).run(model, Alone)["by_context"]
     expected = model.kv_cache_bytes if kind else lambda batch, tokens: tokens * result["1024"] // 1024
     assert result == {str(tokens): expected(1, tokens) for tokens in (1024, 8192, 32_768, 131_072)}
-
-
-def test_impossible_sizes_are_refused():
-    with pytest.raises(SurgeryError, match="cannot read 0 tokens"):
-        measure_peak(tiny_source("llama"), 0, 1)

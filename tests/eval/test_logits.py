@@ -18,9 +18,8 @@ from transformers import (
 )
 
 import surgery
-from surgery.common.errors import SurgeryError
 from surgery.eval import token_losses
-from surgery.eval.logits import LogitReader, check_batch, evaluation_mode
+from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.eval.sequences import random_windows, tokenize
 
 ASSETS = Path(surgery.__file__).parent / "assets"
@@ -103,20 +102,6 @@ def test_training_modes_come_back_as_they_were():
     with evaluation_mode(model):
         assert not any(module.training for module in model.modules())
     assert model.training and model.model.layers[1].training and not model.model.layers[0].training
-
-
-@pytest.mark.parametrize(
-    ("batch", "batch_size", "message"),
-    [
-        (torch.zeros(4, dtype=torch.long), 1, r"shape \[4\]"),
-        (torch.zeros(4, 1, dtype=torch.long), 1, r"shape \[4, 1\]"),
-        (torch.zeros(0, 4, dtype=torch.long), 1, r"shape \[0, 4\]"),
-        (torch.zeros(2, 4, dtype=torch.long), 0, "batch size 0"),
-    ],
-)
-def test_impossible_requests(batch, batch_size, message):
-    with pytest.raises(SurgeryError, match=message):
-        check_batch(batch, batch_size)
 
 
 @pytest.mark.slow

@@ -185,7 +185,7 @@ def test_needle_pictures_one_a_row(tmp_path):
     report["rows"][1]["name"] = "a/b"
     report["rows"][2]["name"] = "a\\b"
     report["rows"][3]["results"].pop("needle")
-    paths = save_needle_png(report, tmp_path / "new")
+    paths = save_needle_png(report, tmp_path)
     assert list(paths) == ["gqa", "a/b", "a\\b"]
     assert [path.name for path in paths.values()] == ["needle-gqa.png", "needle-a-b.png", "needle-a-b-2.png"]
     assert all(path.read_bytes().startswith(PNG) for path in paths.values())
@@ -202,5 +202,5 @@ def test_pictures_of_what_there_is(tmp_path):
 
 def test_a_folder_that_is_a_file(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(SurgeryError, match="file"):
+    with pytest.raises(SurgeryError, match="cannot write"):
         save_needle_png(sample_report(rows=1), tmp_path / "file")

@@ -94,5 +94,3 @@ def test_points_that_do_not_fit_are_noted_and_larger_ones_not_tried():
 def test_impossible_requests(arguments):
     with pytest.raises(SurgeryError, match="no number below 1"):
         SpeedTask(**arguments)
-    with pytest.raises(SurgeryError, match="1 of each is the least"):
-        measure_speed(tiny(), 8, 0)

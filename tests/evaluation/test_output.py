@@ -48,6 +48,7 @@ def test_a_disk_that_fills(suffix, before, tmp_path, monkeypatch):
 
 
 def test_all_files(tmp_path):
-    files = write_report(short_report(), tmp_path)
+    report = short_report()
+    files = write_report(report, tmp_path)
     assert sorted(files) == sorted(tmp_path.iterdir()) and files[0].name == "report.json"
-    assert disk.read_json(files[0])["rows"]
+    assert disk.read_json(files[0]) == report

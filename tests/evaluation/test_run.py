@@ -110,14 +110,6 @@ def test_differences_and_divergences_are_to_the_baseline(whole):
     assert 0 < rows["int8 KV"]["results"]["loss"]["divergence"]["kl"] < 0.05
 
 
-def test_all_forms_are_written(whole, tmp_path):
-    report, _ = whole
-    files = {path.name for path in write_report(report, tmp_path)}
-    assert {"report.json", "report.csv", "report.html"} <= files
-    assert json.loads((tmp_path / "report.json").read_text()) == report
-    assert not list(tmp_path.glob("*.partial"))
-
-
 def test_finished_results_are_not_measured_again(whole, models, monkeypatch):
     report, out = whole
 

@@ -273,4 +273,4 @@ def test_finds_the_heads_that_retrieve(session, method):
 
 def test_an_unknown_method_is_refused():
     with pytest.raises(SurgeryError, match="choose duo"):
-        scorer("magic")
+        HeadSettings(method="magic")

@@ -8,7 +8,6 @@ import torch
 from healing import heal_here, heal_settings, losses_of
 from own_models import KINDS, LAYERS, agree, hybrid_entry, hybrid_model, lossless_low_rank, low_rank_entry, tiny_source
 from own_models import tokens as random_tokens
-from tiny_models import make_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache
 
@@ -177,11 +176,6 @@ def test_without_codes_there_is_nothing_to_be_aware_of(source):
     model = MODELS["hybrid"](source)
     model.quantization_aware = True
     assert not model.quantization_aware
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("teacher"), "llama")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from healing import heal_here, heal_settings, log_of, losses_of
-from tiny_models import make_checkpoint
 
 from surgery.common.errors import SurgeryError
 from surgery.training import heal, trackers
@@ -18,17 +17,12 @@ SHORT = {"max_steps": 2, "eval_every": None, "held_out": 0}
 ENVIRONMENT = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama")
-
-
 @pytest.fixture
-def settings(tmp_path, model, monkeypatch):
+def settings(tmp_path, teacher, monkeypatch):
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    return lambda **others: heal_settings(tmp_path, model, None, **{**SHORT, **others})
+    return lambda **others: heal_settings(tmp_path, teacher, None, **{**SHORT, **others})
 
 
 @pytest.fixture
@@ -83,9 +77,9 @@ def test_wandb_follows_a_run(settings, monkeypatch, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory, model) -> list[float]:
+def losses(tmp_path_factory, teacher) -> list[float]:
     """The losses of a run without a tracker."""
-    values = heal_settings(tmp_path_factory.mktemp("plain"), model, None, **SHORT)
+    values = heal_settings(tmp_path_factory.mktemp("plain"), teacher, None, **SHORT)
     heal_here(values)
     return losses_of(values)
 
