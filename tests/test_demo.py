@@ -62,7 +62,8 @@ def test_the_measuring_process_cannot_import_this_package():
     assert "surgery" not in script[script.index("import torch") :]
 
 
-def test_a_failure_of_the_measuring_process_is_one_line(tmp_path):
+def test_a_failure_of_the_measuring_process_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo.subprocess, "run", forked_script)
     (tmp_path / "config.json").write_text("{}")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo_model() / file, tmp_path)

@@ -12,6 +12,7 @@ import torch
 from command_line import run_main
 from healing import trained_here
 from own_models import KINDS, tiny_source
+from processes import Fork
 from safetensors.torch import load_file
 from tiny_models import DEMO, HELD_OUT
 from transformers import AutoModelForCausalLM
@@ -33,7 +34,6 @@ from surgery.healing.launchers import (
     keeps_freed_memory,
     launch_command,
     outside,
-    run_to_its_end,
 )
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts
 from surgery.structures.kv_heads.settings import KVHeadsSettings
@@ -51,8 +51,14 @@ MEASURE = {"windows": 2, "length": 32, "recall_prompts": 1, "data": (str(HELD_OU
 
 @pytest.fixture(autouse=True)
 def quick_start(monkeypatch):
-    """Trainings run in this process, but in the test that gives this back its own way to start them."""
+    """Trainings run in this process, but in the test that starts one."""
     monkeypatch.setattr(healing, "run_to_its_end", trained_here)
+
+
+def forked_training(command: list[str], environment: dict[str, str]) -> int:
+    """Run a training in a process that has imported torch already, in place of `run_to_its_end`."""
+    assert command[:2] == [sys.executable, "-m"]
+    return Fork(*command[3:], module=command[2], environment=environment).wait()
 
 
 @pytest.fixture
@@ -102,7 +108,7 @@ def test_stock_mla_stays_stock(pair_of, tmp_path, kind):
 
 
 def test_the_report_and_the_card_say_what_happened(pair_of, tmp_path, monkeypatch):
-    monkeypatch.setattr("surgery.healing.heal.run_to_its_end", run_to_its_end)
+    monkeypatch.setattr("surgery.healing.heal.run_to_its_end", forked_training)
     source, student = pair_of("gqa")
     settings = request(source, student, tmp_path / "out")
     healed = heal_checkpoint(HealRequest(**{**vars(settings), "measure": MEASURE}))
@@ -153,28 +159,19 @@ def test_a_failed_training_leaves_no_checkpoint_and_the_next_one_goes_on(pair_of
 
 def test_a_finished_training_is_not_repeated_unless_it_is_restarted(pair_of, tmp_path, monkeypatch):
     source, student = pair_of("gqa")
-    refuse = pytest.MonkeyPatch()
+    settings, trained = vars(request(source, student, tmp_path / "out")), []
 
     def broken(*_):
         raise SurgeryError("verification failed")
 
-    refuse.setattr(healing, "verify_healed", broken)
-    with pytest.raises(SurgeryError, match="verification failed"):
-        heal_checkpoint(request(source, student, tmp_path / "out"))
-    refuse.undo()
-    assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained again"))
-    assert heal_checkpoint(request(source, student, tmp_path / "out")).path.is_dir()
-
-    monkeypatch.setattr(healing, "run_to_its_end", trained_here)
-    refuse.setattr(healing, "verify_healed", broken)
-    with pytest.raises(SurgeryError, match="verification failed"):
-        heal_checkpoint(request(source, student, tmp_path / "other"))
-    refuse.undo()
-    trained = []
     monkeypatch.setattr(healing, "run_to_its_end", lambda *asked: trained.append(1) or trained_here(*asked))
-    asked = vars(request(source, student, tmp_path / "other")) | {"restart": True}
-    assert heal_checkpoint(HealRequest(**asked)).path.is_dir() and trained
+    for restart in (False, True):
+        with pytest.MonkeyPatch.context() as refuse, pytest.raises(SurgeryError, match="verification failed"):
+            refuse.setattr(healing, "verify_healed", broken)
+            heal_checkpoint(HealRequest(**settings | {"restart": restart}))
+        assert not (tmp_path / "out").exists() and len(trained) == 1 + restart
+    monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained again"))
+    assert heal_checkpoint(HealRequest(**settings)).path.is_dir()
 
 
 def test_a_recipe_heals_once(pair_of, tmp_path, monkeypatch):

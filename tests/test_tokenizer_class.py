@@ -1,11 +1,10 @@
 """Converted checkpoints cut text as their sources do, whatever class transformers takes for their model type."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from conversions import convert_checkpoint
+from processes import Fork
 from tiny_models import HELD_OUT
 from transformers import AutoTokenizer
 
@@ -37,8 +36,8 @@ assert not any(name.startswith("transformers_modules") for name in sys.modules)
 def test_a_tokenizer_loads_without_the_package_and_without_code(checkpoints, conversions):
     """Transformers 5 asks about the code of a config even for a tokenizer, unless it is told not to run any."""
     text, out = "def f(x): return x + 1", conversions("llama", LowRankSettings(**QUICK)).path
-    done = subprocess.run([sys.executable, "-c", CHILD, str(out), text], capture_output=True, text=True, cwd=out)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = Fork(out, text, code=CHILD, path=(), cwd=out)
+    assert done.wait() == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == AutoTokenizer.from_pretrained(checkpoints("llama"))(text).input_ids
 
 
