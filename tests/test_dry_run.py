@@ -1,17 +1,23 @@
-"""A dry run says beforehand what the conversion then writes, whatever the target."""
+"""A dry run says beforehand what the conversion then writes, whatever the target; screens show every target and method.
+
+Conversions are from the command line, as users call it.
+"""
 
 import json
+import re
 import shutil
 from collections import namedtuple
 from itertools import accumulate
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from command_line import run_main
 from conversions import convert_checkpoint
-from tiny_models import CONFIGS, HELD_OUT, random_model
+from tiny_models import CONFIGS, HELD_OUT, SHAPE, add_tokenizer, random_model
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
 
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
 from surgery.engines.verdict import OPEN
@@ -33,17 +39,36 @@ CASES = {
     "gqa by layer": ("llama", {"kv_ratio": 0.75, "allocate": "spectrum", **TEXT}),
     "mqa": ("mistral", WEIGHTS),
     "lowrank": ("qwen3", {"kv_ratio": 0.5, **WEIGHTS}),
-    "crosslayer": ("llama", {"kv_ratio": 0.5, "group_size": 2, **TEXT}),
+    "crosslayer xkv": ("llama", {"method": "xkv", "group_size": 2, "kv_ratio": 0.5, **TEXT}),
     "crosslayer cascade": ("llama", {"method": "cascade", "group_size": 2, "kv_ratio": 0.5, **TEXT}),
-    "hybrid": ("llama", {"streaming": 1, "sinks": 2, "recent": 8, "context": 100, **WEIGHTS}),
+    "hybrid": ("llama", {"streaming": 1, "sinks": 2, "recent": 8, "context": 100, **TEXT}),
     "hybrid by layer": ("qwen3", {"granularity": "layer", "streaming": 1, "recent": 8, "context": 64, **WEIGHTS}),
     "quantized": ("qwen2", {"bits": 4, **TEXT}),
     "slice": ("llama", {"kv_ratio": 0.25, **WEIGHTS}),
 }
 
 
+def convert(monkeypatch, capsys, source, out, case, request):
+    """`surgery convert` or `slice`: its report, and the lines of its screen from the head of its table on."""
+    verb = ["slice"] if case == "slice" else ["convert", "--to", case.split()[0]]
+    flags = [part for name, value in request.items() for part in (f"--{name.replace('_', '-')}", value)]
+    code, output, err = run_main(monkeypatch, capsys, *verb, source, "--out", out, *flags)
+    assert code == 0, err
+    report, lines = json.loads((out / "surgery_report.json").read_text()), output.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.split()[:1] == ["layer"])
+    stages = list(report["layers"][0]["measured"])
+    columns = re.split(r"\s{2,}", lines[head].strip())
+    assert columns[len(columns) - len(stages) :] == stages
+    # Below the head and its rule, a line a layer, or a group of them.
+    rows = [line.split()[0] for line in lines[head + 2 : head + 2 + len(report["layers"])]]
+    assert rows == [str(layer["layer"]) for layer in report["layers"]]
+    if "method" in request:
+        assert report["target"]["method"] == request["method"]
+    return report, lines[head:]
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_the_class_and_the_bytes_are_those_of_the_conversion(case, checkpoints, tmp_path):
+def test_the_class_and_the_bytes_are_those_of_the_conversion(case, checkpoints, tmp_path, monkeypatch, capsys):
     family, request = CASES[case]
     target, source = TARGETS.get(case.split()[0], SLICE), checkpoints(family)
     if target is SLICE:
@@ -54,20 +79,62 @@ def test_the_class_and_the_bytes_are_those_of_the_conversion(case, checkpoints, 
     assert not (tmp_path / "out").exists()
     assert plan.memory["host_bytes"] > 0 and plan.work["estimated_seconds"] > 0
 
-    report = convert_checkpoint(source, tmp_path / "out", settings).report
-    assert plan.target["model_type"] == report.target["model_type"]
-    assert plan.target["reasons"] == report.target["reasons"]
-    statuses = {name: row["status"] for name, row in report.target["engines"].items()}
+    report, _ = convert(monkeypatch, capsys, source, tmp_path / "out", case, request)
+    assert plan.target["model_type"] == report["target"]["model_type"]
+    assert plan.target["reasons"] == report["target"]["reasons"]
+    statuses = {name: row["status"] for name, row in report["target"]["engines"].items()}
     forecast = {name: row["status"] for name, row in plan.target["engines"].items()}
     undecided = {name for name, status in forecast.items() if status == OPEN}
     assert forecast == statuses | dict.fromkeys(undecided, OPEN)
     assert undecided == ({"llama.cpp", "SGLang"} if case == "mla" else set())
-    values = report.kv["predicted_bytes_per_token"]
+    values = report["kv"]["predicted_bytes_per_token"]
     if plan.target["model_type"] == "surgery":
         config = json.loads((tmp_path / "out" / "config.json").read_text())
         tokens = request.get("context", LONG)
         values = skeleton(config, torch.float32).kv_cache_bytes(1, tokens) / tokens
     assert plan.kv["bytes_per_token"] == pytest.approx(values, rel=1e-4)
+
+
+def methods(target):
+    return get_args(get_type_hints(TARGETS[target].settings_class)["method"])
+
+
+SHOWN = {
+    **{f"mla {method}": {"method": method} for method in methods("mla")},
+    **{f"gqa {method}": {"method": method} for method in methods("gqa")},
+    **{f"lowrank {method}": {"method": method, "kv_ratio": 0.75} for method in methods("lowrank")},
+    "lowrank in bits": {"kv_ratio": 0.2, "bits": "auto"},
+    "crosslayer minicache": {"method": "minicache", "group_size": 2},
+}
+"""Calls for every method that is none of the cases above."""
+# Methods whose tables another of their target prints too.
+ALIKE = [f"{target} {method}" for target in ("mla", "lowrank") for method in methods(target) if method != "fisher"]
+ALIKE += ["gqa mean-pool"]
+
+
+@pytest.fixture(scope="module")
+def four_layers(tmp_path_factory):
+    """Four layers, as merged pairs of layers begin in the middle; a head_dim of its own, as key-norm wants it."""
+    folder = tmp_path_factory.mktemp("four-layers")
+    random_model(LlamaConfig(**{**SHAPE, "num_hidden_layers": 4}, head_dim=16)).save_pretrained(folder)
+    add_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in ALIKE)) for case in SHOWN])
+def test_every_method_is_printed(case, four_layers, tmp_path, monkeypatch, capsys):
+    request = {**SHOWN[case], **TEXT}
+    report, lines = convert(monkeypatch, capsys, four_layers, tmp_path / "out", case, request)
+    losses = {row["stage"]: row["loss"] for row in report["ladder"]}
+    if "method" in request and report["target"]["to"] == "lowrank":
+        assert losses["reloaded"] == pytest.approx(losses["low rank"], abs=1e-4)
+        assert report["kv"]["ratio"] <= 0.75
+    if case == "gqa key-norm":  # errors that nothing predicts are dashes
+        assert any(line.split()[:4] == ["0", "0+1", "-", "-"] for line in lines)
+
+
+def test_every_method_of_layers_that_share_is_a_case():
+    assert {f"crosslayer {method}" for method in methods("crosslayer")} <= CASES.keys() | SHOWN.keys()
 
 
 def test_too_small_a_disk_is_told_beside_the_plan(checkpoints, tmp_path, monkeypatch, capsys):
