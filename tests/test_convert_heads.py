@@ -117,8 +117,8 @@ def test_half_precision_stays_half_precision(checkpoints, tmp_path):
 
 
 def test_mean_pool_is_the_mean(converted, checkpoints):
-    source = load_file(checkpoints("llama") / "model.safetensors")
-    tensors = load_file(converted("llama", method="mean-pool").path / "model.safetensors")
+    source = load_file(checkpoints("qwen2") / "model.safetensors")
+    tensors = load_file(converted("qwen2", method="mean-pool").path / "model.safetensors")
     name = "model.layers.1.self_attn.v_proj.weight"
     assert torch.allclose(tensors[name], source[name].view(2, 8, -1).mean(0), atol=1e-6)
 

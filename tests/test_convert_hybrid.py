@@ -96,20 +96,11 @@ def ratio_bytes(report, source):
     return round(report.target["kv_ratio_at_context"] * measure_kv(source, 100).held_bytes)
 
 
-def test_decode_peak_and_footprint_are_reported_as_measured(checkpoints, pattern, tmp_path):
-    settings = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.75)
-    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings).report
-    at = report.kv["measured_at_tokens"]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    source = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
-    assert report.kv["measured_bytes_per_token"] * at == measure_kv(model, at).held_bytes
-    assert report.kv["peak_ratio"] * measure_kv(source, at).held_bytes == measure_peak(model, at - 8, 8)
-    assert report.kv["footprint"] == pytest.approx(measure_footprint(model, at - 8, 8), rel=1e-9)
+ALL_STREAM = HybridSettings(streaming=1, sinks=SINKS, recent=RECENT, **WEIGHTS_ONLY)
 
 
-def test_all_heads_stream_without_a_pattern(checkpoints, tmp_path):
-    settings = HybridSettings(streaming=1, sinks=SINKS, recent=RECENT, **WEIGHTS_ONLY)
-    report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings).report
+def test_all_heads_stream_without_a_pattern(conversions):
+    report = conversions("llama", ALL_STREAM).report
     assert report.target["full_heads"] == 0 and report.target["method"] == "streaming-llm"
     assert all(layer.scores is None and layer.streaming_heads == (0, 1) for layer in report.layers)
 
@@ -135,7 +126,7 @@ def test_whole_layers_stream_in_a_stock_class(checkpoints, pattern, tmp_path, fa
         assert "auto_map" not in file.read()
 
 
-def test_losses_say_what_streaming_costs(checkpoints, pattern, tmp_path):
+def test_losses_and_bytes_are_reported_as_measured(checkpoints, pattern, tmp_path):
     text = {"calibration": str(HELD_OUT), "calibration_length": 64, "calibration_tokens": 256, "held_out": 2}
     settings = HybridSettings(heads=pattern([[0, 1], [3, 2]]), streaming=0.75, **text)
     report = convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings).report
@@ -147,6 +138,11 @@ def test_losses_say_what_streaming_costs(checkpoints, pattern, tmp_path):
     assert report.target["pattern"]["method"] == "needle"
     card = (tmp_path / "out" / "README.md").read_text()
     assert "3 of 4 KV heads stream over 3 first and 5 recent tokens" in card
+    at = report.kv["measured_at_tokens"]
+    model, source = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "out", checkpoints("llama")))
+    assert report.kv["measured_bytes_per_token"] * at == measure_kv(model, at).held_bytes
+    assert report.kv["peak_ratio"] * measure_kv(source, at).held_bytes == measure_peak(model, at - 8, 8)
+    assert report.kv["footprint"] == pytest.approx(measure_footprint(model, at - 8, 8), rel=1e-9)
 
 
 def test_compensated_heads_and_quotas(checkpoints, pattern, tmp_path):
@@ -227,8 +223,7 @@ def test_what_is_impossible_is_refused_and_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_hybrid_is_not_made_hybrid_again(checkpoints, pattern, tmp_path):
+def test_a_hybrid_is_not_made_hybrid_again(conversions, pattern, tmp_path):
     settings = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5)
-    path = convert_checkpoint(checkpoints("llama"), tmp_path / "one", settings).path
     with pytest.raises(SurgeryError, match="stream already"):
-        convert_checkpoint(path, tmp_path / "two", settings)
+        convert_checkpoint(conversions("llama", ALL_STREAM).path, tmp_path / "two", settings)

@@ -1,18 +1,18 @@
 """A conversion to which something happens: what it says, and what it leaves."""
 
 import hashlib
+import shutil
 import tempfile
 
 import pytest
 from command_line import listing, run_main
-from tiny_models import make_checkpoint
 
 
 class Conversion:
     """`surgery convert` of a tiny checkpoint in this process, with a folder of its own for temporary files."""
 
-    def __init__(self, folder, monkeypatch, capsys):
-        self.folder, self.source, self.out = folder, make_checkpoint(folder / "source", "llama"), folder / "out"
+    def __init__(self, source, folder, monkeypatch, capsys):
+        self.folder, self.source, self.out = folder, shutil.copytree(source, folder / "source"), folder / "out"
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(self.temporary))
@@ -35,5 +35,5 @@ class Conversion:
 
 
 @pytest.fixture
-def conversion(tmp_path, monkeypatch, capsys):
-    return Conversion(tmp_path, monkeypatch, capsys)
+def conversion(checkpoints, tmp_path, monkeypatch, capsys):
+    return Conversion(checkpoints("llama"), tmp_path, monkeypatch, capsys)

@@ -5,7 +5,9 @@ import shutil
 import pytest
 from command_line import run_main
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT, make_checkpoint
+from tiny_models import HELD_OUT
+
+from surgery.structures.mla.settings import ConvertSettings
 
 TENSORS = {
     "embedding": "model.embed_tokens.weight",
@@ -50,8 +52,8 @@ def make_bad(folder, tensor, value):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def check(monkeypatch, capsys, folder, command, tensor, value):
-    shutil.copytree(make_checkpoint(folder / "source", "llama"), folder / "bad")
+def check(monkeypatch, capsys, source, folder, command, tensor, value):
+    shutil.copytree(source, folder / "bad")
     make_bad(folder / "bad", tensor, value)
     monkeypatch.chdir(folder)
     code, _, errors = run_main(monkeypatch, capsys, *COMMANDS[command], "--quiet")
@@ -68,22 +70,22 @@ def check(monkeypatch, capsys, folder, command, tensor, value):
 
 
 @pytest.mark.parametrize(("command", "tensor", "value"), QUICK)
-def test_the_tensor_is_named(monkeypatch, capsys, tmp_path, command, tensor, value):
+def test_the_tensor_is_named(monkeypatch, capsys, checkpoints, tmp_path, command, tensor, value):
     """The matrix of kinds of tensors, values and commands; most of it is slow."""
-    check(monkeypatch, capsys, tmp_path, command, tensor, value)
+    check(monkeypatch, capsys, checkpoints("llama"), tmp_path, command, tensor, value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "tensor", "value"), SLOW)
-def test_the_tensor_is_named_by_every_command(monkeypatch, capsys, tmp_path, command, tensor, value):
-    check(monkeypatch, capsys, tmp_path, command, tensor, value)
+def test_the_tensor_is_named_by_every_command(monkeypatch, capsys, checkpoints, tmp_path, command, tensor, value):
+    check(monkeypatch, capsys, checkpoints("llama"), tmp_path, command, tensor, value)
 
 
 @pytest.mark.parametrize("value", [1e18, 1e38])
-def test_logits_that_are_all_zero(monkeypatch, capsys, tmp_path, value):
+def test_logits_that_are_all_zero(conversions, monkeypatch, capsys, tmp_path, value):
     """A norm of huge hidden states gives zeros, and every difference of logits is then a multiple of nothing."""
-    arguments = ("convert", make_checkpoint(tmp_path / "source", "llama"), *COMMANDS["MLA"][2:6])
-    assert run_main(monkeypatch, capsys, *arguments, "--calibration", "none", "--out", tmp_path / "bad")[0] == 0
+    settings = ConvertSettings(kv_ratio=0.5, calibration="none")
+    shutil.copytree(conversions("llama", settings).path, tmp_path / "bad")
     make_bad(tmp_path / "bad", "MLP", value)
     code, out, errors = run_main(monkeypatch, capsys, "verify", tmp_path / "bad", "--json")
     assert code == 1 and "Traceback" not in out + errors
