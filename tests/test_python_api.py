@@ -84,11 +84,11 @@ def test_a_model_in_memory_becomes_another_and_nothing_is_written(in_memory, her
 
 
 def test_results_go_on_as_models(checkpoints, here):
-    whole = surgery.convert(checkpoints("llama"), to="lowrank", rank=24, calibration="none", device="cpu",
-                            progress=False)  # fmt: skip
-    smaller = surgery.slice(whole, 0.5, calibration="none", device="cpu", progress=False)
+    weights_alone = {"calibration": "none", "device": "cpu", "progress": False}
+    whole = surgery.convert(checkpoints("llama"), to="lowrank", rank=24, **weights_alone)
+    smaller = surgery.slice(whole, 0.5, **weights_alone)
     assert smaller.kv_bytes_after <= 0.5 * 256 < whole.kv_bytes_after and smaller.source is whole
-    hybrid = surgery.convert(smaller, to="hybrid", streaming=1.0, sinks=2, recent=6, device="cpu", progress=False)
+    hybrid = surgery.convert(smaller, to="hybrid", streaming=1.0, sinks=2, recent=6, **weights_alone)
     assert hybrid.kv_bytes_after < smaller.kv_bytes_after
     assert list(here.iterdir()) == []
 
