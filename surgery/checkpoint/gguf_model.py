@@ -1,8 +1,9 @@
 """Hugging Face view of a GGUF file: config.json, tensor names, order of rows, dtype.
 
-Names and metadata keys are those of llama.cpp's converter, which also rewrites two things: rows of q and k of ``llama``
-models are permuted for rotations of neighboring numbers, and llama3's RoPE scaling is stored as a tensor of factors.
-Both are undone. Mistral's files are ``llama`` ones and become Llama checkpoints, which compute the same.
+Names and metadata keys are those of llama.cpp's converter, which also rewrites three things: rows of q and k of Llama's
+relatives are permuted for rotations of neighboring numbers, llama3's RoPE scaling is stored as a tensor of factors, and
+norms of 1 + w as the sum. All are undone. Mistral's files are ``llama`` ones and become Llama checkpoints, which
+compute the same.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +48,119 @@ IN_LAYER = {
 }
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _ROPE_FACTORS = "rope_freqs.weight"
+_OTHERWISE = "give its Hugging Face files"
 # What every model with llama3's scaling has had so far; the factor alone differs.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
 class Arch:
-    """An architecture of GGUF: its class, whether rows of q and k are permuted, and fields that its config needs."""
+    """An architecture of GGUF, and how its files become a checkpoint.
+
+    Attributes:
+        model_class: the class of its config.
+        model_type: of its config, where that is not the architecture's name.
+        permuted: whether rows of q and k are permuted.
+        fields: further fields of its config.
+        numbers: fields of its config that are numbers of the file, by the key below the architecture's name.
+        biases: fields of its config that say whether a module has a bias, by the module's name in the file.
+        names: modules of a layer whose names are not those of ``IN_LAYER``.
+        norm_offset: what is added to the weights of norms as they are stored.
+        norm_eps: the name that its config has for the eps of its LayerNorms; None where norms are RMS norms.
+        windows: one layer of this many has no sliding window; 0: none has, 1: all have where the file names one.
+        partial: whether its class can rotate a part of a head.
+        large: the number of layers of the model whose query scale follows from the hidden size (Gemma 2 and 3).
+    """
 
     model_class: str
+    model_type: str | None = None
     permuted: bool = False
-    fields: tuple[tuple[str, Any], ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    biases: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    norm_eps: str | None = None
+    windows: int = 0
+    partial: bool = False
+    large: int | None = None
 
 
+_BIAS = {"attention_bias": "attn_q"}
+_GELU = "gelu_pytorch_tanh"
+_GEMMA = {"hidden_act": _GELU, "hidden_activation": _GELU}
+_NORMS_AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+}
 ARCHS = {
-    "llama": Arch("LlamaForCausalLM", permuted=True, fields=(("mlp_bias", False),)),
-    "qwen2": Arch("Qwen2ForCausalLM", fields=(("use_sliding_window", False),)),
-    "qwen3": Arch("Qwen3ForCausalLM", fields=(("attention_bias", False), ("use_sliding_window", False))),
+    "llama": Arch("LlamaForCausalLM", permuted=True, biases={**_BIAS, "mlp_bias": "ffn_up"}),
+    "qwen2": Arch("Qwen2ForCausalLM", fields={"use_sliding_window": False}),
+    "qwen3": Arch("Qwen3ForCausalLM", fields={"use_sliding_window": False}, biases=_BIAS),
+    "gemma": Arch("GemmaForCausalLM", fields=_GEMMA, norm_offset=-1.0),
+    "gemma2": Arch(
+        "Gemma2ForCausalLM",
+        fields=_GEMMA,
+        numbers={
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        names=_NORMS_AFTER,
+        norm_offset=-1.0,
+        windows=2,
+        large=46,
+    ),
+    "gemma3": Arch(
+        "Gemma3ForCausalLM", "gemma3_text", fields=_GEMMA, names=_NORMS_AFTER, norm_offset=-1.0, windows=6, large=62
+    ),
+    "phi3": Arch(
+        "Phi3ForCausalLM",
+        names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        windows=1,
+        partial=True,
+    ),
+    "granite": Arch(
+        "GraniteForCausalLM",
+        permuted=True,
+        numbers={
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+        biases={**_BIAS, "mlp_bias": "ffn_up"},
+    ),
+    "olmo2": Arch("Olmo2ForCausalLM", names=_NORMS_AFTER, biases=_BIAS),
+    "smollm3": Arch(
+        "SmolLM3ForCausalLM",
+        permuted=True,
+        fields={"no_rope_layer_interval": 4, "use_sliding_window": False},
+        biases={**_BIAS, "mlp_bias": "ffn_up"},
+    ),
+    "seed_oss": Arch(
+        "SeedOssForCausalLM",
+        biases={**_BIAS, "attention_out_bias": "attn_output"},
+        names={"post_attention_norm": "post_attention_layernorm"},
+    ),
+    "starcoder2": Arch(
+        "Starcoder2ForCausalLM",
+        fields={"hidden_act": _GELU, "sliding_window": None},
+        biases={"use_bias": "attn_q"},
+        names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        norm_eps="norm_epsilon",
+    ),
+    "stablelm": Arch("StableLmForCausalLM", biases={"use_qkv_bias": "attn_q"}, norm_eps="layer_norm_eps", partial=True),
+    "command-r": Arch(
+        "CohereForCausalLM", "cohere", numbers={"logit_scale": "logit_scale"}, biases=_BIAS, norm_eps="layer_norm_eps"
+    ),
+    "cohere2": Arch(
+        "Cohere2ForCausalLM",
+        numbers={"logit_scale": "logit_scale"},
+        biases=_BIAS,
+        norm_eps="layer_norm_eps",
+        windows=4,
+    ),
 }
 
 
@@ -94,7 +192,8 @@ def describe_model(path: Path, header: GgufHeader) -> GgufModel:
     values = _Values(path, header.metadata)
     name = values.text("general.architecture")
     if name not in ARCHS:
-        raise SurgeryError.at(path, f"GGUF architecture {name!r} is not supported (supported: {', '.join(ARCHS)})")
+        supported = f"(supported: {', '.join(ARCHS)})"
+        raise SurgeryError.at(path, f"GGUF architecture {name!r} is not supported {supported}; {_OTHERWISE}")
     _refuse_parts(values, name)
     numbers = Counter()
     for tensor in header.tensors.values():
@@ -141,55 +240,83 @@ def _refuse_parts(values: _Values, arch: str) -> None:
     if (count := values.get("split.count", 1)) not in (0, 1):
         raise SurgeryError.at(values.path, f"one of {count} parts of a model; join them (llama-gguf-split --merge)")
     if values.get(f"{arch}.expert_count", 0):
-        raise SurgeryError.at(values.path, "a mixture of experts as GGUF is not supported; give its Hugging Face files")
-    if values.get(f"{arch}.attention.sliding_window"):
-        raise SurgeryError.at(values.path, "sliding windows in GGUF are not supported; give its Hugging Face files")
-    scaling = values.get(f"{arch}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise SurgeryError.at(
-            values.path, f"RoPE scaling {scaling!r} in GGUF is not supported; give its Hugging Face files"
-        )
+        raise SurgeryError.at(values.path, f"a mixture of experts as GGUF is not supported; {_OTHERWISE}")
+    if values.get(f"{arch}.attention.sliding_window") and not ARCHS[arch].windows:
+        raise SurgeryError.at(values.path, f"sliding windows in GGUF of {arch!r} are not supported; {_OTHERWISE}")
 
 
 def _config(path: Path, values: _Values, header: GgufHeader, name: str, dtype: torch.dtype) -> dict[str, Any]:
     def whole(key: str, default: int | None = None) -> int:
         return values.whole(f"{name}.{key}", default)
 
+    arch = ARCHS[name]
     hidden, heads = whole("embedding_length"), whole("attention.head_count")
     head_dim = whole("attention.key_length", hidden // heads)
     if whole("attention.value_length", head_dim) != head_dim:
-        raise SurgeryError.at(path, "keys and values of different widths are not supported")
-    if whole("rope.dimension_count", head_dim) != head_dim:
-        raise SurgeryError.at(path, "RoPE over a part of a head is not supported")
+        raise SurgeryError.at(path, f"keys and values of different widths are not supported; {_OTHERWISE}")
+    rotated = whole("rope.dimension_count", head_dim)
+    if rotated != head_dim and not (arch.partial and rotated < head_dim):
+        raise SurgeryError.at(path, f"RoPE over a part of a head is not supported in {name!r}; {_OTHERWISE}")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise SurgeryError.at(path, "has no token_embd.weight; give the file of a whole model")
     check_sizes({"head_dim": head_dim, "num_attention_heads": heads, "hidden_size": hidden}, str(path))
-    if head_dim % 2:
-        raise SurgeryError.at(path, f"heads of {head_dim} numbers, which RoPE cannot pair")
-    rope = {"rope_type": "default", "rope_theta": values.number(f"{name}.rope.freq_base", 10_000.0)}
+    if head_dim % 2 or rotated % 2:
+        raise SurgeryError.at(path, f"heads of {head_dim} numbers, {rotated} rotated, which RoPE cannot pair")
+    layers, kind = whole("block_count"), "layer_norm_epsilon" if arch.norm_eps else "layer_norm_rms_epsilon"
     config = {
-        "architectures": [ARCHS[name].model_class],
-        "model_type": name,
+        "architectures": [arch.model_class],
+        "model_type": arch.model_type or name,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": whole("feed_forward_length"),
-        "num_hidden_layers": whole("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": whole("context_length"),
-        "rms_norm_eps": values.number(f"{name}.attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _scaled(path, rope, header.tensors.get(_ROPE_FACTORS), head_dim),
+        arch.norm_eps or "rms_norm_eps": values.number(f"{name}.attention.{kind}"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        **dict(ARCHS[name].fields),
+        **arch.fields,
+        **{field: values.number(f"{name}.{key}") for field, key in arch.numbers.items()},
+        **{field: f"blk.0.{module}.bias" in header.tensors for field, module in arch.biases.items()},
         "dtype": str(dtype).removeprefix("torch."),
     }
-    if name == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    if arch.large:
+        config["query_pre_attn_scalar"] = hidden // heads if layers == arch.large else head_dim
+    if name == "stablelm":
+        config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in header.tensors
+        config["qk_layernorm"] = False
+    rope = _rope(path, values, header, name, head_dim)
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    config |= {"rope_parameters": rope, **_windows(values, name, config)}
+    if name == "gemma3":
+        near = {"rope_type": "default", "rope_theta": values.number(f"{name}.rope.freq_base_swa", 10_000.0)}
+        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": near}
+    if rope["rope_type"] == "longrope":
+        config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     check_sizes(config, str(path))
-    return config | special_tokens(header.metadata)
+    # Classes have ids of their own for padding, which may lie beyond this vocabulary.
+    return config | {"pad_token_id": None} | special_tokens(header.metadata)
+
+
+def _windows(values: _Values, name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The window of a config and the layers that have it, which most files leave to the architecture."""
+    every, window = ARCHS[name].windows, f"{name}.attention.sliding_window"
+    if not every:
+        return {}
+    if every == 1:
+        return {"sliding_window": values.get(window) or None}
+    layers = config["num_hidden_layers"]
+    pattern = values.get(key := f"{name}.attention.sliding_window_pattern", every)
+    if type(pattern) is int and pattern > 0:
+        pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    if type(pattern) is not list or len(pattern) != layers:
+        raise SurgeryError.at(values.path, f"{key} is {pattern!r} in its metadata, not a number or one of each layer")
+    kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    return {"sliding_window": values.whole(window), "layer_types": kinds}
 
 
 def special_tokens(metadata: dict[str, Any]) -> dict[str, int]:
@@ -199,20 +326,50 @@ def special_tokens(metadata: dict[str, Any]) -> dict[str, int]:
     return {field: token for field, token in ids.items() if type(token) is int}
 
 
+def _rope(path: Path, values: _Values, header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
+    """RoPE's parameters: plain, linear, of YaRN, by Phi's two lists of factors, or by the factors of llama3."""
+    key = f"{name}.rope.scaling"
+    rope = {"rope_type": "default", "rope_theta": values.number(f"{name}.rope.freq_base", 10_000.0)}
+    kind = values.get(f"{key}.type", "none")
+    lists = {length: header.tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long")}
+    if all(lists.values()):
+        factors = {f"{length}_factor": _factors(path, tensor) for length, tensor in lists.items()}
+        before = values.whole(f"{key}.original_context_length")
+        return {**rope, "rope_type": "longrope", **factors, "original_max_position_embeddings": before}
+    if kind == "yarn" and name != "phi3":
+        rest = [f"{key}.{field}" for field in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")]
+        if odd := [field for field in rest if values.get(field, 1.0) != 1.0]:
+            raise SurgeryError.at(path, f"YaRN with {odd[0]} in GGUF is not supported; {_OTHERWISE}")
+        rope["original_max_position_embeddings"] = values.whole(f"{key}.original_context_length")
+        rope |= {f"beta_{end}": values.number(f"{key}.yarn_beta_{end}", d) for end, d in (("fast", 32), ("slow", 1))}
+    elif kind not in ("none", "linear"):
+        raise SurgeryError.at(path, f"RoPE scaling {kind!r} in GGUF is not supported; {_OTHERWISE}")
+    if kind != "none":
+        return {**rope, "rope_type": kind, "factor": values.number(f"{key}.factor")}
+    return _scaled(path, rope, header.tensors.get(_ROPE_FACTORS), head_dim)
+
+
+def _factors(path: Path, stored: GgufTensor) -> list[float]:
+    """A small vector of float32 numbers of the file."""
+    if stored.type != "F32" or len(stored.shape) != 1 or stored.shape[0] > 4096:
+        raise SurgeryError.at(path, f"RoPE factors of type {stored.type}, {list(stored.shape)}, are not supported")
+    with disk_errors(path), open(path, "rb") as file:
+        file.seek(stored.offset)
+        return [float(str(number)) for number in np.frombuffer(file.read(stored.nbytes), dtype="<f4")]
+
+
 def _scaled(path: Path, rope: dict[str, Any], factors: GgufTensor | None, head_dim: int) -> dict[str, Any]:
     """RoPE's parameters with llama3's scaling where the file has its factors: by what each frequency is divided."""
     if factors is None:
         return rope
     if factors.shape != (head_dim // 2,):
         raise SurgeryError.at(path, f"{_ROPE_FACTORS} {list(factors.shape)} does not fit heads of {head_dim} numbers")
-    with disk_errors(path), open(path, "rb") as file:
-        file.seek(factors.offset)
-        stored = np.frombuffer(file.read(factors.nbytes), dtype="<f4")
+    stored = np.array(_factors(path, factors))
     scaling = {**rope, "rope_type": "llama3", "factor": float(stored.max(initial=1.0)), **_LLAMA3}
     expected = llama3_factors(scaling, head_dim).numpy()
-    if factors.type != "F32" or stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
+    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
         raise SurgeryError.at(
-            path, f"its RoPE factors ({_ROPE_FACTORS}) are not those of llama3's scaling; give its Hugging Face files"
+            path, f"its RoPE factors ({_ROPE_FACTORS}) are not those of llama3's scaling; {_OTHERWISE}"
         )
     return scaling
 
@@ -228,24 +385,27 @@ def llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
 
 
 def _tensors(path: Path, header: GgufHeader, config: dict[str, Any], arch: Arch) -> dict[str, Mapped]:
-    mapped, permuted = {}, {}
+    mapped, permuted, names = {}, {}, IN_LAYER | arch.names
     if arch.permuted:
         permuted = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
     for name, stored in header.tensors.items():
-        if name == _ROPE_FACTORS:
+        if name in (_ROPE_FACTORS, "rope_factors_short.weight", "rope_factors_long.weight"):
             continue
+        offset = arch.norm_offset if name.endswith("_norm.weight") else 0.0
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
         if name in OUTSIDE:
-            mapped[OUTSIDE[name]] = Mapped(stored)
-        elif match and match[2] in IN_LAYER:
-            module = IN_LAYER[match[2]]
+            mapped[OUTSIDE[name]] = Mapped(stored, offset=offset)
+        elif name == "output_norm.bias" and arch.norm_eps:
+            mapped["model.norm.bias"] = Mapped(stored)
+        elif match and match[2] in names:
+            module = names[match[2]]
             order = None
             if module in permuted:
                 heads, head_dim = config[permuted[module]], config["head_dim"]
                 if stored.shape[0] != heads * head_dim:
                     raise SurgeryError.at(path, f"{name} has {stored.shape[0]} rows, not {heads} heads of {head_dim}")
                 order = _halves(heads, head_dim)
-            mapped[f"model.layers.{match[1]}.{module}.{match[3]}"] = Mapped(stored, order)
+            mapped[f"model.layers.{match[1]}.{module}.{match[3]}"] = Mapped(stored, order, offset)
         else:
             raise SurgeryError.at(path, f"holds a tensor {name}, which is not part of a {config['model_type']} model")
     return mapped

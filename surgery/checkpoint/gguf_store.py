@@ -23,10 +23,12 @@ from surgery.common.errors import SurgeryError
 
 @dataclass(frozen=True)
 class Mapped:
-    """A stored tensor and how its rows are to be read: ``order[i]`` is the stored row of row i, None for itself."""
+    """A stored tensor and how its rows are to be read: ``order[i]`` is the stored row of row i, None for itself.
+    ``offset`` is added to its numbers."""
 
     stored: GgufTensor
     order: Tensor | None = None
+    offset: float = 0.0
 
 
 class GgufStore:
@@ -77,7 +79,7 @@ class GgufStore:
         values = torch.from_numpy(dequantize(raw, GGMLQuantizationType[stored.type]))
         if picked is not None:
             values = values[picked - first]
-        return values.to(self._dtype)
+        return (values + mapped.offset if mapped.offset else values).to(self._dtype)
 
 
 def _check_type(path: Path, kind: str) -> None:

@@ -17,6 +17,9 @@ from surgery.common.errors import SurgeryError
 TOKENS = torch.arange(3, 67)[None] * 61 % 4096
 KINDS = {"Q8_0": torch.bfloat16, "Q4_1": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
+# Elsewhere transformers' loader has none, or drops biases, scalings, windows, or the scale of queries.
+OWN_LOADER = ("llama", "qwen2", "qwen3")
+
 
 def refused(path, words: str) -> None:
     with pytest.raises(SurgeryError) as caught:
@@ -42,7 +45,7 @@ def test_logits_are_those_of_transformers_own_loader(tmp_path, name, kind):
     assert reader.dequantised_from == (kind if kind.startswith("Q") else None)
     assert {reader.info(each).dtype for each in reader.names()} == {KINDS[kind]}
     actual_logits = logits(reader.model_folder(), "auto")
-    if name != "llama_bias":  # transformers' loader drops Llama's biases
+    if name in OWN_LOADER:
         assert torch.equal(actual_logits, logits(tmp_path, KINDS[kind], gguf_file=path.name))
     if kind == "F32":
         with torch.no_grad():
@@ -157,10 +160,19 @@ def test_llama3_scaling_comes_back_from_its_factors(tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"general.architecture": "gemma2"}, "architecture 'gemma2' is not supported (supported: llama, qwen2, qwen3)"),
+        (
+            {"general.architecture": "gptj"},
+            "architecture 'gptj' is not supported (supported: llama, qwen2, qwen3, gemma",
+        ),
+        ({"general.architecture": "gptj"}, "give its Hugging Face files"),
         ({"llama.expert_count": 4}, "mixture of experts"),
         ({"llama.attention.sliding_window": 64}, "sliding windows"),
-        ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling 'yarn'"),
+        ({"llama.rope.scaling.type": "su"}, "RoPE scaling 'su'"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.original_context_length is None"),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0},
+            "YaRN with llama.rope.scaling.attn",
+        ),
         ({"llama.rope.dimension_count": 8}, "part of a head"),
         ({"llama.attention.value_length": 8}, "different widths"),
         ({"llama.block_count": None}, "llama.block_count is None"),
