@@ -7,12 +7,13 @@ from surgery.engines.verdict import LOADS, LOADS_WITH
 from surgery.inspection.inspect import inspect_checkpoint
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral_window", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral_window", "ministral_window", "mixtral"])
 def test_what_is_said_can_be_done(name, checkpoints):
     inspection = inspect_checkpoint(checkpoints(name))
     selection, rows = inspection.advice, [row for row in inspection.targets if row["applies"]]
     assert selection["quality"] in rows and selection["smallest"]["applies"]
-    assert selection["smallest"]["kv_ratio"] <= min(row["kv_ratio"] for row in rows if row["to"] != "hybrid")
+    at_limit = [row["kv_ratio_at"]["256"] for row in (selection["smallest"], *rows) if row["to"] != "hybrid"]
+    assert at_limit[0] == min(at_limit)
     assert "hybrid" not in {selection["quality"]["to"], selection["smallest"]["to"]}
     for engine, row in selection["engines"].items():
         assert row in rows and row["engines"][engine]["status"] in (LOADS, LOADS_WITH)

@@ -38,7 +38,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     kv_bytes = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
     names = source["model_type"], target["model_type"]
     others = _flow(kv)
-    page.print(terminal.render(before_and_after(kv_bytes, report["ladder"], names, others)))
+    page.print(terminal.render(before_and_after(kv_bytes, report["ladder"], names, others, kv.get("ratio_at"))))
     if healing := report["healing"]:
         show_training(page, healing)
     else:
@@ -96,7 +96,7 @@ def _show_plan(plan, called: str, healing) -> None:
     kv_bytes = kv["source_bytes_per_token"], kv["bytes_per_token"]
     names = source["model_type"], plan.target["model_type"]
     weights = ("weights on disk", size(source["weight_bytes"]), size(disk["output_bytes"]))
-    page.print(terminal.render(before_and_after(kv_bytes, (), names, [weights])))
+    page.print(terminal.render(before_and_after(kv_bytes, (), names, [weights], kv.get("ratio_at"))))
     _show_splits(page, plan.splits, is_tried=False)
     _show_carrier(page, plan.target, plan.out)
     memory, device = plan.memory, plan.memory["device_bytes"]

@@ -41,6 +41,7 @@ def advice(targets: Sequence[dict[str, Any]], smallest: Iterable[dict[str, Any]]
             engines[name] = min(taking, key=lambda row: (names.index(row["to"]), name not in row["command"]))
     return {
         "quality": min(can, key=lambda row: order.get(row["command"], len(order))),
-        "smallest": min(least, key=lambda row: row["kv_ratio"]),
+        # At the longest context: there a window that is kept whole weighs little.
+        "smallest": min(least, key=lambda row: list(row["kv_ratio_at"].values())[-1]),
         "engines": engines,
     }

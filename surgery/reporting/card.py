@@ -65,7 +65,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
 {in_markdown(made_from)} with its attention rewritten to
 {in_markdown(called)} by model-surgery {report.to_dict()["surgery_version"]}. {_training(report)}
 
-{markdown.render(before_and_after(kv_bytes, report.ladder))}
+{markdown.render(before_and_after(kv_bytes, report.ladder, ratio_at=kv.get("ratio_at")))}
 
 Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"]))}),
 {_shape(source, target)}{_codes(target)}, method

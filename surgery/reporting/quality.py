@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from surgery.common.human import decimal, loss_of_stage, per_token, share, with_perplexity
+from surgery.common.human import decimal, loss_of_stage, per_token, shares_at, with_perplexity
 from surgery.common.tables.table import Column, Table
 
 RECALL = Column("recall", "Share of planted keys that the model finds again", lambda value: f"{value:.2f}")
@@ -16,6 +16,7 @@ def before_and_after(
     stages: Sequence[dict[str, Any]] = (),
     classes: Sequence[str] = (),
     others: Iterable[tuple[str, str, str]] = (),
+    ratio_at: Mapping[str, float] | None = None,
 ) -> Table:
     """The source next to what it became.
 
@@ -24,8 +25,9 @@ def before_and_after(
         stages: loss and recall of both, the first and the last entry; nothing if they were not measured.
         classes: the model classes of both.
         others: rows of another kind.
+        ratio_at: shares of the KV bytes by tokens, where they depend on the length.
     """
-    kv_cell = f"{per_token(kv[1])}, {share(kv[1] / kv[0])}"
+    kv_cell = f"{per_token(kv[1])}, {shares_at(ratio_at, kv[1] / kv[0])}"
     rows = [("class", *classes)] if classes else []
     rows += [("KV cache per token", per_token(kv[0]), kv_cell), *others]
     if stages and stages[0]["loss"] is not None:

@@ -137,7 +137,7 @@ class PackedRows(Structure[Source, Settings]):
         if opened.stateful or any(window is not None for window in opened.windows):
             raise SurgeryError(
                 "a cache of packed rows needs full attention in every layer, and some have a sliding window or a "
-                "state: leave out --bits auto",
+                "state: --to lowrank without --bits leaves such layers unchanged",
                 setting="bits",
             )
         first = opened.first

@@ -67,16 +67,16 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
 
     def __init__(self, opened: Source | OwnSource, settings: HybridSettings, progress: Progress):
         super().__init__(opened, settings, progress)
-        if settings.heads is None and settings.streaming != 1:
-            raise SurgeryError(
-                "which heads stream is not said: make a pattern with `surgery heads CKPT` and give it with --heads, or "
-                "let all stream with --streaming 1"
-            )
         reader = opened.reader
         try:
             check_full_attention(opened.config, "a hybrid of full and streaming heads")
         except ValueError as error:
             raise SurgeryError.at(reader.path, f"{error}") from None
+        if settings.heads is None and settings.streaming != 1:
+            raise SurgeryError(
+                "which heads stream is not said: make a pattern with `surgery heads CKPT` and give it with --heads, or "
+                "let all stream with --streaming 1"
+            )
         model = self._made_of(StreamableModel.of(reader.path, reader.config, opened.config))
         self._pattern = None if settings.heads is None else read_pattern(settings.heads)
         self._context = settings.context or opened.config.max_position_embeddings
