@@ -77,7 +77,7 @@ def gather(
         if processes.is_main:
             _from_weights(opened, library, progress, basis_of, first_tokens)
         return
-    stream, kept = opened.stream, []
+    stream, caches = opened.stream, []
 
     def forward(snapshots: Snapshots | None = None, processes: Processes = ALONE) -> Tensor:
         with progress.phase("calibrate: forward", stream.num_layers) as advance:
@@ -93,8 +93,8 @@ def gather(
         for first in first_tokens:
             lags_of = basis_of if first == first_tokens[0] else None
             facts = _facts(opened, tokens, settings, gradients, lags_of, first)
-            kept.append(KeptStatistics(settings.keep_statistics, facts))
-        if processes.from_main(lambda: all(each.read_into(library) for each in kept)):
+            caches.append(KeptStatistics(settings.keep_statistics, facts))
+        if processes.from_main(lambda: all(each.read_into(library) for each in caches)):
             progress.note(f"statistics: those kept in {settings.keep_statistics}")
             store.fill_on_load(forward)
             return
@@ -117,7 +117,7 @@ def gather(
             reached = layer.index
             del layer  # before the next one is there
         advance(reached)
-    for each in kept:
+    for each in caches:
         processes.from_main(lambda each=each: each.keep(library))
     parts.take(snapshots, "statistics", lambda: {"boundaries": store.filled})
 

@@ -17,12 +17,21 @@ _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens; the others are found by the m
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# How text is cut before merges, by the name that the file gives it; as llama.cpp and the models' own tokenizers do.
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_THREE_DIGITS = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
+_ONE_DIGIT = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_REST}"
+# How text is cut before merges, by the name that the file gives it; as llama.cpp (llama-vocab.cpp) does.
 SPLITS = {
-    "llama-bpe": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",
-    "qwen2": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}",
+    **dict.fromkeys(("llama-bpe", "dbrx", "smaug-bpe", "chatglm-bpe"), _THREE_DIGITS),
+    **dict.fromkeys(("qwen2", "stablelm2"), _ONE_DIGIT),
+    "tekken": rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-_GPT2, _SMOLLM = "gpt-2", "smollm"
+_LIKE_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo")
+_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+_WHOLE_FIRST = ("llama-bpe", "tekken")  # a word that is a token is not merged from parts
 
 
 def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
@@ -61,7 +70,7 @@ def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path) -> None:
     kinds = metadata.get("tokenizer.ggml.token_type", [])
     vocabulary = {token: index for index, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=cut == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=cut in _WHOLE_FIRST))
     tokenizer.pre_tokenizer = _pre_tokenizer(path, cut)
     tokenizer.decoder = decoders.ByteLevel()
     if cut == "qwen2":
@@ -99,15 +108,15 @@ def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path) -> None:
 def _pre_tokenizer(path: Path, cut: str | None):
     from tokenizers import Regex, pre_tokenizers
 
-    if cut == _GPT2:
+    if cut in _LIKE_GPT2:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if cut == _SMOLLM:
+    if cut in _DIGITS_APART:
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     if cut in SPLITS:
         split = pre_tokenizers.Split(Regex(SPLITS[cut]), "isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    choices = ", ".join((_GPT2, _SMOLLM, *SPLITS))
+    choices = ", ".join((*_LIKE_GPT2, *_DIGITS_APART, *SPLITS))
     raise SurgeryError.at(path, f"how its tokenizer cuts text ({_CUT} {cut!r}) is not known here (known: {choices})")
 
 

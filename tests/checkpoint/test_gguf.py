@@ -126,15 +126,19 @@ def test_digits_are_cut_as_the_file_says(tmp_path):
     metadata = {
         "general.architecture": "llama",
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": ["1", "2", "3", "4", "12", "34", "1234", "123"],
-        "tokenizer.ggml.merges": ["1 2", "3 4", "12 34", "12 3"],
+        "tokenizer.ggml.tokens": ["1", "2", "3", "4", "12", "34", "1234", "123", "a", "B", "aB"],
+        "tokenizer.ggml.merges": ["1 2", "3 4", "12 34", "12 3", "a B"],
     }
-    cut = {"gpt-2": [6], "smollm": [0, 1, 2, 3], "qwen2": [0, 1, 2, 3], "llama-bpe": [7, 3]}
+    whole, digits, threes = [6], [0, 1, 2, 3], [7, 3]
+    cut = {"gpt-2": whole, "olmo": whole, "smollm": digits, "refact": digits, "starcoder": digits, "qwen2": digits}
+    cut |= {"command-r": digits, "stablelm2": digits, "tekken": digits, "llama-bpe": threes, "dbrx": threes}
     for name, expected in cut.items():
         folder = tmp_path / name
         folder.mkdir()
         write_tokenizer(tmp_path / "a.gguf", {**metadata, "tokenizer.ggml.pre": name}, folder)
-        assert AutoTokenizer.from_pretrained(folder)("1234").input_ids == expected, name
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer("1234").input_ids == expected, name
+        assert tokenizer("aB").input_ids == ([8, 9] if name == "tekken" else [10]), name
     with pytest.raises(SurgeryError, match="'other'"):
         write_tokenizer(tmp_path / "a.gguf", {**metadata, "tokenizer.ggml.pre": "other"}, tmp_path)
 
