@@ -155,20 +155,22 @@ def summary(report: dict[str, Any]) -> str:
     steps = [row for row in _rows(report, "kernels") if row.get("speedup_over_gqa_decode")]
     if mla := next((row for row in steps if row["operation"] == "mla_decode"), None):
         sentences.append(
-            f"attention of {mla['model']} as MLA {mla['variant']} takes {mla['seconds'] * 1e6:,.0f} µs a layer at "
+            f"Attention of {mla['model']} as MLA {mla['variant']} takes {mla['seconds'] * 1e6:,.0f} µs a layer at "
             f"batch {mla['batch']} and {mla['context']:,} tokens, {mla['speedup_over_gqa_decode']:.2f} times as fast "
-            "as the source's ([kernels](docs/kernels.md#on-a-gpu))"
+            "as the source's ([kernels](docs/kernels.md#on-a-gpu))."
         )
     rows = [row for row in _rows(report, "decode") if row.get("times_source") and row["kind"] != "source"]
     if rows:
         best = max(rows, key=lambda row: row["times_source"])
         how = "with these kernels" if best["accelerated"] else "in transformers' own code"
         sentences.append(
-            f"a whole step of {best['model']} as {best['kind']} {how} at batch {best['batch']} and {best['context']:,} "
+            f"A whole step of {best['model']} as {best['kind']} {how} at batch {best['batch']} and {best['context']:,} "
             f"tokens runs at {best['times_source']:.2f} times the source's speed "
-            "([models](docs/benchmarks.md#on-a-gpu))"
+            "([models](docs/benchmarks.md#on-a-gpu))."
         )
-    return f"{where}: {'; '.join(sentences)}.\n" if sentences else f"{_where(report)}\n"
+    if not sentences:
+        return f"{_where(report)}\n"
+    return "\n".join([f"On one {where}:", "", *(f"- {sentence}" for sentence in sentences), ""])
 
 
 PARTS: dict[str, Callable[[dict[str, Any]], str]] = {"kernels": kernels, "decoding": decoding, "summary": summary}
