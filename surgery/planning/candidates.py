@@ -136,7 +136,10 @@ class Candidates:
                 return None
             if self._work is not None:
                 result.structure.plan(self._work)
-            return replace(result, config=result.structure.forecast().config)
+            config = (
+                result.structure.forecast().config
+            )  # ranks that a plan settles have their share of the first tokens
+            return replace(result, config=config, kv_bytes=held_bytes(config, self._opened, self._settings))
         except SurgeryError as error:
             if record:
                 self.refused[_named(target, overrides)] = str(error)
