@@ -17,12 +17,12 @@ _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens; the others are found by the m
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_WORD = rf"{_BEFORE}\p{{L}}+"
 _THREE_DIGITS = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
 _ONE_DIGIT = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_REST}"
-# How text is cut before merges, by the name that the file gives it; as llama.cpp (llama-vocab.cpp) does.
+# How text is cut before merges, by the name that the file gives it; read in llama.cpp's llama-vocab.cpp, not run.
 SPLITS = {
     **dict.fromkeys(("llama-bpe", "dbrx", "smaug-bpe", "chatglm-bpe"), _THREE_DIGITS),
     **dict.fromkeys(("qwen2", "stablelm2"), _ONE_DIGIT),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,11 +134,11 @@ class Candidates:
             result = self._made(target, overrides) if share is None else self._fitting(target, overrides, share)
             if result is None:
                 return None
-            if self._work is not None:
-                result.structure.plan(self._work)
-            config = (
-                result.structure.forecast().config
-            )  # ranks that a plan settles have their share of the first tokens
+            if self._work is None:
+                return result
+            result.structure.plan(self._work)
+            # The ranks that a plan settles decide the bytes of first tokens.
+            config = result.structure.forecast().config
             return replace(result, config=config, kv_bytes=held_bytes(config, self._opened, self._settings))
         except SurgeryError as error:
             if record:
@@ -172,16 +172,14 @@ class Candidates:
         return best
 
     def _made(self, target: Target, overrides: dict[str, Any]) -> Sized:
-        settings = target.settings({**self._settings.common(), **overrides})
-        structure_class = target.structure().for_source(self._opened.reader.config, settings)
-        structure = structure_class(self._opened, settings, self._progress)
+        structure = structure_of(target, overrides, self._opened, self._settings, self._progress)
         forecast = structure.forecast()
         config = forecast.config
         if self._settings.engine:
             refuse_unless_loadable(self._settings.engine, config)
         num_bytes = held_bytes(config, self._opened, self._settings)
         engines = forecast.engines_of(self._opened.reader, config)
-        return Sized(target, overrides, settings, structure, config, num_bytes, engines)
+        return Sized(target, overrides, structure.settings, structure, config, num_bytes, engines)
 
     def _own_of(self, target: Target) -> dict[str, Any]:
         """Return the plan's settings that only some structures take: the engine, whose limits hold, and the heads, with
@@ -189,6 +187,18 @@ class Candidates:
         heads = {"heads": self._settings.heads, "context": self._settings.tokens} if self._settings.heads else {}
         values = {"engine": self._settings.engine, **heads}
         return {name: value for name, value in values.items() if value and hasattr(target.settings_class, name)}
+
+
+def structure_of(
+    target: Target, overrides: Mapping[str, Any], opened: Source, settings: PlanSettings, progress: Progress
+) -> Structure:
+    """The structure that converts a source by a plan's settings and a candidate's own.
+
+    Raises:
+        SurgeryError: the source cannot be converted so.
+    """
+    own = target.settings({**settings.common(), **overrides})
+    return target.structure().for_source(opened.reader.config, own)(opened, own, progress)
 
 
 def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterator[tuple[Target, Candidate]]:

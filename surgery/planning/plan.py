@@ -22,7 +22,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.families import any_family_of
-from surgery.planning.candidates import Candidates, allowed_candidates, held_bytes
+from surgery.planning.candidates import Candidates, allowed_candidates, held_bytes, structure_of
 from surgery.planning.engine_formats import EngineFormat, engine_formats
 from surgery.planning.measure import measure
 from surgery.planning.rounds import Rounds, Scores
@@ -270,9 +270,7 @@ def _statistics(opened: Source, settings: PlanSettings) -> tuple[BasisOf | None,
     basis_of, first_tokens = None, {0}
     for target, candidate in allowed_candidates(opened.reader.config, settings):
         try:
-            structure_settings = target.settings({**settings.common(), **candidate.settings})
-            structure_class = target.structure().for_source(opened.reader.config, structure_settings)
-            structure = structure_class(opened, structure_settings, Progress(silent=True))
+            structure = structure_of(target, candidate.settings, opened, settings, Progress(silent=True))
         except SurgeryError:
             continue  # refused, with its reason, when its candidates are sized
         basis_of = basis_of or structure.lag_basis

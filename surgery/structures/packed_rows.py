@@ -207,7 +207,7 @@ class PackedRows(Structure[Source, Settings]):
     def forecast(self) -> Forecast:
         """Forecast the conversion as if all layers had rows of the same bytes, in all those of the budget."""
         plans = self.plans or self._likely()
-        writer, dtype, first = self.writer(plans), self.opened.first.q.dtype, self.settings.first_tokens
+        writer, dtype, first = self.writer(plans), self.opened.first.q.dtype, self.first_tokens
         config = writer.config(self.opened.reader.config)
         bytes_at = kv_bytes_of(config, dtype)
         return Forecast(
@@ -310,7 +310,7 @@ class PackedRows(Structure[Source, Settings]):
                 "reasons": [self.reason],
                 "bits": "auto",
                 "row_bytes": [layer.row_bytes for layer in layers],
-                "first_tokens": self.settings.first_tokens,
+                "first_tokens": self.first_tokens,
                 **self.target(layers),
             },
             layers=layers,

@@ -238,7 +238,7 @@ def regression(cross: Tensor, moment: Tensor) -> Tensor:
     and the layer does not need.
     """
     variance = moment.diagonal()
-    floor = torch.finfo(moment.dtype).eps * len(moment) * variance.max().clamp_min(torch.finfo(moment.dtype).tiny)
+    floor = torch.finfo(moment.dtype).eps * len(moment) * variance.max()
     size = torch.where(variance > floor, variance, torch.inf).rsqrt()
     (inverse,) = psd_powers(moment * size * size[:, None], (-1.0,))
     return cross * size @ inverse * size

@@ -82,7 +82,7 @@ def test_latent_attention_caches_only_its_latent():
 
 
 class Embedding(nn.Module):
-    """As much of a model as random tokens need."""
+    """A stand-in for a model: the embedding that random tokens are drawn for."""
 
     def __init__(self):
         super().__init__()

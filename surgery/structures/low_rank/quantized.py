@@ -90,7 +90,7 @@ class QuantizedRows(PackedRows[LowRankSettings]):
             for row in rows
         )
         runs = tuple(tuple(chain.from_iterable(row)) for row in rows)
-        return OwnQuantizedLowRank(first, blocks, self.earlier, runs=runs, first_tokens=self.settings.first_tokens)
+        return OwnQuantizedLowRank(first, blocks, self.earlier, runs=runs, first_tokens=self.first_tokens)
 
     def spectra(self, work: ConversionContext, layer: int, rows: Rows) -> RowSpectrum:
         """Energies of a layer's latents; in a group, after earlier layers of such rows."""
@@ -102,7 +102,7 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         start, stop = group_of(index, self.earlier)
         if index == start:
             self._group = _Group()
-        inputs, first = work.attention_inputs(index, layer), self.settings.first_tokens
+        inputs, first = work.attention_inputs(index, layer), self.first_tokens
         shared = torch.cat(self._group.latents, dim=-1) if index > start else None
         anatomy, statistics = (
             self.opened.anatomy(index).to(torch.float64),
@@ -118,7 +118,7 @@ class QuantizedRows(PackedRows[LowRankSettings]):
 
     def simulated(self, result: QuantizedLowRank) -> SimulatedLowRank:
         """Return a converted layer's simulated attention, which reads those of its group before it."""
-        stream, read = self.opened.stream, reader(result.quantizer, self.settings.first_tokens)
+        stream, read = self.opened.stream, reader(result.quantizer, self.first_tokens)
         layer, attentions = result.layer.to(stream.device, stream.dtype), self._group.attentions
         attentions.append(SimulatedLowRank(layer, tuple(attentions), read=read, remembers=any(self.earlier)))
         return attentions[-1]

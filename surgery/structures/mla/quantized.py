@@ -71,7 +71,7 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
             frequencies.append(quantized_mla.row_frequencies(inv_freq, order % len(inv_freq), rope))
             runs.append(plan)
         spec = mla_spec(opened, tuple(ranks), tuple(frequencies))
-        return OwnQuantizedMLA(spec, tuple(runs), self.settings.first_tokens)
+        return OwnQuantizedMLA(spec, tuple(runs), self.first_tokens)
 
     def spectra(self, work: ConversionContext, layer: int, rows: Rows) -> LayerSpectra:
         """Energies of a latent of the values and of the key's components."""
@@ -81,13 +81,13 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
 
     def converted(self, work: ConversionContext, index: int, layer: StreamedLayer, rows: Rows) -> QuantizedLatents:
         """Convert a layer."""
-        inputs, first = work.attention_inputs(index, layer), self.settings.first_tokens
+        inputs, first = work.attention_inputs(index, layer), self.first_tokens
         return quantized_mla.convert_layer(*self._calibrated(work, index), self._orders[index], rows, inputs, first)
 
     def simulated(self, result: QuantizedLatents) -> SimulatedAttention:
         """Return a stand-in for a converted layer's attention."""
         stream = self.opened.stream
-        read = reader(result.quantizer, self.settings.first_tokens, result.layer.neighboring())
+        read = reader(result.quantizer, self.first_tokens, result.layer.neighboring())
         return SimulatedAttention(result.layer.to(stream.device, stream.dtype), read=read)
 
     def exact_forms(self, work: ConversionContext, index: int) -> dict[str, Form]:
