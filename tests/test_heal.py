@@ -46,6 +46,7 @@ FEW = {"length": 32, "batch_size": 2, "gradient_accumulation": 1, "held_out": 2,
 FEW |= {"data": (str(HELD_OUT),), "learning_rate": 1e-2, "device": "cpu", "recall": 0.0}
 GQA = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none")
 MLA = {"kv_lora_rank": 12, "rope_dim": 4, "calibration": "none", "carrier": "stock"}
+OLD = Path(__file__).with_name("old_checkpoints")
 MEASURE = {"windows": 2, "length": 32, "recall_prompts": 1, "data": (str(HELD_OUT),)}
 
 
@@ -181,7 +182,11 @@ def test_a_recipe_heals_once(pair_of, tmp_path, monkeypatch):
     path.write_text(json.dumps({"steps": [{"heal": step}]}))
     monkeypatch.setattr(healing, "EvalSettings", lambda **given: EvalSettings(**given, **MEASURE))
     run_recipe(path, tmp_path / "work", Progress(silent=True))
-    assert json.loads((tmp_path / "work" / "healed" / "heal.json").read_text())["steps"] == 3
+    record = tmp_path / "work" / "healed" / "heal.json"
+    facts = json.loads(record.read_text())
+    assert facts["steps"] == 3
+    facts["settings"]["quantization_aware"] = True  # of an earlier version
+    record.write_text(json.dumps(facts))
     monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained again"))
     assert run_recipe(path, tmp_path / "work", Progress(silent=True)).checkpoints == {
         "healed": tmp_path / "work" / "healed"
@@ -202,6 +207,9 @@ def test_refusals_come_before_training(pair_of, tmp_path, monkeypatch, capsys):
         heal_checkpoint(request(source, student, student))
     with pytest.raises(SurgeryError, match="learning_rate"):
         heal_checkpoint(request(source, student, tmp_path / "other", learning_rate=-1.0))
+    for name in ("quantized", "lowrank-mixed"):
+        with pytest.raises(SurgeryError, match=r"groups of tokens.*convert the source again with --bits auto"):
+            heal_checkpoint(request(source, OLD / name, tmp_path / "other"))
 
 
 @pytest.mark.slow

@@ -55,7 +55,6 @@ from surgery.training.models import (
     ADAPTER,
     check_writable,
     set_dtypes,
-    set_quantization_aware,
     trained_tensors,
     write_healed,
 )
@@ -143,9 +142,6 @@ class _Run:
         masks = all(honours_document_masks(each, settings.length) for each in (student, teacher) if each is not None)
         if not masks:
             progress.note("attention runs over whole rows: the models do not keep it inside of packed documents")
-        aware = set_quantization_aware(student, settings.quantization_aware)
-        if aware:
-            progress.note("training reads keys and values as the student's quantized cache gives them")
         tokenizer = tokenizer_of(student_reader, trust_remote_code=settings.trust_remote_code)
         evaluations = self._evaluations(student, tokenizer)
         data = open_data(settings, tokenizer, self.folder / "data", processes=processes, progress=progress)
@@ -169,7 +165,6 @@ class _Run:
         }
         module, optimizer = prepare(settings, self.accelerator, student, None if logits else teacher, masks)
         distillation: Distillation = self.accelerator.unwrap_model(module)
-        options = {"quantization_aware": aware, "document_masks": masks}
         loop = Loop(
             Training(
                 accelerator=self.accelerator,
@@ -185,7 +180,7 @@ class _Run:
                 ),
                 log=self.log,
                 progress=progress,
-                identity=_identity(settings, shas, data, processes.count) | options,
+                identity=_identity(settings, shas, data, processes.count) | {"document_masks": masks},
                 cached=logits.batch if logits and distillation.needs_logits else None,
                 evaluations=evaluations,
                 keeps_best=any(entry.quantizes for entry in entries_of(student.config.get_text_config())),
@@ -198,7 +193,7 @@ class _Run:
             "student_sha256": shas[0],
             "teacher_sha256": shas[1],
             "data": data.describe(),
-            **options,
+            "document_masks": masks,
             **self._facts(),
             "parameters": counts,
             **_summary(loop, settings, processes.count),

@@ -22,6 +22,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import count, decimal, duration, size, with_perplexity
 from surgery.common.other_threads import other_threads
 from surgery.common.progress import Progress
+from surgery.common.removed import removal
 from surgery.training.checkpoints import BEST, Checkpoints
 from surgery.training.data import Sequences, TrainingRow, collate, dealt
 from surgery.training.entry_factors import EntryFactors
@@ -114,7 +115,9 @@ class Loop:
         if path is None:
             return False
         state = self._t.checkpoints.load(path)
-        for name in sorted(self._t.identity.keys() | state["identity"].keys()):
+        # A setting that was removed since then does not count.
+        saved_names = {name for name in state["identity"] if removal(name) is None}
+        for name in sorted(self._t.identity.keys() | saved_names):
             value, saved_value = self._t.identity.get(name), state["identity"].get(name)
             if saved_value != value:
                 raise SurgeryError.at(

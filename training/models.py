@@ -28,9 +28,15 @@ OWN_CLASSES = (SurgeryConfig.model_type, SurgeryPicturesConfig.model_type)
 
 
 def check_writable(reader: CheckpointReader) -> None:
-    """Raises SurgeryError where a student's own class has other names than what trains."""
+    """Raises SurgeryError where a student's class has other names than what trains, or its cache keeps groups of
+    tokens in few bits, which training does not read."""
     if (kind := reader.config.get("model_type")) in DECODERS:
         raise SurgeryError(f"{reader.source}: a {kind} as it came, which healing does not write: convert it first")
+    if (reader.config.get("text_config") or reader.config).get("kv_cache") is not None:
+        raise SurgeryError(
+            f"{reader.source}: its cache quantizes groups of tokens, as earlier versions wrote it, and cannot be "
+            "healed: convert the source again with --bits auto, and heal the result"
+        )
 
 
 def set_dtypes(model: nn.Module, computed: torch.dtype) -> None:
@@ -38,13 +44,6 @@ def set_dtypes(model: nn.Module, computed: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else computed)
-
-
-def set_quantization_aware(model: nn.Module, aware: bool) -> bool:
-    """Switch whether training reads the model's quantized cache; return whether it now does."""
-    if hasattr(model, "quantization_aware"):
-        model.quantization_aware = aware
-    return bool(getattr(model, "quantization_aware", False))
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:

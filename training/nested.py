@@ -41,7 +41,7 @@ class NestedRanks:
         """Mask a student as it trains, on its device, with whatever was put into it or around it.
 
         Raises:
-            SurgeryError: a layer has no latents that can be cut, or the cache quantizes them.
+            SurgeryError: a layer has no latents that can be cut.
         """
         self.shares, self._seed = tuple(shares), seed
         attentions = nested_attentions(student)
@@ -109,13 +109,8 @@ def nested_attentions(student: nn.Module) -> list[nn.Module]:
     """The attention of every layer, all of which cache latents that may be cut.
 
     Raises:
-        SurgeryError: one does not, or the cache quantizes them.
+        SurgeryError: one does not.
     """
-    if getattr(getattr(student, "config", None), "kv_cache", None):
-        raise SurgeryError(
-            "nested_ranks: the student's cache is quantized, and slicing comes before that: heal what it was made of",
-            setting="nested_ranks",
-        )
     attentions = [attention_of(layer) for layer in decoder_of(student).layers]
     for index, attention in enumerate(attentions):
         if not getattr(attention, "latent_slices", None):

@@ -175,9 +175,6 @@ class HealSettings(FileSettings):
     )
     compile: bool = setting(False, "Run the student's layers through torch.compile.", advanced=True)
     shard_teacher: bool = setting(False, "Under FSDP2, shard the teacher's layers too.", advanced=True)
-    quantization_aware: bool = setting(
-        True, "Train on what the student's cache gives back, if it keeps it quantized.", advanced=True
-    )
     trust_remote_code: bool = setting(False, "Run model code that comes with the checkpoints.", advanced=True)
     seed: int = setting(0, "Seed of the order of the data and of everything else that is random.", advanced=True)
     eval_every: int | None = setting(

@@ -37,6 +37,7 @@ REMOVED = {
     "bench convert": "surgery convert prints its time and peak memory, tools/scale.py makes random weights of a shape",
     "peak_tflops": "a dry run takes the speed of this machine; run it where the training will run",
     "utilization": "a dry run takes the speed of this machine; run it where the training will run",
+    "quantization_aware": "training always reads the quantized values of packed rows: leave it out",
     "stream": "datasets are always read as streams: say with `tokens` how many to take",
     "data teacher": "use builtin, or text of your own",
     "calibration self": "--calibration chat samples answers of the model to the prompts of the package",

@@ -266,7 +266,7 @@ def _teacher(settings: HealSettings) -> str | None:
 def healed_already(request: HealRequest) -> bool:
     """Return whether the output exists, healed from the same student and teacher with the same settings.
 
-    A setting that was not known when it was made counts as its default.
+    A setting that was not known when it was made counts as its default; one that was removed since does not count.
 
     Raises:
         SurgeryError: there is something else.
@@ -282,8 +282,9 @@ def healed_already(request: HealRequest) -> bool:
         if expected.teacher is not None:
             same = same and recorded["teacher_sha256"] == CheckpointReader.open(expected.teacher).fingerprint()
         same = same and recorded["processes"] == count_processes(request.processes, request.launcher)
+        values = plain(expected.to_dict())
         settings = plain(HealSettings().to_dict()) | recorded["settings"]
-        same = same and _but_places(settings) == _but_places(plain(expected.to_dict()))
+        same = same and _but_places({name: settings[name] for name in values}) == _but_places(values)
     except (OSError, ValueError, KeyError):
         same = False
     if not same:

@@ -73,18 +73,6 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @property
-    def quantization_aware(self) -> bool:
-        """Setting by which training reads what a cache of `kv_cache` gives back, with gradients as of the exact values.
-
-        Off unless it is set. Evaluation always reads it; without `kv_cache` nothing is quantized and this stays off.
-        """
-        return self.model.quantization_aware
-
-    @quantization_aware.setter
-    def quantization_aware(self, aware: bool) -> None:
-        self.model.quantization_aware = bool(aware) and self.config.kv_cache is not None
-
     def cache_layers(self) -> list[CompactLayer] | None:
         """New, empty layers of the cache that this model keeps; None where those of a plain `DynamicCache` do."""
         return cache_layers(self.config)

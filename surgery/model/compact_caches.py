@@ -14,25 +14,22 @@ from .configuration_surgery import SurgeryConfig
 from .document_attention import DocumentAttention
 from .left_padding import set_padding
 from .packed_rows import new_tokens
-from .parts import attention_class, entry_of, part
+from .parts import attention_class, entry_of
 from .plain_cache import PlainLayer
 
 
-def new_layers(config: SurgeryConfig, *, training: bool, aware: bool) -> list[CompactLayer]:
+def new_layers(config: SurgeryConfig, *, training: bool) -> list[CompactLayer]:
     """Make empty layers for the attention that the entries describe."""
-    return [new_layer(config, layer, training=training, aware=aware) for layer in range(config.num_hidden_layers)]
+    return [new_layer(config, layer, training=training) for layer in range(config.num_hidden_layers)]
 
 
-def new_layer(config: SurgeryConfig, layer: int, *, training: bool, aware: bool) -> CompactLayer:
+def new_layer(config: SurgeryConfig, layer: int, *, training: bool) -> CompactLayer:
     """Make an empty layer for the attention that the entry of a layer describes."""
     entry = entry_of(config.attention_layers[layer])
     whole, codes = PlainLayer(), None
-    if config.kv_cache_of(layer) is not None and (aware or not training):
+    if config.kv_cache_of(layer) is not None and not training:
         # Methods of the class here: that of `config` may come from where there is no code of caches.
         whole, codes = SurgeryConfig.quantized_layer(config, layer), SurgeryConfig.streaming_codes(config, layer)
-        if aware:
-            trained = part("straight_through")
-            whole, codes = trained.StraightThroughLayer(whole), trained.StraightThroughCodes(codes)
     return attention_class(entry).cache_layer_of(entry, whole, codes) if entry.kind else whole
 
 
@@ -49,24 +46,18 @@ def prepare_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
         attention.new_layer = partial(new_layer, config, index)
 
 
-def use_layers(
-    config: SurgeryConfig, decoder: nn.Module, call: Call, *, training: bool, aware: bool, padded: bool
-) -> None:
+def use_layers(config: SurgeryConfig, decoder: nn.Module, call: Call, *, training: bool, padded: bool) -> None:
     """Have a call of the decoder read and fill the layers that the configuration asks for.
 
-    Training reads exact tokens, or with `aware` what a quantized cache gives back. `padded`: whether layers read how
-    many tokens of padding each row starts with.
+    Training reads exact tokens. `padded`: whether layers read how many tokens of padding each row starts with.
     """
-    kept_as = config.attention_layers, config.kv_cache if aware or not training else None, aware
+    kept_as = config.attention_layers, None if training else config.kv_cache
     cache = call.get(CACHE)
     if getattr(cache, "kept_as", None) == kept_as:
         cache.temporary = False  # its layers are of that form already
     else:
-        cache = own_cache(decoder, call, new_layers(config, training=training, aware=aware))
+        cache = own_cache(decoder, call, new_layers(config, training=training))
         cache.kept_as = kept_as
-    # Gradient checkpointing takes the cache away from the layers, and runs them again in the backward pass.
-    if aware:
-        call["quantization_aware"] = True
     if padded:
         padding = set_padding(cache, call.get("attention_mask"), rows=len(new_tokens(call)))
         if padding is not None and training:

@@ -104,7 +104,6 @@ def convert_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
         part("compact_caches").prepare_decoder(decoder, config)
     # On the decoder, because whoever calls it without the head must read the same cache.
     hook_calls(decoder, partial(_prepare_call, config, compact))
-    decoder.quantization_aware = False
     # The family's tensor-parallel plan splits heads, which a shared latent cannot follow.
     split = {name: plan for name, plan in decoder._tp_plan.items() if ".self_attn." not in name}
     decoder._tp_plan = {name: plan for name, plan in split.items() if ".attention." not in name}
@@ -127,15 +126,15 @@ def _forget(shared_latents: dict[int, torch.Tensor], decoder: nn.Module, args: t
         shared_latents.clear()
 
 
-def cache_layers(config: SurgeryConfig, *, training: bool = False, aware: bool = False) -> list[CompactLayer] | None:
+def cache_layers(config: SurgeryConfig, *, training: bool = False) -> list[CompactLayer] | None:
     """New, empty layers of the cache that a model keeps; None where those of a plain `DynamicCache` do."""
-    if not (has_compact_layers(config) or _quantizes(config, training=training, aware=aware)):
+    if not (has_compact_layers(config) or _quantizes(config, training=training)):
         return None
-    return part("compact_caches").new_layers(config, training=training, aware=aware)
+    return part("compact_caches").new_layers(config, training=training)
 
 
-def _quantizes(config: SurgeryConfig, *, training: bool, aware: bool) -> bool:
-    return config.kv_cache is not None and (aware or not training)
+def _quantizes(config: SurgeryConfig, *, training: bool) -> bool:
+    return config.kv_cache is not None and not training
 
 
 def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call: Call) -> None:
@@ -147,11 +146,11 @@ def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call
     check_attention(config, implementation, family_flash=decoder._supports_flash_attn)
     check_weights(config, decoder, call)
     documents = take_documents(decoder, call)
-    training, aware = decoder.training, decoder.training and decoder.quantization_aware
-    has_own_cache = compact or _quantizes(config, training=training, aware=aware)
+    training = decoder.training
+    has_own_cache = compact or _quantizes(config, training=training)
     if documents is None:
         if has_own_cache:
-            part("compact_caches").use_layers(config, decoder, call, training=training, aware=aware, padded=compact)
+            part("compact_caches").use_layers(config, decoder, call, training=training, padded=compact)
         return
     if any(entry.shares_cache for entry in entries_of(config)):
         raise ValueError("layers that share a cache cannot keep several documents of a row apart: pass one a row")
@@ -160,7 +159,7 @@ def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call
     if is_flash(implementation) and len(new_tokens(call)) > 1:
         raise ValueError("FlashAttention reads documents off the positions of one row alone: pass a batch of one row")
     if has_own_cache:
-        call |= {"documents": documents, "quantization_aware": aware}
+        call["documents"] = documents
 
 
 __all__ = ["ConvertedModel", "cache_layers", "convert_decoder", "family_decoder_class"]

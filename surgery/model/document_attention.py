@@ -24,7 +24,7 @@ class DocumentAttention(nn.Module):
     """Put before an attention's class in the bases of a class, by `family_attention_class`.
 
     Attributes:
-        new_layer: makes an empty cache layer of this attention, of `training` and `aware` as `cache_layers` takes them.
+        new_layer: makes an empty cache layer of this attention, of `training` as `cache_layers` takes it.
     """
 
     new_layer: Callable[..., CompactLayer]
@@ -34,14 +34,8 @@ class DocumentAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, *args: Any, documents: Spans | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the attention; with `documents`, on each of them alone.
-
-        A call that is quantization-aware and comes without a cache, as gradient checkpointing makes it, gets one.
-        """
-        aware = kwargs.pop("quantization_aware", False)
+        """Run the attention; with `documents`, on each of them alone."""
         if documents is None:
-            if aware and kwargs.get(CACHE) is None:
-                kwargs[CACHE] = self._new_cache(aware)
             return super().forward(hidden_states, *args, **kwargs)
         batch, length = hidden_states.shape[:2]
         rows = [slice(None)] if len(documents) == 1 else [slice(row, row + 1) for row in range(batch)]
@@ -52,7 +46,7 @@ class DocumentAttention(nn.Module):
                 if shared_latents is not None:  # layers share latents of the same document
                     self.shared_latents = shared_latents.setdefault((row.start, span.start), {})
                 call = self._of_document(row, span, kwargs)
-                call[CACHE] = self._new_cache(aware)
+                call[CACHE] = self._new_cache()
                 out, own = super().forward(hidden_states[row, span], *args, **call)
                 outputs.append(out)
                 weights.append(own if own is None else pad(own, (span.start, length - span.stop)))
@@ -60,9 +54,9 @@ class DocumentAttention(nn.Module):
             self.shared_latents = shared_latents
         return _joined(outputs, documents, 1), None if weights[0] is None else _joined(weights, documents, 2)
 
-    def _new_cache(self, aware: bool) -> Cache:
+    def _new_cache(self) -> Cache:
         """An empty cache that knows this layer alone."""
-        return Cache(layers=[self.new_layer(training=self.training, aware=aware)] * (self.layer_idx + 1))
+        return Cache(layers=[self.new_layer(training=self.training)] * (self.layer_idx + 1))
 
     def _of_document(self, row: slice, span: slice, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of a call for one document."""

@@ -17,7 +17,6 @@ from .low_rank_attention import LowRankAttention
 from .quantized_cache import QuantizedKVLayer
 from .quantized_latent_attention import QuantizedLatentAttention
 from .quantized_low_rank_attention import QuantizedLowRankAttention
-from .straight_through import StraightThroughLayer
 from .streaming_latent_attention import StreamingLatentAttention
 from .token_codes import TokenCodes
 
@@ -39,7 +38,6 @@ __all__ = [
     "QuantizedKVLayer",
     "QuantizedLatentAttention",
     "QuantizedLowRankAttention",
-    "StraightThroughLayer",
     "StreamingLatentAttention",
     "SurgeryForCausalLM",
     "TokenCodes",

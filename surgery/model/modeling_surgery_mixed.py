@@ -10,7 +10,6 @@ from .hybrid_attention import HybridAttention
 from .latent_attention import LatentAttention
 from .low_rank_attention import LowRankAttention
 from .quantized_cache import QuantizedKVLayer
-from .straight_through import StraightThroughLayer
 from .streaming_latent_attention import StreamingLatentAttention
 from .token_codes import TokenCodes
 
@@ -25,7 +24,6 @@ __all__ = [
     "LatentAttention",
     "LowRankAttention",
     "QuantizedKVLayer",
-    "StraightThroughLayer",
     "StreamingLatentAttention",
     "SurgeryForCausalLM",
     "TokenCodes",

@@ -8,7 +8,6 @@ from .compact_caches import new_layers
 from .grouped_attention import GroupedAttention
 from .latent_attention import LatentAttention
 from .quantized_cache import QuantizedKVLayer
-from .straight_through import StraightThroughLayer
 from .token_codes import TokenCodes
 
 
@@ -20,7 +19,6 @@ __all__ = [
     "GroupedAttention",
     "LatentAttention",
     "QuantizedKVLayer",
-    "StraightThroughLayer",
     "SurgeryForCausalLM",
     "TokenCodes",
     "new_layers",

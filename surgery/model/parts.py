@@ -40,7 +40,7 @@ DECODERS: dict[str, str] = {
 }
 """The part that has a decoder for a family, by the `model_type` of its language model."""
 
-QUANTIZED = ("compact_caches", "quantized_cache", "token_codes", "straight_through")
+QUANTIZED = ("compact_caches", "quantized_cache", "token_codes")
 
 
 def part(name: str) -> ModuleType:

@@ -266,13 +266,11 @@ def test_documents_are_read_off_the_arguments_of_varlen_kernels():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("aware", [False, True])
-def test_packed_training_has_the_gradients_of_documents_alone(aware, checkpointing):
+def test_packed_training_has_the_gradients_of_documents_alone(checkpointing):
     """Layers that read latents of earlier ones read those of the same document."""
     shares = low_rank_entry(shared_layers=1, shared_rank=2 * LATENT)
     entries = [{**entry, "window": 3, "sinks": 2} for entry in (low_rank_entry(), shares)]
     model = from_entries(*entries, kv_cache=INT4).train()
-    model.quantization_aware = aware
     if checkpointing:
         model.gradient_checkpointing_enable()
     ids, positions = tokens(batch=1), torch.cat((torch.arange(5), torch.arange(7)))[None]

@@ -199,10 +199,6 @@ def test_refuses_students_that_do_not_nest(source):
             NestedRanks(make(kind, source), SHARES, 0)
     with pytest.raises(SurgeryError, match=r"LlamaAttention of layer 0 .*--to lowrank"):
         NestedRanks(source, SHARES, 0)
-    quantized = make("low_rank", source)
-    quantized.config.kv_cache = {"format": "int4"}
-    with pytest.raises(SurgeryError, match="cache is quantized"):
-        NestedRanks(quantized, SHARES, 0)
     with pytest.raises(SurgeryError, match="layer 0 are read by other layers too"):
         OrthogonalFactors(make("shared", source))
     frozen = make("low_rank", source)
