@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from surgery.model.parts import entries_of
 from surgery.training.recording import decoder_of
 
 
@@ -69,18 +68,11 @@ def balance_latents(student: nn.Module, factors: Mapping[str, Tensor] | None = N
 
     An attention says by `latent_slices` which outputs of its `kv_down` are latents, and by `latent_readers` all that
     reads them; stock MLA is known by its names. Left as they are: latents of which a side does not train and would not
-    be written, those that other layers read too, and those behind quantized values whose scales several latents share.
+    be written, and those that other layers read too.
 
     Args:
         factors: of entries that move less than others, or never, by parameter name.
     """
-    config = getattr(student, "config", None)
-    if getattr(config, "kv_cache", None) is not None:
-        codes = map(config.kv_cache_of, range(config.num_hidden_layers))
-        if any(entry.streams for entry in entries_of(config)) or any(
-            each and each["keys"] == "token" for each in codes
-        ):
-            return 0
     names = {id(parameter): name for name, parameter in student.named_parameters()}
     factors_by_id = {id_: factors[name] for id_, name in names.items() if name in (factors or {})}
     changed = 0

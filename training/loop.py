@@ -30,7 +30,6 @@ from surgery.training.evaluations import Evaluations, scalars
 from surgery.training.guards import Interrupted, SpikeGuard, StopRequest, memory_errors
 from surgery.training.measure import held_out_losses, peak_memory, summed
 from surgery.training.nested import NestedRanks
-from surgery.training.orthogonal import OrthogonalFactors
 from surgery.training.run_log import RunLog
 from surgery.training.schedule import Budget, Position, learning_rate
 from surgery.training.settings import HealSettings
@@ -89,11 +88,11 @@ class Loop:
         self._began = self._saved = 0.0
         self._saved_step = -1
         self._doing = "the start"
-        student = accelerator.unwrap_model(training.module).student if settings.nested_ranks else None
-        self._nested = NestedRanks(student, settings.nested_ranks, settings.seed) if settings.nested_ranks else None
-        self._orthogonal = OrthogonalFactors(student) if settings.orthogonal else None
-        if self._nested is not None:
-            training.identity |= {"nested_ranks": list(settings.nested_ranks), "orthogonal": settings.orthogonal}
+        self._nested: NestedRanks | None = None
+        if settings.nested_ranks:
+            student = accelerator.unwrap_model(training.module).student
+            self._nested = NestedRanks(student, settings.nested_ranks, settings.seed)
+            training.identity |= {"nested_ranks": list(settings.nested_ranks)}
 
     @property
     def judge(self) -> str:
@@ -229,8 +228,6 @@ class Loop:
         else:
             t.optimizer.step()
             t.factors.after_step()
-            if self._orthogonal is not None:
-                self._orthogonal.after_step()
         t.optimizer.zero_grad()
 
     def _drawn_ranks(self) -> AbstractContextManager[float | None]:

@@ -118,9 +118,6 @@ class HealSettings(FileSettings):
         metavar="F,F",
         advanced=True,
     )
-    orthogonal: bool = setting(
-        False, "Take factors of latents back to orthonormal columns after every step of nested ranks.", advanced=True
-    )
     batch_size: int = setting(4, "Sequences of a process at once.", least=1, section="Steps")
     gradient_accumulation: int = setting(4, "Batches of each process in one step.", least=1, advanced=True)
     learning_rate: float = setting(1e-4, "Peak learning rate of AdamW.", above=0)
@@ -268,7 +265,6 @@ class HealSettings(FileSettings):
                 "length must be at least 2: a token can only be predicted from one before it", setting="length"
             )
         self._check_together()
-        self._check_nested()
         self._check_objective()
 
     def weights(self) -> ObjectiveWeights:
@@ -328,22 +324,6 @@ class HealSettings(FileSettings):
             for name in (*keys, f"data {source}"):
                 if reason := removal(name):
                     raise SurgeryError(f"{name} {reason}")
-
-    def _check_nested(self) -> None:
-        if not self.orthogonal:
-            return
-        if not self.nested_ranks:
-            raise SurgeryError(
-                "orthogonal is for training at nested_ranks: give them, or set it to false", setting="orthogonal"
-            )
-        if self.train == "lora":
-            raise SurgeryError(
-                "orthogonal moves the weights themselves, which lora holds still: set it to false", setting="orthogonal"
-            )
-        if self.entry_factors is not None:
-            raise SurgeryError(
-                "orthogonal mixes latents, and entry_factors hold some of them: set it to false", setting="orthogonal"
-            )
 
     def _check_objective(self) -> None:
         if not isinstance(self.objective, dict):

@@ -38,6 +38,7 @@ REMOVED = {
     "peak_tflops": "a dry run takes the speed of this machine; run it where the training will run",
     "utilization": "a dry run takes the speed of this machine; run it where the training will run",
     "quantization_aware": "training always reads the quantized values of packed rows: leave it out",
+    "orthogonal": "slices of nested ranks are trained without it: leave it out",
     "stream": "datasets are always read as streams: say with `tokens` how many to take",
     "data teacher": "use builtin, or text of your own",
     "calibration self": "--calibration chat samples answers of the model to the prompts of the package",

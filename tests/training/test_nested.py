@@ -1,4 +1,4 @@
-"""Nested ranks: what trains is what a slice computes, draws follow from the step, factors stay orthonormal."""
+"""Nested ranks: what trains is what a slice computes, draws follow from the step."""
 
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -19,7 +19,6 @@ from surgery.common.errors import SurgeryError
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.training.guards import Interrupted
 from surgery.training.nested import NestedRanks, kept_rank
-from surgery.training.orthogonal import OrthogonalFactors
 from surgery.training.settings import HealSettings
 
 SHARES = (1.0, 0.5, 0.25)
@@ -144,73 +143,12 @@ def test_draws_follow_from_seed_and_step_alone(source):
         assert min(counts) > len(block) / 6
 
 
-def reads(model):
-    """Return of each block the reader of its latents and their maker: U [n, r] and [D, b] [r, ·]."""
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        down = [each.detach().view(each.shape[0], -1) for each in attention.kv_down.parameters()]
-        for rows, readers in zip(attention.latent_slices, attention.latent_readers(), strict=True):
-            yield torch.cat(readers).detach().clone(), torch.cat(down, dim=1)[rows].clone()
-
-
-@pytest.mark.parametrize("kind", ["latent", "low_rank", "blocks", "window", "streaming_blocks"])
-def test_retraction_leaves_the_model_as_it_is_and_its_slices_projections(source, kind):
-    model, ids = make(kind, source), random_tokens()
-    start = [up for up, _ in reads(model)]
-    factors = OrthogonalFactors(model)
-    before = {name: each.clone() for name, each in model.state_dict().items()}
-    factors.after_step()
-    for name, each in model.state_dict().items():  # nothing was trained
-        torch.testing.assert_close(each, before[name], rtol=1e-9, atol=1e-9)
-
-    bent(model, 0.1)
-    with torch.no_grad():
-        logits = model(ids, use_cache=False).logits
-    bases = list(reads(model))
-    factors.after_step()
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids, use_cache=False).logits, logits, rtol=1e-10, atol=1e-10)
-    for (up, down), (was, rows), whole in zip(reads(model), bases, start, strict=True):
-        assert (up - was).abs().max() > 1e-3
-        basis, size, _ = torch.linalg.svd(whole, full_matrices=False)
-        sigma = 1 / size.log().mean().exp()
-        along = basis @ torch.diag(size**-2) @ basis.mT
-        metric = along + sigma**2 * (torch.eye(len(basis)) - basis @ basis.mT)
-        torch.testing.assert_close(up.mT @ metric @ up, torch.eye(up.shape[1]).double(), rtol=1e-9, atol=1e-9)
-        for rank in range(1, up.shape[1]):
-            columns = was[:, :rank]
-            projected = columns @ torch.linalg.solve(columns.mT @ metric @ columns, columns.mT @ metric @ was @ rows)
-            torch.testing.assert_close(up[:, :rank] @ down[:rank], projected, rtol=1e-8, atol=1e-8)
-
-
-def test_orthonormal_columns_have_the_plain_metric(source):
-    with torch.no_grad():
-        model = KINDS["low_rank"](source)  # whose mixing is a rotation
-    factors = OrthogonalFactors(model)
-    bent(model, 0.1)
-    factors.after_step()
-    for up, _ in reads(model):
-        torch.testing.assert_close(up.mT @ up, torch.eye(up.shape[1]).double(), rtol=0, atol=2e-6)  # fp32 made it
-
-
 def test_refuses_students_that_do_not_nest(source):
     for kind, message in (("grouped", "layer 0 has no latents"), ("hybrid", "layer 0 has no latents")):
         with pytest.raises(SurgeryError, match=message):
             NestedRanks(make(kind, source), SHARES, 0)
     with pytest.raises(SurgeryError, match=r"LlamaAttention of layer 0 .*--to lowrank"):
         NestedRanks(source, SHARES, 0)
-    with pytest.raises(SurgeryError, match="layer 0 are read by other layers too"):
-        OrthogonalFactors(make("shared", source))
-    frozen = make("low_rank", source)
-    frozen.model.layers[1].self_attn.kv_down.requires_grad_(False)
-    with pytest.raises(SurgeryError, match="latents of layer 1 trains"):
-        OrthogonalFactors(frozen)
-    flat = make("low_rank", source)
-    with torch.no_grad():
-        for up in (flat.model.layers[0].self_attn.key_up.matrix(0), flat.model.layers[0].self_attn.value_up.matrix(0)):
-            up[:, 3] = up[:, 4]
-    with pytest.raises(SurgeryError, match="layer 0 reads its latents by columns that are not independent"):
-        OrthogonalFactors(flat)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +160,6 @@ def test_refuses_students_that_do_not_nest(source):
         ({"nested_ranks": [2.0, 1.0]}, "from above 0 to 1"),
         ({"nested_ranks": ["half", 1]}, "must be shares such as"),
         ({"nested_ranks": 0.5}, "must be shares such as"),
-        ({"orthogonal": True}, "give them, or set it to false"),
-        ({"orthogonal": True, "nested_ranks": [1, 0.5], "train": "lora"}, "lora holds still"),
-        ({"orthogonal": True, "nested_ranks": [1, 0.5], "entry_factors": "f"}, "entry_factors hold"),
     ],
 )
 def test_settings_that_cannot_be(values, message):
@@ -254,8 +189,8 @@ def settings(tmp_path, models):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, models) -> dict:
-    """Settings of a finished run that keeps its factors orthogonal, with which others are compared."""
-    nested = {"nested_ranks": list(SHARES), "train": "new", "eval_every": 10, "orthogonal": True, "max_steps": 4}
+    """Settings of a finished run with which others are compared."""
+    nested = {"nested_ranks": list(SHARES), "train": "new", "eval_every": 10, "max_steps": 4}
     values = heal_settings(tmp_path_factory.mktemp("whole"), *models, **nested)
     heal_here(values)
     return values
@@ -266,7 +201,7 @@ def tensors(values):
 
 
 def test_a_nested_healing_heals_every_slice(settings):
-    values = settings(max_steps=16, learning_rate=5e-3, orthogonal=True, eval_every=8)
+    values = settings(max_steps=16, learning_rate=5e-3, eval_every=8)
     facts = heal_here(values)
     first, last = facts["held_out"]["first"], facts["held_out"]["last"]
     names = {"cross_entropy", "kl", "teacher_cross_entropy"}
@@ -293,11 +228,11 @@ def test_the_slices_loss_is_that_of_the_sliced_checkpoint(settings, models, tmp_
 
 
 def test_a_resumed_run_draws_what_it_would_have(settings, whole):
-    parts = settings(orthogonal=True, max_steps=4)
+    parts = settings(max_steps=4)
     with stopped_after(3), pytest.raises(Interrupted):
         heal_here(parts)
     with pytest.raises(SurgeryError, match=r"was made with nested_ranks \[1.0, 0.5, 0.25\], not"):
-        heal_here(parts | {"nested_ranks": [], "orthogonal": False})
+        heal_here(parts | {"nested_ranks": []})
     heal_here(parts)
     assert losses_of(parts) == losses_of(whole)
     assert [line["latents"] for line in log_of(parts)] == [line["latents"] for line in log_of(whole)]
@@ -305,7 +240,7 @@ def test_a_resumed_run_draws_what_it_would_have(settings, whole):
 
 
 def test_accumulation_draws_once_a_step(settings, whole):
-    values = settings(max_steps=4, orthogonal=True, batch_size=4, gradient_accumulation=1)
+    values = settings(max_steps=4, batch_size=4, gradient_accumulation=1)
     heal_here(values)
     torch.testing.assert_close(losses_of(values), losses_of(whole), rtol=1e-4, atol=0)
     assert [line["latents"] for line in log_of(values)] == [line["latents"] for line in log_of(whole)]
@@ -314,8 +249,8 @@ def test_accumulation_draws_once_a_step(settings, whole):
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_two_processes_train_as_one(settings, sharded):
-    one = settings(name="one", orthogonal=not sharded)
-    two = settings(name="two", orthogonal=not sharded, gradient_accumulation=1)
+    one = settings(name="one")
+    two = settings(name="two", gradient_accumulation=1)
     heal_here(one)
     result = in_two_processes(two, sharded)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -324,13 +259,6 @@ def test_two_processes_train_as_one(settings, sharded):
     for name, value in last[0].items():
         if name.startswith(("cross", "kl")):
             assert last[1][name] == pytest.approx(value, rel=1e-4), name
-
-
-@pytest.mark.slow
-def test_sharded_factors_are_not_made_orthogonal(settings):
-    result = in_two_processes(settings(orthogonal=True, gradient_accumulation=1), sharded=True)
-    assert result.returncode == 1
-    assert "orthogonal needs whole parameters on every process" in result.stderr
 
 
 def in_two_processes(values, sharded) -> CompletedProcess:
