@@ -152,10 +152,6 @@ class CodedLayer(CompactLayer):
         coded = self.key_parts[0].shape[2] * self.key_coder.tile if self.key_parts else 0
         return self.first_keys.shape[2] + coded + self.keys.shape[2]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that `query_length` more tokens will see, and the position of the first."""
-        return self.get_seq_length() + query_length, 0
-
     def reset(self) -> None:
         """Forget all tokens."""
         self.keys = self.values = self.first_keys = self.first_values = None

@@ -110,17 +110,6 @@ class CheckpointWriter:
         self._put(name, tensor, offset=0)
         self._written.add(name)
 
-    def rewrite(self, name: str, tensor: Tensor) -> None:
-        """Replaces a tensor that was written before.
-
-        Raises:
-            SurgeryError: as `write`, or it was not written yet.
-        """
-        if name not in self._written:
-            raise SurgeryError.at(self.out, f"{name} is to be replaced and was not written")
-        self._written.discard(name)
-        self.write(name, tensor)
-
     def copy(self, name: str, reader: CheckpointReader) -> None:
         """Writes a planned tensor with the bytes it has in another checkpoint.
 

@@ -9,7 +9,7 @@ TensorRT-LLM (#11487) were neither read in their sources nor given to a server: 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.engines.limits import ENGINES
@@ -18,7 +18,6 @@ from surgery.engines.trials import LLAMA_CPP, VLLM_CPU
 TENSORRT_LLM = "trtllm"
 """An engine of which nothing but its cache formats is known here."""
 Server = Literal["vllm", "sglang", "llama.cpp", "mlx", "all", "trtllm"]
-SERVERS = get_args(Server)
 
 COMPARED_VLLM = f"arithmetic compared with vLLM {VLLM_CPU.version}'s own"
 COMPARED_LLAMA_CPP = f"losses compared with llama.cpp {LLAMA_CPP.version}'s own"

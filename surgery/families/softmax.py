@@ -41,10 +41,6 @@ class Softmax:
         scaled = products if self.scale == 1.0 else products * self.scale
         return scaled if self.softcap is None else (scaled / self.softcap).tanh() * self.softcap
 
-    def slope(self, logits: Tensor) -> Tensor:
-        """The cap's derivative where :meth:`logits` gave these, [...]."""
-        return 1 - (logits / self.softcap).square()
-
     def normalized(self, logits: Tensor) -> Tensor:
         """Weights [..., H, T, S] of logits, those of keys that are not seen -inf; a row and its sink sum to 1."""
         if self.sinks is None:

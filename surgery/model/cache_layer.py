@@ -80,6 +80,10 @@ class CompactLayer(CacheLayerMixin):
         """Only the rows at `indices`."""
         self._map_rows(lambda tensor: tensor[indices.to(tensor.device)])
 
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that `query_length` more tokens will see, and the position of the first."""
+        return self.get_seq_length() + query_length, 0
+
     def get_max_length(self) -> int:
         """-1: any number of tokens may come."""
         return -1

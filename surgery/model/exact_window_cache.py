@@ -91,10 +91,6 @@ class ExactWindowLayer(CompactLayer):
         """Tokens that have come."""
         return self.exact.seen
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Latents that `query_length` more tokens will see, and the position of the first."""
-        return self.exact.seen + query_length, 0
-
     def reserve(self, tokens: int) -> None:
         """Allocate memory for the latents of that many tokens at once."""
         self.latents.reserve(tokens)

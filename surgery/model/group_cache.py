@@ -194,10 +194,6 @@ class GroupLayer(CompactLayer):
         """Tokens that have come."""
         return self.seen
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Positions that `query_length` more tokens make, and the first."""
-        return self.seen + query_length, 0
-
     def reset(self) -> None:
         """Forgets all tokens."""
         self.keys = self.values = self._passing = None

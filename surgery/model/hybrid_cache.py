@@ -301,10 +301,6 @@ class HybridLayer(CompactLayer):
         """Tokens that have come."""
         return self.parts[-1].get_seq_length()
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that `query_length` more tokens of the full part will see, and the position of the first."""
-        return self.get_seq_length() + query_length, 0
-
     def reserve(self, tokens: int) -> None:
         """Let the parts allocate memory for that many tokens."""
         for part in self.parts:

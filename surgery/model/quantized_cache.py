@@ -175,10 +175,6 @@ class QuantizedKVLayer(CompactLayer):
             return 0
         return self.first_keys.shape[-2] + self.key_codes.tokens + self.keys.shape[-2]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that `query_length` more tokens will see, and the position of the first."""
-        return self.get_seq_length() + query_length, 0
-
     def reset(self) -> None:
         """Forgets all tokens."""
         self.keys = self.values = self.first_keys = self.first_values = self.key_codes = self.value_codes = None

@@ -99,10 +99,6 @@ class TokenCacheLayer(CompactLayer):
         """Tokens that are kept, padding too."""
         return self.keys.shape[-2] if self.is_initialized else 0
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that `query_length` more tokens will see, and the position of the first."""
-        return self.get_seq_length() + query_length, 0
-
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens, or all but so many where it is positive, as transformers had it.
 

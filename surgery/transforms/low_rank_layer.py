@@ -53,23 +53,6 @@ class LowRankLayer:
         """A copy with every tensor but the frequencies moved or cast."""
         return moved(self, *args, **kwargs)
 
-    def key_mask(self) -> Tensor:
-        """Return the columns of ``key_up`` that may differ from zero, bool [G, s + r]."""
-        return self._mask(lambda block: block.keys)
-
-    def value_mask(self) -> Tensor:
-        """Return the columns of ``value_up`` that may differ from zero, bool [G, s + r]."""
-        return self._mask(lambda block: block.values)
-
-    def _mask(self, heads) -> Tensor:
-        mask = torch.zeros(self.source.kv_heads, self.shared + self.rank, dtype=torch.bool, device=self.down.device)
-        mask[:, : self.shared] = True
-        start = self.shared
-        for block in self.blocks:
-            mask[list(heads(block)), start : start + block.rank] = True
-            start += block.rank
-        return mask
-
     def latents(self, x: Tensor, shared: Tensor | None = None) -> Tensor:
         """Return the cached latents [..., r] of inputs ``x`` [..., D], and of latents [..., s] of earlier layers."""
         own = x @ self.down.mT

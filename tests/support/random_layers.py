@@ -9,12 +9,25 @@ from surgery.families.anatomy import AttentionAnatomy, HeadNorm
 from surgery.transforms.algebra import reduced_rank_projection
 from surgery.transforms.key_basis import energy_basis
 from surgery.transforms.latent_layer import LatentLayer
+from surgery.transforms.low_rank_layer import LowRankLayer
 from surgery.transforms.partial_rope import latent_form, latent_rows
 
 
 def random(*shape: int, seed: int) -> Tensor:
     """Normal numbers, the same for the same seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def latent_mask(layer: LowRankLayer) -> Tensor:
+    """Return the columns of ``key_up``, and after them of ``value_up``, that may be used, bool [2 G, s + r]."""
+    masks = torch.zeros(2, layer.source.kv_heads, layer.shared + layer.rank, dtype=torch.bool)
+    masks[..., : layer.shared] = True
+    start = layer.shared
+    for block in layer.blocks:
+        for mask, heads in zip(masks, (block.keys, block.values), strict=True):
+            mask[list(heads), start : start + block.rank] = True
+        start += block.rank
+    return masks.flatten(0, 1)
 
 
 def random_attention(

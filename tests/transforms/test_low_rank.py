@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_layers import random, random_attention
+from random_layers import latent_mask, random, random_attention
 from tiny_models import DEMO, FAMILIES
 from torch import Tensor
 
@@ -111,7 +111,7 @@ def test_predicted_errors_are_the_measured_ones(method, kind):
     statistics, blocks = swept(layer), blocks_for(method, layer, WIDTH * 3 // 4)
     converted = low_rank_layer(layer, statistics, blocks, method)
     assert_predicted(converted, unpredicted(converted, inputs_of(layer)), statistics)
-    mask = torch.cat([converted.layer.key_mask(), converted.layer.value_mask()])
+    mask = latent_mask(converted.layer)
     ups = torch.cat([converted.layer.key_up, converted.layer.value_up]).mT
     assert not ups[~mask].any()
     assert ups.any(-1).any(0).all()  # every latent is read

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_layers import random, random_attention
+from random_layers import latent_mask, random, random_attention
 
 from surgery.calibration.statistics import LayerStatistics
 from surgery.families.anatomy import HeadNorm
@@ -78,7 +78,7 @@ def test_all_latents_in_full_precision_are_the_source(layer):
 def test_heads_with_latents_of_their_own_are_the_source(layer):
     result = converted(layer, *[(("8", 6),)] * 4, blocks=HEADS)
     assert output_error(layer, result, read=exact) < 1e-9 and output_error(layer, result) < 0.03
-    mask = torch.cat([result.layer.key_mask(), result.layer.value_mask()])
+    mask = latent_mask(result.layer)
     assert not torch.cat([result.layer.key_up, result.layer.value_up])[~mask[:, None].expand(-1, 6, -1)].any()
     assert [len(energies) for energies in result.spectrum.energies] == [6] * 4
 

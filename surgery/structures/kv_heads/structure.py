@@ -210,7 +210,6 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             queries = tuple(plan.queries[index])
             padded = pad_groups(merged.anatomy, queries, plan.heads // len(queries))
             merged = replace(merged, anatomy=padded, key_error=None, value_error=None)
-        unchanged = plan.kv_heads[index] == source.kv_heads
         attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
         with stream.layer(index) as layer:
             errors = runs.advance(layer, anatomy, {MERGED: lambda: attention}, (MERGED,))
