@@ -1,18 +1,24 @@
 """The tokenizer of a GGUF file as the files of a Hugging Face tokenizer.
 
 Byte-level BPE is built here, because transformers' own conversion cuts every text as GPT-2 does: digits of SmolLM2, for
-one, would come out as tokens that the model has hardly seen. SentencePiece vocabularies are left to transformers.
+one, would come out as tokens that the model has hardly seen. So are Gemma's vocabularies, whose scores do not give the
+order of merges. Other SentencePiece vocabularies are left to transformers.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 _MODEL, _CUT, _TEMPLATE = "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"
+_SPACE = "\u2581"  # in place of a space in SentencePiece's vocabularies
 _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens; the others are found by the merges alone
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -20,18 +26,23 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _WORD = rf"{_BEFORE}\p{{L}}+"
+_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED, _CAPITALS = rf"{_BEFORE}{_UPPER}*{_LOWER}+", rf"{_BEFORE}{_UPPER}+{_LOWER}*"
 _THREE_DIGITS = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
 _ONE_DIGIT = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_REST}"
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
 # How text is cut before merges, by the name that the file gives it; read in llama.cpp's llama-vocab.cpp, not run.
 SPLITS = {
-    **dict.fromkeys(("llama-bpe", "dbrx", "smaug-bpe", "chatglm-bpe"), _THREE_DIGITS),
-    **dict.fromkeys(("qwen2", "stablelm2"), _ONE_DIGIT),
-    "tekken": rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe", "chatglm-bpe"), _THREE_DIGITS),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _ONE_DIGIT),
+    "tekken": rf"{_CASED}|{_CAPITALS}|\p{{N}}|{_SLASHES}",
+    "gpt-4o": rf"{_CASED}{_CONTRACTIONS}?|{_CAPITALS}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SLASHES}",
+    "seed-coder": rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1}}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-_LIKE_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo")
-_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-_WHOLE_FIRST = ("llama-bpe", "tekken")  # a word that is a token is not merged from parts
+_LIKE_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "mellum", "trillion")
+_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+_WHOLE_FIRST = (*_LLAMA3, "tekken")  # a word that is a token is not merged from parts; BOS unless the file says no
 
 
 def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
@@ -43,15 +54,15 @@ def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
     kind = metadata.get(_MODEL)
     if kind is None:
         return
-    if kind == "gpt2":
+    if kind == "llama" and not str(metadata.get("general.architecture")).startswith("gemma"):
+        _write_sentencepiece(path, folder)
+    elif kind in ("gpt2", "llama"):
         try:
-            _write_bpe(path, metadata, folder)
+            _write_bpe(path, metadata, folder, _byte_level if kind == "gpt2" else _gemma)
         except SurgeryError:
             raise
         except Exception as error:  # whatever a damaged vocabulary raises, plain exceptions of Rust among them
             raise SurgeryError.at(path, f"damaged tokenizer ({error}); convert the model to GGUF again") from None
-    elif kind == "llama":
-        _write_sentencepiece(path, folder)
     else:
         raise SurgeryError.at(path, f"tokenizer of kind {kind!r} is not supported; give the model's Hugging Face files")
     if template := metadata.get(_TEMPLATE):
@@ -60,41 +71,34 @@ def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path, build: Callable) -> None:
+    """Writes the tokenizer that ``build`` makes of the tokens, with what all kinds share: special tokens and BOS."""
+    from tokenizers import AddedToken, processors
 
-    cut = metadata.get(_CUT)
-    tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-    if not tokens or merges is None:
-        raise SurgeryError.at(path, "its tokenizer has no tokens or no merges; convert the model to GGUF again")
-    kinds = metadata.get("tokenizer.ggml.token_type", [])
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=cut in _WHOLE_FIRST))
-    tokenizer.pre_tokenizer = _pre_tokenizer(path, cut)
-    tokenizer.decoder = decoders.ByteLevel()
-    if cut == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    for token, kind in zip(tokens, kinds, strict=False):
-        if kind in (_CONTROL, _USER_DEFINED):
-            special = kind == _CONTROL
-            tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
-    # The ids that the vocabulary gives are the model's; a token that is twice in it would move others.
-    if tokenizer.get_vocab_size() != len(tokens):
-        raise SurgeryError.at(path, f"its tokenizer has {len(tokens)} tokens, some of them twice; convert it again")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise SurgeryError.at(path, "its tokenizer has no tokens; convert the model to GGUF again")
     special_tokens = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         index = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if type(index) is int and 0 <= index < len(tokens):
             special_tokens[f"{name}_token"] = tokens[index]
-    byte_level = processors.ByteLevel(trim_offsets=False)
-    if metadata.get("tokenizer.ggml.add_bos_token") and "bos_token" in special_tokens:
+    tokenizer, begins = build(path, metadata, special_tokens.get("unk_token"))
+    vocabulary = tokenizer.get_vocab()
+    for token, kind in zip(tokens, metadata.get("tokenizer.ggml.token_type", []), strict=False):
+        if kind in (_CONTROL, _USER_DEFINED) and token in vocabulary:
+            special = kind == _CONTROL
+            tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
+    # The ids that the vocabulary gives are the model's; a token that is twice in it would move others.
+    if tokenizer.get_vocab_size() != len(tokens):
+        raise SurgeryError.at(path, f"its tokenizer has {len(tokens)} tokens, some of them twice; convert it again")
+    if metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in special_tokens:
         bos = special_tokens["bos_token"]
         before = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocabulary[bos])]
         )
-        byte_level = processors.Sequence([byte_level, before])
-    tokenizer.post_processor = byte_level
+        after = tokenizer.post_processor
+        tokenizer.post_processor = processors.Sequence([after, before]) if after else before
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         **special_tokens,
@@ -103,6 +107,44 @@ def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path) -> None:
         "model_max_length": _context(metadata),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _byte_level(path: Path, metadata: dict[str, Any], unknown: str | None) -> tuple[Tokenizer, bool]:
+    """A byte-level BPE, and whether its texts begin with BOS where the file does not say so."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+
+    cut, tokens, merges = (metadata.get(key) for key in (_CUT, "tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
+    if merges is None:
+        raise SurgeryError.at(path, "its tokenizer has no merges; convert the model to GGUF again")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=cut in _WHOLE_FIRST))
+    tokenizer.pre_tokenizer = _pre_tokenizer(path, cut)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    if cut == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer, cut in _WHOLE_FIRST
+
+
+def _gemma(path: Path, metadata: dict[str, Any], unknown: str | None) -> tuple[Tokenizer, bool]:
+    """Gemma's BPE of characters with bytes for others: the earlier a token, the earlier its merge.
+
+    Files have a run of spaces as spaces, its vocabulary as the sign that stands for them.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens = [_SPACE * len(token) if not token.strip(" ") else token for token in metadata["tokenizer.ggml.tokens"]]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = []
+    for token in tokens:
+        pairs = [(token[:end], token[end:]) for end in range(len(token) - 1, 0, -1)]
+        merges += [pair for pair in pairs if all(part in vocabulary for part in pair)]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer, True
 
 
 def _pre_tokenizer(path: Path, cut: str | None):
@@ -117,7 +159,11 @@ def _pre_tokenizer(path: Path, cut: str | None):
         split = pre_tokenizers.Split(Regex(SPLITS[cut]), "isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     choices = ", ".join((*_LIKE_GPT2, *_DIGITS_APART, *SPLITS))
-    raise SurgeryError.at(path, f"how its tokenizer cuts text ({_CUT} {cut!r}) is not known here (known: {choices})")
+    raise SurgeryError.at(
+        path,
+        f"how its tokenizer cuts text ({_CUT} {cut!r}) is not known here (known: {choices}); "
+        "give the model's Hugging Face files",
+    )
 
 
 def _context(metadata: dict[str, Any]) -> int:

@@ -132,15 +132,55 @@ def test_digits_are_cut_as_the_file_says(tmp_path):
     whole, digits, threes = [6], [0, 1, 2, 3], [7, 3]
     cut = {"gpt-2": whole, "olmo": whole, "smollm": digits, "refact": digits, "starcoder": digits, "qwen2": digits}
     cut |= {"command-r": digits, "stablelm2": digits, "tekken": digits, "llama-bpe": threes, "dbrx": threes}
+    cut |= {"deepseek-r1-qwen": digits, "seed-coder": digits, "falcon3": threes, "gpt-4o": threes}
     for name, expected in cut.items():
         folder = tmp_path / name
         folder.mkdir()
         write_tokenizer(tmp_path / "a.gguf", {**metadata, "tokenizer.ggml.pre": name}, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert tokenizer("1234").input_ids == expected, name
-        assert tokenizer("aB").input_ids == ([8, 9] if name == "tekken" else [10]), name
-    with pytest.raises(SurgeryError, match="'other'"):
+        assert tokenizer("aB").input_ids == ([8, 9] if name in ("tekken", "gpt-4o") else [10]), name
+    with pytest.raises(SurgeryError, match=r"'other'.*; give the model's Hugging Face files"):
         write_tokenizer(tmp_path / "a.gguf", {**metadata, "tokenizer.ggml.pre": "other"}, tmp_path)
+
+
+def test_texts_of_llama3_begin_with_bos_unless_the_file_says_no(tmp_path):
+    # As llama.cpp has it: converters wrote no add_bos_token for years.
+    from surgery.checkpoint.gguf_tokenizer import write_tokenizer
+
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.merges": []}
+    metadata |= {"tokenizer.ggml.tokens": ["<s>", "a"], "tokenizer.ggml.bos_token_id": 0}
+    for more, expected in (
+        ({}, [0, 1]),
+        ({"tokenizer.ggml.add_bos_token": False}, [1]),
+        ({"tokenizer.ggml.pre": "gpt-2"}, [1]),
+    ):
+        write_tokenizer(tmp_path / "a.gguf", metadata | more, tmp_path)
+        assert AutoTokenizer.from_pretrained(tmp_path)("a").input_ids == expected
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
+def test_gemma_merges_in_the_order_of_its_tokens(tmp_path, name):
+    from surgery.checkpoint.gguf_tokenizer import write_tokenizer
+
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["bc", "ab", "  ", "\u2581a", "\u2581", "a", "b", "c"]
+    metadata = {"general.architecture": name, "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens}
+    metadata["tokenizer.ggml.scores"] = [float(index) for index in range(len(tokens))]  # the other way round
+    metadata["tokenizer.ggml.token_type"] = [3, 3, 3, 2, *[6] * 256, 1, 1, 4, 1, 1, 1, 1, 1]
+    ids = {"padding": 0, "eos": 1, "bos": 2, "unknown": 3}
+    metadata |= {f"tokenizer.ggml.{key}_token_id": index for key, index in ids.items()}
+    write_tokenizer(tmp_path / "a.gguf", metadata, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for text, expected in (
+        ("abc", ["a", "bc"]),
+        (" a  b", ["\u2581a", "\u2581\u2581", "b"]),
+        ("é", ["<0xC3>", "<0xA9>"]),
+        ("<eos>a", ["<eos>", "a"]),
+    ):
+        ids = tokenizer(text).input_ids
+        assert tokenizer.convert_ids_to_tokens(ids) == ["<bos>", *expected]
+        assert tokenizer.decode(ids[1:]) == text
 
 
 def test_llama3_scaling_comes_back_from_its_factors(tmp_path):
