@@ -110,6 +110,7 @@ def estimate(
     """
     if settings.dtype not in WIDTHS:
         raise SurgeryError(f"dtype {settings.dtype} depends on the device: say fp32, bf16 or fp16", setting="dtype")
+    settings = settings.with_batches(processes)
     student = _on_meta(student_config, settings)
     teacher = None if teacher_config is None else _on_meta(teacher_config, settings)
     choose_parameters(student, settings, teacher)

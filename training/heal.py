@@ -38,7 +38,7 @@ from surgery.common.progress import Progress
 from surgery.model import register
 from surgery.model.parts import entries_of
 from surgery.running.models import causal_model, tokenizer_of
-from surgery.running.processes import Processes
+from surgery.running.processes import Processes, world_size
 from surgery.running.source_check import open_source
 from surgery.running.unfused import language_model
 from surgery.training.attention import use_attention
@@ -90,6 +90,7 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     """
     settings.check_complete()
     check_tracker(settings)
+    settings = settings.with_batches(world_size())
     accelerator = open_accelerator(settings)
     processes = Processes(cpu=settings.device == "cpu")
     progress = (progress or Progress()) if processes.is_main else Progress(silent=True)

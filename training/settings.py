@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from surgery.common.errors import SurgeryError
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from surgery.training.objectives import ObjectiveWeights
 
 BUILTIN = "builtin"
+FEWEST_STEPS, MOST_ROWS, MOST_AT_ONCE = 200, 16, 4
+"""Steps that a budget of tokens is cut into at least, and sequences of a process in a step and at once at most."""
 NO_TRACKER = "none"
 Evaluation = Literal["loss", "recall"]
 """Tasks of `surgery eval` that a run can take on the way."""
@@ -118,8 +120,21 @@ class HealSettings(FileSettings):
         metavar="F,F",
         advanced=True,
     )
-    batch_size: int = setting(4, "Sequences of a process at once.", least=1, section="Steps")
-    gradient_accumulation: int = setting(4, "Batches of each process in one step.", least=1, advanced=True)
+    batch_size: int | None = setting(
+        None,
+        "Sequences of a process at once.",
+        least=1,
+        unset="as many as leave 200 steps in max_tokens, 4 at most",
+        more="On a CPU one, if max_seconds limits the run.",
+        section="Steps",
+    )
+    gradient_accumulation: int | None = setting(
+        None,
+        "Batches of each process in one step.",
+        least=1,
+        unset="as many as leave 200 steps in max_tokens, for 16 sequences of a process at most",
+        advanced=True,
+    )
     learning_rate: float = setting(1e-4, "Peak learning rate of AdamW.", above=0)
     schedule: Literal["cosine", "linear", "constant"] = setting(
         "cosine", "How the learning rate falls after the warm-up.", advanced=True
@@ -366,6 +381,27 @@ class HealSettings(FileSettings):
                 raise SurgeryError(f"{name} is not given: name it in the settings file")
         self.weights()
 
+    def with_batches(self, processes: int) -> HealSettings:
+        """Return these settings with a batch size and gradient accumulation, whatever processes there are.
+
+        A short run gains by the number of its steps (docs/healing.md). A budget of time is one of few tokens on a CPU.
+        """
+        if None not in (self.batch_size, self.gradient_accumulation):
+            return self
+        rows = MOST_ROWS
+        if self.max_tokens is not None:
+            rows = max(1, min(rows, self.max_tokens // (FEWEST_STEPS * self.length * processes)))
+        if self.max_seconds is not None and self._is_on_cpu():
+            rows = 1
+        batch_size = self.batch_size or min(MOST_AT_ONCE, max(1, rows // (self.gradient_accumulation or 1)))
+        accumulated = self.gradient_accumulation or max(1, rows // batch_size)
+        return replace(self, batch_size=batch_size, gradient_accumulation=accumulated)
+
+    def _is_on_cpu(self) -> bool:
+        import torch
+
+        return self.device == "cpu" or not torch.cuda.is_available()
+
     def most_steps(self, processes: int) -> int | None:
         """Steps that the budget allows, as far as it does not depend on time."""
         tokens = self.global_batch(processes) * self.length
@@ -374,7 +410,8 @@ class HealSettings(FileSettings):
 
     def global_batch(self, processes: int) -> int:
         """Sequences of one step over all processes."""
-        return self.batch_size * self.gradient_accumulation * processes
+        settings = self.with_batches(processes)
+        return settings.batch_size * settings.gradient_accumulation * processes
 
 
 def named(pattern: str, name: str) -> bool:

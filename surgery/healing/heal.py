@@ -282,7 +282,7 @@ def healed_already(request: HealRequest) -> bool:
         if expected.teacher is not None:
             same = same and recorded["teacher_sha256"] == CheckpointReader.open(expected.teacher).fingerprint()
         same = same and recorded["processes"] == count_processes(request.processes, request.launcher)
-        values = plain(expected.to_dict())
+        values = plain(expected.with_batches(recorded["processes"]).to_dict())
         settings = plain(HealSettings().to_dict()) | recorded["settings"]
         same = same and _but_places({name: settings[name] for name in values}) == _but_places(values)
     except (OSError, ValueError, KeyError):

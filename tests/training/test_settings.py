@@ -77,6 +77,27 @@ def test_steps_of_a_budget():
     assert HealSettings(max_tokens=None, max_seconds=9).most_steps(1) is None
 
 
+@pytest.mark.parametrize(
+    ("values", "processes", "expected"),
+    [
+        ({}, 1, (4, 4)),  # 10M tokens
+        ({"max_tokens": 60_000}, 1, (1, 1)),
+        ({"max_tokens": 10 * 200 * 1024}, 1, (4, 2)),
+        ({"max_tokens": 10 * 200 * 1024}, 5, (2, 1)),
+        ({"max_tokens": 60_000, "batch_size": 2}, 1, (2, 1)),
+        ({"max_tokens": 60_000, "gradient_accumulation": 3}, 1, (1, 3)),
+        ({"gradient_accumulation": 8}, 1, (2, 8)),
+        ({"batch_size": 3, "gradient_accumulation": 5, "max_tokens": 1}, 1, (3, 5)),
+        ({"max_seconds": 600.0, "device": "cpu"}, 1, (1, 1)),
+        ({"max_tokens": None, "max_steps": 5}, 1, (4, 4)),
+    ],
+)
+def test_a_small_budget_has_small_steps(values, processes, expected):
+    settings = HealSettings(**values).with_batches(processes)
+    assert (settings.batch_size, settings.gradient_accumulation) == expected
+    assert settings.global_batch(processes) == HealSettings(**values).global_batch(processes)
+
+
 def test_patterns_name_whole_parts():
     assert named("kv_down.weight", "model.layers.0.self_attn.kv_down.weight")
     assert named("*.self_attn.*", "model.layers.0.self_attn.kv_down.weight")
