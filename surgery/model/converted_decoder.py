@@ -126,15 +126,11 @@ def _forget(shared_latents: dict[int, torch.Tensor], decoder: nn.Module, args: t
         shared_latents.clear()
 
 
-def cache_layers(config: SurgeryConfig, *, training: bool = False) -> list[CompactLayer] | None:
+def cache_layers(config: SurgeryConfig) -> list[CompactLayer] | None:
     """New, empty layers of the cache that a model keeps; None where those of a plain `DynamicCache` do."""
-    if not (has_compact_layers(config) or _quantizes(config, training=training)):
+    if not has_compact_layers(config) and config.kv_cache is None:
         return None
-    return part("compact_caches").new_layers(config, training=training)
-
-
-def _quantizes(config: SurgeryConfig, *, training: bool) -> bool:
-    return config.kv_cache is not None and not training
+    return part("compact_caches").new_layers(config, training=False)
 
 
 def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call: Call) -> None:
@@ -147,7 +143,7 @@ def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call
     check_weights(config, decoder, call)
     documents = take_documents(decoder, call)
     training = decoder.training
-    has_own_cache = compact or _quantizes(config, training=training)
+    has_own_cache = compact or (config.kv_cache is not None and not training)
     if documents is None:
         if has_own_cache:
             part("compact_caches").use_layers(config, decoder, call, training=training, padded=compact)
