@@ -1,6 +1,7 @@
 """Converted checkpoints cut text as their sources do, whatever class transformers takes for their model type."""
 
 import json
+import shutil
 
 import pytest
 from conversions import convert_checkpoint
@@ -8,7 +9,7 @@ from processes import Fork
 from tiny_models import HELD_OUT
 from transformers import AutoTokenizer
 
-from surgery.checkpoint import CheckpointWriter
+from surgery.checkpoint import CheckpointWriter, tokenizer_class
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 
@@ -51,6 +52,16 @@ def test_text_is_cut_alike_where_the_named_class_is_overruled(checkpoints, tmp_p
     text = HELD_OUT.read_text(encoding="utf-8")[:20_000]
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (checkpoints("qwen2"), tmp_path / "out"))
     assert type(before) is not type(after) and before(text).input_ids == after(text).input_ids
+
+
+def test_files_of_an_unfinished_conversion_load_no_tokenizer_again(checkpoints, tmp_path, monkeypatch):
+    calls, measured = [], tokenizer_class._measured
+    monkeypatch.setattr(tokenizer_class, "_KNOWN", {})
+    monkeypatch.setattr(tokenizer_class, "_measured", lambda folder: calls.append(folder) or measured(folder))
+    copy = shutil.copytree(checkpoints("llama"), tmp_path / "copy")
+    (copy / ".surgery-partial").write_text("{}")
+    first, second = tokenizer_class._cutting(checkpoints("llama")), tokenizer_class._cutting(copy)
+    assert first.ids == second.ids and len(calls) == 1
 
 
 def test_a_config_is_not_touched_without_need(checkpoints, conversions):

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.running.experts import share_of_experts
-from surgery.running.loading import load_config, with_standard_names
+from surgery.running.loading import load_config, with_standard_names, without_initial_values
 from surgery.running.unfused import language_model
 from surgery.training.chunks import chunk_count
 from surgery.training.recording import decoder_of
@@ -217,5 +217,5 @@ def _size(module: torch.nn.Module, *, trained: bool = False) -> int:
 
 
 def _on_meta(config: PreTrainedConfig, settings: HealSettings) -> PreTrainedModel:
-    with torch.device("meta"):
+    with torch.device("meta"), without_initial_values():
         return AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)

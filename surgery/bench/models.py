@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from surgery import model as own_model
 from surgery.bench.shapes import DECODE_SHAPES
 from surgery.common.errors import SurgeryError
+from surgery.running.loading import without_initial_values
 from surgery.structures.base import ConfigOf
 from surgery.structures.registry import TARGETS
 
@@ -34,7 +35,7 @@ def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedMo
     """A model with weights from N(0, 0.02), made on the device in the config's dtype."""
     own_model.register()
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else getattr(torch, config.dtype or "bfloat16")
-    with torch.device("meta"):
+    with torch.device("meta"), without_initial_values():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.to_empty(device=device)
     generator = torch.Generator(device=device).manual_seed(0)

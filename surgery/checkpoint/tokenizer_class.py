@@ -100,10 +100,10 @@ def _measured(folder: Path) -> Cutting | None:
 
 
 def _key(folder: Path) -> str:
-    """Hash of all files but weights; of config.json of what says which class a tokenizer gets."""
+    """Hash of all files but weights and hidden ones; of config.json of what says which class a tokenizer gets."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.suffix in WEIGHTS or not path.is_file():
+        if path.suffix in WEIGHTS or path.name.startswith(".") or not path.is_file():
             continue
         content = path.read_bytes()
         if path.name == "config.json":

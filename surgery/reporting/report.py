@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -162,7 +163,13 @@ def previous_report(folder: Path) -> dict | None:
 
 def environment() -> dict[str, str]:
     """Versions that a result may depend on."""
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    return {"python": platform.python_version(), "platform": platform.platform(), **_versions()}
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Versions of the installed packages, whose metadata is read once a process."""
+    versions = {}
     for package in PACKAGES:
         try:
             versions[package] = version(package)

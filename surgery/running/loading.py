@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 PARTS = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 """Language models for which transformers has no class by themselves."""
+
+DRAWN = ("kaiming_uniform_", "normal_", "uniform_")
+"""Functions of `torch.nn.init` by which linear layers and embeddings begin."""
 
 LOADING = (
     ValueError,
@@ -65,6 +70,23 @@ def loading(what: str, remedy: str = "") -> Iterator[None]:
         reason = " ".join(str(error).split())
         reason = reason[:300] + " …" * (len(reason) > 300)
         raise SurgeryError(f"{what}: transformers cannot load it ({reason}){remedy and f'; {remedy}'}") from error
+
+
+@contextmanager
+def without_initial_values() -> Iterator[None]:
+    """Draw no initial values of parameters without memory, which PyTorch does in Python, a millisecond for each."""
+    originals = {name: getattr(nn.init, name) for name in DRAWN}
+    for name, original in originals.items():
+        setattr(nn.init, name, partial(_draw, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(nn.init, name, original)
+
+
+def _draw(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+    return tensor if tensor.is_meta else original(tensor, *args, **options)
 
 
 def model_type_of(path: Path) -> str | None:

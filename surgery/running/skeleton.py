@@ -9,7 +9,7 @@ from surgery import model as own_model
 from surgery.checkpoint.config_file import arguments
 from surgery.common.errors import SurgeryError
 from surgery.model import SurgeryForCausalLM
-from surgery.running.loading import LOADING
+from surgery.running.loading import LOADING, without_initial_values
 
 
 def skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:
@@ -20,7 +20,7 @@ def skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:
     """
     own_model.register()
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), without_initial_values():
             return AutoModelForCausalLM.from_config(own_model.SurgeryConfig(**arguments(config)), dtype=dtype)
     except LOADING as error:
         raise SurgeryError(str(error) or repr(error)) from None
