@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +30,11 @@ STARTING_PROCESSES = (
     "test_registration.py",
 )
 
+LOGGED_CONFIGS = {
+    "transformers.configuration_utils": "PreTrainedConfig",
+    "transformers.generation.configuration_utils": "GenerationConfig",
+}
+
 
 def pytest_configure(config):
     """Torch and what has to be set before tests are imported; not in the process that only deals tests out."""
@@ -53,6 +59,10 @@ def pytest_collection_modifyitems(items):
     # A million objects of packages and tests stay to the end: evaluations collect often, a third of a second each time.
     gc.collect()
     gc.freeze()
+    # transformers formats every config that it makes, two a model, for a line of a log that nobody reads.
+    for name, config in LOGGED_CONFIGS.items():
+        if module := sys.modules.get(name):
+            getattr(module, config).__repr__ = object.__repr__
 
 
 def pytest_unconfigure():

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.main
 from processes import torchrun
 
 from surgery.cli import program as cli
 
 ROOT = Path(__file__).resolve().parents[2]
+
+# A call of the program builds all of its commands, which are the same in every test.
+typer.main.get_command = cache(typer.main.get_command)
 
 # Stands for the console script.
 LAUNCH = "import sys; sys.argv[0] = 'surgery'; from surgery.cli.program import main; main()"
