@@ -4,8 +4,9 @@ Tests of what every result must survive (loading, training, running) are paramet
 entry: transformers has no class for it, and only engines run it.
 """
 
+import copy
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def fewer_heads() -> PreTrainedModel:
     return perturbed(tiny_source("llama", num_key_value_heads=1))
 
 
-WRITTEN: dict[str, Callable[[], PreTrainedModel]] = {
+MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     **{kind: partial(from_kind, kind) for kind in KINDS},
     "latent_key_norm": partial(from_kind, "latent", "qwen3"),
     "low_rank_key_norm": partial(from_kind, "low_rank", "qwen3"),
@@ -126,6 +127,21 @@ WRITTEN: dict[str, Callable[[], PreTrainedModel]] = {
     "mla": mla,
     "fewer_heads": fewer_heads,
 }
+
+
+def copy_of(name: str) -> PreTrainedModel:
+    """A model that a test may change; random numbers start from seed 1."""
+    model = copy.deepcopy(_made(name))
+    torch.manual_seed(1)
+    return model
+
+
+@cache
+def _made(name: str) -> PreTrainedModel:
+    return MAKERS[name]()
+
+
+WRITTEN = {name: partial(copy_of, name) for name in MAKERS}
 """Makes a model by name: those of `own_models.KINDS` and the other kinds, quantized caches, stock classes."""
 
 QUICK = ("latent", "low_rank", "window", "hybrid", "cross_layer_static", "quantized_plain", "quantized_latent", "mixed")
