@@ -34,9 +34,8 @@ def dense(query, vectors, scale, gains):
     return torch.einsum("hts,sr->thr", scores.masked_fill(later, -torch.inf).softmax(-1), vectors[:, :RANK])
 
 
-@pytest.mark.parametrize("lengths", [(5, 17, 40), (1, 8)])
+@pytest.mark.parametrize(("lengths", "scores"), [((5, 17, 40), 500), ((1, 8), 2**20)])
 @pytest.mark.parametrize("new", [1, 5])
-@pytest.mark.parametrize("scores", [2**20, 500])
 @pytest.mark.parametrize("gains", [None, slice(0, 3), slice(1, 3)])
 @pytest.mark.parametrize("exact", [True, False])
 def test_pages_change_nothing(lengths, new, scores, gains, exact, monkeypatch):
@@ -65,9 +64,7 @@ def test_pages_change_nothing(lengths, new, scores, gains, exact, monkeypatch):
     torch.testing.assert_close(result, expected, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("lengths", [(5, 17, 40), (1, 8)])
-@pytest.mark.parametrize("new", [1, 5])
-@pytest.mark.parametrize("tile", [512, 2])
+@pytest.mark.parametrize(("lengths", "new", "tile"), [((5, 17, 40), 5, 2), ((5, 17, 40), 1, 512), ((1, 8), 5, 512)])
 @pytest.mark.parametrize(("sinks", "recent"), [(0, None), (0, 1), (3, 9), (8, 16), (60, 1)])
 @pytest.mark.parametrize("exact", [True, False])
 def test_heads_see_sinks_and_a_window(lengths, new, tile, sinks, recent, exact, monkeypatch):

@@ -31,9 +31,8 @@ FEW = [(family, kind) for family, kind in CACHED if family == "qwen3" or kind ==
 
 
 def on(selection: list[tuple[str, str]]):
-    """A test on all pairs of a family and a kind, slow but for some."""
-    pairs = [pytest.param(*pair, marks=() if pair in selection else SLOW) for pair in PAIRS]
-    return pytest.mark.parametrize(("family", "kind"), pairs, indirect=True)
+    """A test on pairs of a family and a kind."""
+    return pytest.mark.parametrize(("family", "kind"), selection, indirect=True)
 
 
 @pytest.fixture
@@ -63,14 +62,14 @@ def test_logits_equal_the_source(source, model):
     agree(model(tokens()).logits, source(tokens()).logits)
 
 
-@on(PAIRS)
+@on(CACHED)
 def test_cached_equals_uncached(kind, model):
     caches = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)]
     for cache in caches[: 1 if kind in OWN_CACHE else 2]:
         agree(decode(model, cache, prompt=8), model(tokens(), use_cache=False).logits)
 
 
-@on(CACHED)
+@on(FEW)
 def test_left_padding_equals_unpadded(model):
     ids = tokens(batch=1, length=7)
     padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), ids), dim=1)
@@ -92,16 +91,13 @@ GENERATION = {
 }
 
 
+# Sampling differs from greedy search in nothing that attention sees; chunks and static caches meet windows of a family.
 GENERATED = [
-    pytest.param(
-        *pair,
-        how,
-        # Beams and sampling differ in nothing that a kind of attention sees but rows that change places.
-        marks=() if pair in FEW and (name != "sampling" or pair[0] == "qwen3") else SLOW,
-        id=f"{'-'.join(pair)}-{name}",
-    )
-    for pair in PAIRS
+    pytest.param(family, kind, how, id=f"{family}-{kind}-{name}")
+    for family, kind in FEW
     for name, how in GENERATION.items()
+    if (family, kind) == ("qwen3", "latent")
+    or (name != "sampling" and (family in ("qwen3", *WINDOWS) or name in ("greedy", "beams")))
 ]
 
 
@@ -120,16 +116,13 @@ def test_generates_what_the_source_generates(source, kind, model, how):
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("family", "kind"),
     [
-        pytest.param(kind, marks=[SLOW] * (kind not in ("latent", "low_rank")))
+        pytest.param("qwen3", kind, marks=[SLOW] * (kind not in ("latent", "low_rank")))
         for kind in KINDS
         if kind not in OWN_CACHE
     ],
     indirect=True,
-)
-@pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(name, marks=SLOW) for name in ("llama", "mistral"))], indirect=True
 )
 def test_decode_step_compiles_in_one_graph(model):
     torch._dynamo.reset()  # every model of this test is a new specialization of the same code
@@ -142,7 +135,7 @@ def test_decode_step_compiles_in_one_graph(model):
     agree(compiled, model(next_token, past_key_values=caches[1]).logits)
 
 
-@on(CACHED)
+@on(FEW)
 def test_loss_hidden_states_and_attentions_are_those_of_the_source(source, kind, model):
     expected = {"labels": tokens(), "logits_to_keep": 0, "output_hidden_states": True, "output_attentions": True}
     source.set_attn_implementation("eager")

@@ -48,7 +48,7 @@ def test_a_basis_of_full_rank_is_the_source(family):
     agree(model(text()).logits, source(text()).logits)
 
 
-@pytest.mark.parametrize("pieces", [(5, *[1] * 18), (3, 9, 11), (1,) * 23], ids=["decode", "chunks", "tokens"])
+@pytest.mark.parametrize("pieces", [(5, *[1] * 18), (1, 2, 9, 11)], ids=["decode", "chunks"])
 def test_every_way_to_feed_a_text_gives_the_same(model, pieces):
     expected = model(text(), use_cache=False)
     assert expected.past_key_values is None

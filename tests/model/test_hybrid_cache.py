@@ -68,11 +68,13 @@ MODELS = {
     "low rank alone": lambda: lossless_low_rank(tiny_source("llama"), kv_cache=INT8 | {"keys": "token"}),
     "sliding": lambda: lossless_model(tiny_source("qwen2")),
 }
-each_model = pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
 
 
-@each_model
-@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float32), (4, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("make", "batch", "dtype"),
+    [(hybrid, 1, torch.float32), *((make, 4, torch.bfloat16) for make in MODELS.values())],
+    ids=["hybrid, one row", *MODELS],
+)
 def test_live_bytes_are_those_predicted(make, batch, dtype):
     model = make().to(dtype)
     cache, records, sizes = DynamicCache(config=model.config), 0, (1, 3, 7, 1, 20, 1, 1)
@@ -123,11 +125,16 @@ def measured_peak(model, batch: int, prompt: int, chunk: int, steps: int) -> int
     return peak
 
 
-@each_model
-@pytest.mark.parametrize(("batch", "prompt", "chunk", "steps"), [(1, 40, 40, 0), (2, 40, 7, 12), (4, 3, 2, 1)])
-def test_the_peak_is_as_predicted(make, batch, prompt, chunk, steps, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "batch", "prompt", "chunk", "steps"),
+    [
+        *((name, *text) for name in MODELS for text in ((1, 40, 40, 0), (2, 40, 7, 12))),
+        *((name, 4, 3, 2, 1) for name in ("hybrid", "latent", "low rank", "window")),  # less than a window
+    ],
+)
+def test_the_peak_is_as_predicted(name, batch, prompt, chunk, steps, monkeypatch):
     monkeypatch.setattr("surgery.model.hybrid_cache.PIECE", 1)  # pieces of sinks + recent tokens
-    model = make()
+    model = MODELS[name]()
     assert measured_peak(model, batch, prompt, chunk, steps) == model.kv_peak_bytes(batch, prompt, chunk, steps)
 
 

@@ -77,8 +77,9 @@ def test_training_reads_exact_keys_and_values(make):
     agree(model.train()(tokens(), use_cache=False).logits, make()(tokens()).logits)
 
 
-@each_model
-@pytest.mark.parametrize("kv_cache", [INT8, WINDOW], ids=["int8", "int4, window"])
+@pytest.mark.parametrize(
+    ("make", "kv_cache"), [(plain, INT8), *((make, WINDOW) for make in MODELS.values())], ids=["int8", *MODELS]
+)
 def test_generates_in_all_modes(make, kv_cache):
     model = make(kv_cache=kv_cache)
     prompt = tokens()
@@ -99,14 +100,13 @@ def test_generates_in_all_modes(make, kv_cache):
 
 
 @each_model
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(
     "kv_cache",
     [None, INT4 | {"group": 32}, WINDOW | {"format": "fp8", "group": 20}],
     ids=["plain", "int4", "fp8, window"],
 )
-def test_live_bytes_are_those_predicted(make, batch, kv_cache):
-    model = make(kv_cache=kv_cache).bfloat16()
+def test_live_bytes_are_those_predicted(make, kv_cache):
+    model, batch = make(kv_cache=kv_cache).bfloat16(), 4
     ids = tokens(batch, 170)
     cache = model(ids[:, :90], logits_to_keep=1).past_key_values
     assert cache_bytes(cache) == model.kv_cache_bytes(batch, 90)

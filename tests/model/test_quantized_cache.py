@@ -123,9 +123,9 @@ def test_a_token_has_the_fewest_groups(width, groups):
 
 
 @formats
-@pytest.mark.parametrize("keys_by", ["channel", "token"])
-@pytest.mark.parametrize("window", [0, 20])
-@pytest.mark.parametrize("value_dim", [12, 0])
+@pytest.mark.parametrize(
+    ("keys_by", "window", "value_dim"), [("channel", 20, 12), ("channel", 0, 0), ("token", 20, 12)]
+)
 def test_any_chunks_keep_the_same_and_recent_tokens_exactly(form, keys_by, window, value_dim):
     keys, values = states(), states(dim=value_dim, seed=1)
     whole = quantized_cache(form, 16, window, keys_by)
@@ -145,8 +145,7 @@ def test_any_chunks_keep_the_same_and_recent_tokens_exactly(form, keys_by, windo
 
 
 @formats
-@pytest.mark.parametrize("keys_by", ["channel", "token"])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(("keys_by", "batch"), [("channel", 4), ("token", 1)])
 @pytest.mark.parametrize(
     ("tokens", "group", "window", "dims", "dtype"),
     [
