@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.location import MAGIC
 from surgery.common.errors import SurgeryError
 
-_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 # By the number of a value's type, as struct spells it.
@@ -71,7 +71,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     """
     require_gguf()
     with disk_errors(path), open(path, "rb") as file:
-        if file.read(4) != _MAGIC:
+        if file.read(len(MAGIC)) != MAGIC:
             raise SurgeryError.at(path, "not a GGUF file (no GGUF at its start); download it again")
         size = path.stat().st_size
         reader = _Reader(file, size)

@@ -1,21 +1,29 @@
-"""Location of a checkpoint: a folder, a GGUF file, or a model on the hub. Looks at names alone, without torch."""
+"""Location of a checkpoint: a folder, a GGUF file, or a model on the hub. Reads first bytes at most, without torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from surgery.checkpoint.disk import check_encoding
+from surgery.checkpoint.disk import check_encoding, disk_errors
 from surgery.checkpoint.hub import download, is_hub_id
 from surgery.checkpoint.layout import ADAPTER, CONFIG
 from surgery.common.errors import SurgeryError
 
-GGUF = ".gguf"
+GGUF, MAGIC = ".gguf", b"GGUF"
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is a GGUF file, by its name or by its first bytes: Ollama's have hashes for names."""
+    if path.suffix.lower() == GGUF:
+        return True
+    with disk_errors(path), open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def find_gguf(path: Path) -> list[Path]:
     """The file itself, or those of a folder that has no config.json."""
     if path.is_file():
-        return [path] if path.suffix == GGUF else []
+        return [path] if is_gguf(path) else []
     return [] if (path / CONFIG).exists() else sorted(path.glob(f"*{GGUF}"))
 
 
@@ -27,15 +35,27 @@ def find_local(source: str | Path) -> Path | None:
     """
     path = existing(source)
     if path is None:
+        if existing(f"{source}{GGUF}"):
+            raise SurgeryError(f"{source}: no such folder; did you mean {source}{GGUF}?")
+        if str(source).lower().endswith(GGUF):
+            raise SurgeryError(f"{source}: no such file; {_download_of(str(source))}")
         if is_hub_id(str(source)):
             return None
         raise SurgeryError(f"{source}: no such folder; give a checkpoint's folder or a hub id such as org/name")
     if path.is_dir():
         check_folder(path)
         return path
-    if path.suffix == GGUF:
+    if is_gguf(path):
         return path
     raise SurgeryError.at(path, f"is a file; give the folder of the checkpoint, or a {GGUF} file")
+
+
+def _download_of(name: str) -> str:
+    """Return how to get a GGUF file that is not here."""
+    repository, _, file = name.rpartition("/")
+    if not is_hub_id(repository):
+        repository, file = "org/name", "FILE.gguf"
+    return f"check its path, or download it: hf download {repository} {file} --local-dir ."
 
 
 def existing(name: str | Path) -> Path | None:
@@ -68,6 +88,11 @@ def locate(source: str | Path, *, revision: str | None = None, allow_pickle: boo
         check_encoding(path.absolute())
     if path is None:
         path = download(str(source), revision=revision, allow_pickle=allow_pickle)
+        if not any((path / name).is_file() for name in (CONFIG, ADAPTER)):
+            raise SurgeryError(
+                f"{source}: no {CONFIG} on the hub; of its GGUF files give one: hf download {source} FILE.gguf "
+                "--local-dir ."
+            )
         check_folder(path)
     elif revision is not None and path.is_dir():
         raise SurgeryError.at(path, f"is a local folder, which has no revision {revision!r}; drop --revision")

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from surgery import model as own_model
 from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
 from surgery.families.multimodal import MULTIMODAL
 from surgery.running.loading import (
     attention_of,
@@ -50,8 +51,11 @@ def tokenizer_of(reader: CheckpointReader, **options: Any) -> PreTrainedTokenize
     Raises:
         SurgeryError: there is none that transformers can read, or files were touched since they were opened.
     """
+    if reader.source.is_file() and not (reader.path / "tokenizer_config.json").is_file():  # a GGUF file
+        remedy = options.get("remedy") or "give the model's Hugging Face files"
+        raise SurgeryError.at(reader.source, f"has no tokenizer in it; {remedy}")
     try:
-        return load_tokenizer(reader.path, **options)
+        return load_tokenizer(reader.path, **{"called": str(reader.source), **options})
     finally:
         reader.check_untouched()
 

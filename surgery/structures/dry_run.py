@@ -26,7 +26,7 @@ from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
 from surgery.families.base import head_shape
 from surgery.running.kv_bytes import kv_shares
-from surgery.running.loading import load_tokenizer
+from surgery.running.models import tokenizer_of
 from surgery.running.source import OwnSource, Source, is_absent
 from surgery.structures.base import Structure
 from surgery.structures.estimates import Workload
@@ -174,7 +174,7 @@ def _source_facts(opened: Source | OwnSource) -> dict:
 def _tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[str, int]:
     """Sequences and lengths, counted in the text itself where that can be had without running the model."""
     if settings.calibration == "self":
-        load_tokenizer(opened.reader.path, remedy=NO_TOKENIZER)
+        tokenizer_of(opened.reader, remedy=NO_TOKENIZER)
     elif settings.calibration != NO_CALIBRATION:
         return load_texts(opened, settings, Progress(silent=True), run_source=False).counts()
     return requested_tokens(opened, settings)

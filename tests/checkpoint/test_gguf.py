@@ -11,8 +11,9 @@ from gguf_files import CONFIGS, make_model, write_gguf
 from tiny_models import DEMO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surgery.checkpoint import CheckpointReader, stores
+from surgery.checkpoint import CheckpointReader, location, stores
 from surgery.common.errors import SurgeryError
+from surgery.running.models import tokenizer_of
 
 TOKENS = torch.arange(3, 67)[None] * 61 % 4096
 KINDS = {"Q8_0": torch.bfloat16, "Q4_1": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -264,6 +265,43 @@ def test_a_link_keeps_its_name(tmp_path):
     reader = CheckpointReader.open(tmp_path / "tiny.gguf")
     assert reader.name == "tiny.gguf" and reader.path.name == "tiny"
     assert CheckpointReader.open(reader.source).config == reader.config
+
+
+def test_a_file_of_any_name_is_read_by_its_first_bytes(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", make_model("llama"))
+    for name in ("tiny.GGUF", "sha256-3f1b"):  # Ollama's
+        other = path.rename(tmp_path / name)
+        assert CheckpointReader.open(other).source == other
+        other.rename(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tiny", "no such folder; did you mean tiny.gguf?"),
+        ("models/tiny", "no such folder; did you mean models/tiny.gguf?"),
+        ("other.gguf", "no such file; check its path, or download it: hf download org/name FILE.gguf"),
+        ("org/other.gguf", "no such file; check its path"),
+        ("org/model/other.gguf", "download it: hf download org/model other.gguf --local-dir ."),
+    ],
+)
+def test_a_name_without_a_file_says_what_to_do(tmp_path, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for path in ("tiny.gguf", "models/tiny.gguf"):
+        (tmp_path / path).write_bytes(b"")
+    refused(name, words)
+
+
+def test_a_hub_repository_of_gguf_files_says_to_download_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(location, "download", lambda *args, **options: tmp_path)
+    refused("org/model-GGUF", "no config.json on the hub; of its GGUF files give one: hf download org/model-GGUF")
+
+
+def test_a_file_without_a_tokenizer_is_named(tmp_path):
+    reader = CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("llama")))
+    with pytest.raises(SurgeryError, match=r"a\.gguf: has no tokenizer in it; use --calibration none"):
+        tokenizer_of(reader, remedy="use --calibration none")
 
 
 def test_without_the_package(tmp_path, monkeypatch):
