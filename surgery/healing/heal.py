@@ -319,10 +319,10 @@ def _train(
 def _trained_already(work: Path, settings: HealSettings) -> bool:
     """Return whether a training with these settings was finished before, and only the steps after it are missing."""
     try:
-        recorded = json.loads((work / TRAINED / FACTS).read_text(encoding="utf-8"))["settings"]
-    except (OSError, ValueError, KeyError):
+        recorded = dict(json.loads((work / TRAINED / FACTS).read_text(encoding="utf-8"))["settings"])
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    return recorded == plain(settings.to_dict())
+    return all(recorded.get(name) == value for name, value in plain(settings.to_dict()).items())
 
 
 def _quality(
