@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import random
 import re
+from collections import deque
 from collections.abc import Iterator
 
 from surgery.calibration.text import standard_library_modules
@@ -20,6 +21,9 @@ LEAST_LETTERS = 0.75
 """Share of letters and spaces in it: less is markup, a table or code."""
 LEAST_DOCUMENT = 400
 """Characters of a document that is kept."""
+
+BLOCKS = {"body", "handlers", "orelse", "finalbody", "cases"}
+"""Fields of Python's statements that hold statements."""
 
 # What is taken out of a text before it is cut into paragraphs, and what stays of it.
 MARKUP = (
@@ -73,5 +77,15 @@ def docstrings(source: bytes) -> str:
     except (SyntaxError, ValueError):  # a few modules are written for another version
         return ""
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    texts = (ast.get_docstring(node) for node in _statements(tree) if isinstance(node, kinds))
     return "\n\n".join(filter(None, texts))
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """A module and its statements in the order of `ast.walk`, without expressions, most of the nodes."""
+    nodes: deque[ast.AST] = deque([tree])
+    while nodes:
+        yield (node := nodes.popleft())
+        for field in node._fields:
+            if field in BLOCKS:
+                nodes.extend(getattr(node, field))
