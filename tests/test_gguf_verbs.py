@@ -12,6 +12,8 @@ from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.output_place import default_output
 from surgery.healing.heal import HealRequest, training_settings
 
+pytestmark = pytest.mark.usefixtures("short_decoding")
+
 QUICK = ["--calibration", HELD_OUT, "--calibration-tokens", 512, "--calibration-length", 128, "--held-out", 1]
 QUICK += ["--kv-ratio", 0.5, "--device", "cpu"]
 

@@ -55,6 +55,7 @@ def test_what_surgery_eval_has_by_default():
     assert (settings.seed, RECALL_SEED) == (ours.SEED, ours.RECALL_SEED)
 
 
+@pytest.mark.usefixtures("short_decoding")
 def test_the_numbers_are_those_of_surgery_eval(settings, tmp_path):
     values = settings(evaluate_data=[], max_steps=2)
     facts = heal_here(values)
