@@ -47,6 +47,7 @@ FEW |= {"data": (str(HELD_OUT),), "learning_rate": 1e-2, "device": "cpu", "recal
 GQA = KVHeadsSettings(kv_heads=1, method="mean-pool", calibration="none")
 MLA = {"kv_lora_rank": 12, "rope_dim": 4, "calibration": "none", "carrier": "stock"}
 OLD = Path(__file__).with_name("old_checkpoints")
+BY_BUDGET = {"batch_size": None, "gradient_accumulation": None, "max_tokens": 96}
 MEASURE = {"windows": 2, "length": 32, "recall_prompts": 1, "data": (str(HELD_OUT),)}
 
 
@@ -160,7 +161,7 @@ def test_a_failed_training_leaves_no_checkpoint_and_the_next_one_goes_on(pair_of
 
 def test_a_finished_training_is_not_repeated_unless_it_is_restarted(pair_of, tmp_path, monkeypatch):
     source, student = pair_of("gqa")
-    settings, trained = vars(request(source, student, tmp_path / "out")), []
+    settings, trained = vars(request(source, student, tmp_path / "out", **BY_BUDGET)), []
 
     def broken(*_):
         raise SurgeryError("verification failed")
@@ -177,7 +178,8 @@ def test_a_finished_training_is_not_repeated_unless_it_is_restarted(pair_of, tmp
 
 def test_a_recipe_heals_once(pair_of, tmp_path, monkeypatch):
     source, student = pair_of("gqa")
-    step = {"name": "healed", "student": str(student), "teacher": str(source), **FEW, "data": [str(HELD_OUT)]}
+    step = {"name": "healed", "student": str(student), "teacher": str(source), **FEW, **BY_BUDGET}
+    step |= {"data": [str(HELD_OUT)]}
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps({"steps": [{"heal": step}]}))
     monkeypatch.setattr(healing, "EvalSettings", lambda **given: EvalSettings(**given, **MEASURE))

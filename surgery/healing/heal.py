@@ -319,10 +319,12 @@ def _train(
 def _trained_already(work: Path, settings: HealSettings) -> bool:
     """Return whether a training with these settings was finished before, and only the steps after it are missing."""
     try:
-        recorded = dict(json.loads((work / TRAINED / FACTS).read_text(encoding="utf-8"))["settings"])
+        facts = json.loads((work / TRAINED / FACTS).read_text(encoding="utf-8"))
+        recorded, processes = dict(facts["settings"]), facts["processes"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return all(recorded.get(name) == value for name, value in plain(settings.to_dict()).items())
+    values = plain(settings.with_batches(processes).to_dict())
+    return all(recorded.get(name) == value for name, value in values.items())
 
 
 def _quality(
