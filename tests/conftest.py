@@ -40,6 +40,7 @@ def pytest_configure(config):
     """Torch and what has to be set before tests are imported; not in the process that only deals tests out."""
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         return
+    gc.disable()  # until all tests are collected: what is imported stays
     import torch
 
     # No power is cut while tests run, and thousands of small files would wait for the disk.
@@ -59,6 +60,7 @@ def pytest_collection_modifyitems(items):
     # A million objects of packages and tests stay to the end: evaluations collect often, a third of a second each time.
     gc.collect()
     gc.freeze()
+    gc.enable()
     # transformers formats every config that it makes, two a model, for a line of a log that nobody reads.
     for name, config in LOGGED_CONFIGS.items():
         if module := sys.modules.get(name):
@@ -134,6 +136,21 @@ def short_decoding():
     with pytest.MonkeyPatch.context() as patch:
         for module in (kv_cache, kv_bytes):
             patch.setattr(module, "GROWTH_STEPS", 8)
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_pictures():
+    """Pages of reports are without pictures, which take longer than to measure tiny models.
+
+    tests/eval/test_report_page.py has pages with pictures, tests/evaluation/test_run.py those of an evaluation.
+    """
+    from markupsafe import Markup
+
+    from surgery.eval.report import page
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "inline", lambda figure, prefix, title: Markup("<svg></svg>"))
         yield
 
 

@@ -12,7 +12,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.output_place import default_output
 from surgery.healing.heal import HealRequest, training_settings
 
-pytestmark = pytest.mark.usefixtures("short_decoding")
+pytestmark = pytest.mark.usefixtures("short_decoding", "no_pictures")
 
 QUICK = ["--calibration", HELD_OUT, "--calibration-tokens", 512, "--calibration-length", 128, "--held-out", 1]
 QUICK += ["--kv-ratio", 0.5, "--device", "cpu"]

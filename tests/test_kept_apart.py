@@ -17,7 +17,7 @@ from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
 from surgery.healing import heal as healing
 
-pytestmark = pytest.mark.usefixtures("one_core", "short_decoding")
+pytestmark = pytest.mark.usefixtures("one_core", "short_decoding", "no_pictures")
 
 CONVERT = ("--calibration", "none", "--kv-ratio", "0.5")
 EVAL = ("--windows", "2", "--length", "64", "--tasks", "loss", "--decoded", "4", "--variants", "none")

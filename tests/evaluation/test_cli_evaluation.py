@@ -13,6 +13,8 @@ from surgery.checkpoint.named_models import demo_model
 from surgery.common.errors import SurgeryError
 from surgery.eval import lm_harness
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 QUICK = ["--windows", "2", "--length", "32", "--tasks", "loss", "--seed", "5", "--device", "cpu", "--variants", "none"]
 
 

@@ -15,6 +15,8 @@ from surgery.structures.registry import TARGETS
 from surgery.workflow.dry_run import plan_recipe
 from surgery.workflow.recipe import Recipe, checked_recipe, run_recipe
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 QUICK = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 QUICK |= {"rope_dim": 4}
 

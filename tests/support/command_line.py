@@ -17,7 +17,7 @@ from surgery.cli import program as cli
 ROOT = Path(__file__).resolve().parents[2]
 
 # A call of the program builds all of its commands, which are the same in every test.
-typer.main.get_command = cache(typer.main.get_command)
+COMMAND = cache(typer.main.get_command)
 
 # Stands for the console script.
 LAUNCH = "import sys; sys.argv[0] = 'surgery'; from surgery.cli.program import main; main()"
@@ -46,6 +46,7 @@ def listing(folder: Path) -> list[str]:
 def run_main(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
     """`surgery ARGUMENTS` in this process: exit code, standard output, standard error."""
     monkeypatch.setattr(sys, "argv", ["surgery", *map(str, arguments)])
+    monkeypatch.setattr(typer.main, "get_command", COMMAND)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     captured = capsys.readouterr()
