@@ -58,10 +58,16 @@ class SharedMoments:
 
     cross: Tensor  # E[z c_sᵀ], [n, s]
     moment: Tensor  # E[c_s c_sᵀ], [s, s]
+    stored: torch.dtype = torch.float64  # of the weights that make the latents
 
     @classmethod
     def of(
-        cls, anatomy: AttentionAnatomy, inputs: Tensor, latents: Tensor, weight: Tensor | None = None
+        cls,
+        anatomy: AttentionAnatomy,
+        inputs: Tensor,
+        latents: Tensor,
+        weight: Tensor | None = None,
+        stored: torch.dtype = torch.float64,
     ) -> SharedMoments:
         """Measures them on the layer's inputs [N, T, D] and the shared latents [N, T, s] of the same tokens.
 
@@ -80,7 +86,7 @@ class SharedMoments:
             cross += precision.kept(rows @ (x.to(rows).mT @ weighted))
             moment += precision.kept(c.mT @ weighted)
         total = float(weight.double().sum())
-        return cls(cross.cpu() / total, moment.cpu() / total)
+        return cls(cross.cpu() / total, moment.cpu() / total, stored)
 
 
 def kv_rows(anatomy: AttentionAnatomy) -> Tensor:
@@ -130,7 +136,7 @@ def low_rank_layer(
     prediction = torch.zeros(len(moment), 0, dtype=moment.dtype)
     if shared is not None:
         cross = shared.cross / scale[:, None]
-        prediction = regression(cross, shared.moment)
+        prediction = regression(cross, shared.moment, shared.stored)
         predicted = prediction @ cross.mT
         moment = weighted = weighted - predicted - predicted.mT + prediction @ shared.moment @ prediction.mT
     whole = BlockMoments(
@@ -231,15 +237,16 @@ def _gradient(statistics: LayerStatistics, scale: Tensor) -> Tensor | None:
     return damp(gradient, METRIC_DAMPING)
 
 
-def regression(cross: Tensor, moment: Tensor) -> Tensor:
+def regression(cross: Tensor, moment: Tensor, stored: torch.dtype = torch.float64) -> Tensor:
     """``E[z cᵀ] E[c cᵀ]^{-1}`` [n, s]; the latents have very different sizes, so they are scaled to one first.
 
     Nothing is predicted from a latent that does not vary, beyond rounding of the largest: a channel that the row has
-    and the layer does not need.
+    and the layer does not need. Weights that are ``stored`` in a dtype move a latent by about a quarter of its eps, of
+    the largest. Inputs after a LayerNorm vary by that alone in one direction, as their mean is zero.
     """
     variance = moment.diagonal()
-    floor = torch.finfo(moment.dtype).eps * len(moment) * variance.max()
-    size = torch.where(variance > floor, variance, torch.inf).rsqrt()
+    rounding = max(torch.finfo(moment.dtype).eps * len(moment), (torch.finfo(stored).eps / 4) ** 2)
+    size = torch.where(variance > rounding * variance.max(), variance, torch.inf).rsqrt()
     (inverse,) = psd_powers(moment * size * size[:, None], (-1.0,))
     return cross * size @ inverse * size
 

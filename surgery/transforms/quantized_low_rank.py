@@ -92,6 +92,7 @@ def unpredicted(
     inputs: Tensor,
     shared: Tensor | None,
     first: int,
+    stored: torch.dtype = torch.float64,
 ) -> Unpredicted:
     """Measure what a layer's own latents have to tell.
 
@@ -102,6 +103,7 @@ def unpredicted(
         inputs: of its attention, calibration tokens [N, T, D].
         shared: decoded latents of earlier layers of the same tokens [N, T, s].
         first: tokens that the cache keeps in full precision.
+        stored: dtype of the weights that make the latents.
     """
     weight = body_weight(statistics, inputs, first)
     scale = key_scale(anatomy)
@@ -118,7 +120,7 @@ def unpredicted(
         source = anatomy.to(inputs.device, inputs.dtype)
         shared_moments = SharedMoments.of(source, inputs[:, first:], centered_shared, weight)
         cross = shared_moments.cross / scale[:, None]
-        prediction = regression(cross, shared_moments.moment)
+        prediction = regression(cross, shared_moments.moment, stored)
         predicted = prediction @ cross.mT
         moment = moment - predicted - predicted.mT + prediction @ shared_moments.moment @ prediction.mT
         mean = mean - prediction @ mean_shared

@@ -239,6 +239,15 @@ def test_nothing_is_predicted_from_a_latent_that_does_not_vary(variance):
     assert not result[:, 5].any()
 
 
+def test_nothing_is_predicted_from_what_rounding_of_stored_weights_leaves():
+    # As after a LayerNorm, whose outputs have no mean: there a latent is what bfloat16 makes of its weights.
+    moment = torch.diag(torch.tensor([1.0, 1e-3, 1e-8], dtype=torch.float64))
+    cross = torch.tensor([[0.5, 1e-3, 1e-5]], dtype=torch.float64)
+    torch.testing.assert_close(regression(cross, moment), torch.tensor([[0.5, 1.0, 1e3]], dtype=torch.float64))
+    result = regression(cross, moment, torch.bfloat16)
+    torch.testing.assert_close(result, torch.tensor([[0.5, 1.0, 0.0]], dtype=torch.float64))
+
+
 def test_a_group_reads_the_latents_that_its_first_layer_cached():
     first, second = random_layer(), replace(random_layer("biased"), k=random(G, HEAD, D, seed=80))
     x = inputs_of(first)

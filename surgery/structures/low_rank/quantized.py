@@ -108,7 +108,8 @@ class QuantizedRows(PackedRows[LowRankSettings]):
             self.opened.anatomy(index).to(torch.float64),
             work.library.load(index, self.first_tokens)[0],
         )
-        remainder = quantized_low_rank.unpredicted(anatomy, statistics, self.blocks, inputs, shared, first)
+        stored = self.opened.first.q.dtype
+        remainder = quantized_low_rank.unpredicted(anatomy, statistics, self.blocks, inputs, shared, first, stored)
         result = quantized_low_rank.convert_layer(anatomy, statistics, remainder, rows, inputs, shared, first)
         if index + 1 < stop:
             stream = self.opened.stream

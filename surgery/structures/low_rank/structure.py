@@ -239,7 +239,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             if index > start:
                 latents = torch.cat(self._group.latents, dim=-1)
                 live = anatomy.to(stream.device, stream.dtype)
-                shared = SharedMoments.of(live, inputs, latents, statistics.token_weight)
+                shared = SharedMoments.of(live, inputs, latents, statistics.token_weight, self.opened.first.q.dtype)
             converted = low_rank_layer(anatomy, statistics, blocks, self.asked.method, shared)
             form = converted.layer.to(stream.device, stream.dtype)
             errors = self._measure(layer, anatomy, form, runs)
