@@ -67,17 +67,17 @@ def test_a_kept_layer_is_the_sources_and_counts_whole(to, overrides, checkpoints
     assert set(report["layers"][1]["measured"]) <= {"quantized"} and report["layers"][0]["measured"]
 
 
-@pytest.mark.parametrize("to", ["mla", "lowrank"])
-def test_windowed_layers_stay_beside_full_ones(to, checkpoints, tmp_path, capsys):
+@pytest.mark.parametrize(("to", "overrides"), [("mla", {"carrier": "own"}), ("lowrank", {})])
+def test_windowed_layers_stay_beside_full_ones(to, overrides, checkpoints, tmp_path, capsys):
     source = checkpoints("gemma3_window")
     windows = AutoConfig.from_pretrained(source).layer_types
-    report, _, config = converted(source, tmp_path / "out", to)
+    report, _, config = converted(source, tmp_path / "out", to, **overrides)
     measured, output = report["layers"][-1]["measured"], capsys.readouterr().out
     assert not report["layers"][0]["measured"] and measured and all(stage in output for stage in measured)
     assert [entry is None for entry in config["attention_layers"]] == [kind != "full_attention" for kind in windows]
     predicted = SurgeryConfig.from_pretrained(tmp_path / "out")
     assert predicted.layer_types == windows and report["kv"]["ratio"] == 0.75
-    every, _, config = converted(source, tmp_path / "every", to, keep_layers="none")
+    every, _, config = converted(source, tmp_path / "every", to, keep_layers="none", **overrides)
     assert None not in config["attention_layers"] and every["kv"]["ratio"] == 0.5
 
 

@@ -10,16 +10,19 @@ This file travels beside the weights as remote code: it may import torch, transf
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import LongTensor, Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer
 
 from .cache_argument import CACHE, rename_cache
+
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Fields of a config with the tokens that such a layer sees."""
 
 Call = dict[str, Any]
 """Arguments of one call of a decoder, by name."""
@@ -102,16 +105,22 @@ class CompactLayer(CacheLayerMixin):
         raise ValueError(f"{self.form} cannot be offloaded: use a cache without offloading")
 
 
-def check_full_attention(config: PreTrainedConfig, form: str) -> None:
+CacheLayer = CompactLayer | DynamicSlidingWindowLayer
+"""A layer of a cache in another form: of converted attention, or of a layer with a window, which stays unchanged."""
+
+
+def check_full_attention(config: PreTrainedConfig, form: str, unchanged: Collection[int] = ()) -> None:
     """Raises ValueError unless every layer of a model attends to all earlier tokens.
 
-    Layers with a window or a recurrent state keep something else than the keys and values of all tokens.
+    Layers with a window or a recurrent state keep something else than the keys and values of all tokens. Those of
+    `unchanged` may have a window, see `sliding_window`.
     """
     config = config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = dict(enumerate(getattr(config, "layer_types", None) or ()))
     if not kinds and getattr(config, "sliding_window", None) is not None:
-        kinds = {"sliding_attention"}
-    other = sorted(kinds - {"full_attention"})
+        kinds = {0: "sliding_attention"}
+    other = sorted({kind for layer, kind in kinds.items() if layer not in unchanged or kind not in WINDOWS})
+    other = [kind for kind in other if kind != "full_attention"]
     if other:
         raise ValueError(
             f"{form} needs full attention in every layer, and this model has layers of {', '.join(other)}, whose "
@@ -119,12 +128,18 @@ def check_full_attention(config: PreTrainedConfig, form: str) -> None:
         )
 
 
+def sliding_window(config: PreTrainedConfig, layer: int) -> int | None:
+    """Return the window or the chunk of one layer of a mixed model; None where its cache keeps all tokens."""
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, WINDOWS[kinds[layer]], None) if kinds and kinds[layer] in WINDOWS else None
+
+
 def is_empty(cache: Any) -> bool:
     """Return whether no layer of a cache has seen a token."""
     return all(not layer.is_initialized or layer.get_seq_length() == 0 for layer in cache.layers)
 
 
-def adopt(cache: Cache | None, layers: list[CompactLayer]) -> Cache:
+def adopt(cache: Cache | None, layers: list[CacheLayer]) -> Cache:
     """The cache that a model goes on with, whose layers are such as `layers`, one for each layer of the model.
 
     None becomes a new cache of `layers`. An empty `DynamicCache`, as `generate` makes it, gets `layers` itself, so that
@@ -143,8 +158,9 @@ def adopt(cache: Cache | None, layers: list[CompactLayer]) -> Cache:
         if type(cache) is DynamicCache and is_empty(cache):
             cache.layers, cache.layer_class_to_replicate = layers, None
             return cache
+    form = next(layer.form for layer in layers if isinstance(layer, CompactLayer))
     raise ValueError(
-        f"this model keeps {layers[0].form} and was given a {type(cache).__name__} that it cannot continue: "
+        f"this model keeps {form} and was given a {type(cache).__name__} that it cannot continue: "
         "pass none, an empty DynamicCache without offloading, or the cache that it returned"
     )
 
@@ -156,7 +172,7 @@ def keeps_cache(decoder: nn.Module, call: Call) -> bool:
     return bool(use_cache) or call.get(CACHE) is not None
 
 
-def own_cache(decoder: nn.Module, call: Call, layers: list[CompactLayer]) -> Cache:
+def own_cache(decoder: nn.Module, call: Call, layers: list[CacheLayer]) -> Cache:
     """Puts into `call` the cache that `adopt` gives, for this call alone if none is kept; returns it.
 
     Raises:
@@ -199,5 +215,7 @@ def _without_temporary_cache(module: nn.Module, args: tuple, call: Call, output:
     return type(output)(**{name: part for name, part in output.items() if part is not cache})
 
 
-def _alike(layer: Any, expected: CompactLayer) -> bool:
+def _alike(layer: Any, expected: CacheLayer) -> bool:
+    if not isinstance(expected, CompactLayer):
+        return type(layer) is type(expected) and layer.sliding_window == expected.sliding_window
     return isinstance(layer, type(expected)) and layer.settings() == expected.settings()

@@ -17,7 +17,7 @@ from transformers.utils import can_return_tuple
 
 from .attention_functions import family_attention_class
 from .cache_argument import CACHE, returned_cache, takes_cache
-from .cache_layer import CompactLayer, check_full_attention
+from .cache_layer import CacheLayer, CompactLayer, check_full_attention
 from .cache_prediction import CachedLayer, footprint, peak_bytes
 from .configuration_surgery import SurgeryConfig
 from .converted_decoder import ConvertedModel, cache_layers, convert_decoder, family_decoder_class
@@ -73,7 +73,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def cache_layers(self) -> list[CompactLayer] | None:
+    def cache_layers(self) -> list[CacheLayer] | None:
         """New, empty layers of the cache that this model keeps; None where those of a plain `DynamicCache` do."""
         return cache_layers(self.config)
 
@@ -86,7 +86,8 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         if layers is None:
             return StaticCache(config=self.config, max_cache_len=tokens)
         for layer in layers:
-            layer.reserve(tokens)
+            if isinstance(layer, CompactLayer):  # windows grow no further than they are wide
+                layer.reserve(tokens)
         return Cache(layers=layers)
 
     def kv_cache_bytes(self, batch: int, tokens: int, prompt: int | None = None) -> int:

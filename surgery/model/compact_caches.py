@@ -6,26 +6,29 @@ This file travels beside the weights as remote code: it may import torch, transf
 from functools import partial
 
 from torch import nn
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .attention_functions import family_attention_class
 from .cache_argument import CACHE
-from .cache_layer import Call, CompactLayer, check_full_attention, own_cache
+from .cache_layer import CacheLayer, Call, check_full_attention, own_cache, sliding_window
 from .configuration_surgery import SurgeryConfig
 from .document_attention import DocumentAttention
 from .left_padding import set_padding
 from .packed_rows import new_tokens
-from .parts import attention_class, entry_of
+from .parts import attention_class, entries_of, entry_of
 from .plain_cache import PlainLayer
 
 
-def new_layers(config: SurgeryConfig, *, training: bool) -> list[CompactLayer]:
+def new_layers(config: SurgeryConfig, *, training: bool) -> list[CacheLayer]:
     """Make empty layers for the attention that the entries describe."""
     return [new_layer(config, layer, training=training) for layer in range(config.num_hidden_layers)]
 
 
-def new_layer(config: SurgeryConfig, layer: int, *, training: bool) -> CompactLayer:
+def new_layer(config: SurgeryConfig, layer: int, *, training: bool) -> CacheLayer:
     """Make an empty layer for the attention that the entry of a layer describes."""
     entry = entry_of(config.attention_layers[layer])
+    if entry.kind is None and (window := sliding_window(config, layer)) is not None:
+        return DynamicSlidingWindowLayer(window)
     whole, codes = PlainLayer(), None
     if config.kv_cache_of(layer) is not None and not training:
         # Methods of the class here: that of `config` may come from where there is no code of caches.
@@ -39,7 +42,9 @@ def prepare_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
     Raises:
         ValueError: the family's layers cannot keep such a cache.
     """
-    check_full_attention(config, "a cache in another form than plain keys and values")
+    unchanged = [layer for layer, entry in enumerate(entries_of(config)) if entry.kind is None]
+    form = "a cache in another form than plain keys and values"
+    check_full_attention(config, form, unchanged if config.kv_cache is None else ())
     for index, layer in enumerate(decoder.layers):
         attention = layer.self_attn
         attention.__class__ = family_attention_class(DocumentAttention, type(attention))

@@ -12,7 +12,7 @@ from torch import nn
 from .attention_choice import check_attention, check_weights, flash_problem
 from .attention_functions import ConvertedAttention, family_attention_class, is_flash, own_softmax
 from .cache_argument import CACHE_NAMES
-from .cache_layer import Call, CompactLayer, hook_calls
+from .cache_layer import CacheLayer, Call, hook_calls
 from .configuration_surgery import SurgeryConfig, check_config
 from .packed_rows import new_tokens, take_documents
 from .parts import DECODERS, attention_class, entries_of, has_compact_layers, part, parts_of
@@ -126,7 +126,7 @@ def _forget(shared_latents: dict[int, torch.Tensor], decoder: nn.Module, args: t
         shared_latents.clear()
 
 
-def cache_layers(config: SurgeryConfig) -> list[CompactLayer] | None:
+def cache_layers(config: SurgeryConfig) -> list[CacheLayer] | None:
     """New, empty layers of the cache that a model keeps; None where those of a plain `DynamicCache` do."""
     if not has_compact_layers(config) and config.kv_cache is None:
         return None

@@ -134,10 +134,10 @@ class PackedRows(Structure[Source, Settings]):
         super().__init__(opened, settings, progress)
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
         self.layers = converted_layers(self.kept, opened.layers)
-        if opened.stateful or any(window is not None for window in opened.windows):
+        if opened.stateful or any(opened.windows[layer] is not None for layer in self.layers):
             raise SurgeryError(
-                "a cache of packed rows needs full attention in every layer, and some have a sliding window or a "
-                "state: --to lowrank without --bits leaves such layers unchanged",
+                "a cache of packed rows needs full attention in every layer that is converted, and some have a sliding "
+                "window, or keep a state: --to lowrank without --bits takes such models",
                 setting="bits",
             )
         first = opened.first

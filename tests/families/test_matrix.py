@@ -11,10 +11,12 @@ from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
 from tiny_models import ALL, FAMILIES, HELD_OUT
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.engines.verdict import LOADS, LOADS_WITH
+from surgery.eval.kv_cache import cache_bytes
 from surgery.model import DECODERS
 from surgery.structures import converter
 from surgery.structures.cross_layer.settings import CrossLayerSettings
@@ -36,6 +38,8 @@ STRUCTURES: dict[str, Callable] = {
 }
 WINDOWED = "mla", "gqa", "lowrank"
 """Targets that take sliding windows, and layers that keep a state."""
+ALL_SLIDE = "starcoder2_window", "phi3_window"
+"""Models whose layers all have a window; others leave those that have one unchanged, and take rows of bits, too."""
 
 FIRST = {
     "falcon3": ("mla",),
@@ -120,11 +124,18 @@ MIXED = [name for name in NEW if name.endswith(("_window", "_state"))]
 """Models of which some layers do not keep all tokens."""
 FORGETFUL = "ministral_window", "llama4_window", "qwen3_5_state", "granite4_state"
 """One model of each kind: windows, chunks, linear attention, Mamba."""
+
+
+def takes_rows(name: str) -> bool:
+    """Return whether a mixed model takes rows of bits next to its windows."""
+    return name.endswith("_window") and name not in ALL_SLIDE
+
+
 CASES = [
     pytest.param(name, to, marks=[] if to in FIRST.get(name, ()) else pytest.mark.slow)
     for name in NEW
     for to in STRUCTURES
-    if (to in WINDOWED or name not in MIXED) and (name, to) not in REFUSED
+    if (to in WINDOWED or name not in MIXED or (to == "quantized" and takes_rows(name))) and (name, to) not in REFUSED
 ]
 
 
@@ -171,17 +182,54 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
     torch.testing.assert_close(shifted, whole, **close)
 
 
-@pytest.mark.parametrize("name", FORGETFUL)
-def test_rows_beside_windows_are_refused_before_any_work(checkpoints, monkeypatch, tmp_path, name):
+ROWS = {"kv_ratio": 0.5, "bits": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("gpt_oss_window", ConvertSettings(**TEXT, **ROWS)), ("llama4_window", QuantizedSettings(**TEXT, bits=8))],
+)
+@torch.no_grad()
+def test_windows_keep_their_cache_beside_rows(checkpoints, tmp_path, name, settings):
+    result = convert_checkpoint(checkpoints(name), tmp_path / "out", settings)
+    kv, limit = result.report.kv, {"gpt_oss_window": 15, "llama4_window": 79}[name]
+    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] < kv["source_bytes_per_token"]
+    model = AutoModelForCausalLM.from_pretrained(result.path).eval()
+    tokens = torch.randint(3, 4096, (2, limit + 9), generator=torch.Generator().manual_seed(0))
+    whole, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
+    pieces = [model(part, past_key_values=cache).logits for part in tokens.split((limit, 6, 1, 1, 1), dim=1)]
+    close = {"rtol": 0, "atol": 1e-2 * float(whole.abs().max())}  # a value may round to its other neighbor
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, **close)
+    slides = [layer.keys.shape[-2] for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer]
+    assert slides and set(slides) == {limit}
+    assert cache_bytes(cache) == model.kv_cache_bytes(batch=2, tokens=limit + 9)
+    reserved = model.reserved_cache(tokens=5)
+    assert model(tokens[:, :5], past_key_values=reserved).past_key_values is reserved
+    if name == "llama4_window":
+        return  # padding moves its chunks, in its own class too
+    padded = torch.cat([torch.full((2, 5), 2), tokens], dim=1)
+    mask = (padded.cumsum(1) > 10).long()
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    shifted = model(padded, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, 5:]
+    torch.testing.assert_close(shifted, whole, **close)
+
+
+@pytest.mark.parametrize("name", ["mistral_window", "qwen3_5_state", "granite4_state"])
+def test_rows_of_windows_and_beside_states_are_refused_before_any_work(checkpoints, monkeypatch, tmp_path, name):
     monkeypatch.setattr(converter, "load_texts", None)
     with pytest.raises(SurgeryError, match="needs full attention in every layer"):
-        convert_checkpoint(checkpoints(name), tmp_path / "out", ConvertSettings(**TEXT, kv_ratio=0.5, bits="auto"))
+        convert_checkpoint(checkpoints(name), tmp_path / "out", ConvertSettings(**TEXT, **ROWS))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("name", "to", "reason"),
-    [(name, to, r"full attention|sliding") for name in FORGETFUL for to in STRUCTURES if to not in WINDOWED]
+    [
+        (name, to, r"full attention|sliding")
+        for name in FORGETFUL
+        for to in STRUCTURES
+        if to not in WINDOWED and not (to == "quantized" and takes_rows(name))
+    ]
     + list({reason: (*case, reason) for case, reason in REFUSED.items()}.values()),
 )
 def test_what_a_structure_cannot_do_for_a_family_is_refused(checkpoints, tmp_path, name, to, reason):

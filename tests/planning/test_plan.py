@@ -401,7 +401,9 @@ def test_windows_count_in_bytes_and_what_takes_none_is_refused(checkpoints):
     assert result.source["kv_bytes"] == 2 * (1024 + 15) * 2 * 2 * 8 * 4
     (merged,) = [row for row in result.rows if row.to == "gqa"]
     assert merged.kv_ratio == 0.5
-    assert not any("bits" in row.asked for row in result.rows)
+    in_bits = [row for row in result.rows if "bits" in row.asked]
+    assert {row.to for row in in_bits} == {"mla", "lowrank", "quantized"}
+    assert all(row.kv_ratio * (1024 + 15) > 15 for row in in_bits)  # the window is kept whole
     assert "sliding windows" in result.refused.pop("--to mla --carrier stock")
     assert all("full attention" in why or "which heads stream" in why for why in result.refused.values())
 
