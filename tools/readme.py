@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from surgery.common.human import duration
 from surgery.eval.report import page, pareto
 from surgery.eval.report.document import read_report
 from surgery.eval.report.style import to_svg
@@ -29,7 +30,11 @@ SHOWN = {
     "perplexity": "perplexity",
     "recall": "recall",
 }
-ANSWERS = {"mla-4": "surgery convert --to mla", "cascade-8": "--to crosslayer --method cascade --bits auto"}
+ANSWERS = {
+    "mla-4": "surgery convert --to mla",
+    "cascade-8": "--to crosslayer --method cascade --bits auto",
+    "cascade-16-healed": "--kv-ratio 0.0625, then surgery heal",
+}
 """Rows that the sentences beneath the picture are about, and what makes them."""
 BEGIN, END = "<!-- made by tools/readme.py -->\n", "<!-- end -->"
 
@@ -42,13 +47,16 @@ def hook(report: dict[str, Any]) -> str:
     def text_of(key: str, name: str) -> str:
         return columns_by_key[key].text(rows[name], report)
 
-    sentences = ["Nothing was trained here."]
+    sentences = []
     for name, command in ANSWERS.items():
+        healing = rows[name]["conversion"]["healing"]
+        trained = f", trained on {healing['tokens']:,} tokens in {duration(healing['seconds'])}" if healing else ""
         perplexity, recall = (f"{text_of(key, 'source')} → {text_of(key, name)}" for key in ("perplexity", "recall"))
         sentences.append(
-            f"`{name}` (`{command}`) keeps {text_of('kv_ratio', name)} of the KV bytes: perplexity {perplexity}, "
-            f"planted keys found {recall}."
+            f"`{name}` (`{command}`{trained}) keeps {text_of('kv_ratio', name)} of the KV bytes: perplexity "
+            f"{perplexity}, planted keys found {recall}."
         )
+    sentences.append("Nothing else was trained.")
     return textwrap.fill(" ".join(sentences), 130, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
@@ -58,10 +66,12 @@ def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
     text = (
         f"Loss in nats per token, and perplexity, are on {settings['windows']} x {settings['length']:,} tokens of "
         f"prose that no calibration saw, and in the column {_long_title(long_report)} on {long['windows']} x "
-        f"{long['length']:,}. Recall is of {settings['recall_prompts']} numbers, planted in text and asked for at its "
-        f"end. Bytes are of the live cache ({report['created'][:10]}). Rows in code are the source and conversions of "
+        f"{long['length']:,} of another day ({long_report['created'][:10]}), with conversions of that day. Recall is "
+        f"of {settings['recall_prompts']} numbers, planted in text and asked for at its end. Bytes are of the live "
+        f"cache ({report['created'][:10]}). Rows in code are the source and conversions of "
         "it; their first 4 tokens stay in full precision and come on top of what was asked for. The other rows are "
-        "caches that vLLM has by itself, by its names for them. Intervals and KL divergences: "
+        "[caches of engines](docs/research/engine-caches.md) without a conversion, by their names there; "
+        "oscar_int2 is our reading of its paper, whose share falls with the context. Intervals and KL divergences: "
         "[report](docs/smollm2/rows/report.md), [in long windows](docs/smollm2/rows-8k/report.md)."
     )
     return textwrap.fill(text, 130, break_long_words=False, break_on_hyphens=False)
