@@ -69,7 +69,7 @@ def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
         f"{long['length']:,} of another day ({long_report['created'][:10]}), with conversions of that day. Recall is "
         f"of {settings['recall_prompts']} numbers, planted in text and asked for at its end. Bytes are of the live "
         f"cache ({report['created'][:10]}). Rows in code are the source and conversions of "
-        "it; their first 4 tokens stay in full precision and come on top of what was asked for. The other rows are "
+        "it, with their first 4 tokens in full precision on top. The others are "
         "[caches of engines](docs/research/engine-caches.md) without a conversion, by their names there; "
         "oscar_int2 is our reading of its paper, whose share falls with the context. Intervals and KL divergences: "
         "[report](docs/smollm2/rows/report.md), [in long windows](docs/smollm2/rows-8k/report.md)."

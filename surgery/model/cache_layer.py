@@ -113,7 +113,7 @@ def check_full_attention(config: PreTrainedConfig, form: str, unchanged: Collect
     """Raises ValueError unless every layer of a model attends to all earlier tokens.
 
     Layers with a window or a recurrent state keep something else than the keys and values of all tokens. Those of
-    `unchanged` may have a window, see `sliding_window`.
+    `unchanged` may have a window.
     """
     config = config.get_text_config(decoder=True)
     kinds = dict(enumerate(getattr(config, "layer_types", None) or ()))
@@ -126,12 +126,6 @@ def check_full_attention(config: PreTrainedConfig, form: str, unchanged: Collect
             f"{form} needs full attention in every layer, and this model has layers of {', '.join(other)}, whose "
             "caches already forget: surgery convert --to lowrank leaves such layers as they are"
         )
-
-
-def sliding_window(config: PreTrainedConfig, layer: int) -> int | None:
-    """Return the window or the chunk of one layer of a mixed model; None where its cache keeps all tokens."""
-    kinds = getattr(config, "layer_types", None)
-    return getattr(config, WINDOWS[kinds[layer]], None) if kinds and kinds[layer] in WINDOWS else None
 
 
 def is_empty(cache: Any) -> bool:

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .attention_functions import family_attention_class
 from .cache_argument import CACHE
-from .cache_layer import CacheLayer, Call, check_full_attention, own_cache, sliding_window
+from .cache_layer import WINDOWS, CacheLayer, Call, check_full_attention, own_cache
 from .configuration_surgery import SurgeryConfig
 from .document_attention import DocumentAttention
 from .left_padding import set_padding
@@ -22,6 +22,12 @@ from .plain_cache import PlainLayer
 def new_layers(config: SurgeryConfig, *, training: bool) -> list[CacheLayer]:
     """Make empty layers for the attention that the entries describe."""
     return [new_layer(config, layer, training=training) for layer in range(config.num_hidden_layers)]
+
+
+def sliding_window(config: SurgeryConfig, layer: int) -> int | None:
+    """Return the window or the chunk of one layer of a mixed model; None where its cache keeps all tokens."""
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, WINDOWS[kinds[layer]], None) if kinds and kinds[layer] in WINDOWS else None
 
 
 def new_layer(config: SurgeryConfig, layer: int, *, training: bool) -> CacheLayer:

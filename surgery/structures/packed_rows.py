@@ -134,10 +134,13 @@ class PackedRows(Structure[Source, Settings]):
         super().__init__(opened, settings, progress)
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
         self.layers = converted_layers(self.kept, opened.layers)
-        if opened.stateful or any(opened.windows[layer] is not None for layer in self.layers):
+        # Vision-language models with windows prepare masks of their own, which a row's first tokens cannot be found in.
+        attending = range(opened.layers) if opened.reader.stored_names else self.layers
+        if opened.stateful or any(opened.windows[layer] is not None for layer in attending):
             raise SurgeryError(
-                "a cache of packed rows needs full attention in every layer that is converted, and some have a sliding "
-                "window, or keep a state: --to lowrank without --bits takes such models",
+                "a cache of packed rows needs full attention in every layer that is converted, in a vision-language "
+                "model in every layer, and some have a sliding window or a state: --to lowrank without --bits takes "
+                "such models",
                 setting="bits",
             )
         first = opened.first
