@@ -46,7 +46,7 @@ def test_the_result_computes_and_caches_what_was_promised(name, settings, conver
 
 
 def test_a_cascade_after_a_layer_norm_in_bfloat16(tmp_path):
-    """As many latents as inputs, whose mean is zero: one of them is rounding of weights, and predicts nothing."""
+    """One of as many latents as inputs, whose mean is zero, is rounding of weights and predicts nothing."""
     source = make_checkpoint(tmp_path / "source", "cohere", torch.bfloat16)
     settings = replace(CASCADE, calibration_tokens=256, kv_ratio=0.5)
     verification = convert_checkpoint(source, tmp_path / "out", settings).report.verification

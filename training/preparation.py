@@ -32,9 +32,9 @@ def open_accelerator(settings: HealSettings) -> Accelerator:
         checked_device("cuda")  # says so; where there is one it would make a context on the first GPU in every process
     dtype = settings.dtype
     if dtype == "auto":
-        can = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        can = settings.on_gpu() and torch.cuda.is_bf16_supported()
         dtype = "bf16" if can else "fp32"
-    if dtype == "fp16" and (settings.device == "cpu" or not torch.cuda.is_available()):
+    if dtype == "fp16" and not settings.on_gpu():
         raise SurgeryError("dtype fp16 needs an accelerator: use bf16 or fp32 on a CPU")
     try:
         accelerator = Accelerator(

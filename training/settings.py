@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 FEWEST_STEPS, MOST_ROWS, MOST_AT_ONCE = 200, 16, 4
-"""Steps that a budget of tokens is cut into at least, and sequences of a process in a step and at once at most."""
+"""Steps that a budget of tokens is cut into at least, and sequences of a process in a step and at once at most.
+
+Few large and many small steps were compared on the demo model; SmolLM2 was healed with small ones (docs/healing.md).
+"""
 NO_TRACKER = "none"
 Evaluation = Literal["loss", "recall"]
 """Tasks of `surgery eval` that a run can take on the way."""
@@ -391,16 +394,17 @@ class HealSettings(FileSettings):
         rows = MOST_ROWS
         if self.max_tokens is not None:
             rows = max(1, min(rows, self.max_tokens // (FEWEST_STEPS * self.length * processes)))
-        if self.max_seconds is not None and self._is_on_cpu():
+        if self.max_seconds is not None and not self.on_gpu():
             rows = 1
         batch_size = self.batch_size or min(MOST_AT_ONCE, max(1, rows // (self.gradient_accumulation or 1)))
         accumulated = self.gradient_accumulation or max(1, rows // batch_size)
         return replace(self, batch_size=batch_size, gradient_accumulation=accumulated)
 
-    def _is_on_cpu(self) -> bool:
+    def on_gpu(self) -> bool:
+        """Return whether a training that starts here runs on a GPU."""
         import torch
 
-        return self.device == "cpu" or not torch.cuda.is_available()
+        return self.device != "cpu" and torch.cuda.is_available()
 
     def most_steps(self, processes: int) -> int | None:
         """Steps that the budget allows, as far as it does not depend on time."""

@@ -37,7 +37,7 @@ SPLITS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _ONE_DIGIT),
     "tekken": rf"{_CASED}|{_CAPITALS}|\p{{N}}|{_SLASHES}",
     "gpt-4o": rf"{_CASED}{_CONTRACTIONS}?|{_CAPITALS}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SLASHES}",
-    "seed-coder": rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1}}"
+    "seed-coder": rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 _LIKE_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "mellum", "trillion")

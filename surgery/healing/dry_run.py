@@ -56,7 +56,7 @@ def plan_healing(request: HealRequest) -> HealingPlan:
     Staging(out, overwrite=request.overwrite)
     settings = training_settings(request, student, out)
     processes = count_processes(request.processes, request.launcher)
-    device = torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if settings.on_gpu() else "cpu")
     if settings.dtype == "auto":  # as the training will find it, if it runs here
         can = device.type == "cuda" and torch.cuda.is_bf16_supported()
         settings = replace(settings, dtype="bf16" if can else "fp32")

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from surgery.architectures.entry_factors import entry_factors
@@ -309,7 +308,7 @@ def _train(
     progress.note(f"training: {shlex.join(command)}")
     # The package may be imported from where it lies, not only where it is installed.
     environment = outside(dict(os.environ)) | {"TOKENIZERS_PARALLELISM": "false"}
-    if settings.device == "cpu" or not torch.cuda.is_available():
+    if not settings.on_gpu():
         environment = keeps_freed_memory(environment)
     code = run_to_its_end(command, environment)
     if code:

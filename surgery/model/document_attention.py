@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from transformers import Cache
 
 from .cache_argument import CACHE, CACHE_NAMES
-from .cache_layer import CompactLayer
+from .cache_layer import CacheLayer
 from .packed_rows import VARLEN, Spans
 
 
@@ -24,10 +24,10 @@ class DocumentAttention(nn.Module):
     """Put before an attention's class in the bases of a class, by `family_attention_class`.
 
     Attributes:
-        new_layer: makes an empty cache layer of this attention, of `training` as `cache_layers` takes it.
+        new_layer: makes an empty cache layer of this attention, of `training` as `compact_caches.new_layer` takes it.
     """
 
-    new_layer: Callable[..., CompactLayer]
+    new_layer: Callable[..., CacheLayer]
     by_token: ClassVar[tuple[str, ...]] = ("position_ids", "token_positions")
     left_out: ClassVar[tuple[str, ...]] = (*VARLEN, *CACHE_NAMES)
 

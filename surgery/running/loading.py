@@ -74,7 +74,10 @@ def loading(what: str, remedy: str = "") -> Iterator[None]:
 
 @contextmanager
 def without_initial_values() -> Iterator[None]:
-    """Draw no initial values of parameters without memory, which PyTorch does in Python, a millisecond for each."""
+    """Draw no initial values of parameters without memory, which PyTorch does in Python, a millisecond for each.
+
+    Unlike under transformers' `no_init_weights`, weights are tied, and those that have memory are drawn.
+    """
     originals = {name: getattr(nn.init, name) for name in DRAWN}
     for name, original in originals.items():
         setattr(nn.init, name, partial(_draw, original))

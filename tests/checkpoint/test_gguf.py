@@ -146,7 +146,7 @@ def test_digits_are_cut_as_the_file_says(tmp_path):
 
 
 def test_texts_of_llama3_begin_with_bos_unless_the_file_says_no(tmp_path):
-    # As llama.cpp has it: converters wrote no add_bos_token for years.
+    # As llama.cpp's source has it, read and not run: converters wrote no add_bos_token for years.
     from surgery.checkpoint.gguf_tokenizer import write_tokenizer
 
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.merges": []}
