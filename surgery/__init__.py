@@ -1,4 +1,4 @@
-"""Surgery: rewrites the attention of pretrained language models so that the KV cache becomes 2-12x smaller.
+"""Surgery: rewrites the attention of pretrained language models so that the KV cache becomes 2-15x smaller.
 
 Importing the package lets ``AutoModelForCausalLM`` load converted checkpoints, and loads neither torch nor
 transformers: its model class is registered when transformers' auto classes are there.

@@ -54,7 +54,7 @@ class Program(Verbs):
 
 app = typer.Typer(
     name="surgery",
-    help="Rewrites the attention of pretrained language models so that the KV cache becomes 2-12x smaller.",
+    help="Rewrites the attention of pretrained language models so that the KV cache becomes 2-15x smaller.",
     epilog="Without a model: `surgery demo`. With one: `surgery inspect CKPT`. `surgery VERB --help` has examples.",
     no_args_is_help=True,
     cls=Program,
