@@ -92,7 +92,10 @@ def _check(rope: int, rank: int, reserved: int, full: int, max_rope: int) -> Non
     if rope < 0 or rope > max_rope or rope % 2:
         raise SurgeryError(f"{rope} rotary dimensions per token are impossible: choose an even number up to {max_rope}")
     if rank < 1:
-        raise SurgeryError(f"{rope} rotary dimensions leave a latent of rank {rank}: the budget is too small")
+        raise SurgeryError(
+            f"{rope} rotary dimensions leave a latent of rank {rank}: ask for more bytes with kv_ratio, or for fewer "
+            "rotary dimensions with rope_dim where the engine takes them"
+        )
     if rope + rank + reserved >= full:
         numbers = f"{rope} + {rank + reserved} numbers per token"
         raise SurgeryError(f"{numbers} would not be fewer than the source's {full}: keep fewer")
