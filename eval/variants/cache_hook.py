@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from surgery.common.errors import SurgeryError
-from surgery.model.cache_layer import Call, CompactLayer, check_full_attention, hook_calls
+from surgery.model.cache_layer import CacheLayer, Call, CompactLayer, check_full_attention, hook_calls
 from surgery.model.cache_prediction import CachedLayer
 
 
@@ -19,19 +19,19 @@ class NoVariant(SurgeryError):
 
 
 def install(
-    model: PreTrainedModel, name: str, prepare: Callable[[nn.Module, Call], None], layers: Sequence[CompactLayer]
+    model: PreTrainedModel, name: str, prepare: Callable[[nn.Module, Call], None], layers: Sequence[CacheLayer]
 ) -> PreTrainedModel:
     """Let `prepare(decoder, call)` change the arguments of every call of the decoder of `model`; return `model`.
 
     A ValueError of `prepare` is raised as SurgeryError. `model.kv_bytes(tokens)` becomes the bytes of a cache of
-    `layers`, one for each of the model's, by formula.
+    `layers`, one for each of the model's, by formula. Layers with a window may be among them (`beside_windows`).
 
     Raises:
         NoVariant: the model is no decoder with a head, has a quantized cache, layers of several kinds, or heads that
             the cache cannot hold.
         SurgeryError: it is a variant already.
     """
-    check_model(model, name)
+    check_model(model, name, [index for index, layer in enumerate(layers) if not isinstance(layer, CompactLayer)])
     decoder = model.base_model
 
     def refusing(module: nn.Module, call: Call) -> None:
@@ -46,7 +46,28 @@ def install(
     return model
 
 
-def bytes_of(layers: Sequence[CompactLayer], config: PreTrainedConfig, dtype: torch.dtype) -> Callable[[int], int]:
+def window_layers(config: PreTrainedConfig) -> dict[int, CacheLayer]:
+    """Make transformers' own cache of the layers that have an attention window, by index.
+
+    Raises:
+        ValueError: all have one.
+    """
+    own = DynamicCache(config=config).layers
+    if own and all(layer.is_sliding for layer in own):
+        raise ValueError("all layers are of sliding_attention: no cache grows with the context")
+    return {index: layer for index, layer in enumerate(own) if layer.is_sliding}
+
+
+def beside_windows(layers: Sequence[CompactLayer], config: PreTrainedConfig) -> list[CacheLayer]:
+    """Replace layers of a cache by those of `window_layers`, which then stay in full precision.
+
+    vLLM leaves them so with `--kv-cache-dtype-skip-layers sliding_window`; llama.cpp quantizes them too.
+    """
+    windows = window_layers(config)
+    return [windows.get(index, layer) for index, layer in enumerate(layers)]
+
+
+def bytes_of(layers: Sequence[CacheLayer], config: PreTrainedConfig, dtype: torch.dtype) -> Callable[[int], int]:
     """Predict the bytes of a cache of `layers` after so many tokens of one sequence.
 
     The prediction raises ValueError of heads that a layer cannot hold.
@@ -58,8 +79,8 @@ def bytes_of(layers: Sequence[CompactLayer], config: PreTrainedConfig, dtype: to
     return lambda tokens: sum(layer.held(tokens) for layer in cached)
 
 
-def check_model(model: PreTrainedModel, name: str) -> None:
-    """Raises as `install` does of a model that is no decoder with a head or has no full attention everywhere."""
+def check_model(model: PreTrainedModel, name: str, windows: Collection[int] = ()) -> None:
+    """Raises as `install` does of a model that is no decoder with a head or has no full attention but in `windows`."""
     decoder = model.base_model
     if (variant := getattr(decoder, "surgery_variant", None)) is not None:
         raise SurgeryError(f"this model is a variant already, with {variant}: load the baseline again for another one")
@@ -68,7 +89,7 @@ def check_model(model: PreTrainedModel, name: str) -> None:
     if getattr(model.config, "kv_cache", None):
         raise NoVariant(f"the checkpoint has a quantized KV cache of its own: {name} needs the one that it was made of")
     with refusals(NoVariant):
-        check_full_attention(model.config, name)
+        check_full_attention(model.config, name, windows)
 
 
 @contextmanager

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.variants.cache_hook import install
+from surgery.eval.variants.cache_hook import NoVariant, beside_windows, install, refusals
 from surgery.model.cache_argument import CACHE
-from surgery.model.cache_layer import Call, CompactLayer, own_cache
+from surgery.model.cache_layer import CacheLayer, Call, CompactLayer, own_cache
 from surgery.model.quantization import pack, unpack
 
 Parts = tuple[Tensor, ...]
@@ -170,21 +170,26 @@ def coded_cache(model: PreTrainedModel, name: str, layers: Sequence[CodedLayer],
     """Make every attention of `model` read keys and values as `CodedLayer`s hold them.
 
     Args:
-        layers: one for each layer of the model, with the settings of the cache.
+        layers: one for each layer of the model, with the settings of the cache. Layers with a window keep transformers'
+            own.
         chunk: tokens of one pass at most, for layers that are `delayed`; divides their sinks and tiles. 0: any number.
 
     Returns:
         `model` itself, with a hook on its decoder.
 
     Raises:
-        NoVariant: the format has no such heads, or the model is no decoder of full attention.
+        NoVariant: the format has no such heads, or the model is no decoder in which some layer has full attention.
         SurgeryError: it is a variant already. Later: a call with a filled cache of another kind.
     """
 
-    def prepare(decoder: nn.Module, call: Call) -> None:
-        own_cache(decoder, call, [layer.fresh() for layer in layers])
+    def empty() -> list[CacheLayer]:
+        return beside_windows([layer.fresh() for layer in layers], model.config)
 
-    install(model, name, prepare, layers)
+    def prepare(decoder: nn.Module, call: Call) -> None:
+        own_cache(decoder, call, empty())
+
+    with refusals(NoVariant):
+        install(model, name, prepare, empty())
     if chunk:
         model.base_model.forward = wraps(model.base_model.forward)(partial(_chunked, model.base_model.forward, chunk))
     return model

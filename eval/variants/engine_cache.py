@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.variants import kvarn_cache, llama_cpp_cache, oscar_cache, turboquant_cache
-from surgery.eval.variants.cache_hook import NoVariant, check_model, refusals
+from surgery.eval.variants.cache_hook import NoVariant, check_model, refusals, window_layers
 from surgery.eval.variants.coded_cache import CodedLayer, Coder, coded_cache
 from surgery.eval.variants.kvarn_cache import kvarn_layers
 from surgery.eval.variants.llama_cpp_cache import llama_cpp_layers
@@ -51,10 +51,11 @@ def engine_cache(model: PreTrainedModel, format: str, tokens: LongTensor | None 
         tokens: calibration sequences [N, T] of a format that is calibrated.
 
     Raises:
-        NoVariant: the model has no such heads or no full attention everywhere.
+        NoVariant: the model has no such heads, or no layer with full attention.
         SurgeryError: an unknown format, no tokens where some are needed, or the model is a variant already.
     """
-    check_model(model, f"the cache {format}")
+    with refusals(NoVariant):
+        check_model(model, f"the cache {format}", window_layers(model.config))
     if format in CALIBRATED:
         if tokens is None:
             raise SurgeryError(f"{format} is calibrated: give tokens")

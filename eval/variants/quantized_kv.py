@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
-from surgery.eval.variants.cache_hook import install, refusals
-from surgery.model.cache_layer import Call, own_cache
+from surgery.eval.variants.cache_hook import NoVariant, beside_windows, install, refusals
+from surgery.model.cache_layer import CacheLayer, Call, own_cache
 from surgery.model.quantized_cache import QuantizedKVLayer
 
 
@@ -26,15 +26,18 @@ def quantize_kv(model: PreTrainedModel, format: str, group: int = 32, window: in
         `model` itself, with a hook on its decoder.
 
     Raises:
-        SurgeryError: impossible settings, a model with other layers than full attention, or one that is a variant
-            already. Later: a call with a filled cache of another kind.
+        NoVariant: a model without full attention in any layer; layers with a window keep transformers' own cache.
+        SurgeryError: impossible settings, or a model that is a variant already. Later: a call with a filled cache of
+            another kind.
     """
-    layers = model.config.num_hidden_layers
 
-    def new_layers() -> list[QuantizedKVLayer]:
-        return [QuantizedKVLayer(format, group, window) for _ in range(layers)]
+    def new_layers() -> list[CacheLayer]:
+        layers = [QuantizedKVLayer(format, group, window) for _ in range(model.config.num_hidden_layers)]
+        return beside_windows(layers, model.config)
 
     with refusals():
+        QuantizedKVLayer(format, group, window)
+    with refusals(NoVariant):
         empty = new_layers()
 
     def prepare(decoder: nn.Module, call: Call) -> None:

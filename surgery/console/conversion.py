@@ -142,12 +142,14 @@ def show_doctor(diagnosis, *, as_json: bool = False) -> None:
         return
     page = new_page()
     page.print(f"\n[bold]{plain(name_of(diagnosis.path))}[/bold] ({plain(diagnosis.facts.kind)})")
+    columns = ["engine", Column("version", align="left"), "", Column("KV cache per token", align="right"), "because"]
     rows = []
     for verdict in diagnosis.verdicts:
         why = f"{verdict.reason}; {verdict.remedy}" if verdict.remedy else verdict.reason
         rows.append((verdict.engine, verdict.version, verdict.status, _allocation(verdict), why))
-    kv_column = Column("KV cache per token", align="right")
-    page.print(make_table(["engine", Column("version", align="left"), "", kv_column, "because"], rows))
+    if all(row[3] is None for row in rows):
+        columns, rows = [*columns[:3], columns[4]], [(*row[:3], row[4]) for row in rows]
+    page.print(make_table(columns, rows))
     _show_commands(page, {verdict.engine: verdict.to_dict() for verdict in diagnosis.verdicts})
     show_ruin(page, diagnosis.ruined_by)
 

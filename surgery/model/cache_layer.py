@@ -119,13 +119,9 @@ def check_full_attention(config: PreTrainedConfig, form: str, unchanged: Collect
     kinds = dict(enumerate(getattr(config, "layer_types", None) or ()))
     if not kinds and getattr(config, "sliding_window", None) is not None:
         kinds = {0: "sliding_attention"}
-    attending = {kind for layer, kind in kinds.items() if layer not in unchanged or kind not in WINDOWS}
-    other = ", ".join(sorted(attending - {"full_attention"}))
-    if other:
-        raise ValueError(
-            f"{form} needs full attention in every layer, and this model has layers of {other}, whose "
-            "caches already forget: surgery convert --to lowrank leaves such layers as they are"
-        )
+    for layer, kind in kinds.items():
+        if kind != "full_attention" and (layer not in unchanged or kind not in WINDOWS):
+            raise ValueError(f"{form} needs full attention in every layer; layer {layer} is of {kind}")
 
 
 def is_empty(cache: Any) -> bool:

@@ -17,13 +17,13 @@ from surgery.common.errors import SurgeryError
 from surgery.engines.cache_formats import TENSORRT_LLM, CacheFormat, cache_formats
 from surgery.engines.table import ASKED, verdicts
 from surgery.engines.verdict import REFUSED
-from surgery.eval.variants.cache_hook import bytes_of, refusals
+from surgery.eval.variants.cache_hook import beside_windows, bytes_of, refusals, window_layers
 from surgery.eval.variants.coded_cache import CodedLayer, Exact
 from surgery.eval.variants.engine_cache import FORMATS
 from surgery.families import LATENT_FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import cached_heads, causal_attention, output
-from surgery.model.cache_layer import check_full_attention
+from surgery.model.cache_layer import CacheLayer, check_full_attention
 from surgery.planning.settings import ENGINE, PlanSettings
 from surgery.running.source import Source
 from surgery.structures.context import ConversionContext
@@ -38,8 +38,8 @@ class EngineFormat:
 
     Attributes:
         serve: command of the engine's server, without flags of the cache.
-        layers: an empty cache layer of each of the model's.
-        skipped: layers that the user has the engine leave in full precision.
+        layers: an empty cache layer of each of the model's; those with a window stay in full precision.
+        skipped: other layers that the user has the engine leave in full precision.
     """
 
     engine: str
@@ -47,7 +47,7 @@ class EngineFormat:
     serve: str
     opened: Source
     settings: PlanSettings
-    layers: tuple[CodedLayer, ...]
+    layers: tuple[CacheLayer, ...]
     skipped: tuple[int, ...] = ()
     to = None
 
@@ -90,12 +90,23 @@ class EngineFormat:
 
     def command(self, called: str) -> str:
         """Command line that serves the source so."""
-        skipped = f" --kv-cache-dtype-skip-layers {' '.join(map(str, self.skipped))}" if self.skipped else ""
-        return f"{self.serve} {self.format.flags}{skipped}"
+        skipped = [*map(str, self.skipped)]
+        if len(self.full_attention) < len(self.layers):
+            skipped.insert(0, "sliding_window")
+        flag = f" --kv-cache-dtype-skip-layers {' '.join(skipped)}" if skipped else ""
+        return f"{self.serve} {self.format.flags}{flag}"
 
     def leaves(self, layer: int) -> bool:
         """Return whether the engine keeps a layer in full precision."""
-        return isinstance(self.layers[layer].key_coder, Exact)
+        return self._has_window(layer) or isinstance(self.layers[layer].key_coder, Exact)
+
+    @property
+    def full_attention(self) -> list[int]:
+        """Layers without a window."""
+        return [layer for layer in self.all_layers if not self._has_window(layer)]
+
+    def _has_window(self, layer: int) -> bool:
+        return self.layers[layer].is_sliding
 
     def group(self, layer: int) -> range:
         """The layer alone."""
@@ -111,8 +122,9 @@ class EngineFormat:
 
     def skipping(self, layers: Sequence[int]) -> EngineFormat:
         """The same format with these layers in full precision."""
+        layers = sorted(layer for layer in layers if not self._has_window(layer))
         caches = [CodedLayer(EXACT, EXACT) if index in layers else layer for index, layer in enumerate(self.layers)]
-        return replace(self, layers=tuple(caches), skipped=tuple(sorted(layers)))
+        return replace(self, layers=tuple(caches), skipped=tuple(layers))
 
     def filled(self, budget: float, order: Sequence[int]) -> EngineFormat | None:
         """Leave as many layers in full precision as a budget has room for; None where there is none.
@@ -162,15 +174,19 @@ def engine_formats(opened: Source, settings: PlanSettings, called: str, refused:
         formats = cache_formats(settings.engine)
         serve = _server(opened, settings.engine, called)
         with refusals():
-            check_full_attention(opened.config, "an engine's own format, as it is simulated,")
+            windows = window_layers(opened.config)
+            check_full_attention(opened.config, "an engine's own format, as it is simulated,", windows)
     except SurgeryError as error:
         refused[f"{settings.engine}'s own cache"] = str(error)
         return []
     for each in formats:
         try:
+            if windows and not each.skips_layers:
+                raise SurgeryError(f"{settings.engine} quantizes layers with a window too, which is not simulated")
             with refusals():
                 pairs = zip(FORMATS[each.keys](opened.config), FORMATS[each.values](opened.config), strict=True)
-                layers = tuple(CodedLayer(keys.key_coder, values.value_coder) for keys, values in pairs)
+                coded = [CodedLayer(keys.key_coder, values.value_coder) for keys, values in pairs]
+                layers = tuple(beside_windows(coded, opened.config))
                 bytes_of(layers, opened.config, opened.weight_dtype)(1)  # refuses heads that the format cannot hold
             candidates.append(EngineFormat(settings.engine, each, serve, opened, settings, layers))
         except SurgeryError as error:

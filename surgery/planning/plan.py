@@ -197,10 +197,10 @@ def _with_exact_layers(rounds: Rounds, shares: Sequence[float], source_bytes: fl
     """
     behind = far_behind(rounds.rows())
     near = [each for place, each in enumerate(rounds.weighed) if place not in behind and isinstance(each, EngineFormat)]
-    formats = [each for each in near if each.format.skips_layers and not any(map(each.leaves, each.all_layers))]
-    if not any(each.filled(share * source_bytes, each.all_layers) for each in formats for share in shares):
+    formats = [each for each in near if each.format.skips_layers and not any(map(each.leaves, each.full_attention))]
+    if not any(each.filled(share * source_bytes, each.full_attention) for each in formats for share in shares):
         return []
-    layers = formats[0].all_layers
+    layers = formats[0].full_attention
     alone = [formats[0].skipping([other for other in layers if other != layer]) for layer in layers]
     divergences = [score.divergence for score in rounds.on_first(alone)]
     order = sorted(layers, key=lambda layer: -divergences[layer])

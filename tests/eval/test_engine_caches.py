@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
@@ -276,6 +276,25 @@ def test_one_pass_and_decoding_see_the_same(name):
     first = {"kvarn": 256, "oscar": 384}.get(name.split("_")[0], 0)
     first = 192 if name.endswith("g64") else first
     assert not changed[:first].any() and changed[first:].float().mean() > 0.9
+
+
+@pytest.mark.parametrize("name", ["int4_per_token_head", "kvarn_k4v2_g64", "oscar_int2"])
+def test_layers_with_a_window_keep_full_precision(name):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    shape = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 32, "num_attention_heads": 4, "head_dim": D}
+    config = Gemma3TextConfig(**shape, num_key_value_heads=2, num_hidden_layers=3, layer_types=kinds, sliding_window=16)
+    torch.manual_seed(0)
+    model, tokens = Gemma3ForCausalLM(config).eval(), tokens_of(386)
+    exact, exact_cache = decoded(model, tokens, 384)
+    model = variant(name, model)
+    logits, cache = decoded(model, tokens, 384)
+    plain = model(tokens, use_cache=False).logits
+    assert (logits - plain).norm() < 0.2 * (plain - exact).norm()
+    for layer in (0, 2):
+        assert type(cache.layers[layer]) is type(exact_cache.layers[layer])
+    assert isinstance(cache.layers[1], CodedLayer)
+    coded = cache_bytes(cache) - 2 * 2 * 2 * 2 * D * 15 * 4  # keys and values of two layers, of a window less a token
+    assert cache_bytes(cache) == model.kv_bytes(386) and 0 < coded < 2 * 2 * D * 386 * 4
 
 
 def test_first_tokens_and_window_are_exact():

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.logits import LogitReader
+from surgery.eval.variants.cache_hook import NoVariant
 from surgery.eval.variants.quantized_kv import quantize_kv
 from surgery.eval.variants.sink_window import sink_window
 from surgery.model.quantized_cache import QuantizedKVLayer
@@ -222,10 +223,14 @@ def test_a_model_is_made_a_variant_once(load, variant):
 
 
 @each_variant
-@pytest.mark.parametrize("name", ["mistral_window", "qwen2_window"])
-def test_layers_with_a_window_are_refused(load, variant, name):
-    with pytest.raises(SurgeryError, match="sliding_attention"):
-        variant(load(name))
+def test_a_model_of_windows_alone_is_refused(load, variant):
+    with pytest.raises(NoVariant, match="sliding_attention"):
+        variant(load("mistral_window"))
+
+
+def test_a_window_needs_full_attention_in_every_layer(load):
+    with pytest.raises(NoVariant, match="sliding_attention"):
+        VARIANTS["window"](load("qwen2_window"))
 
 
 def test_impossible_requests_are_refused(load):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from command_line import run_main
 from tiny_models import HELD_OUT, SHAPE, add_tokenizer, random_model
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from surgery.calibration.texts import load_texts
 from surgery.common.errors import SurgeryError
@@ -133,7 +133,29 @@ def test_engines_without_a_format_are_refused(engine):
             cache_formats(engine)
 
 
-@pytest.mark.parametrize("family", ["qwen2_window", "deepseek_v3"])
+def test_layers_with_a_window_keep_full_precision(tmp_path):
+    kinds = ["full_attention", "sliding_attention"]
+    windows = {"layer_types": kinds, "sliding_window": 16, "use_sliding_window": True}
+    random_model(Qwen2Config(**{**SHAPE, "head_dim": 32}, **windows), 0).save_pretrained(tmp_path)
+    add_tokenizer(tmp_path)
+    settings, quiet, refused = PlanSettings(engine="vllm", allow=("engine",), **TEXT), Progress(silent=True), {}
+    opened = Source.open(tmp_path, settings)
+    texts = load_texts(opened, settings, quiet, planted=False)
+    with opened_work(opened, settings, texts, quiet) as work:
+        candidate = engine_formats(opened, settings, "ckpt", refused)[0]
+        score = measure([candidate], work, texts.held_out).scored[0]
+    assert not refused and candidate.full_attention == [0] and candidate.leaves(1)
+    assert candidate.command("ckpt").endswith("--kv-cache-dtype-skip-layers sliding_window")
+    model = engine_cache(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), candidate.format.name)
+    tokens = texts.held_out.tokens[: texts.held_out.texts]
+    assert score.losses == pytest.approx(losses(model, tokens), abs=5e-3)
+    assert candidate.kv_bytes == cache_bytes(model(tokens[:2, :64]).past_key_values)
+    assert candidate.skipping([0, 1]).skipped == (0,)
+    settings = PlanSettings(engine="llama.cpp", allow=("engine",), **TEXT)
+    assert engine_formats(Source.open(tmp_path, settings), settings, "ckpt", refused) == [] and len(refused) == 6
+
+
+@pytest.mark.parametrize("family", ["mistral_window", "deepseek_v3"])
 def test_sources_that_formats_do_not_hold_are_refused(checkpoints, family):
     settings, refused, reader = PlanSettings(engine="vllm", **TEXT), {}, open_model(checkpoints(family))
     assert engine_formats(Source.of(reader, settings, any_family_of(reader.config)), settings, "ckpt", refused) == []

@@ -231,15 +231,10 @@ def plan_groups(
             "convert --to lowrank instead"
         )
     for layer, window in enumerate(opened.windows):
-        if layer in opened.stateful:
+        if layer in opened.stateful or window is not None:
+            what = "keeps a state" if layer in opened.stateful else "has a sliding window"
             raise SurgeryError(
-                f"layer {layer} keeps a state: layers share a cache of old tokens, which needs full attention in all; "
-                "convert --to lowrank instead"
-            )
-        if window is not None:
-            raise SurgeryError(
-                f"layer {layer} has a sliding window and forgets: layers share a cache of old tokens, which needs full "
-                "attention in all; convert --to lowrank instead"
+                f"layers that share latents need full attention, and layer {layer} {what}: convert --to lowrank instead"
             )
     if opened.family.first_scaled(opened.config) is not None:
         raise SurgeryError(

@@ -71,7 +71,7 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
         try:
             check_full_attention(opened.config, "a hybrid of full and streaming heads")
         except ValueError as error:
-            raise SurgeryError.at(reader.path, f"{error}") from None
+            raise SurgeryError(f"{error}: convert --to lowrank or mla instead") from None
         if settings.heads is None and settings.streaming != 1:
             raise SurgeryError(
                 "which heads stream is not said: make a pattern with `surgery heads CKPT` and give it with --heads, or "
