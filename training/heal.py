@@ -252,7 +252,7 @@ class _Run:
         self.log.write(
             "start", settings=settings.to_dict(), trains=trained, parameters=total, processes=processes.count
         )
-        self.progress.note(f"{trained:,} of {total:,} parameters train, on {processes.count} processes")
+        self.progress.note(f"{trained:,} of {total:,} parameters train; processes: {processes.count}")
         if settings.resume:
             loop.resume()
         loop.run()

@@ -127,18 +127,18 @@ def _facts(inspection) -> list[tuple[str, str]]:
         ("family", facts["model_type"] + (f", stored as {facts['stored_as']}" if facts.get("stored_as") else "")),
         ("parameters", f"{stored}, vocabulary of {facts['vocabulary']:,}"),
         ("layers", f"{facts['layers']} of width {facts['hidden']:,}"),
-        ("heads", f"{facts['heads']} queries{_cached_heads(facts)}"),
+        ("heads", f"{facts['heads']} query heads{_cached_heads(facts)}"),
         *[("attention", kind) for kind in facts.get("attention", [])],
         *[("ruined by", ", ".join(formats)) for formats in [facts.get("ruined_by")] if formats],
         ("RoPE", f"{facts['rope_type']}{base}, {facts['max_positions']:,} positions"),
         *[("attention windows", value) for value in _windows(inspection.windows)],
-        *[("besides", ", ".join(value)) for value in [list(filter(None, extras))] if value],
+        *[("also", ", ".join(value)) for value in [list(filter(None, extras))] if value],
     ]
 
 
 def _cached_heads(facts: dict) -> str:
     """Keys and values of a family's own attention; others say what they cache in a line of their own."""
-    return "" if "attention" in facts else f", {facts['kv_heads']} keys and values, {facts['head_dim']} numbers each"
+    return "" if "attention" in facts else f", {facts['kv_heads']} KV heads, head size {facts['head_dim']}"
 
 
 def _windows(windows: list[int | None]) -> list[str]:

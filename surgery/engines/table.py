@@ -56,6 +56,6 @@ def refuse_unless_loadable(engine: str, config: dict[str, Any]) -> None:
     """
     for verdict in verdicts(config):
         if verdict.engine in ASKED[engine] and (verdict.status == REFUSED or verdict.remedy):
-            message = f"{verdict.engine} cannot serve it, {verdict.reason}"
+            message = f"{verdict.engine} cannot serve it: {verdict.reason}"
             hint = "surgery inspect, which shows what else it takes of the source"
             raise SurgeryError(f"--engine {engine}: {message}", setting="engine", hint=hint)

@@ -83,7 +83,7 @@ def export_checkpoint(
     reader = open_source(checkpoint)
     reason = obstacle(Facts.of(reader.config))
     if reason:
-        raise SurgeryError.at(reader.path, f"llama.cpp cannot compute it, {reason}")
+        raise SurgeryError.at(reader.path, f"llama.cpp cannot compute it: {reason}")
     model = GGUFModel.of(reader)
     out = _output(checkpoint, out, overwrite=overwrite)
     vocabulary = reader.config["vocab_size"]
