@@ -6,41 +6,20 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from command_line import run_main
+from healing import trained_here
 from processes import Fork
 from project_tools import tool
 
 from surgery.bench.models import converted_configs
 from surgery.common.errors import SurgeryError
+from surgery.healing import heal as healing
 
 BY_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-
-HEAL = """
-import os, runpy, sys
-from surgery.healing import heal
-
-def fork(command, environment):
-    child = os.fork()
-    if not child:
-        os.environ.update(environment)
-        sys.argv[:] = command[2:]
-        code = 1
-        try:
-            runpy.run_module(command[2], run_name="__main__", alter_sys=True)
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-heal.run_to_its_end = fork
-sys.argv[0] = "surgery"
-runpy.run_module("surgery", run_name="__main__", alter_sys=True)
-"""
-"""`surgery heal`, whose training is a fork, which need not import torch again."""
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +46,25 @@ def fork(arguments: list[str], environment: dict[str, str], log: Path) -> Any:
     if environment.get("TRITON_INTERPRET") == "0":
         return sys.modules["gpu_run"].start(arguments, environment, log)
     path = tuple(map(Path, environment["PYTHONPATH"].split(os.pathsep)))
-    if arguments[:3] == ["-m", "surgery", "heal"]:
-        return Forked(*arguments[2:], code=HEAL, environment=environment, path=path)
     if arguments[0] == "-m":
         return Forked(*arguments[2:], module=arguments[1], environment=environment, path=path)
     return Forked(*arguments, code=BY_PATH, environment=environment, path=path)
+
+
+@pytest.fixture
+def start_here(monkeypatch, capsys):
+    """Run commands of `surgery` in this process, which has imported what they need, and begin other steps as forks."""
+    monkeypatch.setattr(healing, "run_to_its_end", trained_here)
+
+    def start(arguments: list[str], environment: dict[str, str], log: Path) -> Any:
+        if arguments[:2] != ["-m", "surgery"]:
+            return fork(arguments, environment, log)
+        code, out, err = run_main(monkeypatch, capsys, *arguments[2:])
+        with log.open("a") as file:
+            file.write(out + err)
+        return SimpleNamespace(poll=lambda: code)
+
+    return start
 
 
 def lines_of(out: Path) -> list[dict]:
@@ -91,9 +84,11 @@ def numbers_of(value) -> list[float]:
     return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []
 
 
-def test_rehearsal_every_step_leaves_a_row_with_numbers(gpu_run, gpu_report, tmp_path, checkpoints, monkeypatch):
+def test_rehearsal_every_step_leaves_a_row_with_numbers(
+    gpu_run, gpu_report, tmp_path, checkpoints, start_here, monkeypatch
+):
     monkeypatch.setattr(gpu_run, "demo_model", lambda: checkpoints("llama"))
-    lines = take(gpu_run, tmp_path)
+    lines = take(gpu_run, tmp_path, starter=start_here)
     ended = {line["step"]: line["code"] for line in lines if line.get("event") == "ended"}
     assert ended == dict.fromkeys([step.name for step in gpu_run.STEPS], 0), ended
     report = gpu_report.report_of(lines)
