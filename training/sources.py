@@ -22,7 +22,8 @@ from surgery.training.chat import ChatEncoder, holds_conversations, read_records
 
 FORMATS = ("auto", "text", "chat")
 TOKENIZED_AT_ONCE = 64
-"""Texts given to the tokenizer in one call: its own threads then have something to share."""
+"""Texts given to the tokenizer in one call: its own threads then have something to share. The first calls have fewer,
+as a source that is cut to some tokens may need no more."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,11 @@ def fitting(sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase) -
 def encode_texts(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     """Tokenizes texts, each ended by eos where there is one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    while some := list(islice(texts, TOKENIZED_AT_ONCE)):
+    count = 1
+    while some := list(islice(texts, count)):
         for ids in tokenizer(some, add_special_tokens=False, verbose=False).input_ids:
             yield ids + end
+        count = min(2 * count, TOKENIZED_AT_ONCE)
 
 
 def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> str:
