@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from surgery.common.errors import SurgeryError
@@ -18,7 +18,7 @@ from surgery.common.machine_faults import is_panic
 from surgery.families import FAMILIES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 PARTS = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 """Language models for which transformers has no class by themselves."""
@@ -86,6 +86,20 @@ def without_initial_values() -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(nn.init, name, original)
+
+
+@contextmanager
+def without_generation() -> Iterator[None]:
+    """Make no `generation_config` for the models of the block, whose layers are run and which write no text.
+
+    transformers converts and checks the config for it, a fifth of the time that a small layer takes to load.
+    """
+    original = PreTrainedModel.__dict__["can_generate"]
+    PreTrainedModel.can_generate = classmethod(lambda model_class: False)
+    try:
+        yield
+    finally:
+        PreTrainedModel.can_generate = original
 
 
 def _draw(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **options: Any) -> Tensor:
