@@ -16,7 +16,7 @@ import surgery
 from surgery.common.pictures import Page
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 
-pytestmark = pytest.mark.usefixtures("short_decoding")
+pytestmark = pytest.mark.usefixtures("short_decoding", "no_pictures")
 
 FUNCTIONS = ("convert", "evaluate", "heal", "inspect", "score_heads", "slice")
 MERGED = {"kv_heads": 1, "method": "mean-pool", "calibration": "none", "device": "cpu", "progress": False}

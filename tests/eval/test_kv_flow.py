@@ -5,7 +5,7 @@ from own_models import KINDS, tiny_source
 
 from surgery.eval.kv_cache import measure_kv
 from surgery.eval.kv_flow import causal_entries, measure_footprint, measure_peak
-from surgery.eval.tasks.kv_bytes import KVBytesTask
+from surgery.eval.tasks.kv_bytes import CONTEXTS, KVBytesTask, by_context
 from surgery.eval.variants.sink_window import sink_window
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -56,6 +56,7 @@ def test_the_task_says_what_was_predicted_and_what_was_measured():
     result = KVBytesTask(40).run(KINDS["hybrid"](tiny_source("llama")), Alone)
     for name, value in result["predicted"].items():
         assert result[name] == pytest.approx(value, rel=1e-12), name
+    assert list(result["by_context"]) == [str(tokens) for tokens in CONTEXTS]
     assert KVBytesTask(40).run(tiny_source("llama"), Alone)["predicted"] is None
 
 
@@ -63,6 +64,6 @@ def test_the_task_says_what_was_predicted_and_what_was_measured():
 def test_bytes_at_longer_contexts_are_by_the_formula_of_the_measured_ones(kind):
     source = tiny_source("llama")
     model = KINDS[kind](source) if kind else source
-    result = KVBytesTask(40).run(model, Alone)["by_context"]
+    result = by_context(model, measure_kv(model, 40))
     expected = model.kv_cache_bytes if kind else lambda batch, tokens: tokens * result["1024"] // 1024
     assert result == {str(tokens): expected(1, tokens) for tokens in (1024, 8192, 32_768, 131_072)}

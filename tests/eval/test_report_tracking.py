@@ -11,6 +11,7 @@ from sample_report import sample_report
 from surgery.common.errors import SurgeryError
 from surgery.eval.report.tracking import log_to_wandb
 
+pytestmark = pytest.mark.usefixtures("no_pictures")  # of pages: those that runs hold are drawn
 PICTURE = bytes.fromhex("89504e470d0a1a0a")
 
 
