@@ -33,6 +33,7 @@ class Operation:
         check: raises ValueError for arguments of a call that do not belong together.
         kernel: the module whose `launches` are run, `<name>/kernel.py` by default; imported only then: it needs Triton.
         settings: arguments behind those of the reference that only kernels have a use for: optional integers.
+        mutates: tensors among the arguments that the operation fills; it has no results then.
         growth: dimensions that grow with a text, as `Layout` takes them.
         free: integers that change at every step; kernels must not specialize on them.
 
@@ -50,6 +51,7 @@ class Operation:
         *,
         kernel: str | None = None,
         settings: tuple[str, ...] = (),
+        mutates: tuple[str, ...] = (),
         growth: Growth = (),
         free: tuple[str, ...] = (),
     ) -> None:
@@ -67,9 +69,9 @@ class Operation:
             return self._run([_plain(arguments[name]) for name in self._layout.names])
 
         compute.__signature__ = signature
-        schema = torch.library.infer_schema(compute, mutates_args=())
+        schema = torch.library.infer_schema(compute, mutates_args=mutates)
         self.registered: CustomOpDef = torch.library.custom_op(
-            f"surgery::{name}", compute, mutates_args=(), schema=schema
+            f"surgery::{name}", compute, mutates_args=mutates, schema=schema
         )
 
         def traced(*args: Any, **kwargs: Any) -> Results:
@@ -124,7 +126,7 @@ class Operation:
         if any(side_by_side(tensor) is not tensor for tensor in tensors):
             return lambda values, _: self._run([side_by_side(value) for value in values])
         outputs = self._outputs(call)
-        memory = (outputs,) if isinstance(outputs, Tensor) else outputs
+        memory = (outputs,) if isinstance(outputs, Tensor) else outputs or ()
         launches = import_module(self._module).launches(*values, **dict(zip(("out", "lse"), memory, strict=False)))
         return Plan(self._layout, values, outputs, launches)
 

@@ -21,7 +21,7 @@ from surgery.kernels.launch import Extent, Launch
 Growth = tuple[Mapping[str, int], ...]
 """Dimensions that grow with a text, by the argument's name, in groups whose sizes are usually equal."""
 
-Results = tuple[Tensor, ...] | Tensor
+Results = tuple[Tensor, ...] | Tensor | None
 Run = Callable[[Sequence[Any], list[int]], Results]
 """Runs a call: its arguments in the order of the schema, and the extents that `Layout.key` read from them."""
 
@@ -154,7 +154,7 @@ class Plan:
     Args:
         layout: the operation's arguments.
         values: those of the call that is planned, no tensor twice.
-        outputs: its result or both of them, as large as those of any call.
+        outputs: its result or both of them, as large as those of any call; None if there is none.
         launches: what fills these.
 
     Attributes:
@@ -163,12 +163,12 @@ class Plan:
 
     def __init__(self, layout: Layout, values: Sequence[Any], outputs: Results, launches: Sequence[Launch]) -> None:
         launches = [launch for launch in launches if 0 not in launch.grid]
-        self._is_single = isinstance(outputs, Tensor)
-        outputs = (outputs,) if self._is_single else outputs
+        self._is_single, self._has_results = isinstance(outputs, Tensor), outputs is not None
+        outputs = (outputs,) if self._is_single else outputs or ()
         memory = (*outputs, *(tensor for launch in launches for tensor in launch.scratch))
         extents = layout.extents(values)
         first = len(values) + len(extents)
-        self._out, self._device = first, outputs[0].device
+        self._out, self._device = first, next(value.device for value in values if isinstance(value, Tensor))
         self._is_cuda = self._device.type == "cuda"
         # One number, expanded: its like takes less time to allocate than a shape and a dtype.
         self._memory = [torch.empty(1, dtype=like.dtype, device=self._device).expand(like.shape) for like in memory]
@@ -203,6 +203,8 @@ class Plan:
         flat = [*values, *extents, *map(torch.empty_like, self._memory), *self._constants]
         for pick, starter in self.steps:
             starter.start(*pick(flat))
+        if not self._has_results:
+            return None
         return flat[self._out] if self._is_single else (flat[self._out], flat[self._out + 1])
 
 

@@ -61,7 +61,9 @@ def default_config(
     # Only WGMMA is worth 64 rows: with the MMA of a warp their accumulators leave too few registers.
     wide = shared >= HOPPER_SHARED and dtype != torch.float32
     block_rows = 16 if rows <= 16 else 64 if rows > 32 and wide else 32
-    warps = 8 if block_rows == 64 or dtype == torch.float32 else 4
+    # Pages and gains together leave four warps too few registers.
+    crowded = paged and gains and block_rows * rank >= 32 * 256
+    warps = 8 if block_rows == 64 or dtype == torch.float32 or crowded else 4
     chunk = chunk_of(rank, 32 if dtype == torch.float32 else 256 if block_rows * rank >= 64 * 512 else 64)
     # Addresses of pages, and gains, take registers too.
     is_wide_row = gains or block_rows * rank > (32 * 256 if paged else 32 * 448)

@@ -12,8 +12,10 @@ registers for all of it (docs/kernels.md has the figures).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
@@ -39,44 +41,18 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
         args: arguments of `mla_decode_packed`; the last dimension of each is contiguous.
         config: of `mla_decode`.
     """
-    query, rows, pages, exact, rank = args.query, args.rows, args.pages, args.exact, args.rank
-    batch, tokens = query.shape[:2]
-    pairs, lanes = (query.shape[-1] - rank) // 2, row_bytes(args.fields) // 2
-    gains = rows.shape[-1] - lanes
+    query, rows, pages, rank = args.query, args.rows, args.pages, args.rank
+    batch, width = query.shape[0], query.shape[-1]
+    gains = rows.shape[-1] - row_bytes(args.fields) // 2
     page = 0 if pages is None else rows.shape[1]
     text = rows if pages is None else pages
     # A plan of these launches serves all texts whose size has as many bits.
     room = (1 << int(text.shape[1]).bit_length()) * max(page, 1)
     latent = query.new_empty(batch, room, rank)
-    rope_key = query.new_empty(batch, room, 2 * pairs)
+    rope_key = query.new_empty(batch, room, width - rank)
     key_gain = query.new_empty(batch, room, gains, dtype=torch.float32) if gains else None
-    unpack = Launch.of(
-        unpack_rows_kernel,
-        (triton.cdiv(room, BLOCK_TOKENS), batch),
-        Config(warps=4, stages=1),
-        vars(args),
-        latent=latent,
-        rope_key=rope_key,
-        key_gain=key_gain,
-        entries=slot_table(args.fields, rank, CHUNK, query.device),
-        begin_rows=0 if args.begins is None else size(args.begins, 1),
-        capacity=size(text, 1),
-        room=room,
-        first_tokens=0 if exact is None else exact.shape[1],
-        new_tokens=tokens,
-        gain_lane=lanes,
-        **strides("row", "token", rows=rows, exact=exact),
-        **strides("row", pages=pages),
-        RANK=rank,
-        PAIRS=pairs,
-        GAINS=gains,
-        GAIN_BLOCK=triton.next_power_of_2(max(gains, 1)),
-        PLANES=triton.cdiv(rank // 2, CHUNK),
-        ROPE_PLANES=triton.cdiv(pairs, CHUNK),
-        CHUNK=CHUNK,
-        PAGE=page,
-        STEP=STEP,
-        BLOCK_TOKENS=BLOCK_TOKENS,
+    unpack = unpack_launch(
+        vars(args), (triton.cdiv(room, BLOCK_TOKENS), batch), latent, rope_key, key_gain, new_tokens=query.shape[1]
     )
     unpack = replace(unpack, scratch=(latent, rope_key) if key_gain is None else (latent, rope_key, key_gain))
     read = dense.launches(
@@ -89,27 +65,78 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
     return [unpack, *read]
 
 
+def unpack_launch(
+    args: Mapping[str, Any],
+    grid: tuple[int, int],
+    latent: Tensor,
+    rope_key: Tensor,
+    key_gain: Tensor | None = None,
+    *,
+    new_tokens: int = 1,
+    to_pages: bool = False,
+) -> Launch:
+    """Return the launch that unpacks rows, of arguments of `mla_decode_packed` by their names.
+
+    Args:
+        grid: programs of each row of the batch, which share its tokens, and rows.
+        latent, rope_key, key_gain: memory for the tokens of each row, or of each page.
+        new_tokens: T.
+        to_pages: whether a token is unpacked to its page, not to its row of the batch.
+    """
+    rows, pages, exact, begins = args["rows"], args["pages"], args["exact"], args["begins"]
+    rank, pairs, gains = latent.shape[-1], rope_key.shape[-1] // 2, 0 if key_gain is None else key_gain.shape[-1]
+    defaults = dict.fromkeys(("lengths", "starts", "exact_starts", "window"))
+    return Launch.of(
+        unpack_rows_kernel,
+        grid,
+        Config(warps=4, stages=1),
+        defaults | args,
+        latent=latent,
+        rope_key=rope_key,
+        key_gain=key_gain,
+        entries=slot_table(args["fields"], rank, CHUNK, rows.device),
+        begin_rows=0 if begins is None else size(begins, 1),
+        capacity=size(rows if pages is None else pages, 1),
+        first_tokens=0 if exact is None else exact.shape[1],
+        new_tokens=new_tokens,
+        gain_lane=row_bytes(args["fields"]) // 2,
+        **strides("row", "token", rows=rows, exact=exact, latent=latent, rope_key=rope_key, key_gain=key_gain),
+        **strides("row", pages=pages),
+        RANK=rank,
+        PAIRS=pairs,
+        GAINS=gains,
+        GAIN_BLOCK=triton.next_power_of_2(max(gains, 1)),
+        PLANES=triton.cdiv(rank // 2, CHUNK),
+        ROPE_PLANES=triton.cdiv(pairs, CHUNK),
+        CHUNK=CHUNK,
+        PAGE=0 if pages is None else rows.shape[1],
+        TO_PAGES=to_pages,
+        STEP=STEP,
+        BLOCK_TOKENS=BLOCK_TOKENS,
+    )
+
+
 # These grow with a text: not worth a compilation each.
-@triton.jit(do_not_specialize=["capacity", "begin_rows", "room", "pages_row"])
+@triton.jit(do_not_specialize=["capacity", "begin_rows", "pages_row"])
 def unpack_rows_kernel(
     rows, step, mean, entries, within, begins, exact, latent, rope_key, key_gain, lengths, starts, exact_starts, pages,
-    capacity, begin_rows, room, first_tokens, new_tokens, gain_lane, window, rows_row, rows_token, exact_row,
-    exact_token, pages_row,
+    capacity, begin_rows, first_tokens, new_tokens, gain_lane, window, rows_row, rows_token, exact_row, exact_token,
+    latent_row, latent_token, rope_key_row, rope_key_token, key_gain_row, key_gain_token, pages_row,
     RANK: tl.constexpr, PAIRS: tl.constexpr, GAINS: tl.constexpr, GAIN_BLOCK: tl.constexpr, PLANES: tl.constexpr,
-    ROPE_PLANES: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr,
+    ROPE_PLANES: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, TO_PAGES: tl.constexpr, STEP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_TOKENS tokens of one row of the batch, as far as a query sees them."""
+    """One program: every nth BLOCK_TOKENS tokens of one row of the batch, as far as a query sees them."""
     batch = tl.program_id(1).to(tl.int64)
-    start = tl.program_id(0) * BLOCK_TOKENS
-    token = start + tl.arange(0, BLOCK_TOKENS)
     if PAGE > 0:
         capacity *= PAGE
     length = capacity if lengths is None else tl.minimum(tl.load(lengths + batch), capacity)
     low = 0 if starts is None else tl.load(starts + batch)
     if window is not None:
         low = tl.maximum(low, length - new_tokens - window + 1)
-    if (start < length) & (start + BLOCK_TOKENS > low):
+    block = low // BLOCK_TOKENS + tl.program_id(0)
+    for start in range(block * BLOCK_TOKENS, length, tl.num_programs(0) * BLOCK_TOKENS):
+        token = start + tl.arange(0, BLOCK_TOKENS)
         mask = token < length
         if PAGE > 0:
             base = tl.load(pages + batch * pages_row + token // PAGE, mask=mask, other=0).to(tl.int64)
@@ -122,14 +149,17 @@ def unpack_rows_kernel(
         nth = token - first_place
         is_first = mask & (nth >= 0) & (nth < first_tokens)
         has_first = (start < first_place + first_tokens) & (start + BLOCK_TOKENS > first_place)
-        to = batch * room + token.to(tl.int64)
+        to_row, to_place = batch, token.to(tl.int64)
+        if TO_PAGES:
+            to_row, to_place = base, place
 
         for i in range(PLANES):
             slot = i * CHUNK + tl.arange(0, CHUNK)
             near, far = values_of(rows_at, entries + i * CHUNK, step, mean, slot, mask, CHUNK)
             if has_first:
                 near, far = with_first(near, far, exact, batch, nth, is_first, slot, RANK // 2, exact_row, exact_token)
-            store_pairs(latent + to[:, None] * RANK, near, far, i, mask, RANK, BLOCK_TOKENS, CHUNK)
+            to = latent + to_row * latent_row + to_place * latent_token
+            store_pairs(to[:, None], near, far, i, mask, RANK, BLOCK_TOKENS, CHUNK)
         for i in range(ROPE_PLANES):
             pair = i * CHUNK + tl.arange(0, CHUNK)
             near, far = values_of(rows_at, entries + (PLANES + i) * CHUNK, step, mean, RANK // 2 + pair, mask, CHUNK)
@@ -139,12 +169,14 @@ def unpack_rows_kernel(
                 )
             near, far = turned(near, far, within, STEP, token % STEP, pair, pair < PAIRS, PAIRS)
             near, far = turned(near, far, begins, begin_rows, token // STEP, pair, pair < PAIRS, PAIRS)
-            store_pairs(rope_key + to[:, None] * (2 * PAIRS), near, far, i, mask, 2 * PAIRS, BLOCK_TOKENS, CHUNK)
+            to = rope_key + to_row * rope_key_row + to_place * rope_key_token
+            store_pairs(to[:, None], near, far, i, mask, 2 * PAIRS, BLOCK_TOKENS, CHUNK)
         if GAINS > 0:
             gain = tl.arange(0, GAIN_BLOCK)
             gain_mask = mask[:, None] & (gain < GAINS)[None, :]
             gains = tl.load(rows_at[:, None] + (gain_lane + gain)[None, :], mask=gain_mask, other=0)
-            tl.store(key_gain + to[:, None] * GAINS + gain[None, :], gains.to(tl.float16, bitcast=True), mask=gain_mask)
+            to = key_gain + to_row * key_gain_row + to_place * key_gain_token
+            tl.store(to[:, None] + gain[None, :], gains.to(tl.float16, bitcast=True), mask=gain_mask)
 
 
 @triton.jit

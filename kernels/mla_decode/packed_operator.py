@@ -71,21 +71,31 @@ def mla_decode_packed(
 
 
 def _check(call: SimpleNamespace) -> None:
-    name, query, rows, rank = "mla_decode_packed", call.query, call.rows, call.rank
-    if len(call.fields) % 4 or not call.fields:
-        raise ValueError(f"{name}: {len(call.fields)} numbers in fields: four of each field are needed")
-    width = sum(count for _, count, _, _ in grouped(call.fields))
-    if query.dim() != 4 or query.shape[-1] != width or not 0 < rank <= width or (width - rank) % 2:
-        raise ValueError(f"{name}: query {list(query.shape)}, rank {rank} and fields of {width} channels")
-    if rows.dim() != 3 or rows.dtype != torch.int16 or 2 * rows.shape[-1] < row_bytes(call.fields):
-        raise ValueError(
-            f"{name}: rows are {rows.dtype} {list(rows.shape)}, and fields lie in {row_bytes(call.fields)} bytes"
-        )
+    name, query, rows = "mla_decode_packed", call.query, call.rows
+    if query.dim() != 4:
+        raise ValueError(f"{name}: query {list(query.shape)}: [B, T, H, r + ρ] is needed")
+    check_rows(name, call, call.rank, query.shape[-1], len(query), query.dtype)
     if call.pages is None and rows.shape[0] != query.shape[0]:
         raise ValueError(f"{name}: {query.shape[0]} rows of queries, {rows.shape[0]} of packed tokens")
     gains = rows.shape[-1] - row_bytes(call.fields) // 2
     if gains and query.shape[2] % gains:
         raise ValueError(f"{name}: {query.shape[2]} heads are no multiple of {gains} gains")
+    check_pages(name, query.shape[0], call.pages)
+    check_counts(name, query.shape[0], lengths=call.lengths, starts=call.starts, exact_starts=call.exact_starts)
+    check_positive(name, window=call.window)
+
+
+def check_rows(name: str, call: SimpleNamespace, rank: int, width: int, batch: int, dtype: torch.dtype) -> None:
+    """Refuses rows and tables of a call that are not those of so many channels, or exact values not of a batch."""
+    if len(call.fields) % 4 or not call.fields:
+        raise ValueError(f"{name}: {len(call.fields)} numbers in fields: four of each field are needed")
+    channels, rows = sum(count for _, count, _, _ in grouped(call.fields)), call.rows
+    if width != channels or not 0 < rank <= width or (width - rank) % 2:
+        raise ValueError(f"{name}: {width} channels, rank {rank} and fields of {channels} channels")
+    if rows.dim() != 3 or rows.dtype != torch.int16 or 2 * rows.shape[-1] < row_bytes(call.fields):
+        raise ValueError(
+            f"{name}: rows are {rows.dtype} {list(rows.shape)}, and fields lie in {row_bytes(call.fields)} bytes"
+        )
     for what, tensor in (("step", call.step), ("mean", call.mean)):
         if tensor.shape != (width,) or tensor.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{name}: {what} is {tensor.dtype} {list(tensor.shape)}, fp32 [{width}] is needed")
@@ -93,21 +103,21 @@ def _check(call: SimpleNamespace) -> None:
     if pairs and (call.within is None or call.within.shape != (2, STEP, pairs) or call.begins.shape[::2] != (2, pairs)):
         raise ValueError(f"{name}: rotation must be what rotation_tables gives for {pairs} pairs")
     exact = call.exact
-    if exact is not None and (
-        exact.dim() != 3 or exact.shape[::2] != (len(query), width) or exact.dtype != query.dtype
-    ):
-        raise ValueError(f"{name}: exact is {exact.dtype} {list(exact.shape)}, {query.dtype} [B, E, {width}] is needed")
-    check_pages(name, query.shape[0], call.pages)
-    check_counts(name, query.shape[0], lengths=call.lengths, starts=call.starts, exact_starts=call.exact_starts)
-    check_positive(name, window=call.window)
+    if exact is not None and (exact.dim() != 3 or exact.shape[::2] != (batch, width) or exact.dtype != dtype):
+        raise ValueError(f"{name}: exact is {exact.dtype} {list(exact.shape)}, {dtype} [B, E, {width}] is needed")
+
+
+def within_lanes(fields: Sequence[int]) -> str | None:
+    """Return why no kernel reads rows of these fields; None if one does."""
+    if any(first % 2 or count % 2 for first, count, _, _ in grouped(fields)):
+        return "a run of packed rows begins or ends within a lane"
+    return None
 
 
 def _unsupported(call: SimpleNamespace) -> str | None:
-    if any(first % 2 or count % 2 for first, count, _, _ in grouped(call.fields)):
-        return "a run of packed rows begins or ends within a lane"
     if call.pages is not None and call.lengths is None:
         return "pages without lengths"
-    return unsupported(call)
+    return within_lanes(call.fields) or unsupported(call)
 
 
 _mla_decode_packed = Operation(

@@ -35,26 +35,45 @@ def packed_latent_attention(
     """
     if pages is not None:
         rows = paged_tokens(rows, pages)
-    wide = torch.promote_types(query.dtype, torch.float32)
+    if query.dtype == torch.float64:
+        step, mean = step.double(), mean.double()
     batch, capacity = rows.shape[:2]
+    values, gain = values_of(rows, step, mean, fields, rank, within, begins, exact, exact_starts)
+    ends = all_rows(capacity, batch, query.device) if lengths is None else lengths.clamp(max=capacity)
+    place = torch.arange(capacity, device=query.device)
+    mask = visible(place < ends[:, None], ends, starts, query.shape[1], window)
+    return shared_attention(query, values[..., :rank], values[..., rank:], scale, mask, gain)
+
+
+def values_of(
+    rows: Tensor,
+    step: Tensor,
+    mean: Tensor,
+    fields: list[int],
+    rank: int,
+    within: Tensor | None = None,
+    begins: Tensor | None = None,
+    exact: Tensor | None = None,
+    exact_starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Values [B, S, r + ρ] of rows in the dtype of their steps, shared keys rotated, and gains [B, S, G] fp16."""
+    wide, (batch, capacity) = step.dtype, rows.shape[:2]
     codes, gain = unpack(rows, fields)
     highest = torch.cat([mean.new_full((count,), 2**bits - 1) for _, count, _, bits in grouped(fields)])
-    values = (codes - 0.5 * highest) * step.to(wide) + mean.to(wide)
-    place = torch.arange(capacity, device=query.device)
+    values = (codes - 0.5 * highest) * step + mean
+    place = torch.arange(capacity, device=rows.device)
     if exact is not None and exact.shape[1]:
         slot = place - (place.new_zeros(batch, 1) if exact_starts is None else exact_starts[:, None])
         index = slot.clamp(0, exact.shape[1] - 1).long()[..., None].expand(-1, -1, exact.shape[2])
         is_exact = (slot >= 0) & (slot < exact.shape[1])
         values = torch.where(is_exact[..., None], exact.to(wide).gather(1, index), values)
-    latent, rope_key = values[..., :rank], values[..., rank:]
     if within is not None:
         near, far = within.to(wide)[:, place % STEP], begins.to(wide)[:, place // STEP]
         cos, sin = near[0] * far[0] - near[1] * far[1], near[1] * far[0] + near[0] * far[1]
-        real, imag = rope_key[..., 0::2], rope_key[..., 1::2]
+        real, imag = values[..., rank::2], values[..., rank + 1 :: 2]
         rope_key = torch.stack([real * cos - imag * sin, real * sin + imag * cos], dim=-1).flatten(-2)
-    ends = all_rows(capacity, batch, query.device) if lengths is None else lengths.clamp(max=capacity)
-    mask = visible(place < ends[:, None], ends, starts, query.shape[1], window)
-    return shared_attention(query, latent, rope_key, scale, mask, gain)
+        values = torch.cat((values[..., :rank], rope_key), dim=-1)
+    return values, gain
 
 
 def unpack(rows: Tensor, fields: list[int]) -> tuple[Tensor, Tensor | None]:

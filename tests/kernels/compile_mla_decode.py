@@ -9,6 +9,7 @@ from compilation import SHARED_LIMITS
 from surgery.kernels.launch import Config, Launch
 from surgery.kernels.mla_decode import packed_kernel
 from surgery.kernels.mla_decode.kernel import default_config, launches
+from surgery.kernels.unpack_rows import kernel as unpack_kernel
 from surgery.model.token_format import TokenFormat
 
 SHAPES = ((32, 512, 64), (32, 256, 64), (32, 128, 64), (28, 448, 64), (128, 512, 64), (40, 320, 32), (8, 48, 16))
@@ -105,6 +106,75 @@ def unpacked(name: str) -> Launch:
 def packed_cases() -> dict[str, Launch]:
     """Return the launches that unpack rows of one pattern and of five."""
     return {name: unpacked(name) for name in PACKED}
+
+
+BLOCK_SIZES = (16, 32, 64, 128)
+"""Tokens of vLLM's blocks."""
+
+
+def in_blocks(page: int, *, sm: int, gains: int = 0, unpacked: bool = False) -> Launch:
+    """Return the launch of `mla_decode` of 256 requests over vLLM's blocks, as its plugin sees them.
+
+    A token's latent, rotated key and gains lie side by side; unpacked tokens are behind the rows of 32 layers.
+    """
+    batch, heads, rank, rope, dtype = 256, 32, 512, 128 if unpacked else 64, torch.bfloat16
+    with torch.device("meta"):
+        vectors = torch.empty(4096, page, rank + rope + gains, dtype=dtype)
+        if unpacked:
+            vectors = vectors.as_strided(vectors.shape, (page * (16 * 320 + rank + rope), rank + rope, 1))
+        needs = {"paged": True, "gains": gains > 0}
+        return launches(
+            torch.empty(batch, 1, heads, rank + rope, dtype=dtype),
+            vectors[..., :rank],
+            vectors[..., rank : rank + rope],
+            0.1,
+            torch.empty(batch, dtype=torch.int32),
+            None,
+            torch.empty(batch, 131_072 // page, dtype=torch.int32),
+            vectors[..., rank + rope :] if gains else None,
+            out=torch.empty(batch, 1, heads, rank, dtype=dtype),
+            lse=torch.empty(batch, 1, heads),
+            config=default_config(heads, rank, rope, dtype, SHARED_LIMITS[sm], **needs),
+        )[0]
+
+
+def block_cases(sm: int) -> dict[str, Launch]:
+    """Return the launches that read vLLM's blocks of every size."""
+    results = {f"blocks of {page}": in_blocks(page, sm=sm) for page in BLOCK_SIZES}
+    results["blocks of 64, 8 gains"] = in_blocks(64, sm=sm, gains=8)
+    results["blocks of 64, unpacked"] = in_blocks(64, sm=sm, unpacked=True)
+    return results
+
+
+def unpacked_in_blocks(page: int, gains: int) -> Launch:
+    """Return the launch that unpacks rows of one of 32 layers to memory at the ends of vLLM's blocks."""
+    batch, layers = 256, 32
+    latent_runs, rope_runs = PACKED["512+128 in 320 B"]
+    rank, whole = TokenFormat(tuple(latent_runs)).channels, TokenFormat((*latent_runs, *rope_runs))
+    width, row = whole.channels, whole.row_bytes // 2 + gains
+    with torch.device("meta"):
+        block = page * (layers * row + width)
+        rows = torch.empty(4096, page, row, dtype=torch.int16).as_strided((4096, page, row), (block, row, 1))
+        memory = torch.empty(4096, page, width, dtype=torch.bfloat16)
+        memory = memory.as_strided((4096, page, width), (block, width, 1))
+        return unpack_kernel.launches(
+            rows,
+            torch.empty(width),
+            torch.empty(width),
+            memory[..., :rank],
+            memory[..., rank:],
+            tuple(chain.from_iterable(whole.fields())),
+            torch.empty(batch, dtype=torch.int32),
+            torch.empty(batch, 131_072 // page, dtype=torch.int32),
+            *(torch.empty(2, count, (width - rank) // 2) for count in (128, 1024)),
+            torch.empty(batch, 4, width, dtype=torch.bfloat16),
+        )[0]
+
+
+def unpacked_block_cases() -> dict[str, Launch]:
+    """Return the launches that unpack rows in vLLM's blocks of every size, and with gains."""
+    results = {f"blocks of {page}": unpacked_in_blocks(page, 0) for page in BLOCK_SIZES}
+    return results | {"blocks of 64, 8 gains": unpacked_in_blocks(64, 8)}
 
 
 def first_launches() -> dict[str, Launch]:

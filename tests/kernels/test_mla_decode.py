@@ -219,4 +219,7 @@ def of_many_rows(name, capability, mma):
     return mma == ([] if "fp32" in name else ["wgmma"] if rows_of_wgmma else ["mma"])
 
 
-COMPILED = [slow(Compiled("compile_mla_decode:cases", of_many_rows, frames=True))]
+COMPILED = [
+    slow(Compiled("compile_mla_decode:cases", of_many_rows, frames=True)),
+    slow(Compiled("compile_mla_decode:block_cases", of_many_rows, frames=True)),
+]

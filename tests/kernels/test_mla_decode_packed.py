@@ -4,18 +4,21 @@ from itertools import chain
 
 import pytest
 import torch
-from kernel_checks import assert_close
+from kernel_checks import assert_close, only_kernels
 from kernel_examples import Compiled, Example, ints, normal, slow, zeros
 
 from surgery.kernels.launch import Config
 from surgery.kernels.lowrank_decode.reference import rotation_tables
 from surgery.kernels.mla_decode import packed_kernel as kernel
+from surgery.kernels.mla_decode.operator import mla_decode
 from surgery.kernels.mla_decode.packed_operator import _mla_decode_packed, mla_decode_packed
 from surgery.kernels.mla_decode.packed_reference import packed_latent_attention
 from surgery.kernels.mla_decode.reference import ragged_latent_attention
 from surgery.kernels.mla_decode.row_slots import slot_table
 from surgery.kernels.operation import attention_outputs
 from surgery.kernels.pack_rows.operator import pack_rows
+from surgery.kernels.unpack_rows.operator import _unpack_rows, unpack_rows
+from surgery.kernels.unpack_rows.reference import unpack_to_pages
 from surgery.model.attention_functions import rotate_pairs
 from surgery.model.left_padding import LeftPadding
 from surgery.model.token_cache import TokenCacheLayer
@@ -128,6 +131,47 @@ def test_rows_in_pages_and_a_window(device):
     assert all(map(torch.equal, run(arguments, splits=2), dense))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_are_unpacked_to_their_pages(dtype, device):
+    """Blocks of bytes as vLLM shares them among layers: rows, and memory that `mla_decode` reads by the same table."""
+    arguments = inputs(EVERY, total=48, gains=2, dtype=dtype, device=device)
+    query, rows, rank = arguments["query"], arguments["rows"], arguments["rank"]
+    lengths, pages = ints(48, 18, 0, device=device), ints([3, 0, 5], [1, 4, -1], [-1, 10**6, 0], device=device)
+    query, exact = (torch.cat((each, each[:1])) for each in (query, arguments["exact"]))
+    width, row_bytes = query.shape[-1], 2 * rows.shape[-1]
+    blocks = torch.full((6, 16 * (row_bytes + width * dtype.itemsize)), 255, dtype=torch.uint8, device=device)
+    packed = blocks[:, : 16 * row_bytes].view(torch.int16).unflatten(1, (16, -1))
+    packed[pages[:2].flatten()[:5].long()] = rows.view(6, 16, -1)[:5]
+    memory = blocks[:, 16 * row_bytes :].view(dtype).unflatten(1, (16, width))
+    latent, rope_key = memory[..., :rank], memory[..., rank:]
+    names = ("step", "mean", "fields", "rotation")
+    settings = {"exact": exact, "lengths": lengths, "pages": pages} | {name: arguments[name] for name in names}
+    with only_kernels():
+        assert unpack_rows(packed, latent=latent, rope_key=rope_key, **settings) is None
+        gain = packed[..., -2:].view(torch.float16)
+        result = mla_decode(query, latent, rope_key, 0.1, lengths=lengths, pages=pages, key_gain=gain)
+    whole = arguments | {"query": query, "rows": packed, "exact": exact, "lengths": lengths, "pages": pages}
+    expected = packed_latent_attention(**wide(apart(whole)))
+    assert_close("out", result[0], expected[0], units=6)
+    assert_close("lse", result[1], expected[1], units=LSE_UNITS[dtype])
+    copy = memory.clone()
+    memory.fill_(torch.nan)
+    unpack_to_pages(packed, **{**apart(settings), "latent": latent, "rope_key": rope_key})
+    torch.testing.assert_close(memory, copy, rtol=2e-3, atol=2e-3, equal_nan=True)
+    with pytest.raises(ValueError, match="latent"):
+        unpack_rows(packed, latent=latent[:5], rope_key=rope_key, **settings)
+
+
+def test_unpacking_is_an_operator_that_fills_its_memory(device):
+    arguments = apart(inputs(SHORT, total=32, first=0, device=device))
+    names = ("step", "mean", "fields", "within", "begins")
+    rows, memory = arguments["rows"].view(4, 16, -1), torch.zeros(4, 16, 24, device=device)
+    arguments = {name: arguments[name] for name in names} | {"rows": rows, "fields": list(arguments["fields"])}
+    arguments |= {"latent": memory[..., :16].clone(), "rope_key": memory[..., 16:].clone()}
+    arguments |= {"lengths": ints(32, 9, device=device), "pages": ints([3, 0], [1, 2], device=device)}
+    torch.library.opcheck(_unpack_rows.registered, (), arguments, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_what_nothing_sees_is_never_used(device):
     """Rows behind a text and before it, first tokens that have not come; a text without tokens; the same bits."""
     arguments = inputs(SHORT, batch=4, gains=2, device=device)
@@ -231,4 +275,7 @@ def no_product(name: str, capability: int, mma: list[str]) -> bool:
     return not mma
 
 
-COMPILED = [slow(Compiled("compile_mla_decode:packed_cases", no_product))]
+COMPILED = [
+    slow(Compiled("compile_mla_decode:packed_cases", no_product)),
+    slow(Compiled("compile_mla_decode:unpacked_block_cases", no_product)),
+]

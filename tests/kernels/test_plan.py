@@ -23,6 +23,7 @@ from surgery.kernels.lowrank_decode.operator import lowrank_decode, rotation_tab
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
 from surgery.kernels.mla_decode.packed_operator import mla_decode_packed
 from surgery.kernels.split_count import split_count
+from surgery.kernels.unpack_rows.operator import unpack_rows
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 SIZES = [1, 2, 5, 16, 17, 32, 33, 100, 112, 511, 512, 513, 700, 1023, 1024, 1025, 1100, 1504, 2048, 2060]
@@ -59,6 +60,14 @@ def packed(tokens):
     return mla_decode_packed(normal(2, 1, 4, 24), rows, scales, scales.clone(), 0.3, rotation=rotation, **options)
 
 
+def to_pages(tokens):
+    fields, table = (0, 8, 0, 4, 0, 8, 4, 4, 8, 8, 0, 8), pages(tokens)
+    rows, scales, memory = torch.zeros(9, 16, 8, dtype=torch.int16), torch.ones(24), torch.zeros(9, 16, 24)
+    rotation = rotation_tables(10.0 ** -torch.arange(4.0), 16 * table.shape[1])
+    settings = {"fields": fields, "lengths": ints(1, tokens), "pages": table, "rotation": rotation}
+    unpack_rows(rows, scales, scales.clone(), memory[..., :16], memory[..., 16:], exact=normal(2, 2, 24), **settings)
+
+
 def pages(tokens):
     return torch.zeros(2, -(-tokens // 16), dtype=torch.int32)
 
@@ -80,6 +89,7 @@ STEPS = {
         normal(2, 1, 4, 8), normal(9, 2, 16, 8), normal(9, 2, 16, 8), 0.3, pages=pages(n)
     ),
     "mla in rows": packed,
+    "rows to pages": to_pages,
     "low rank": lowrank,
     "hybrid": hybrid,
 }

@@ -1,0 +1,32 @@
+"""Packed rows unpacked to pages, in plain PyTorch: what the kernel must reproduce."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.gqa_decode.reference import paged_tokens
+from surgery.kernels.mla_decode.packed_reference import values_of
+
+
+def unpack_to_pages(
+    rows: Tensor,
+    step: Tensor,
+    mean: Tensor,
+    latent: Tensor,
+    rope_key: Tensor,
+    fields: list[int],
+    lengths: Tensor,
+    pages: Tensor,
+    within: Tensor | None = None,
+    begins: Tensor | None = None,
+    exact: Tensor | None = None,
+) -> None:
+    """`unpack_rows` (see `operator.py`, whose arguments these are)."""
+    rank, page = latent.shape[-1], rows.shape[1]
+    values, _ = values_of(paged_tokens(rows, pages), step, mean, fields, rank, within, begins, exact)
+    token = torch.arange(values.shape[1], device=rows.device)
+    mask = token < lengths[:, None]
+    at = pages.long().repeat_interleave(page, dim=1)[mask], (token % page).expand_as(mask)[mask]
+    latent[at] = values[..., :rank][mask].to(latent.dtype)
+    rope_key[at] = values[..., rank:][mask].to(latent.dtype)
