@@ -4,7 +4,7 @@ Formulas, shapes and names of weights: ``surgery/model/latent_attention.py``. Sh
 heads of this process, d head_dim, r rank of the latent, ρ width of the rotated key, G gains of a token (with q/k-norm).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,11 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from surgery.model.head_pairs import HeadPairs
 from surgery.model.latent_entry import LatentEntry
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
+from surgery_vllm.latent_rows import LatentRows
 from surgery_vllm.paged import causal, latent_attention
-from surgery_vllm.rows import RowCache, RowQuantizer
+from surgery_vllm.rows import RowQuantizer
 from surgery_vllm.spans import Span
+from surgery_vllm.steps import LatentCache
 from surgery_vllm.vector_cache import Attend, VectorCache
 
 
@@ -78,7 +80,8 @@ class LatentAttention(nn.Module):
         )
 
     def _cache(self, config: Any, **settings: Any) -> VectorCache:
-        return VectorCache(self.latent.kv_lora_rank + self.latent.rope_dim + self.key_gains, **settings)
+        width = self.latent.kv_lora_rank + self.latent.rope_dim + self.key_gains
+        return LatentCache(width, rank=self.latent.kv_lora_rank, gains=self.gains, **settings)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """positions [T], hidden_states [T, D] → [T, D]."""
@@ -162,13 +165,11 @@ class QuantizedLatentAttention(LatentAttention):
 
         Without an order of the heads queries are in the space of the latents, and so are outputs.
         """
-        if self.order is None:
-            return attend_latents(query, vectors, span)
+        if self.order is None or span.new < self.head_dim:
+            return self._in_latents(
+                query, lambda latent_query: attend_latents(latent_query.to(vectors.dtype), vectors, span)
+            )
         up, rank, width = self.query_up, self.latent.kv_lora_rank, self.query_up.shape[-1]
-        if span.new < self.head_dim:
-            latent_query = torch.einsum("thd,hdk->thk", query.to(up.dtype), up).to(vectors.dtype)
-            out = attend_latents(latent_query, vectors, span)
-            return torch.einsum("thr,hvr->thv", out.to(up.dtype), self.value_up)
         vectors, each = vectors[:, : span.longest], self.heads // self.order.heads
         key = torch.einsum("bsc,kdc->bksd", vectors[..., :width], up[::each].to(vectors.dtype))
         value = torch.einsum("bsr,kvr->bksv", vectors[..., :rank], self.value_up[::each].to(vectors.dtype))
@@ -177,10 +178,19 @@ class QuantizedLatentAttention(LatentAttention):
             key = key * gains.repeat_interleave(key.shape[1] // gains.shape[1], dim=1)
         return causal(query, key, value, span, self.head_dim**-0.5)
 
-    def _cache(self, config: Any, attend: Attend, **settings: Any) -> RowCache:
+    def _in_latents(self, query: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """Outputs of rotated queries [T, H, d] by attention in the space of the latents, [T, H, r + ρ] → [T, H, r]."""
+        if self.order is None:
+            return attend(query)
+        up = self.query_up
+        out = attend(torch.einsum("thd,hdk->thk", query.to(up.dtype), up))
+        return torch.einsum("thr,hvr->thv", out.to(up.dtype), self.value_up)
+
+    def _cache(self, config: Any, attend: Attend, **settings: Any) -> LatentRows:
         self.quantizer, self.kv_heads = RowQuantizer(self.latent.format), config.num_key_value_heads
         attend = partial(self._attend, attend_latents=attend)
-        return RowCache(config, self.quantizer, self.inv_freq, attend=attend, **settings)
+        settings |= {"attend": attend, "in_latents": self._in_latents}
+        return LatentRows(config, self.quantizer, self.inv_freq, **settings)
 
     def _key(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return vectors

@@ -8,7 +8,7 @@ The first tokens cannot lie in the rows' own blocks: their place in a row would 
 lies outside of vLLM's blocks would be neither shared with a prefix nor given back.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+from surgery.model.layer_entry import LayerEntry
 from surgery.model.token_quantizer import TokenQuantizer
 from surgery_vllm import first_tokens
 from surgery_vllm.backend import PagedMetadata
@@ -26,8 +27,9 @@ from surgery_vllm.paged import gathered, write_slots
 from surgery_vllm.row_layout import RowLayout
 from surgery_vllm.row_values import first_slots, rows_of, values_at, vectors_of
 from surgery_vllm.spans import Span
+from surgery_vllm.steps import StepBackend
 from surgery_vllm.structure import attention_of_layers
-from surgery_vllm.vector_cache import Attend, VectorCache
+from surgery_vllm.vector_cache import Attend, VectorBackend, VectorCache
 
 SMALL_BLOCK = 32
 """Tokens of a block unless told otherwise: every request takes one for its first tokens, and leaves half of one empty.
@@ -93,7 +95,10 @@ class RowCache(PageCache):
         vllm_config = get_current_vllm_config()
         check(vllm_config)
         layers, dtype = attention_of_layers(config), torch.get_default_dtype()
-        layout = RowLayout.of(layers, config, dtype.itemsize, proposed_block(vllm_config.cache_config))
+        unpacked = 0 if self.refusal_of(layers, vllm_config) else max(each.format.channels for each in layers)
+        block = proposed_block(vllm_config.cache_config)
+        layout = RowLayout.of(layers, config, dtype.itemsize, block, unpacked * dtype.itemsize)
+        settings["backend"] = StepBackend if layout.unpacked else VectorBackend
         name = settings.pop("prefix")
         number = extract_layer_index(name)
         owner, first = (each.replace(f".{number}.", ".0.", 1) for each in (name, f"{name}_first"))
@@ -105,9 +110,17 @@ class RowCache(PageCache):
         if self.first_name and number == 0:
             self.first = FirstTokens(layout, None, prefix=first, **settings)
 
+    def refusal_of(self, layers: Sequence[LayerEntry], vllm_config: VllmConfig) -> str | None:
+        """Return why no kernel reads the steps of a model's layers: none is for low rank in bits."""
+        return "low rank in bits"
+
+    def pack(self, vectors: Tensor) -> Tensor:
+        """Pack values and gains [T, r + ρ + G] into rows [T, bytes]."""
+        return rows_of(vectors, self.quantizer)
+
     def write(self, kv_cache: Tensor, vectors: Tensor, metadata: PagedMetadata) -> None:
         """Write the rows of new tokens, of their values and gains [T, r + ρ + G], and those that are first tokens."""
-        write_slots(self._rows(kv_cache), rows_of(vectors, self.quantizer), metadata.slot_mapping)
+        write_slots(self._rows(kv_cache), self.pack(vectors), metadata.slot_mapping)
         if self.entry.first_tokens:
             first, pages = self._first()
             slots = first_slots(first.slot_mapping, self.layout.page, self.entry.first_tokens)

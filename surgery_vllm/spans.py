@@ -116,7 +116,13 @@ class Span:
 
 
 def spans_of(
-    query_lens: list[int], lengths: list[int], block_table: Tensor, seq_lens: Tensor, page: int, exact: bool = True
+    query_lens: list[int],
+    lengths: list[int],
+    block_table: Tensor,
+    seq_lens: Tensor,
+    page: int,
+    exact: bool = True,
+    skip: int = 0,
 ) -> list[Span]:
     """Cuts a batch into spans; requests without new tokens are left out. Nothing here waits for the device.
 
@@ -127,9 +133,10 @@ def spans_of(
         seq_lens: [requests] tokens of every request, on the device.
         page: tokens of a page.
         exact: `lengths` are those on the device.
+        skip: requests at the front that are left out.
     """
     starts = [0, *accumulate(query_lens)]
-    groups = [sorted(group) for group in alike(query_lens, lengths)]
+    groups = [sorted(group) for group in alike([0] * skip + query_lens[skip:], lengths)]
     scattered = [group for group in groups if group[-1] - group[0] >= len(group)]
     tokens = [[starts[request] + i for request in group for i in range(query_lens[group[0]])] for group in scattered]
     on_device = iter(zip(*[copied(lists, block_table.device) for lists in (scattered, tokens)], strict=True))
@@ -144,6 +151,11 @@ def spans_of(
         pages = block_table[requests, : -(-longest // page)].long()
         spans.append(Span(places, pages, seq_lens[requests].long(), page, new, shortest, longest))
     return spans
+
+
+def steps_in_front(query_lens: list[int]) -> int:
+    """Count the requests with one new token before the first with more, or with none."""
+    return next((place for place, new in enumerate(query_lens) if new != 1), len(query_lens))
 
 
 def copied(lists: list[list[int]], device: torch.device) -> tuple[Tensor, ...]:

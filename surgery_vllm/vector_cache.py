@@ -68,6 +68,8 @@ class VectorImpl(AttentionImpl[PagedMetadata]):
         if attn_metadata is None:  # vLLM measures the memory of a pass
             return output.zero_()
         layer.write(kv_cache, key.squeeze(1), attn_metadata)
+        if steps := attn_metadata.steps:
+            output[: len(steps)] = layer.step(query[: len(steps)], kv_cache, attn_metadata)
         for span, vectors in layer.read(kv_cache, attn_metadata):
             output[span.tokens] = layer.attend(query[span.tokens].to(vectors.dtype), vectors, span)
         return output
@@ -79,10 +81,13 @@ class VectorCache(Attention):
     Args:
         width: c.
         attend: of queries over all vectors of their requests.
+        backend: `StepBackend` of caches with a `step`.
     """
 
-    def __init__(self, width: int, attend: Attend, **settings: Any):
-        super().__init__(num_kv_heads=1, attn_backend=VectorBackend, **settings)
+    def __init__(
+        self, width: int, attend: Attend | None, backend: type[VectorBackend] = VectorBackend, **settings: Any
+    ):
+        super().__init__(num_kv_heads=1, attn_backend=backend, **settings)
         self.width, self.attend = width, attend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
@@ -102,6 +107,9 @@ class VectorCache(Attention):
         name = _encode_layer_name(self.layer_name)
         torch.ops.vllm.unified_attention_with_output(query, vectors, vectors, output, name)
         return output
+
+    def refusal(self) -> str | None:
+        """Return why no kernel reads the steps of this loaded layer; None: one does."""
 
     def write(self, kv_cache: Tensor, vectors: Tensor, metadata: PagedMetadata) -> None:
         """Write the vectors [T, c] of new tokens to the cache [pages, 1, tokens of a page, c]."""

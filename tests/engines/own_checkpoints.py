@@ -146,6 +146,10 @@ IN_BITS = {
 }
 
 
+TWO_STEPS = "qwen2_rows"
+"""Model in bits whose steps no kernel reads."""
+
+
 def cached_numbers(name: str) -> int:
     """Per token, of all layers."""
     base, entries = SOURCES[name][0](), SOURCES[name][1]
@@ -202,6 +206,11 @@ def make(name: str, folder: Path) -> Path:
                 module.mean.normal_(0, 0.1)
             if isinstance(module, QuantizedLatentAttention) and "head_rows" in name:
                 rotate_as_heads(module)
+        for module in model.modules():
+            # Kernels want both channels of a rotated pair to have one step, as conversions write them.
+            if isinstance(module, QuantizedLatentAttention) and name != TWO_STEPS:
+                pairs = module.quantizer.step[module.kv_lora_rank :].view(-1, 2)
+                pairs[:, 1] = pairs[:, 0]
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, folder / file)

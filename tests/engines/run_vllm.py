@@ -6,8 +6,8 @@ The request holds by name what is run, one after another: the checkpoint (``mode
 (``engine``), rounds of prompts as token ids (``rounds``; the prompts of a round are handed over at once) and
 ``new_tokens``. The answer holds by name and round the new tokens, their log-probabilities and the prompt's tokens that
 were found in the cache; besides, the tokens that the cache has room for, how often a request was preempted, and the
-calls of every method of the plugin's attention (``watched``), where a wait for a device is an error. Where vLLM gave up
-it holds the ``error`` instead.
+calls of every method of the plugin's attention (``watched``), where a wait for a device is an error, and the
+``cudagraph_mode`` that vLLM would choose on CUDA. Where vLLM gave up it holds the ``error`` instead.
 """
 
 import gc
@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import traceback
+from unittest.mock import patch
 
 # One process: an error is seen where it is raised, and the second model starts in seconds.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -45,7 +46,21 @@ def run(request: dict, watched: dict[str, int]) -> dict:
                 "found": [output.num_cached_tokens for output in outputs],
             }
         )
+    answer["cudagraph_mode"] = cudagraph_mode(llm.llm_engine.vllm_config)
     return {**answer, "preemptions": preemptions(llm) - before, "watched": dict(watched)}
+
+
+def cudagraph_mode(vllm_config) -> str:
+    """What vLLM makes of its default with the plugin's steps, were this CUDA and kernels there."""
+    from vllm.config import CompilationConfig, CUDAGraphMode
+
+    from surgery_vllm.steps import StepBuilder
+
+    on_cuda = patch.object(vllm_config.device_config, "device", "cuda")
+    with on_cuda, patch("surgery_vllm.steps.refusal_of_kernels", return_value=None):
+        support = StepBuilder.get_cudagraph_support(vllm_config, None)
+    config = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    return config.resolve_cudagraph_mode_and_sizes(support, "StepBackend").name
 
 
 def preemptions(llm) -> int:
