@@ -6,14 +6,17 @@ import bisect
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import LongTensor
-from transformers import PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.sequences import random_windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

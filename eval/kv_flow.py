@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import LongTensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes, forward_with_cache, random_tokens
 from surgery.eval.logits import evaluation_mode
 from surgery.running.attention_tap import AttentionCall, tapped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @torch.no_grad()

@@ -10,18 +10,23 @@ The digits are random, so neither the weights nor the nearby text can know them.
 conversion breaks the few heads that do this; recall does.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import BoolTensor, LongTensor
-from transformers import PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.logits import LogitReader
 from surgery.eval.sequences import check_longer_than, tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # fmt: off
 NAMES = (

@@ -1,14 +1,19 @@
 """Token sequences to measure a model on: random windows of one long text."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import LongTensor
-from transformers import PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -1,8 +1,10 @@
-"""The project's model class becomes known to AutoModel once transformers' auto classes are loaded, and not before.
+"""The project's classes become known to AutoConfig and AutoModel once transformers' auto classes are loaded.
 
-The class needs torch, which ``import surgery`` should not cost. Where the auto classes are there already it is
-registered at once; elsewhere at the end of the import that brings them. Imports nest, and some of transformers' own
-modules load the auto classes half-way through their own import: the end that counts is the outermost one's.
+The model class needs torch, which ``import surgery`` should not cost, and all of transformers that runs models, which
+who reads a config should not pay for: so configs and models wait for auto classes of their own. Where these are there
+already they are registered at once; elsewhere at the end of the import that brings them. Imports nest, and some of
+transformers' own modules load the auto classes half-way through their own import: the end that counts is the outermost
+one's.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-AUTO_CLASSES = "transformers.models.auto.configuration_auto"
+AUTO_CONFIGS = "transformers.models.auto.configuration_auto"
+AUTO_MODELS = "transformers.models.auto.modeling_auto"
 PACKAGES = ("transformers", "surgery")
 """Packages whose imports are waited for: the class needs both, and may be asked for half-way through either."""
 
@@ -23,11 +26,11 @@ _decode_on_kernels = True
 
 
 def register_when_needed() -> None:
-    """Registers the model class, now or as soon as the auto classes are imported; once a process is enough."""
-    if AUTO_CLASSES in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _OutermostImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _OutermostImport(_register))
+    """Registers the classes, now or as soon as the auto classes are imported; once a process is enough."""
+    if not any(isinstance(finder, _OutermostImport) for finder in sys.meta_path):
+        finder = _OutermostImport({AUTO_CONFIGS: _register_configs, AUTO_MODELS: _register_models})
+        sys.meta_path.insert(0, finder)
+        finder.call_due()
 
 
 def keep_off_kernels() -> None:
@@ -36,7 +39,13 @@ def keep_off_kernels() -> None:
     _decode_on_kernels = False
 
 
-def _register() -> None:
+def _register_configs() -> None:
+    from surgery.model import register_configs
+
+    register_configs()
+
+
+def _register_models() -> None:
     from surgery.model import SurgeryForCausalLM, register
 
     register()
@@ -53,10 +62,18 @@ def _accelerate(model: Any) -> None:
 
 
 class _OutermostImport(MetaPathFinder):
-    """Calls a function at the end of the first outermost import after which the auto classes are there."""
+    """Calls functions, by modules, each at the end of the first outermost import after which its module is there."""
 
-    def __init__(self, then: Callable[[], None]) -> None:
+    def __init__(self, then: dict[str, Callable[[], None]]) -> None:
         self._then, self._depth = then, 0
+
+    def call_due(self) -> None:
+        """Call the functions whose modules are there, and retire after the last one."""
+        due = [self._then.pop(name) for name in [*self._then] if name in sys.modules]
+        if not self._then and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        for function in due:
+            function()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name.partition(".")[0] not in PACKAGES:
@@ -76,8 +93,7 @@ class _OutermostImport(MetaPathFinder):
                 run(module)
             finally:
                 self._depth -= 1
-            if self._depth == 0 and AUTO_CLASSES in sys.modules and self in sys.meta_path:
-                sys.meta_path.remove(self)
-                self._then()
+            if self._depth == 0:
+                self.call_due()
 
         loader.exec_module = watched

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from torch import LongTensor, Tensor, nn
-from transformers import PreTrainedModel
 
 from surgery.common.human import perplexity
 from surgery.eval.held_out_text import HeldOutText
@@ -18,6 +17,8 @@ from surgery.eval.session import Session
 from surgery.eval.token_losses import losses_and_divergence, losses_of_states, losses_through_cache
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from surgery.evaluation.task_data import TaskData
 
 MEMORIZED = 0.1

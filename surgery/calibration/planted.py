@@ -1,13 +1,17 @@
 """Facts planted in calibration text and asked for again, in the words of code or of prose."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from surgery.eval.recall import draw_facts, fact_line, recall_line
 from surgery.eval.sequences import tokenize
 from surgery.eval.word_lists import ADJECTIVES, NOUNS, draw_distinct
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FACTS = 4
 """Facts planted in a sequence that is long enough for them."""

@@ -10,17 +10,19 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import LongTensor, Tensor
-from transformers import PreTrainedTokenizerBase
 
 from surgery.calibration.planted import Wording, in_code, plant
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.text import iter_documents
 from surgery.common.errors import SurgeryError
 from surgery.eval.sequences import tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _CUT: dict[str, dict[str, list[int]]] = {}
 """Token ids by text, of the tokenizer that was last used, by its rules: a conversion reads its text with planted

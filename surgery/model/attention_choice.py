@@ -7,7 +7,6 @@ This file travels beside the weights as remote code: it may import torch, transf
 """
 
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_functions import LEARNED_SINKS, is_flash, own_softmax
 from .cache_layer import Call
@@ -67,6 +66,8 @@ def _problem(config: SurgeryConfig, implementation: str, family_flash: bool) -> 
         return "flex attention needs its own masks and widths that are powers of 2"
     if is_flash(implementation):
         return flash_problem(config, family_flash)
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     return None if implementation in ALL_ATTENTION_FUNCTIONS else "no such attention is registered with transformers"
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layer_entry import LayerEntry
 from .step_memo import once
@@ -85,6 +84,8 @@ def attend(
     `module` says its `config`, with a cap of logits if there is one, `scaling` and `attention_dropout`, and has its
     family's learned `sinks`. Without eager attention there are no weights.
     """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # loaded by whatever attends
+
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention)
     dropout = module.attention_dropout if module.training else 0.0
     if (cap := getattr(module.config, "attn_logit_softcapping", None)) is not None:

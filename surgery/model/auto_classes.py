@@ -3,8 +3,9 @@
 Not for the checkpoints: their `auto_map` names an entry module of `remote_code`.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from . import register_configs
 from .causal_model import SurgeryForCausalLM
 from .configuration_surgery import SurgeryConfig
 from .configuration_surgery_pictures import SurgeryPicturesConfig
@@ -18,15 +19,12 @@ SurgeryForCausalLM.entry_class = staticmethod(entry_class)
 
 def register() -> None:
     """Make transformers' auto classes know the model classes; safe to call more than once."""
-    AutoConfig.register(SurgeryConfig.model_type, SurgeryConfig, exist_ok=True)
-    AutoConfig.register(SurgeryPicturesConfig.model_type, SurgeryPicturesConfig, exist_ok=True)
+    register_configs()
     AutoModelForCausalLM.register(SurgeryConfig, SurgeryForCausalLM, exist_ok=True)
     AutoModelForImageTextToText.register(SurgeryPicturesConfig, SurgeryForPicturesAndText, exist_ok=True)
     # From here on `save_pretrained` copies a model's entry module and what it imports next to the weights, and writes
     # the auto_map, so whatever a trainer saves loads without this package too.
-    SurgeryConfig.register_for_auto_class("AutoConfig")
     SurgeryForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-    SurgeryPicturesConfig.register_for_auto_class("AutoConfig")
     SurgeryForPicturesAndText.register_for_auto_class("AutoModelForImageTextToText")
 
 

@@ -8,12 +8,14 @@ same.
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
 
 from .parts import parts_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 FOLDER = Path(__file__).parent
 
@@ -46,7 +48,7 @@ def auto_map(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def entry_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+def entry_class(config: "PreTrainedConfig") -> type["PreTrainedModel"]:
     """Return the class of a causal model that the `auto_map` of its configuration names."""
     if config.attention_layers is None:
         return import_module(f".{ENTRIES[-1]}", __package__).SurgeryForCausalLM

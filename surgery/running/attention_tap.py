@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import BoolTensor, LongTensor, Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 
 from surgery.common.errors import SurgeryError
 from surgery.families.softmax import Softmax
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "surgery_tap"
 
@@ -109,6 +110,11 @@ def tapped(model: PreTrainedModel, function: AttentionFunction, places: LongTens
     Raises:
         SurgeryError: the model takes no attention function.
     """
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     before = [(config, config._attn_implementation) for config in configs.values()]
     try:
@@ -182,7 +188,3 @@ def _attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(module.layer_idx, query, key, value, attention_mask, scaling, softcap, s_aux)
     return module.surgery_tap(call).contiguous(), None
-
-
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -6,14 +6,13 @@ all attention weights, several times slower. Zeros after the narrower one change
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "surgery_equal_widths"
 
@@ -22,6 +21,8 @@ def equal_widths_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """transformers' SDPA attention: query [B, H, T, e], key [B, K, S, e], value [B, K, S, v] → [B, T, H, v], None."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
     if missing > 0 and query.shape[2] > 1:  # one query has few weights, and the cache would be copied for it
         value = pad(value, (0, missing))
@@ -36,6 +37,9 @@ def takes_attention_functions(model: PreTrainedModel) -> bool:
 
 def use_equal_widths(model: PreTrainedModel) -> bool:
     """Let a model attend by `equal_widths_attention`, and return whether it does: not if it takes no such functions."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     if not takes_attention_functions(model):
         return False
     ALL_ATTENTION_FUNCTIONS.register(NAME, equal_widths_attention)

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from surgery.common.errors import SurgeryError
 from surgery.common.machine_faults import is_panic
 from surgery.families import FAMILIES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PARTS = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 """Language models for which transformers has no class by themselves."""
@@ -51,6 +49,8 @@ def causal_class(config: Any) -> type[PreTrainedModel]:
     Raises:
         KeyError: there is none.
     """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     mapping = AutoModelForCausalLM._model_mapping
     return (mapping if type(config) in mapping else AutoModelForImageTextToText._model_mapping)[type(config)]
 
@@ -94,6 +94,8 @@ def without_generation() -> Iterator[None]:
 
     transformers converts and checks the config for it, a fifth of the time that a small layer takes to load.
     """
+    from transformers import PreTrainedModel
+
     original = PreTrainedModel.__dict__["can_generate"]
     PreTrainedModel.can_generate = classmethod(lambda model_class: False)
     try:
@@ -122,6 +124,11 @@ def attention_of(path: Path) -> dict[str, str]:
 
 def with_standard_names(config):
     """A transformers config, or that of the custom class where a family has other names, or no class by itself."""
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+
     from surgery import model as own_model
 
     if "qwen3_vl_moe_text" in (config.model_type, getattr(config, "base_model_type", None)):

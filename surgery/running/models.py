@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 from transformers.utils import logging
 
 from surgery import model as own_model
@@ -27,6 +21,9 @@ from surgery.running.loading import (
     model_type_of,
     with_standard_names,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def causal_model(
@@ -82,6 +79,8 @@ def whole_model(folder: Path, *, dtype: torch.dtype | str = "auto", trust_remote
     Raises:
         SurgeryError: transformers cannot load it.
     """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     own_model.register()
     logging.disable_progress_bar()  # of tensors, in the middle of ours
     with loading(str(folder)):

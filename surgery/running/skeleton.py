@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import AutoModelForCausalLM
 
 from surgery import model as own_model
 from surgery.checkpoint.config_file import arguments
 from surgery.common.errors import SurgeryError
-from surgery.model import SurgeryForCausalLM
 from surgery.running.loading import LOADING, without_initial_values
+
+if TYPE_CHECKING:
+    from surgery.model import SurgeryForCausalLM
 
 
 def skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:
@@ -18,6 +21,8 @@ def skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:
     Raises:
         SurgeryError: it is impossible.
     """
+    from transformers import AutoModelForCausalLM
+
     own_model.register()
     try:
         with torch.device("meta"), without_initial_values():

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
-from transformers import PreTrainedModel
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families.base import MTP_LAYERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LAYER = re.compile(r"^(?:(?:model|language_model|transformer|gpt_neox)\.)*(?:layers|h)\.(\d{1,9})\.")
 BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from surgery.families import head_shape
-from surgery.model import SurgeryConfig
+from surgery.model.configuration_surgery import SurgeryConfig
 from surgery.model.low_rank_entry import Block, LowRankEntry
 
 

@@ -9,7 +9,7 @@ from surgery.architectures.deepseek_v3 import StockMLA
 from surgery.architectures.neutral_norm import neutral_norm
 from surgery.architectures.spec import MLASpec
 from surgery.families import head_shape
-from surgery.model import SurgeryConfig
+from surgery.model.configuration_surgery import SurgeryConfig
 from surgery.model.latent_entry import LatentEntry
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
 
