@@ -25,7 +25,7 @@ from surgery.evaluation.settings import EvalSettings
 from surgery.families import FAMILIES
 from surgery.inspection.checks import FAILED, verify_checkpoint
 from surgery.inspection.inspect import inspect_checkpoint
-from surgery.model import SurgeryConfig, SurgeryForCausalLM
+from surgery.model import SurgeryConfig
 from surgery.model.grouped_entry import GroupedEntry
 from surgery.model.latent_entry import NORM_OVER_HEADS
 from surgery.model.layer_entry import StockEntry
@@ -72,15 +72,15 @@ def checkpoint_paths(checkpoints, conversions):
 @pytest.fixture
 def one_more(monkeypatch):
     """Makes the prediction wrong by an element of every token and layer, or by a byte of every token."""
-    widths, values = kv_bytes.kv_widths, SurgeryForCausalLM.kv_cache_bytes
+    widths, values = kv_bytes.kv_widths, kv_bytes.kv_cache_bytes
 
     def wrong() -> None:
         for module in (kv_bytes, facts):
             monkeypatch.setattr(module, "kv_widths", lambda config: [width + 1 for width in widths(config)])
         monkeypatch.setattr(
-            SurgeryForCausalLM,
+            kv_bytes,
             "kv_cache_bytes",
-            lambda model, batch, tokens, prompt=None: values(model, batch, tokens, prompt) + batch * tokens,
+            lambda config, batch, tokens, *others: values(config, batch, tokens, *others) + batch * tokens,
         )
 
     return wrong
@@ -139,7 +139,6 @@ def test_one_more_element_of_a_kind_changes_every_answer(name, monkeypatch):
             return heads, key + 1, value
 
         monkeypatch.setattr(kind, "cached_shape", one_more)
-    kv_bytes._custom_model.cache_clear()
     wrong = answers()
     assert wrong[0] > right[0] and wrong[1] > right[1]
     assert right[2] is None or wrong[2] > right[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,8 @@ def with_rope_beside(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def arguments(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a transformers config class for a config.json."""
-    return {name: _floats(value) for name, value in config.items() if name not in ("model_type", "auto_map")}
+    """Return the arguments of a transformers config class for a config.json; copies, as it adds to dictionaries."""
+    return {name: _floats(deepcopy(value)) for name, value in config.items() if name not in ("model_type", "auto_map")}
 
 
 def _floats(value: Any) -> Any:

@@ -9,7 +9,9 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +24,8 @@ from .cache_layer import is_empty
 from .configuration_surgery import SurgeryConfig
 from .cross_layer_attention import GroupMember
 from .group_cache import GroupLayer
-from .parts import entries_of
+from .layer_entry import LayerEntry, StockEntry
+from .parts import attention_class, entries_of
 from .plain_cache import PlainLayer
 from .rotary import rotary_of
 
@@ -112,29 +115,7 @@ class BlockwiseDecoder(nn.Module):
 
     def cache_layers(self) -> list[CacheLayerMixin]:
         """New, empty layers of the cache that this decoder keeps."""
-        layers, store = [], None
-        for layer in self.layers:
-            module = layer.self_attn
-            if not isinstance(module, GroupMember):
-                layers.append(PlainLayer())
-                continue
-            store = module.new_store() if module.place == 0 else store
-            layers.append(module.cache_layer(store))
-        return layers
-
-    def kv_cache_bytes(self, config: SurgeryConfig, batch: int, tokens: int, prompt: int | None = None) -> int:
-        """Bytes that the live cache will hold after `tokens` tokens of each of `batch` rows, in the decoder's dtype.
-
-        `config` is the model's; `prompt` the length of the first pass, by default all: only a basis of the prompt's own
-        depends on it.
-        """
-        total = 0
-        for layer, entry in zip(self.cache_layers(), entries_of(config), strict=True):
-            heads, key_dim, value_dim = entry.cached_shape(config)
-            size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": value_dim, "dtype": self.dtype}
-            first = {"prompt": prompt} if isinstance(layer, GroupLayer) else {}
-            total += layer.predicted_bytes(tokens, **size, **first)
-        return total
+        return group_layers(self.config, [getattr(layer.self_attn, "entry", StockEntry()) for layer in self.layers])
 
     def _adopt(self, cache: Cache) -> None:
         """Puts layers of `cache_layers` into an empty cache, unless it has such.
@@ -151,6 +132,31 @@ class BlockwiseDecoder(nn.Module):
                 "an empty DynamicCache without offloading, or the cache that the model returned"
             )
         cache.layers, cache.layer_class_to_replicate = layers, None
+
+
+def group_layers(config: Any, entries: Sequence[LayerEntry]) -> list[CacheLayerMixin]:
+    """Make the empty layers of the cache that a decoder with these entries keeps; `config` says its heads."""
+    layers, store = [], None
+    for entry in entries:
+        if not entry.shares_cache:
+            layers.append(PlainLayer())
+            continue
+        store = attention_class(entry).new_store(entry, config) if entry.place == 0 else store
+        layers.append(GroupLayer(store, entry.place, entry.block, entry.sinks, entry.window))
+    return layers
+
+
+def kv_cache_bytes(
+    config: SurgeryConfig, batch: int, tokens: int, dtype: torch.dtype, prompt: int | None = None
+) -> int:
+    """Predict the bytes of a cache that layers share, see `SurgeryForCausalLM.kv_cache_bytes`."""
+    entries, total = entries_of(config), 0
+    for layer, entry in zip(group_layers(config, entries), entries, strict=True):
+        heads, key_dim, value_dim = entry.cached_shape(config)
+        size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": value_dim, "dtype": dtype}
+        first = {"prompt": prompt} if isinstance(layer, GroupLayer) else {}
+        total += layer.predicted_bytes(tokens, **size, **first)
+    return total
 
 
 def _alike(layer: CacheLayerMixin, expected: CacheLayerMixin) -> bool:

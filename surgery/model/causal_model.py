@@ -10,18 +10,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import MODEL_MAPPING, Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
-from transformers.cache_utils import CacheLayerMixin
+from transformers import MODEL_MAPPING, Cache, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from .attention_functions import family_attention_class
 from .cache_argument import CACHE, returned_cache, takes_cache
 from .cache_layer import CacheLayer, CompactLayer, check_full_attention
-from .cache_prediction import CachedLayer, footprint, peak_bytes
+from .cache_prediction import footprint, peak_bytes
 from .configuration_surgery import SurgeryConfig
-from .converted_decoder import ConvertedModel, cache_layers, convert_decoder, family_decoder_class
-from .layer_entry import LayerEntry
+from .converted_decoder import ConvertedModel, cache_layers, cached_layers, convert_decoder, family_decoder_class
 from .logit_factor import logit_cap, logit_factor
 from .parts import entries_of, part
 
@@ -97,13 +95,12 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         length of the first pass, by default all; only a basis of the prompt's own depends on it.
         """
         if self.is_blockwise:
-            return self.model.kv_cache_bytes(self.config, batch, tokens, prompt)
+            return part("blockwise_decoder").kv_cache_bytes(self.config, batch, tokens, self.dtype, prompt)
         return sum(self.kv_layer_bytes(batch, tokens))
 
     def kv_layer_bytes(self, batch: int, tokens: int) -> list[int]:
         """Return the bytes of every layer by itself; layers that share a cache have none of their own."""
-        layer_bytes = iter([layer.held(tokens) for layer in self._cached_layers(batch)])
-        return [0 if getattr(layer, "self_attn", None) is None else next(layer_bytes) for layer in self.model.layers]
+        return [0 if layer is None else layer.held(tokens) for layer in cached_layers(self.config, batch, self.dtype)]
 
     def kv_peak_bytes(self, batch: int, prompt: int, chunk: int, steps: int) -> int:
         """The most bytes that keys and values will take while a prompt is read and continued, in the model's dtype.
@@ -128,9 +125,9 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
             raise ValueError(f"{batch} x {prompt} tokens in chunks of {chunk} and {steps} steps are no generation")
         if self.is_blockwise:
             raise ValueError("the peak of a cache that layers share cannot be predicted: measure it")
-        if len(self._layers()) < len(self.model.layers):
+        if None in (layers := cached_layers(self.config, batch, self.dtype)):
             raise ValueError("the peak of a cache beside states cannot be predicted: measure it")
-        return peak_bytes(self._cached_layers(batch), prompt, chunk, steps)
+        return peak_bytes(layers, prompt, chunk, steps)
 
     def kv_footprint(self, prompt: int, steps: int) -> float:
         """Share of full causal attention that this model computes, over a prompt and `steps` decoded tokens.
@@ -138,23 +135,13 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         Counted are pairs of a query of one head and a key that it sees, a compensation token for one key, in rows
         without padding; whatever chunks the prompt comes in. A token that a layer holds twice counts once.
         """
-        windows = []
-        heads = self.config.num_attention_heads
-        for layer, entry in self._layers():
-            sliding = layer.sliding_window if getattr(layer, "is_sliding", False) else None
-            windows.append(entry.windows(self.config) or [(heads, sliding, False)])
-        return footprint(prompt + steps, self.config.num_attention_heads, windows)
-
-    def _layers(self) -> list[tuple[CacheLayerMixin, LayerEntry]]:
-        """New, empty layers of the cache, whoever makes it, and their entries, but for those that keep a state."""
-        layers = self.cache_layers() or DynamicCache(config=self.config).layers
-        blocks = zip(layers, entries_of(self.config), self.model.layers, strict=True)
-        return [(layer, entry) for layer, entry, block in blocks if getattr(block, "self_attn", None) is not None]
-
-    def _cached_layers(self, batch: int) -> list[CachedLayer]:
-        return [
-            CachedLayer(layer, batch, *entry.cached_shape(self.config), self.dtype) for layer, entry in self._layers()
+        heads, layers = self.config.num_attention_heads, cached_layers(self.config, 1, self.dtype)
+        windows = [
+            entry.windows(self.config) or [(heads, getattr(cached.layer, "sliding_window", None), False)]
+            for cached, entry in zip(layers, entries_of(self.config), strict=True)
+            if cached is not None
         ]
+        return footprint(prompt + steps, heads, windows)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from .attention_choice import check_attention, check_weights, flash_problem
 from .attention_functions import ConvertedAttention, family_attention_class, is_flash, own_softmax
 from .cache_argument import CACHE_NAMES
 from .cache_layer import CacheLayer, Call, hook_calls
+from .cache_prediction import CachedLayer
 from .configuration_surgery import SurgeryConfig, check_config
 from .packed_rows import new_tokens, take_documents
 from .parts import DECODERS, attention_class, entries_of, has_compact_layers, part, parts_of
@@ -133,6 +135,16 @@ def cache_layers(config: SurgeryConfig) -> list[CacheLayer] | None:
     return part("compact_caches").new_layers(config, training=False)
 
 
+def cached_layers(config: Any, batch: int, dtype: torch.dtype) -> list[CachedLayer | None]:
+    """Return what each layer of a model caches, if it shares no cache with others; None where one keeps a state."""
+    layers = cache_layers(config) or DynamicCache(config=config).layers
+    kinds = getattr(config, "layer_types", None) or [None] * len(layers)
+    return [
+        None if kind in ("linear_attention", "mamba") else CachedLayer(layer, batch, *entry.cached_shape(config), dtype)
+        for layer, entry, kind in zip(layers, entries_of(config), kinds, strict=True)
+    ]
+
+
 def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call: Call) -> None:
     """Refuse what a call of the decoder asks for in vain, and see to its documents and its cache.
 
@@ -158,4 +170,4 @@ def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call
         call["documents"] = documents
 
 
-__all__ = ["ConvertedModel", "cache_layers", "convert_decoder", "family_decoder_class"]
+__all__ = ["ConvertedModel", "cache_layers", "cached_layers", "convert_decoder", "family_decoder_class"]

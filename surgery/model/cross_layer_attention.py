@@ -13,6 +13,8 @@ This file travels beside the weights as remote code: it may import torch, transf
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import Cache
@@ -23,6 +25,7 @@ from .cache_argument import takes_cache
 from .cross_layer_entry import GroupEntry
 from .group_cache import GroupLayer, Reading
 from .group_stores import GroupStore, MergedPairs, PromptBasis, SharedCodes
+from .layer_entry import head_dim_of, kv_heads_of
 from .rotary import connect_rotary, rotation_of
 from .step_memo import once
 
@@ -36,13 +39,10 @@ class GroupMember(Accelerated, nn.Module):
         self.entry, self.place, self.group_size = entry, entry.place, entry.group_size
         self.block, self.exact_sinks, self.window = entry.block, entry.sinks, entry.window
 
-    def cache_layer(self, store: GroupStore) -> GroupLayer:
-        """An empty cache layer of this module's that shares `store` with the others of its group."""
-        return GroupLayer(store, self.place, self.block, self.exact_sinks, self.window)
-
-    def new_store(self) -> GroupStore:
-        """An empty store for the group."""
-        return SharedCodes(self.group_size, self.entry.rank)
+    @classmethod
+    def new_store(cls, entry: GroupEntry, config: Any) -> GroupStore:
+        """Make an empty store for a group of layers with this entry."""
+        return SharedCodes(entry.group_size, entry.rank)
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Encode a block of the layer's tokens [B, 1, C, n] for the store."""
@@ -209,9 +209,11 @@ class PromptBasisAttention(CrossLayerAttention):
     def initialize_weights(self) -> None:
         """Nothing to fill."""
 
-    def new_store(self) -> GroupStore:
-        """An empty store that finds its own basis."""
-        return PromptBasis(self.group_size, self.width // 2, self.entry.key_rank, self.entry.value_rank)
+    @classmethod
+    def new_store(cls, entry: GroupEntry, config: Any) -> GroupStore:
+        """Make an empty store that finds its own basis."""
+        width = kv_heads_of(config) * head_dim_of(config)
+        return PromptBasis(entry.group_size, width, entry.key_rank, entry.value_rank)
 
     encode, decode = GroupMember.encode, GroupMember.decode
 
@@ -225,10 +227,11 @@ class MergedPairAttention(CrossLayerAttention):
     def initialize_weights(self) -> None:
         """Nothing to fill."""
 
-    def new_store(self) -> GroupStore:
-        """An empty store of merged pairs."""
-        entry = self.entry
-        return MergedPairs(self.num_kv_heads, self.width // 2, entry.block, entry.kept, entry.interpolation)
+    @classmethod
+    def new_store(cls, entry: GroupEntry, config: Any) -> GroupStore:
+        """Make an empty store of merged pairs."""
+        heads = kv_heads_of(config)
+        return MergedPairs(heads, heads * head_dim_of(config), entry.block, entry.kept, entry.interpolation)
 
     encode, decode = GroupMember.encode, GroupMember.decode
 

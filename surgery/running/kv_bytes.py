@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -13,11 +14,15 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from surgery.checkpoint.config_file import arguments
 from surgery.checkpoint.kv_widths import kv_widths
 from surgery.common.errors import SurgeryError
-from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.model.cache_prediction import CachedLayer
+from surgery.model.configuration_surgery import SurgeryConfig
+from surgery.model.converted_decoder import cached_layers
+from surgery.model.parts import entries_of, part, parts_of
 from surgery.running.loading import LOADING
-from surgery.running.skeleton import skeleton
+from surgery.running.plain_decoder import PlainConvertedConfig, plain_config, plain_converted_config
 
+WINDOWLESS = ("deepseek_v3",)
+"""Classes of transformers whose layers never have windows; one that it does not know has none either."""
 USEFUL = 4_096, 32_768
 """Tokens of contexts at which a cache is worth making smaller."""
 
@@ -42,8 +47,8 @@ def kv_bytes_of(config: dict[str, Any], dtype: torch.dtype) -> KVBytes:
     if isinstance(text, dict) and text.get("model_type") == SurgeryConfig.model_type:
         config = text
     if config["model_type"] == SurgeryConfig.model_type:
-        model = _custom_model(json.dumps(config), dtype)
-        return lambda tokens, batch=1, prompt=None: model.kv_cache_bytes(batch, tokens, prompt)
+        custom = _custom_config(json.dumps(config))
+        return lambda tokens, batch=1, prompt=None: kv_cache_bytes(custom, batch, tokens, dtype, prompt)
     try:
         layers = _stock_layers(config)
     except LOADING as error:
@@ -71,15 +76,36 @@ def kv_shares(
     return {str(tokens): bytes_at(tokens) / source_at(tokens) for tokens in lengths}
 
 
+def kv_cache_bytes(
+    config: SurgeryConfig | PlainConvertedConfig,
+    batch: int,
+    tokens: int,
+    dtype: torch.dtype,
+    prompt: int | None = None,
+) -> int:
+    """Return what `kv_cache_bytes` of a model of the custom model class returns, without the model."""
+    if any(entry.shares_cache for entry in entries_of(config)):
+        return part("blockwise_decoder").kv_cache_bytes(config, batch, tokens, dtype, prompt)
+    return sum(layer.held(tokens) for layer in cached_layers(config, batch, dtype) if layer is not None)
+
+
 @lru_cache(maxsize=32)  # plans and forecasts ask again and again of one config
-def _custom_model(config: str, dtype: torch.dtype) -> SurgeryForCausalLM:
-    return skeleton(json.loads(config), dtype)
+def _custom_config(config: str) -> SurgeryConfig | PlainConvertedConfig:
+    """The configuration of a config.json, checked by the code of its parts."""
+    values = json.loads(config)
+    try:
+        for name in parts_of({"base_model_type": None, **values}):
+            import_module(f"surgery.model.{name}")
+        return plain_converted_config(values) or SurgeryConfig(**arguments(values))
+    except LOADING as error:
+        raise SurgeryError(str(error) or repr(error)) from None
 
 
 def _stock_layers(config: dict[str, Any]) -> list[tuple[CacheLayerMixin, int]]:
-    """Empty cache layers and their elements per token; a class that transformers does not know has no windows."""
-    if config["model_type"] not in CONFIG_MAPPING:
+    """Empty cache layers and their elements per token."""
+    if config["model_type"] in WINDOWLESS or config["model_type"] not in CONFIG_MAPPING:
         return [(DynamicLayer(), width) for width in kv_widths(config)]
-    whole = CONFIG_MAPPING[config["model_type"]](**arguments(config)).get_text_config(decoder=True)
+    whole = plain_config(config) or CONFIG_MAPPING[config["model_type"]](**arguments(config))
+    whole = whole.get_text_config(decoder=True)
     layers = zip(DynamicCache(config=whole).layers, kv_widths(whole.to_dict()), strict=True)
     return [(layer, width) for layer, width in layers if width]  # without those that keep a state

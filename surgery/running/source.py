@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.running.loading import load_config
 from surgery.running.processes import Processes
 from surgery.running.unfused import open_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 OUTPUT = re.compile(r"model\.layers\.\d+\.self_attn\.o_proj\.weight")
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -69,14 +72,21 @@ class Source(Opened):
         return cls.of(open_model(source, allow_pickle=allow_pickle), settings)
 
     @classmethod
-    def of(cls, reader: CheckpointReader, settings: RunSettings, family: Family | None = None) -> Source:
+    def of(
+        cls,
+        reader: CheckpointReader,
+        settings: RunSettings,
+        family: Family | None = None,
+        config: PreTrainedConfig | None = None,
+    ) -> Source:
         """Open the source of a checkpoint whose files are open.
 
         Args:
             family: None for that of its config, among those of keys and values of heads.
+            config: None for what transformers reads, by which layers can run.
         """
         family = family or family_of(reader.config)
-        config = load_config(reader.path)
+        config = config or load_config(reader.path)
         if missing := [name for name in SIZES if hasattr(config, name) and reader.config.get(name) is None]:
             raise SurgeryError(f"{reader.path}/config.json: does not say {missing[0]}, which is not to be guessed")
         check_layers(config)

@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForImageTextToText, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from surgery.checkpoint import CheckpointReader
 from surgery.families import LATENT_FAMILIES, WHY_NOT
 from surgery.families.multimodal import MULTIMODAL
 from surgery.running.loading import causal_class, load_config, loading, without_generation, without_initial_values
+from surgery.running.plain_decoder import is_plain
 from surgery.running.source_faults import Comparison, check_class, check_comparison, check_stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ROWS = 16_384
 """Rows of embedding and head that are compared at once."""
@@ -46,12 +46,14 @@ def open_source(source: str | Path, *, allow_pickle: bool = False, trust_remote_
 def checked(reader: CheckpointReader) -> CheckpointReader:
     """Compare a checkpoint with its class; give it with the config.json that its tensors show it to have.
 
-    It is returned as it is where transformers has no class for it, its family is refused by name, or its weights are
-    quantized in a format that is not read here.
+    It is returned as it is where its tensors are those of a plain decoder, where transformers has no class for it, its
+    family is refused by name, or its weights are quantized in a format that is not read here.
 
     Raises:
         SurgeryError: they contradict each other.
     """
+    if is_plain(reader):
+        return reader
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from surgery import model as own_model
@@ -90,6 +92,8 @@ def _class_of(config: Any) -> type[PreTrainedModel]:
     Raises:
         KeyError: there is none.
     """
+    from transformers import AutoModelForImageTextToText
+
     if config.model_type in MULTIMODAL:
         return AutoModelForImageTextToText._model_mapping[type(config)]
     return causal_class(config)
@@ -114,6 +118,10 @@ class _Stored:
 
 @lru_cache(maxsize=16)  # a command opens its source more than once
 def _compare_stored(stored: _Stored) -> Comparison:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
     model_class = stored.model_class
     state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in stored.tensors}
     with torch.device("meta"), without_initial_values(), without_generation():
