@@ -95,7 +95,9 @@ def read_yaml(path: str | Path) -> Any:
             message = f"{path}: its aliases stand for more than {MOST_VALUES:,} values; write them out"
             raise SurgeryError(message, path=path)
         return loader.construct_document(node)
-    except (OSError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise SurgeryError(f"{path}: {error.strerror or error}; check the path", path=path) from None
+    except yaml.YAMLError as error:
         raise SurgeryError(f"{path}: {' '.join(str(error).split())}", path=path) from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         # Dates and numbers that are none, and nesting without end, which PyYAML does not call errors of its own.
