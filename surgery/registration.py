@@ -40,7 +40,7 @@ def keep_off_kernels() -> None:
 
 
 def _register_configs() -> None:
-    from surgery.model import register_configs
+    from surgery.model.auto_config import register_configs
 
     register_configs()
 

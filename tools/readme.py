@@ -66,7 +66,7 @@ def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
     text = (
         f"Loss in nats per token, and perplexity, are on {settings['windows']} x {settings['length']:,} tokens of "
         f"prose that no calibration saw, and in the column {_long_title(long_report)} on {long['windows']} x "
-        f"{long['length']:,} of another day ({long_report['created'][:10]}), with conversions of that day. Recall is "
+        f"{long['length']:,}{_other_conversions(report, long_report)}. Recall is "
         f"of {settings['recall_prompts']} numbers, planted in text and asked for at its end. Bytes are of the live "
         f"cache ({report['created'][:10]}). Rows in code are the source and conversions of "
         "it, with their first 4 tokens in full precision on top. The others are "
@@ -93,6 +93,13 @@ def table(report: dict[str, Any], long_report: dict[str, Any]) -> str:
         cells.insert(place, columns_by_key["loss_change"].text(in_long, long_report) if in_long else "not measured")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", caption(report, long_report), ""])
+
+
+def _other_conversions(report: dict[str, Any], long_report: dict[str, Any]) -> str:
+    """Say so if checkpoints of one name are not the same in both reports."""
+    hashes = [{row["name"]: row["sha256"] for row in each["rows"]} for each in (report, long_report)]
+    is_same = all(hashes[0].get(name, sha256) == sha256 for name, sha256 in hashes[1].items())
+    return "" if is_same else f", with the conversions of another day ({long_report['created'][:10]})"
 
 
 def _long_title(long_report: dict[str, Any]) -> str:

@@ -53,9 +53,10 @@ def window_layers(config: PreTrainedConfig) -> dict[int, CacheLayer]:
         ValueError: all have one.
     """
     own = DynamicCache(config=config).layers
-    if own and all(layer.is_sliding for layer in own):
+    windows = {index: layer for index, layer in enumerate(own) if getattr(layer, "is_sliding", False)}
+    if windows and len(windows) == len(own):
         raise ValueError("all layers are of sliding_attention: no cache grows with the context")
-    return {index: layer for index, layer in enumerate(own) if layer.is_sliding}
+    return windows
 
 
 def beside_windows(layers: Sequence[CompactLayer], config: PreTrainedConfig) -> list[CacheLayer]:

@@ -31,19 +31,6 @@ _OF_FILES = ("PICTURES_AUTO_MAP", "auto_map", "remote_code_files")
 """Names that need none of the classes."""
 
 
-def register_configs() -> None:
-    """Make AutoConfig know the configurations, without the model classes; safe to call more than once."""
-    from transformers import AutoConfig
-
-    from .configuration_surgery import SurgeryConfig
-    from .configuration_surgery_pictures import SurgeryPicturesConfig
-
-    for config_class in (SurgeryConfig, SurgeryPicturesConfig):
-        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-        # `save_pretrained` copies the files of its class next to the weights and writes the auto_map.
-        config_class.register_for_auto_class("AutoConfig")
-
-
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

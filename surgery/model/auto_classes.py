@@ -5,7 +5,7 @@ Not for the checkpoints: their `auto_map` names an entry module of `remote_code`
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from . import register_configs
+from .auto_config import register_configs
 from .causal_model import SurgeryForCausalLM
 from .configuration_surgery import SurgeryConfig
 from .configuration_surgery_pictures import SurgeryPicturesConfig

@@ -10,7 +10,7 @@ What they do not recognize is left to transformers, and refused by it where it i
 from __future__ import annotations
 
 import copy
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -72,7 +72,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
 
 
 def _is_bool(value: Any) -> bool:
