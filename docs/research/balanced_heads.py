@@ -30,7 +30,7 @@ def power(moment, exponent):
 
 
 def energies(model, windows):
-    """Of each layer: of pairs of queries and keys [G, d/2], and the moment of values [G, d, d]."""
+    """Energies of pairs of queries and keys [G, d/2], and the moment of values [G, d, d], for each layer."""
     config = model.config
     heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     sums = [[0, 0, 0] for _ in model.model.layers]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from surgery.common.errors import SurgeryError
 from surgery.model.cache_layer import CacheLayer, Call, CompactLayer, check_full_attention, hook_calls
@@ -46,26 +47,27 @@ def install(
     return model
 
 
-def window_layers(config: PreTrainedConfig) -> dict[int, CacheLayer]:
-    """Make transformers' own cache of the layers that have an attention window, by index.
+def windows_of(config: PreTrainedConfig) -> dict[int, int]:
+    """Return the tokens that layers with an attention window see, by index, as transformers' own cache has them.
 
     Raises:
-        ValueError: all have one.
+        NoVariant: all layers have one.
     """
-    own = DynamicCache(config=config).layers
-    windows = {index: layer for index, layer in enumerate(own) if getattr(layer, "is_sliding", False)}
-    if windows and len(windows) == len(own):
-        raise ValueError("all layers are of sliding_attention: no cache grows with the context")
+    layers = DynamicCache(config=config).layers
+    windows = {index: layer.sliding_window for index, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
+    if windows and len(windows) == len(layers):
+        raise NoVariant("all layers are of sliding_attention: no cache grows with the context")
     return windows
 
 
-def beside_windows(layers: Sequence[CompactLayer], config: PreTrainedConfig) -> list[CacheLayer]:
-    """Replace layers of a cache by those of `window_layers`, which then stay in full precision.
+def beside_windows(layers: Sequence[CompactLayer], windows: Mapping[int, int]) -> list[CacheLayer]:
+    """Replace layers of a cache by transformers' own where there is a window (`windows_of`): they keep full precision.
 
-    vLLM leaves them so with `--kv-cache-dtype-skip-layers sliding_window`; llama.cpp quantizes them too.
+    vLLM leaves them so with `--kv-cache-dtype-skip-layers sliding_window`, as read in the source of its 0.32, not run.
     """
-    windows = window_layers(config)
-    return [windows.get(index, layer) for index, layer in enumerate(layers)]
+    return [
+        DynamicSlidingWindowLayer(windows[index]) if index in windows else layer for index, layer in enumerate(layers)
+    ]
 
 
 def bytes_of(layers: Sequence[CacheLayer], config: PreTrainedConfig, dtype: torch.dtype) -> Callable[[int], int]:

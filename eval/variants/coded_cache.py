@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.variants.cache_hook import NoVariant, beside_windows, install, refusals
+from surgery.eval.variants.cache_hook import beside_windows, install, windows_of
 from surgery.model.cache_argument import CACHE
 from surgery.model.cache_layer import CacheLayer, Call, CompactLayer, own_cache
 from surgery.model.quantization import pack, unpack
@@ -182,14 +182,15 @@ def coded_cache(model: PreTrainedModel, name: str, layers: Sequence[CodedLayer],
         SurgeryError: it is a variant already. Later: a call with a filled cache of another kind.
     """
 
+    windows = windows_of(model.config)
+
     def empty() -> list[CacheLayer]:
-        return beside_windows([layer.fresh() for layer in layers], model.config)
+        return beside_windows([layer.fresh() for layer in layers], windows)
 
     def prepare(decoder: nn.Module, call: Call) -> None:
         own_cache(decoder, call, empty())
 
-    with refusals(NoVariant):
-        install(model, name, prepare, empty())
+    install(model, name, prepare, empty())
     if chunk:
         model.base_model.forward = wraps(model.base_model.forward)(partial(_chunked, model.base_model.forward, chunk))
     return model

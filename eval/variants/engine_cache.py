@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.variants import kvarn_cache, llama_cpp_cache, oscar_cache, turboquant_cache
-from surgery.eval.variants.cache_hook import NoVariant, check_model, refusals, window_layers
+from surgery.eval.variants.cache_hook import NoVariant, check_model, refusals, windows_of
 from surgery.eval.variants.coded_cache import CodedLayer, Coder, coded_cache
 from surgery.eval.variants.kvarn_cache import kvarn_layers
 from surgery.eval.variants.llama_cpp_cache import llama_cpp_layers
@@ -54,8 +54,7 @@ def engine_cache(model: PreTrainedModel, format: str, tokens: LongTensor | None 
         NoVariant: the model has no such heads, or no layer with full attention.
         SurgeryError: an unknown format, no tokens where some are needed, or the model is a variant already.
     """
-    with refusals(NoVariant):
-        check_model(model, f"the cache {format}", window_layers(model.config))
+    check_model(model, f"the cache {format}", windows_of(model.config))
     if format in CALIBRATED:
         if tokens is None:
             raise SurgeryError(f"{format} is calibrated: give tokens")

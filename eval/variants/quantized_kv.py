@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
-from surgery.eval.variants.cache_hook import NoVariant, beside_windows, install, refusals
+from surgery.eval.variants.cache_hook import beside_windows, install, refusals, windows_of
 from surgery.model.cache_layer import CacheLayer, Call, own_cache
 from surgery.model.quantized_cache import QuantizedKVLayer
 
@@ -31,13 +31,12 @@ def quantize_kv(model: PreTrainedModel, format: str, group: int = 32, window: in
             another kind.
     """
 
+    count, windows = model.config.num_hidden_layers, windows_of(model.config)
+
     def new_layers() -> list[CacheLayer]:
-        layers = [QuantizedKVLayer(format, group, window) for _ in range(model.config.num_hidden_layers)]
-        return beside_windows(layers, model.config)
+        return beside_windows([QuantizedKVLayer(format, group, window) for _ in range(count)], windows)
 
     with refusals():
-        QuantizedKVLayer(format, group, window)
-    with refusals(NoVariant):
         empty = new_layers()
 
     def prepare(decoder: nn.Module, call: Call) -> None:

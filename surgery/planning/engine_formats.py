@@ -17,7 +17,7 @@ from surgery.common.errors import SurgeryError
 from surgery.engines.cache_formats import TENSORRT_LLM, CacheFormat, cache_formats
 from surgery.engines.table import ASKED, verdicts
 from surgery.engines.verdict import REFUSED
-from surgery.eval.variants.cache_hook import beside_windows, bytes_of, refusals, window_layers
+from surgery.eval.variants.cache_hook import beside_windows, bytes_of, refusals, windows_of
 from surgery.eval.variants.coded_cache import CodedLayer, Exact
 from surgery.eval.variants.engine_cache import FORMATS
 from surgery.families import LATENT_FAMILIES
@@ -174,7 +174,7 @@ def engine_formats(opened: Source, settings: PlanSettings, called: str, refused:
         formats = cache_formats(settings.engine)
         serve = _server(opened, settings.engine, called)
         with refusals():
-            windows = window_layers(opened.config)
+            windows = windows_of(opened.config)
             check_full_attention(opened.config, "an engine's own format, as it is simulated,", windows)
     except SurgeryError as error:
         refused[f"{settings.engine}'s own cache"] = str(error)
@@ -182,11 +182,11 @@ def engine_formats(opened: Source, settings: PlanSettings, called: str, refused:
     for each in formats:
         try:
             if windows and not each.skips_layers:
-                raise SurgeryError(f"{settings.engine} quantizes layers with a window too, which is not simulated")
+                raise SurgeryError(f"what {settings.engine} does with layers that have a window was not tried")
             with refusals():
                 pairs = zip(FORMATS[each.keys](opened.config), FORMATS[each.values](opened.config), strict=True)
                 coded = [CodedLayer(keys.key_coder, values.value_coder) for keys, values in pairs]
-                layers = tuple(beside_windows(coded, opened.config))
+                layers = tuple(beside_windows(coded, windows))
                 bytes_of(layers, opened.config, opened.weight_dtype)(1)  # refuses heads that the format cannot hold
             candidates.append(EngineFormat(settings.engine, each, serve, opened, settings, layers))
         except SurgeryError as error:

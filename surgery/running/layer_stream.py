@@ -26,13 +26,7 @@ from surgery.model.logit_factor import logit_cap, logit_factor
 from surgery.model.parts import entries_of
 from surgery.running.activations import give_back, give_back_freed
 from surgery.running.equal_widths import use_equal_widths
-from surgery.running.loading import (
-    causal_class,
-    loading,
-    with_standard_names,
-    without_generation,
-    without_initial_values,
-)
+from surgery.running.loading import causal_class, loading, with_standard_names, without_initial_values
 from surgery.running.overflow import check_hidden, check_sizes, overflow, size_of
 
 SMALL = 2**26
@@ -400,7 +394,7 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with loading("a layer by its config.json"), without_initial_values(), without_generation():
+        with loading("a layer by its config.json"), without_initial_values():
             causal, info = causal_class(config).from_pretrained(
                 None,
                 config=config,

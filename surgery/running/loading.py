@@ -88,22 +88,6 @@ def without_initial_values() -> Iterator[None]:
             setattr(nn.init, name, original)
 
 
-@contextmanager
-def without_generation() -> Iterator[None]:
-    """Make no `generation_config` for the models of the block, whose layers are run and which write no text.
-
-    transformers converts and checks the config for it, a fifth of the time that a small layer takes to load.
-    """
-    from transformers import PreTrainedModel
-
-    original = PreTrainedModel.__dict__["can_generate"]
-    PreTrainedModel.can_generate = classmethod(lambda model_class: False)
-    try:
-        yield
-    finally:
-        PreTrainedModel.can_generate = original
-
-
 def _draw(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **options: Any) -> Tensor:
     return tensor if tensor.is_meta else original(tensor, *args, **options)
 

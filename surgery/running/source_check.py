@@ -17,7 +17,7 @@ from transformers.utils import logging
 from surgery.checkpoint import CheckpointReader
 from surgery.families import LATENT_FAMILIES, WHY_NOT
 from surgery.families.multimodal import MULTIMODAL
-from surgery.running.loading import causal_class, load_config, loading, without_generation, without_initial_values
+from surgery.running.loading import causal_class, load_config, loading, without_initial_values
 from surgery.running.plain_decoder import is_plain
 from surgery.running.source_faults import Comparison, check_class, check_comparison, check_stored
 
@@ -124,7 +124,7 @@ def _compare_stored(stored: _Stored) -> Comparison:
 
     model_class = stored.model_class
     state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in stored.tensors}
-    with torch.device("meta"), without_initial_values(), without_generation():
+    with torch.device("meta"), without_initial_values():
         model = model_class._from_config(stored.config)
     # `from_pretrained` would do the same, but takes a device only where accelerate is installed.
     settings = LoadStateDictConfig(

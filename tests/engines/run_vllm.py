@@ -51,7 +51,7 @@ def run(request: dict, watched: dict[str, int]) -> dict:
 
 
 def cudagraph_mode(vllm_config) -> str:
-    """What vLLM makes of its default with the plugin's steps, were this CUDA and kernels there."""
+    """Return the CUDA graph mode that vLLM would take with the plugin's steps, were this CUDA and kernels there."""
     from vllm.config import CompilationConfig, CUDAGraphMode
 
     from surgery_vllm.steps import StepBuilder

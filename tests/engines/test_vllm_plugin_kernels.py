@@ -24,7 +24,7 @@ ROWS = ("llama_rows", "mistral_rows", "qwen3_rows", "llama_head_rows", "qwen3_he
 """Without first tokens, with gains, and with queries that are rotated as heads."""
 BLOCKS = {"llama in blocks of 24": ("llama", 24), "qwen3_rows in blocks of 64": ("qwen3_rows", 64)}
 KERNELS = {False: {"mla_decode_kernel"}, True: {"mla_decode_kernel", "pack_rows_kernel", "unpack_rows_kernel"}}
-"""Of MLA, and of MLA in bits."""
+"""Names of kernels: MLA's, and those of MLA in bits."""
 
 
 def requests(folders: dict[str, Path]) -> dict[str, dict]:
