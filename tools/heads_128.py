@@ -1,11 +1,10 @@
-"""Trains a model with heads of 128 channels: the demo model with other attention, taught by the demo model.
+"""Trains a model with heads of 128 channels: the demo model with wider heads, taught by the demo model.
 
     PYTHONPATH=. python tools/heads_128.py work/      # work/heads-128
 
 Rotations of few-bit caches spread a head's values over its channels, so the tables of docs/results.md need a model
-with heads as wide as those of large ones. Embeddings, MLPs and norms are the demo model's. Its 8 query and 4 KV heads
-of 32 channels make room for 8 and 2 of 128, drawn at random, which learn first each layer's attention output, then the
-predictions of the whole model. Seeds are fixed.
+with heads as wide as those of large ones. Its 8 query and 2 KV heads of 128 channels start as the demo model's 8 and 4
+of 32 channels, which fill half of them; training fills the other half. Seeds are fixed.
 """
 
 from __future__ import annotations
@@ -22,59 +21,69 @@ import surgery
 from surgery.checkpoint.named_models import demo_model
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
-COMMON: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "data": [{"source": "builtin", "tokens": 2_000_000}],
     "recall": 0.4,
     "batch_size": 1,
     "gradient_accumulation": 1,
     "dtype": "fp32",
     "held_out": 8,
+    "objective": {"kl": 1, "hidden": 10, "cross_entropy": 0.3},
+    "betas": [0.9, 0.99],
+    "train": "all",
+    "learning_rate": 1e-3,
+    "max_tokens": 300_000,
+    "length": 1024,
 }
-STAGES: dict[str, dict[str, Any]] = {
-    "layers": {
-        "objective": {"layerwise": 1},
-        "train": "attention",
-        "learning_rate": 2e-3,
-        "max_tokens": 120_000,
-        "length": 512,
-    },
-    "heads-128": {
-        "objective": {"kl": 1, "hidden": 10, "cross_entropy": 0.3},
-        "betas": [0.9, 0.99],
-        "train": "all",
-        "learning_rate": 1e-3,
-        "max_tokens": 300_000,
-        "length": 1024,
-    },
-}
-"""Settings of ``surgery heal`` by the name of the result."""
+"""Settings of ``surgery heal``."""
 
 
 def write_start(folder: Path) -> Path:
-    """Write the demo model with attention of `HEADS` drawn at random."""
+    """Write the demo model with heads as `HEADS` has them: two of its KV heads in each, and the rest at random.
+
+    Pair i of 16 turns as pair 4 i of 64 does, so the first of the two keeps its frequencies. The second takes the pairs
+    after those, which turn by 13% less. Queries and outputs of the remaining channels are zero, so only training uses
+    them.
+    """
     config = AutoConfig.from_pretrained(demo_model(), **HEADS)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    source = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32).state_dict()
-    model.load_state_dict({name: tensor for name, tensor in source.items() if "self_attn" not in name}, strict=False)
-    for name, weight in model.named_parameters():
-        if "self_attn" in name:
-            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-    model.save_pretrained(folder)
+    source = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
+    model.load_state_dict({name: x for name, x in source.state_dict().items() if "self_attn" not in name}, strict=False)
+    for wide, narrow in zip(model.model.layers, source.model.layers, strict=True):
+        _widen(wide.self_attn, narrow.self_attn)
+    model.to(torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(demo_model()).save_pretrained(folder)
     return folder
+
+
+@torch.no_grad()
+def _widen(wide: nn.Module, narrow: nn.Module) -> None:
+    """Lay the heads of ``narrow``, 8 and 4 of 32 channels, into those of ``wide``, 8 and 2 of 128."""
+    pairs = 4 * torch.arange(16)
+    turned = [torch.cat([pairs + second, pairs + second + 64]) for second in range(2)]  # by place of the KV head
+    plain = [torch.arange(32) + 32 * second for second in range(2)]
+    nn.init.normal_(wide.k_proj.weight, std=narrow.k_proj.weight.std())
+    nn.init.normal_(wide.v_proj.weight, std=narrow.v_proj.weight.std())
+    nn.init.zeros_(wide.q_proj.weight)
+    nn.init.zeros_(wide.o_proj.weight)
+    for head in range(8):
+        group, second = divmod(head // 2, 2)
+        query, output = wide.q_proj.weight.view(8, 128, -1)[head], wide.o_proj.weight.view(-1, 8, 128)[:, head]
+        query[turned[second]] = 2 * narrow.q_proj.weight.view(8, 32, -1)[head]  # scores are divided by the root of 128
+        output[:, plain[second]] = narrow.o_proj.weight.view(-1, 8, 32)[:, head]
+        key, value = wide.k_proj.weight.view(2, 128, -1)[group], wide.v_proj.weight.view(2, 128, -1)[group]
+        key[turned[second]] = narrow.k_proj.weight.view(4, 32, -1)[head // 2]
+        value[plain[second]] = narrow.v_proj.weight.view(4, 32, -1)[head // 2]
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("work", type=Path, help="folder of the stages; a stage that is there is left out")
+    parser.add_argument("work", type=Path, help="folder of the start and of the result, heads-128")
     work: Path = parser.parse_args().work
-    student = write_start(work / "start")
-    for name, settings in STAGES.items():
-        if not (work / name).exists():
-            surgery.heal(student, demo_model(), out=work / name, measure=False, **COMMON, **settings)
-        student = work / name
+    start = write_start(work / "start")
+    surgery.heal(start, demo_model(), out=work / "heads-128", measure=False, **SETTINGS)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -89,6 +90,7 @@ def inspect(
     from surgery.checkpoint.named_models import find_model
 
     source = find_model(checkpoint)
+    gc.disable()  # a tenth of the time of importing torch and transformers, and this ends before garbage matters
 
     if not as_json:
         from surgery.console.page import show_title

@@ -6,7 +6,8 @@ This file travels beside the weights as remote code: it may import torch, transf
 from dataclasses import fields
 from typing import Any, ClassVar
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+import transformers
+from transformers import PreTrainedConfig
 
 from .attention_functions import LEARNED_SINKS, OUTPUT_GATES
 from .layer_entry import LayerEntry, caches_latents
@@ -68,13 +69,13 @@ class SurgeryConfig(PreTrainedConfig):
     kv_cache: dict[str, Any] | list[dict[str, Any] | None] | None = None
 
     def __post_init__(self, **kwargs):
-        if self.base_model_type not in CONFIG_MAPPING:
+        if self.base_model_type not in transformers.CONFIG_MAPPING:
             raise ValueError(f"base_model_type is {self.base_model_type!r}, which this transformers does not know")
         # They go around the base config instead of through it.
         runtime = {name: kwargs.pop(name) for name in RUNTIME_FIELDS if name in kwargs}
         # The family's own class fills in its defaults and translates legacy fields such as rope_theta and rope_scaling.
         source = {name: value for name, value in kwargs.items() if name not in IDENTITY_FIELDS}
-        base_config = CONFIG_MAPPING[self.base_model_type](**source)
+        base_config = transformers.CONFIG_MAPPING[self.base_model_type](**source)
         base = base_config.to_dict()
         # Sizes have the names here that most families give them.
         for name in _SIZES & base_config.attribute_map.keys():
@@ -145,7 +146,7 @@ class SurgeryConfig(PreTrainedConfig):
         """Return the base family's own configuration, as its stock decoder expects it."""
         own = {"base_model_type", "attention_layers", "kv_cache", *IDENTITY_FIELDS}
         source = {name: value for name, value in self.to_dict().items() if name not in own}
-        return CONFIG_MAPPING[self.base_model_type](
+        return transformers.CONFIG_MAPPING[self.base_model_type](
             **source,
             attn_implementation=self._attn_implementation,
             experts_implementation=self._experts_implementation,

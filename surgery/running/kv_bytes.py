@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import Any, Protocol
 
 import torch
-from transformers import CONFIG_MAPPING, DynamicCache
+import transformers
+from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from surgery.checkpoint.config_file import arguments
@@ -103,9 +104,11 @@ def _custom_config(config: str) -> SurgeryConfig | PlainConvertedConfig:
 
 def _stock_layers(config: dict[str, Any]) -> list[tuple[CacheLayerMixin, int]]:
     """Empty cache layers and their elements per token."""
-    if config["model_type"] in WINDOWLESS or config["model_type"] not in CONFIG_MAPPING:
+    kind = config["model_type"]
+    whole = plain_config(config)
+    if whole is None and (kind in WINDOWLESS or kind not in transformers.CONFIG_MAPPING):
         return [(DynamicLayer(), width) for width in kv_widths(config)]
-    whole = plain_config(config) or CONFIG_MAPPING[config["model_type"]](**arguments(config))
+    whole = whole or transformers.CONFIG_MAPPING[kind](**arguments(config))
     whole = whole.get_text_config(decoder=True)
     layers = zip(DynamicCache(config=whole).layers, kv_widths(whole.to_dict()), strict=True)
     return [(layer, width) for layer, width in layers if width]  # without those that keep a state

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+import transformers
+from transformers import PreTrainedConfig
 
 from surgery.families import head_shape
 
@@ -10,4 +11,4 @@ from surgery.families import head_shape
 def half_the_heads(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
     """Half of the KV heads."""
     plain = {**config.to_dict(), "num_key_value_heads": max(1, head_shape(config)[1] // 2)}
-    return CONFIG_MAPPING[plain.pop("model_type")](**plain)
+    return transformers.CONFIG_MAPPING[plain.pop("model_type")](**plain)

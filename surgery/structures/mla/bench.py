@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+import transformers
+from transformers import PreTrainedConfig
 
 from surgery.architectures.deepseek_v3 import StockMLA
 from surgery.architectures.neutral_norm import neutral_norm
@@ -35,7 +36,7 @@ def stock_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedC
     )
     plain = StockMLA(spec, neutral_norm("tiny", rank, dtype)).config(config.to_dict())
     plain.pop("model_type"), plain.pop("architectures")
-    return CONFIG_MAPPING["deepseek_v3"](**plain)
+    return transformers.CONFIG_MAPPING["deepseek_v3"](**plain)
 
 
 def own_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
