@@ -1,4 +1,4 @@
-"""Choice of Triton kernels or the plain reference for some tensors, with one note where the reference runs."""
+"""Dispatch between Triton kernels and PyTorch references, with one warning when a reference runs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of kernels; float64 and the rest are for references."""
+"""Floating-point dtypes that kernels support; others, such as float64, run on the reference."""
 
 logger = logging.getLogger("surgery.kernels")
 
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton is installed, which it is not everywhere that PyTorch is."""
+    """Return whether Triton is installed; not every build of PyTorch comes with it."""
     return find_spec("triton") is not None
 
 
 def interpreted() -> bool:
-    """Return whether kernels run in Triton's interpreter, on the CPU; decided by TRITON_INTERPRET at their import."""
+    """Return whether kernels run in Triton's CPU interpreter: TRITON_INTERPRET=1 when they are imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Return why no kernel can run on these tensors; None if one can. None among them is skipped."""
+    """Return the reason why no kernel can run on these tensors, or None if one can; None arguments are skipped."""
     present = [tensor for tensor in tensors if tensor is not None]
     if not has_triton():
         return "triton is not installed"
@@ -52,7 +52,7 @@ _told: set[tuple[str, str]] = set()
 
 
 def tell_once(operation: str, reason: str) -> None:
-    """Says that an operation runs as its reference, the first time for each reason."""
+    """Warn once for each operation and reason that the operation falls back to its PyTorch reference."""
     if (operation, reason) not in _told:
         _told.add((operation, reason))
         logger.warning("%s runs in plain PyTorch: %s", operation, reason)

@@ -1,4 +1,4 @@
-"""Checks that operations share for their arguments; each says in one line what does not fit."""
+"""Argument checks shared by all operations; each raises ValueError with a one-line message."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def check_heads(name: str, query_heads: int, kv_heads: int) -> None:
-    """Refuses query heads that do not share the KV heads evenly."""
+    """Check that the number of query heads is a multiple of the number of KV heads."""
     if not kv_heads or query_heads % kv_heads:
         raise ValueError(f"{name}: {query_heads} query heads do not follow {kv_heads} KV heads evenly")
 
 
 def check_keys(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuses queries [·, ·, ·, d] that do not fit to keys [·, G, S, d] and values [·, G, S, v]."""
+    """Check the shapes of queries [·, ·, ·, d], keys [·, G, S, d] and values [·, G, S, v] against each other."""
     shapes = f"queries {list(query.shape)}, keys {list(key.shape)} and values {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
         raise ValueError(f"{name}: {shapes}: four dimensions of each are needed")
@@ -22,33 +22,33 @@ def check_keys(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_dtypes(name: str, **tensors: Tensor) -> None:
-    """Refuses tensors of several dtypes."""
+    """Check that all tensors have the same dtype."""
     if len({tensor.dtype for tensor in tensors.values()}) > 1:
         dtypes = ", ".join(f"{what} is {tensor.dtype}" for what, tensor in tensors.items())
         raise ValueError(f"{name}: {dtypes}: one dtype is needed")
 
 
 def check_counts(name: str, size: int, **counts: Tensor | None) -> None:
-    """Refuses what is given and not int32 [size]."""
+    """Check that each count is None or int32 [size]."""
     for what, count in counts.items():
         if count is not None and (count.shape != (size,) or count.dtype != torch.int32):
             raise ValueError(f"{name}: {what} is {count.dtype} {list(count.shape)}, int32 [{size}] is needed")
 
 
 def check_pages(name: str, rows: int, pages: Tensor | None) -> None:
-    """Refuses what is given and not int32 [rows, n]."""
+    """Check that the page table is None or int32 [rows, n]."""
     if pages is not None and (pages.dim() != 2 or pages.shape[0] != rows or pages.dtype != torch.int32):
         raise ValueError(f"{name}: pages is {pages.dtype} {list(pages.shape)}, int32 [{rows}, n] is needed")
 
 
 def check_positive(name: str, **numbers: int | None) -> None:
-    """Refuses numbers below 1."""
+    """Check that each number is None or at least 1."""
     for what, number in numbers.items():
         if number is not None and number < 1:
             raise ValueError(f"{name}: {what} of {number}: at least 1 is needed")
 
 
 def too_wide(query: Tensor, value: Tensor, max_width: int = 256) -> str | None:
-    """Return why a kernel that holds whole heads in a tile does not take these of its arguments; None if it does."""
+    """Return the reason if heads are wider than the tile of a kernel that holds whole heads, or None if they fit."""
     widest = max(query.shape[-1], value.shape[-1])
     return f"heads of {widest} numbers, at most {max_width}" if widest > max_width else None

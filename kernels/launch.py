@@ -1,4 +1,4 @@
-"""One launch of a Triton kernel as a value, so that what runs on a GPU is what is compiled and checked without one."""
+"""Triton kernel launches as values, so that tests compile without a GPU exactly the kernels that a GPU runs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Config:
-    """Configuration of a kernel's tiling; a kernel has no use for some fields.
+    """Tiling configuration of a kernel; not every kernel uses every field.
 
     Attributes:
-        block_rows: query rows (heads × new tokens) of one program.
-        block_tokens: cached tokens of one step of its loop.
-        chunk: elements of a token that one product takes at once, where a row is wider than a tile should be.
-        splits: programs that share the tokens of one row and are merged afterwards; None leaves it to
-            `split_count`.
-        warps, stages: of the program, and of its software pipeline.
+        block_rows: query rows (heads × new tokens) per program.
+        block_tokens: cached tokens per loop iteration.
+        chunk: elements of a token per `tl.dot`, for rows that are wider than a tile.
+        splits: programs that share the tokens of one row, merged afterwards; None for `split_count`.
+        warps, stages: Triton's `num_warps` and `num_stages`.
     """
 
     block_rows: int = 16
@@ -36,13 +35,13 @@ class Config:
 
 
 class Extent(int):
-    """The size or stride of a tensor as a number that knows where it comes from.
+    """Size or stride of a tensor as an integer that remembers its tensor and dimension.
 
-    A plan (`plan.py`) outlives the call that it was made for: it reads extents from the tensors of every call.
+    A plan (`plan.py`) is reused by later calls and reads the extents from the tensors of each call.
 
     Attributes:
         tensor, dim: the tensor and its dimension.
-        is_stride: whether it is the stride of the dimension, not its size.
+        is_stride: True for the stride of the dimension, False for its size.
     """
 
     tensor: Tensor
@@ -58,14 +57,14 @@ class Extent(int):
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, its grid and everything it is given.
+    """Kernel with its grid and arguments.
 
     Attributes:
         kernel: a `triton.jit` function.
-        grid: programs along up to three axes.
-        arguments: all parameters of the kernel by name, constants of compilation included; tensors, numbers or None.
+        grid: number of programs along up to three axes.
+        arguments: all kernel parameters by name, `tl.constexpr` ones included; tensors, numbers or None.
         warps, stages: as in `Config`.
-        scratch: those of the arguments that are memory for this launch and the ones after it, no inputs or results.
+        scratch: arguments that are temporary memory for this launch and later ones, neither inputs nor results.
     """
 
     kernel: Any
@@ -77,15 +76,15 @@ class Launch:
 
     @classmethod
     def of(cls, kernel: Any, grid: tuple[int, ...], config: Config, args: Mapping[str, Any], **others: Any) -> Launch:
-        """A launch of what the kernel's parameters are called in `others` or else in `args`."""
+        """Build a launch; each kernel parameter is taken by name from `others`, or else from `args`."""
         values = {**args, **others}
         return cls(kernel, grid, {name: values[name] for name in kernel.arg_names}, config.warps, config.stages)
 
     def run(self) -> None:
-        """Launches on the device of its tensors, or in Triton's interpreter under TRITON_INTERPRET=1."""
+        """Launch on the device of the tensors, or in Triton's interpreter under TRITON_INTERPRET=1."""
         if 0 in self.grid:
             return
-        # Triton takes plain integers only.
+        # Triton accepts plain integers only.
         arguments = {name: int(each) if isinstance(each, Extent) else each for name, each in self.arguments.items()}
         device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
         # Triton launches on the current device, and a model may be spread over several.
@@ -94,23 +93,23 @@ class Launch:
 
 
 def signature_of(reference: Callable, *settings: str) -> inspect.Signature:
-    """Arguments of an operation: its annotated reference's, and settings that kernels alone use, optional integers."""
+    """Return an operation's signature: that of the annotated reference, then kernel-only settings as `int | None`."""
     optional = inspect.Parameter("_", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=int | None)
     own = inspect.signature(reference, eval_str=True)
     return own.replace(parameters=[*own.parameters.values(), *(optional.replace(name=name) for name in settings)])
 
 
 def naming(signature: inspect.Signature) -> Callable[[tuple, Mapping[str, Any]], dict[str, Any]]:
-    """Gives all arguments of a call by name, with those that it leaves to their defaults, as PyTorch does."""
+    """Return a function that maps the arguments of a call to their names, defaults included."""
     names = tuple(signature.parameters)
     defaults = {name: each.default for name, each in signature.parameters.items() if each.default is not each.empty}
     return lambda args, kwargs: {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def launches_of(reference: Callable, *settings: str) -> Callable:
-    """Decorates `launches(args, *, out, lse, …)`: called with the arguments of an operation, it has them in `args`.
+    """Decorate `launches(args, *, out, lse, …)` so that it takes the operation's arguments and gets them as `args`.
 
-    They are those of its plain reference and the settings behind them, so that no kernel spells them anew.
+    The arguments are those of the PyTorch reference, then `settings`, so that no kernel repeats the signature.
     """
     signature = signature_of(reference, *settings)
     bind, names = naming(signature), frozenset(signature.parameters)
@@ -127,12 +126,12 @@ def launches_of(reference: Callable, *settings: str) -> Callable:
 
 
 def size(tensor: Tensor, dim: int) -> Extent:
-    """The size of a dimension, to be read at every call; kernels must not specialize on it (`do_not_specialize`)."""
+    """Return the size of a dimension, read again at every call; kernels must list it in `do_not_specialize`."""
     return Extent(tensor, dim, is_stride=False)
 
 
 def strides(*axes: str, **tensors: Tensor | None) -> dict[str, int]:
-    """Strides of the first dimensions of tensors as kernels name them: `key_row`, `key_token`; 0 of None."""
+    """Return the strides of the leading dimensions by kernel parameter, such as `key_row`; 0 for None."""
     return {
         f"{name}_{axis}": 0 if tensor is None else Extent(tensor, place, is_stride=True)
         for name, tensor in tensors.items()
@@ -141,7 +140,7 @@ def strides(*axes: str, **tensors: Tensor | None) -> dict[str, int]:
 
 
 def capability_of(device: torch.device) -> int:
-    """80 for compute capability 8.0; 90 for whatever is no GPU."""
+    """Return the compute capability as an integer, 80 for 8.0; 90 if the device is not a CUDA GPU."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,7 +1,7 @@
-"""The softmax of logits that come block by block (Milakov & Gimelshein, arXiv 1805.02867), in base 2.
+"""Online softmax over blocks of logits (Milakov & Gimelshein, arXiv 1805.02867), in base 2.
 
-For each query `m_i` is its greatest logit so far, -∞ at first, and `l_i` the sum of 2^(logit - m_i), 0 at first.
-Logits are scaled by log₂ e; those that a query does not see are -∞.
+For each query `m_i` is the running maximum of the logits, initially -∞, and `l_i` the running sum of 2^(logit - m_i),
+initially 0. Logits are scaled by log₂ e; masked logits are -∞.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def softmax_step(logits, m_i, l_i, TOKENS: tl.constexpr, SEEN: tl.constexpr = False):
-    """Takes a block of logits in, whose axis TOKENS is that of tokens; with SEEN every query has seen some token.
+    """Update the running softmax with a block of logits.
+
+    Args:
+        TOKENS: axis of the tokens in `logits`.
+        SEEN: every query has at least one visible token so far.
 
     Returns:
-        The block's weights, `m_i`, `l_i`, and `alpha`, by which sums of earlier blocks are rescaled.
+        The block's weights, the new `m_i` and `l_i`, and `alpha`, the factor that rescales earlier accumulators.
     """
     m_new = tl.maximum(m_i, tl.max(logits, axis=TOKENS))
-    # A query that has seen nothing yet has no maximum to subtract.
+    # -∞ - -∞ is NaN for a query without a visible token so far.
     base = m_new if SEEN else tl.where(m_new == -float("inf"), 0.0, m_new)
     weights = tl.exp2(logits - tl.expand_dims(base, TOKENS))
     alpha = tl.exp2(m_i - base)
@@ -30,5 +34,5 @@ def softmax_step(logits, m_i, l_i, TOKENS: tl.constexpr, SEEN: tl.constexpr = Fa
 
 @triton.jit
 def log_of(m_i, l_i):
-    """The natural logarithm of the sum of exponentials of the logits; -∞ of none."""
+    """Return the natural logarithm of the sum of exponentials of the logits; -∞ if no token is visible."""
     return tl.where(l_i > 0, (m_i + tl.log2(tl.where(l_i > 0, l_i, 1.0))) * LN2, -float("inf"))

@@ -1,4 +1,4 @@
-"""An operation as PyTorch sees it: schema, fake results and fallback, all from its plain reference."""
+"""Registration of an operation with PyTorch: schema, fake implementation and fallback from its reference."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from surgery.kernels.plan import TENSORS, Cache, Growth, Layout, Plan, Results, 
 
 
 class Operation:
-    """`surgery::<name>`, with the arguments of `reference`, in their order: kernels, or the reference if none can run.
+    """Operator `surgery::<name>` with the signature of its reference: runs Triton kernels, or else the reference.
 
-    Calls are planned once (`plan.py`) and launched without PyTorch's dispatch, unless something has to see the
-    operator: `torch.compile`, gradients, modes and subclasses of tensors. Decoding has no gradients: a backward pass
-    raises PyTorch's error, unless the caller registers one (`mla_prefill`).
+    Calls are planned once (`plan.py`) and launched without PyTorch's dispatcher, unless the operator must stay visible:
+    to `torch.compile`, autograd, dispatch modes or tensor subclasses. Decode operators have no gradient: a backward
+    pass raises PyTorch's error, unless a backward is registered (`mla_prefill`).
 
     Args:
-        reference: the operation in plain PyTorch; annotated, since the schema is read off its signature.
-        outputs: gives the results of a call, uninitialized: what tracing sees. A call is a namespace of all arguments.
-        unsupported: says why the kernel does not take a call; None if it does.
-        check: raises ValueError for arguments of a call that do not belong together.
-        kernel: the module whose `launches` are run, `<name>/kernel.py` by default; imported only then: it needs Triton.
-        settings: arguments behind those of the reference that only kernels have a use for: optional integers.
-        mutates: tensors among the arguments that the operation fills; it has no results then.
-        growth: dimensions that grow with a text, as `Layout` takes them.
-        free: integers that change at every step; kernels must not specialize on them.
+        reference: PyTorch implementation; the schema is inferred from its annotated signature.
+        outputs: allocates uninitialized results of a call, also for tracing. A call is a namespace of all arguments.
+        unsupported: returns the reason why the kernel does not support a call, or None.
+        check: raises ValueError for inconsistent arguments.
+        kernel: module with `launches`, by default `<name>/kernel.py`; imported lazily, since it needs Triton.
+        settings: kernel-only arguments, optional integers after those of the reference.
+        mutates: tensor arguments that the operation writes to; the operation then returns nothing.
+        growth: dimensions that grow with the sequence, as in `Layout`.
+        free: integers that change at every decode step; kernels must not specialize on them.
 
     Attributes:
-        registered: the operator of PyTorch.
+        registered: the registered PyTorch operator.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Operation:
         self.registered.register_fake(traced)
 
     def __call__(self, *values: Any) -> Results:
-        """The results of all arguments, in the order of the schema."""
+        """Run the operation; all arguments are positional, in the order of the schema."""
         if not is_watched():
             key = self._layout.exact_key(values, torch.is_grad_enabled())
             if key is not None:
@@ -107,12 +107,12 @@ class Operation:
         return SimpleNamespace(**dict(zip(self._layout.names, values, strict=True)))
 
     def _plan(self, values: Sequence[Any]) -> Run:
-        """The plan of calls like this one.
+        """Return the plan for calls with this key.
 
         Raises:
-            ValueError: arguments that do not belong together.
+            ValueError: inconsistent arguments.
         """
-        # No tensor twice: a plan tells arguments apart by their identity.
+        # A plan identifies tensors by `id`, so one that is passed twice becomes two objects.
         values = [value.detach() if isinstance(value, Tensor) else value for value in values]
         call = self._call(values)
         self._check(call)
@@ -122,7 +122,7 @@ class Operation:
         reason = refusal(*tensors) or self._unsupported(call)
         if reason:
             return lambda values, _: (tell_once(self._name, reason), self._reference(*values))[1]
-        # Kernels take the numbers of a last dimension side by side.
+        # Kernels need a contiguous last dimension.
         if any(side_by_side(tensor) is not tensor for tensor in tensors):
             return lambda values, _: self._run([side_by_side(value) for value in values])
         outputs = self._outputs(call)
@@ -132,7 +132,7 @@ class Operation:
 
 
 def is_watched() -> bool:
-    """Tell whether something but autograd has to see operators: a compiler, a tracer, a mode or a transform."""
+    """Return whether a compiler, a tracer, a dispatch mode or a functorch transform has to see operators."""
     return (
         torch.compiler.is_compiling()
         or _len_torch_dispatch_stack() > 0
@@ -143,26 +143,26 @@ def is_watched() -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Arguments as plans take them: lists hashable, tensors without the methods of a subclass."""
+    """Convert an argument for a plan: a list to a hashable tuple, a tensor subclass to a plain tensor."""
     if isinstance(value, Tensor):
         return value if type(value) in TENSORS else value.as_subclass(Tensor)
     return tuple(value) if isinstance(value, list) else value
 
 
 def side_by_side(value: Any) -> Any:
-    """A tensor, copied if the numbers of its last dimension lie apart; anything else as it is."""
+    """Make the last dimension of a tensor contiguous; return any other value unchanged."""
     if not isinstance(value, Tensor) or value.shape[-1] < 2 or value.stride(-1) == 1:
         return value
     return value.contiguous()
 
 
 def attention_outputs(query: Tensor, width: int) -> Results:
-    """Memory for out [B, T, H, width] in the dtype of query [B, T, H, ·], and for lse [B, T, H] in fp32 at least."""
+    """Allocate out [B, T, H, width] in the dtype of query [B, T, H, ·], and lse [B, T, H] in at least fp32."""
     wide = torch.promote_types(query.dtype, torch.float32)
     return query.new_empty(*query.shape[:3], width), query.new_empty(query.shape[:3], dtype=wide)
 
 
 def prefill_outputs(call: SimpleNamespace) -> Results:
-    """Memory for out [B, T, H, v] and lse [B, H, T] of queries [B, H, T, ·] and values [B, G, S, v]."""
+    """Allocate out [B, T, H, v] and lse [B, H, T] for queries [B, H, T, ·] and values [B, G, S, v]."""
     out, lse = attention_outputs(call.query.transpose(1, 2), call.value.shape[-1])
     return out, lse.new_empty(call.query.shape[:3])

@@ -1,9 +1,9 @@
-"""A call of an operation worked out once, and run again for all calls that are launched alike.
+"""Plans: launches of an operation that are prepared once and reused by all calls with the same key.
 
 Checks, configuration, splits, grids and arguments follow from dtypes, devices, shapes, strides and settings: the key of
-a plan. While a text grows, the plan stays. Of the dimension of tokens the key holds the number of bits of its size,
-since splits change at powers of two only (`split_count.py`); of strides that depend on it, what Triton specializes on.
-A plan reads that size and those strides from every call.
+a plan. A plan stays valid while a sequence grows. For the token dimension the key holds the bit length of its size,
+since splits change at powers of two only (`split_count.py`); for strides that depend on that size, the properties that
+Triton specializes on. A plan reads the size and these strides from every call.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 from surgery.kernels.launch import Extent, Launch
 
 Growth = tuple[Mapping[str, int], ...]
-"""Dimensions that grow with a text, by the argument's name, in groups whose sizes are usually equal."""
+"""Dimension that grows with the sequence, by argument name; in groups of tensors that usually have equal sizes."""
 
 Results = tuple[Tensor, ...] | Tensor | None
 Run = Callable[[Sequence[Any], list[int]], Results]
-"""Runs a call: its arguments in the order of the schema, and the extents that `Layout.key` read from them."""
+"""Function that runs a call, given its arguments in the order of the schema and the extents from `Layout.key`."""
 
 MOST_PLANS = 1024
-"""Plans of one operation, and calls whose plan is known."""
+"""Capacity of each cache of an operation: of its plans, and of its exact call keys."""
 
 TENSORS = frozenset((Tensor, torch.nn.Parameter))
-"""Types that hold their numbers themselves."""
+"""Tensor types with storage of their own, unlike subclasses such as fake or functional tensors."""
 
 
 class Cache(dict[Any, Any]):
-    """A dictionary of at most `MOST_PLANS` entries, emptied when it is full and by `forget_plans`."""
+    """Dictionary of at most `MOST_PLANS` entries, cleared when it is full and by `forget_plans`."""
 
     def __init__(self) -> None:
         _caches.append(self)
@@ -48,19 +48,19 @@ _caches: list[Cache] = []
 
 
 def forget_plans() -> None:
-    """Plan every call again: measured configurations changed."""
+    """Clear all plans, after a change of tuned configurations."""
     for cache in _caches:
         cache.clear()
 
 
 class Layout:
-    """The arguments of an operation: which are tensors, which grow, which numbers differ from call to call.
+    """Argument layout of an operation: tensors, growing dimensions, and integers that change at every step.
 
     Args:
-        names: the arguments, in the order of the schema.
-        tensors: the names of those that are tensors, or None.
-        growth: what grows with a text. Where there are `pages`, a text grows by them instead.
-        free: integers that change at every step, and that no plan depends on.
+        names: argument names, in the order of the schema.
+        tensors: names of the arguments that are tensors or None.
+        growth: dimensions that grow with the sequence. In calls with `pages` only the page table grows.
+        free: integers that change at every decode step and that no plan depends on.
     """
 
     def __init__(self, names: Sequence[str], tensors: set[str], growth: Growth, free: Sequence[str] = ()) -> None:
@@ -68,7 +68,7 @@ class Layout:
         self.free = tuple(self.names.index(name) for name in free)
         self._tensors = [index for index, name in enumerate(self.names) if name in tensors]
         settings = [index for index, name in enumerate(self.names) if name not in tensors and name not in free]
-        # Twice the first: a getter of one gives no tuple.
+        # The first index twice, since `itemgetter` of a single index returns no tuple.
         self._settings = itemgetter(settings[0], *settings)
         self._pages = self.names.index("pages") if "pages" in tensors else None
         self._dense = self._entries(tensors, growth)
@@ -76,16 +76,16 @@ class Layout:
 
     def _entries(self, tensors: set[str], growth: Growth) -> tuple[tuple[int, int, int], ...]:
         growing = {name: (dim, group) for group, names in enumerate(growth) for name, dim in names.items()}
-        # Leaders of groups first, in the order in which the operation names them.
+        # Growing tensors first, so that the first of each group comes before the rest of it.
         order = [*growing, *(name for name in self.names if name in tensors and name not in growing)]
         return tuple((self.names.index(name), *growing.get(name, (-1, 0))) for name in order)
 
     def entries(self, values: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
-        """The tensors among arguments: position, the dimension that grows or -1, and its group."""
+        """Return index, growing dimension (or -1) and group of each tensor argument."""
         return self._dense if self._pages is None or values[self._pages] is None else self._paged
 
     def extents(self, values: Sequence[Any]) -> list[tuple[int, int, bool]]:
-        """Tensor (its `id`), dimension and whether it is a stride, of each of the extents that `key` reads."""
+        """Return the tensor's `id`, the dimension and `is_stride` of each extent that `key` reads, in its order."""
         return [
             (id(values[index]), place, is_stride)
             for index, dim, _ in self.entries(values)
@@ -95,13 +95,13 @@ class Layout:
         ]
 
     def exact_key(self, values: Sequence[Any], needs_gradient: bool = False) -> tuple[Any, ...] | None:
-        """Everything that a plan and its extents depend on; cheap, since every call asks for it.
+        """Return everything that a plan and its extents depend on; cheap, since it is computed at every call.
 
         Args:
-            needs_gradient: whether tensors that require gradients are none for a plan.
+            needs_gradient: refuse tensors that require gradients.
 
         Returns:
-            None for tensors that do not hold their numbers, or require gradients.
+            None if a tensor is a subclass without storage of its own, or requires a gradient.
         """
         key = [*self._settings(values)]
         for index in self._tensors:
@@ -116,7 +116,7 @@ class Layout:
         return tuple(key)
 
     def key(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
-        """The key of a plan, which holds while a text grows, and the sizes and strides of the tensors that grow."""
+        """Return the key of the plan, stable while a sequence grows, and sizes and strides of the growing tensors."""
         key, extents, leaders = [*self._settings(values)], [], {}
         for index, dim, group in self.entries(values):
             tensor = values[index]
@@ -129,7 +129,7 @@ class Layout:
                 size = numbers[dim]
                 leader = leaders.setdefault(group, size)
                 numbers[dim] = (size, leader) if size != leader else size.bit_length()
-                # Strides outside of tokens that lie densely are multiples of their number; others stay while it grows.
+                # In a dense tensor the strides outside the token dimension scale with its size; others stay constant.
                 dense = size * tensor.stride(dim)
                 for place in range(dim - 1, -1, -1):
                     stride = tensor.stride(place)
@@ -141,24 +141,24 @@ class Layout:
 
 
 def _kind(stride: int) -> tuple[int, int]:
-    """Facts of a stride or half of it that Triton specializes on: multiples of 16, 1, more than 32 bits; and parity."""
+    """Return what Triton specializes on for a stride or half of it: multiple of 16, 1, over 32 bits; and parity."""
     return stride.bit_length(), stride % 32 if stride % 16 == 0 else 1 + stride % 2
 
 
 class Plan:
-    """Launches of a call, run with the tensors of any call of the same key.
+    """Launches of a call, reusable with the tensors of any call of the same key.
 
-    Arguments of kernels are picked from one list: the call's arguments, its extents, new memory for results and
-    scratch, and what is the same in all calls.
+    Kernel arguments are picked from one list: the call's arguments, its extents, newly allocated results and scratch,
+    and constants.
 
     Args:
-        layout: the operation's arguments.
-        values: those of the call that is planned, no tensor twice.
-        outputs: its result or both of them, as large as those of any call; None if there is none.
-        launches: what fills these.
+        layout: argument layout of the operation.
+        values: arguments of the planned call, all tensors distinct objects.
+        outputs: one or two results, with the same shapes as in any call of the key; None if there are none.
+        launches: kernel launches that compute the outputs.
 
     Attributes:
-        steps: of each launch, what picks its arguments and what starts it.
+        steps: for each launch the getter of its arguments and its starter.
     """
 
     def __init__(self, layout: Layout, values: Sequence[Any], outputs: Results, launches: Sequence[Launch]) -> None:
@@ -170,7 +170,7 @@ class Plan:
         first = len(values) + len(extents)
         self._out, self._device = first, next(value.device for value in values if isinstance(value, Tensor))
         self._is_cuda = self._device.type == "cuda"
-        # One number, expanded: its like takes less time to allocate than a shape and a dtype.
+        # An expanded scalar: `empty_like` takes less host time than `empty` with a shape and a dtype.
         self._memory = [torch.empty(1, dtype=like.dtype, device=self._device).expand(like.shape) for like in memory]
         self._constants: list[Any] = []
         positions: dict[Any, int] = {id(value): at for at, value in enumerate(values) if isinstance(value, Tensor)}
@@ -191,11 +191,11 @@ class Plan:
         self.steps: list[tuple[Callable[[list[Any]], tuple[Any, ...]], _Starter]] = []
         for launch in launches:
             order = [position(name, launch.arguments[name]) for name in launch.kernel.arg_names]
-            # Without its tensors, which would keep the first call's cache alive.
+            # Drop the tensors, which would keep the first call's cache alive.
             self.steps.append((itemgetter(*order), _Starter(replace(launch, arguments={}, scratch=()))))
 
     def __call__(self, values: Sequence[Any], extents: list[int]) -> Results:
-        """Launches everything on the device of the tensors and returns the results."""
+        """Run all launches on the device of the tensors and return the results."""
         # Triton launches on the current device, and a model may be spread over several.
         if self._is_cuda and self._device.index != torch.cuda.current_device():
             with torch.cuda.device(self._device):
@@ -209,10 +209,10 @@ class Plan:
 
 
 class _Starter:
-    """A launch of a kernel with arguments of one kind: by Triton's dispatch once, then by the compiled kernel itself.
+    """Kernel launch that goes through Triton's dispatch once and then starts the compiled kernel directly.
 
-    Triton binds and specializes arguments at every launch, which takes as long as all the rest of a call. A plan's key
-    holds what it specializes on, so that the kernel that it chose is right for every call of the plan.
+    Triton binds and specializes arguments at every launch, which takes as long as the rest of a call. A plan's key
+    holds all that Triton specializes on, so the compiled kernel is valid for every call of the plan.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -222,15 +222,16 @@ class _Starter:
     def _dispatch(self, *arguments: Any) -> None:
         launch = self.launch
         kernel = launch.kernel[launch.grid](*arguments, num_warps=launch.warps, num_stages=launch.stages)
-        # Nothing of the interpreter, and no kernel that is compiled in the background.
+        # Neither the interpreter's result nor a kernel that still compiles in the background.
         if hasattr(type(kernel), "__getitem__"):
             self.start = _direct(kernel, (*launch.grid, 1, 1)[:3])
 
 
 def _direct(kernel: Any, grid: tuple[int, int, int]) -> Callable[..., Any]:
-    """Starts a compiled kernel as the end of `JITFunction.run` does, and describes it if a profiler has set hooks.
+    """Return a function that starts a compiled kernel as the end of `JITFunction.run` does.
 
-    Triton makes that description in any case, which takes longer than the rest.
+    Triton builds the launch metadata for profiler hooks at every launch, which takes longer than the launch itself;
+    here it is built only if hooks are set.
     """
     from triton import knobs
     from triton.runtime import driver

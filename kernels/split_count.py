@@ -1,20 +1,20 @@
-"""Number of programs that share the tokens of a row, from shapes alone; without torch, for predictions."""
+"""Number of split-KV programs per row, from shapes alone; free of torch imports, for latency predictions."""
 
 from __future__ import annotations
 
 LEAST_TOKENS = 512
-"""Tokens of a split below which merging costs more than the split saves: its fp32 part is written and read again."""
+"""Minimum tokens per split; below, writing and reading its fp32 partial result takes longer than the split saves."""
 
 MOST_SPLITS = 128
 
 
 def split_count(programs: int, tokens: int, processors: int) -> int:
-    """Splits for a launch: enough for two waves of programs, none shorter than `LEAST_TOKENS` at full length.
+    """Return the number of splits for up to two waves of programs, with at least `LEAST_TOKENS` tokens per split.
 
     Args:
-        programs: of the launch without splits.
-        tokens: the most tokens that a row can have (the cache's capacity, not its length).
-        processors: multiprocessors of the GPU.
+        programs: programs of the launch without splits.
+        tokens: capacity of a row in the cache, not its current length.
+        processors: streaming multiprocessors of the GPU.
 
     Returns:
         A power of two from 1 to `MOST_SPLITS`, so that few kernels are compiled.

@@ -1,16 +1,16 @@
-r"""Attention over one row's tokens by several programs at once, and how their parts become one result.
+r"""Split-KV attention: several programs share the tokens of a row, and their partial results are merged.
 
-Decoding has few rows, so the tokens of a row are dealt out to splits (Flash-Decoding, Dao et al. 2023). A split leaves
-its own softmax-weighted mean o_s and the logarithm of its sum of exponentials ℓ_s; the whole is
+Decoding has few rows, so the tokens of a row are divided into splits (Flash-Decoding, Dao et al. 2023). Each split
+computes its softmax-weighted mean o_s and the logarithm of its sum of exponentials ℓ_s. The exact result is
 
     ℓ = log Σ_s exp ℓ_s        o = Σ_s exp(ℓ_s - ℓ) o_s
 
-exactly. A split without tokens leaves o = 0 and ℓ = -∞; a row without any ends as that too, never as NaN.
+A split without tokens has o = 0 and ℓ = -∞, and so has a row without tokens, never NaN.
 
 The number of splits follows from shapes alone and each split finds its tokens from the lengths on the device, so that
-a launch recorded in a CUDA graph stays right while texts grow.
+a launch recorded in a CUDA graph stays valid while sequences grow.
 
-Shapes: N rows, S splits, D numbers of a row.
+Shapes: N rows, S splits, D elements of a row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from surgery.kernels.split_count import split_count
 
 
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; of anything else a number that gives tests some splits."""
+    """Return the number of streaming multiprocessors of a GPU; 16 for other devices, so that tests use splits."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 16
@@ -37,14 +37,14 @@ def processors(device: torch.device) -> int:
 def splits_of(
     config: Config, programs: int, query: Tensor, capacity: int, window: int | None = None, *, waves: int = 1
 ) -> int:
-    """Splits of each row's tokens, as configured or from shapes alone.
+    """Return the number of splits per row, as configured or from shapes alone.
 
     Args:
-        programs: of the launch without splits.
+        programs: programs of the launch without splits.
         query: [B, T, H, ·].
-        capacity: the most tokens that a row can have.
+        capacity: tokens that a row of the cache has room for.
         window: latest tokens that a query sees; None for all.
-        waves: how many times as many programs as usual are worth it, where they are small.
+        waves: factor on the usual number of programs, for small programs.
     """
     if config.splits is not None:
         return config.splits
@@ -53,7 +53,7 @@ def splits_of(
 
 
 def scratch(query: Tensor, width: int, splits: int) -> tuple[Tensor | None, Tensor | None]:
-    """Memory for parts of queries [B, T, H, ·]: [B·T·H, splits, width] and [B·T·H, splits] fp32; None for one split."""
+    """Allocate fp32 partial results [B·T·H, splits, width] and logs [B·T·H, splits]; (None, None) for one split."""
     if splits == 1:
         return None, None
     shape = (query.shape[:3].numel(), splits)
@@ -61,26 +61,26 @@ def scratch(query: Tensor, width: int, splits: int) -> tuple[Tensor | None, Tens
 
 
 def with_merge(launch: Launch, parts: Tensor | None, logs: Tensor | None, out: Tensor, lse: Tensor) -> list[Launch]:
-    """A launch and, where it fills `scratch`, the one that merges this into `out` [B, T, H, width] and `lse`."""
+    """Append the launch that merges partial results into `out` [B, T, H, width] and `lse`; none for one split."""
     if parts is None:
         return [launch]
     return [replace(launch, scratch=(parts, logs)), merge_launch(parts, logs, out, lse)]
 
 
 def merge(parts: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """The reference: parts [N, S, D] and logs [N, S] → [N, D] and [N]."""
+    """Merge parts [N, S, D] and logs [N, S] into [N, D] and [N]; PyTorch reference of `merge_kernel`."""
     lse = logs.logsumexp(dim=-1)
-    weights = (logs - lse.unsqueeze(-1)).exp().nan_to_num(0.0)  # -∞ - -∞ where there is no token at all
+    weights = (logs - lse.unsqueeze(-1)).exp().nan_to_num(0.0)  # -∞ - -∞ for a row without tokens
     return (weights.unsqueeze(-1) * parts).sum(dim=-2), lse
 
 
 def merge_launch(parts: Tensor, logs: Tensor, out: Tensor, log: Tensor) -> Launch:
-    """The launch that fills `out` [N, D], in any dtype, and `log` [N] fp32 from fp32 parts [N, S, D], logs [N, S].
+    """Return the launch that merges fp32 parts [N, S, D] and logs [N, S] into `out` [N, D] and `log` [N] fp32.
 
-    All are contiguous; N may be several dimensions of `out` and `log`.
+    All tensors are contiguous; `out` may have any dtype, and N may span several dimensions of `out` and `log`.
     """
     rows, splits, width = parts.shape
-    # A tile of all splits must fit into registers: 64 a thread.
+    # A tile with all splits must fit into registers: 64 per thread.
     block = max(16, min(triton.next_power_of_2(width), 8192 // triton.next_power_of_2(splits)))
     arguments = {
         "parts": parts,
@@ -97,7 +97,7 @@ def merge_launch(parts: Tensor, logs: Tensor, out: Tensor, log: Tensor) -> Launc
 
 @triton.jit
 def merge_kernel(parts, logs, out, log, width, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program: BLOCK_D numbers of one row."""
+    """Merge BLOCK_D elements of one row per program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     split = tl.arange(0, BLOCK_S)
@@ -117,9 +117,9 @@ def merge_kernel(parts, logs, out, log, width, SPLITS: tl.constexpr, BLOCK_S: tl
 
 @triton.jit
 def split_tokens(low, length, split, splits, BLOCK: tl.constexpr):
-    """First and behind-the-last token of a split of the tokens from `low` to `length`, in whole blocks of BLOCK.
+    """Return start and end of a split of the tokens in [low, length), in multiples of BLOCK.
 
-    The number of splits is no constant of compilation: it grows with a text.
+    The number of splits is no `tl.constexpr`, since it grows with the sequence.
     """
     each = tl.cdiv(tl.cdiv(length - low, splits), BLOCK) * BLOCK
     start = low + split * each

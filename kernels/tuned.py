@@ -1,9 +1,9 @@
-"""Configurations that were measured to be fast, one JSON file per GPU; nothing is tried out at run time.
+"""Tuned kernel configurations, one JSON file per GPU; there is no autotuning at run time.
 
     kernels/tuned/<gpu>.json    {"mla_decode": {"heads=32 rank=512 rope=64 dtype=bfloat16": {"block_tokens": 64, ...}}}
 
-`surgery bench kernels --tune` writes such a file. SURGERY_TUNED names another folder that is looked into first. A shape
-that is not there gets the operation's default.
+`surgery bench kernels --tune` writes such a file. SURGERY_TUNED names a second folder, whose entries take precedence. A
+shape without an entry gets the operation's default.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FOLDER = Path(__file__).resolve().parent / "tuned"
 
 
 def key_of(**shape: int | str | torch.dtype) -> str:
-    """A shape as the files name it: `heads=32 rank=512 dtype=bfloat16`."""
+    """Return the key of a shape in the files, such as `heads=32 rank=512 dtype=bfloat16`."""
     return " ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in shape.items())
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """A GPU's name as a file name, `nvidia-h200`; None of anything else."""
+    """Return the name of a GPU as in file names, such as `nvidia-h200`; None for other devices."""
     if device.type != "cuda":
         return None
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
@@ -41,14 +41,14 @@ Candidate = dict[str, int | None]
 """Fields of a `Config` and their values."""
 
 trial: Candidate | None = None
-"""Configuration that `trying` has every operation run with."""
+"""Configuration that every operation uses within `trying`."""
 _keys: dict[str, str] = {}
 _chosen: dict[tuple[str, str], Candidate] = {}
 
 
 @contextmanager
 def trying(candidate: Candidate) -> Iterator[dict[str, str]]:
-    """Run operators with a candidate, the defaults where it is empty; yield the shape's key by operation."""
+    """Run operators with the candidate's fields over their defaults; yield the shape key by operation."""
     global trial
     trial = candidate
     _keys.clear()
@@ -61,13 +61,13 @@ def trying(candidate: Candidate) -> Iterator[dict[str, str]]:
 
 
 def use(operation: str, key: str, candidate: Candidate) -> None:
-    """Let operators of this process run with a configuration from now on."""
+    """Set the configuration of an operation and shape key for the rest of this process."""
     _chosen[operation, key] = candidate
     forget_plans()
 
 
 def tuned(operation: str, key: str, device: torch.device, default: Config) -> Config:
-    """The measured configuration of an operation for a shape on a GPU, or the default."""
+    """Return the tuned configuration of an operation for a shape key on a GPU, or the default."""
     if trial is not None:
         _keys[operation] = key
         return replace(default, **trial)

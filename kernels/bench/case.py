@@ -1,4 +1,4 @@
-"""One thing to measure: an operation at a shape, its inputs, its work, and what its results are held against.
+"""Base classes of benchmark cases: an operation at a shape, with inputs, bytes, FLOPs, references and baselines.
 
 Shapes: B rows, T new tokens of each, S tokens of the cache, H query heads, G KV heads, d head size.
 """
@@ -17,18 +17,18 @@ from torch import Tensor
 
 Inputs = dict[str, Tensor]
 Place = dict[str, Any]
-"""The fields that all cases have, by name."""
+"""Fields common to all cases, by name."""
 MOST_PREFILL = 32_768
-"""Tokens of a prompt: longer ones take seconds a call."""
+"""Maximum tokens of a prefill case; longer prompts take seconds per call."""
 PIECE = 128
-"""Queries of a prompt whose exact result is computed, at either end: their logits over all keys fit into memory."""
+"""Queries at either end of a prompt that are checked in float64; their logits over all keys fit into memory."""
 Baseline = Callable[[Inputs], Callable[[], Tensor]]
-"""From a case's inputs to a call that computes the same output; what prepares layouts is not measured."""
+"""Function from a case's inputs to a call that computes the same output; preparation of layouts is not timed."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """The attention of a model whose shape is measured."""
+    """Attention shape of a model."""
 
     heads: int
     kv_heads: int
@@ -42,18 +42,18 @@ MODELS = {
     "smollm2": Model(9, 3, 64),
     "tiny": Model(4, 2, 32),
 }
-"""Shapes by name; tiny is for machines without a GPU, where only correctness is looked at."""
+"""Shapes by name; tiny is for machines without a GPU, where only correctness is checked."""
 
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """One operation at one shape.
+    """Abstract benchmark case: one operation at one shape.
 
     Attributes:
-        model: name of the shape.
+        model: name of the shape in `MODELS`.
         batch, context: B and S.
-        dtype: of inputs and outputs.
-        shape: of the model.
+        dtype: dtype of inputs and outputs.
+        shape: attention shape of the model.
     """
 
     model: str
@@ -67,26 +67,26 @@ class Case(ABC):
     @classmethod
     @abstractmethod
     def at(cls, place: Place) -> Iterator[Case]:
-        """Yield all cases of the operation for a model's shape and context."""
+        """Yield all cases of the operation for the common fields `place`."""
 
     @property
     @abstractmethod
     def variant(self) -> str:
-        """Difference from other cases of the operation, such as 512+64."""
+        """Name of the case among those of the operation, such as 512+64."""
 
     @property
     @abstractmethod
     def cache_bytes(self) -> int:
-        """Bytes of the cached tokens, each counted once: what a kernel has to read."""
+        """Bytes of the cached tokens, each counted once: the minimum that a kernel reads."""
 
     @property
     @abstractmethod
     def flops(self) -> int:
-        """Operations of the operation's own products."""
+        """FLOPs of the operation's matrix products."""
 
     @property
     def bytes(self) -> int:
-        """Bytes that must move: the cache, queries and outputs."""
+        """Minimum memory traffic in bytes: cache, queries and outputs."""
         return self.cache_bytes + self.query_bytes
 
     @property
@@ -101,23 +101,23 @@ class Case(ABC):
 
     @abstractmethod
     def inputs(self, device: torch.device, seed: int) -> Inputs:
-        """Random inputs of one call, by name."""
+        """Return random inputs of one call, by name."""
 
     @abstractmethod
     def run(self, inputs: Inputs) -> Tensor:
-        """The operation's output by this package's kernel."""
+        """Compute the output with this package's operator."""
 
     @abstractmethod
     def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
-        """Parts of the output in float64: what picks one out of the output, and what it should be."""
+        """Yield a function that selects a part of the output, and the float64 reference of that part."""
 
     def baselines(self) -> dict[str, Baseline]:
-        """Other implementations of the same."""
+        """Return other implementations of the operation, by name."""
         return {}
 
 
 def random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Standard normal numbers on the generator's device."""
+    """Return standard normal values on the generator's device."""
     return torch.randn(shape, dtype=dtype, device=generator.device, generator=generator)
 
 
@@ -127,7 +127,7 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Float64 runs as references on purpose: nothing to warn of."""
+    """Suppress the warning that float64 inputs run on the PyTorch reference, which is intended here."""
     logger = logging.getLogger("surgery.kernels")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -138,7 +138,7 @@ def quietly() -> Iterator[None]:
 
 
 class DecodeCase(Case):
-    """One new token of each row over a cache; all inputs but those in `unbatched` have rows first."""
+    """Decode case: one new token per row; all inputs except `unbatched` have the batch as first dimension."""
 
     unbatched: ClassVar[frozenset[str]] = frozenset()
 
@@ -148,7 +148,7 @@ class DecodeCase(Case):
         return 2 * self.batch * self.shape.heads * self.shape.head_dim * self.dtype.itemsize
 
     def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
-        """First and last row: rows do not know of each other."""
+        """Yield the first and the last row; rows are independent."""
         for row in sorted({0, self.batch - 1}):
             with quietly():
                 yield lambda out, row=row: out[row : row + 1], self.run(self._double(inputs, row))
@@ -162,10 +162,10 @@ class DecodeCase(Case):
 
 
 class PrefillCase(Case):
-    """Attention of whole prompts: queries [B, H, S, ·], keys and values [B, G, S, ·], all else one number a KV head."""
+    """Prefill case: queries [B, H, S, ·], keys and values [B, G, S, ·], any other input [G], by KV head."""
 
     def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
-        """The first and the last queries of the first query head of the first and of the last KV head."""
+        """Yield the first and last queries of the first query head of the first and the last KV head."""
         piece, groups = min(PIECE, self.context), inputs["key"].shape[1]
         each = inputs["query"].shape[1] // groups
         for group in sorted({0, groups - 1}):

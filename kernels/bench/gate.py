@@ -1,12 +1,12 @@
-"""The correctness gate: what is wrong is not timed.
+"""Correctness gate: only cases with correct results are timed.
 
 A case passes if its output, computed in memory that was filled with NaN,
 
-- is finite and within `UNITS` roundings of the dtype of the reference in float64 (relative RMS);
-- is, if a library computes the same in the same dtype, at most `WORSE` times as far from it as the best of them;
-- has the same bits a second time.
+- is finite and within `UNITS` rounding errors of the dtype of the float64 reference (relative RMS);
+- has at most `WORSE` times the error of the most accurate library that computes the same in this dtype, if any;
+- is bit-identical in a second run.
 
-Rows of several lengths, padding and pages are for `pytest -m gpu tests/kernels`.
+`pytest -m gpu tests/kernels` covers ragged batches, padding and pages.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from surgery.kernels.bench.case import Case, Inputs
 UNITS = 4.0
 WORSE = 2.0
 WRONG = 0.1
-"""Relative error from which on a library was not asked for the same thing, or does not do it."""
+"""Relative error above which a library is considered to compute something else."""
 EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
-"""Half a unit in the last place, relative."""
+"""Rounding error by dtype: half a unit in the last place, relative."""
 LEAST = 2e-6
-"""Of a tolerance: fp32 sums in another order differ by that much."""
+"""Minimum tolerance: the relative difference between fp32 sums in different orders."""
 
 
 @dataclass
@@ -36,11 +36,12 @@ class Gate:
     """Result of a case's check.
 
     Attributes:
-        error: relative RMS against float64, the largest of the parts that were looked at.
-        library_errors: of other implementations, by name.
-        refused: of other implementations, why they did not run.
+        error: relative RMS error against float64, the maximum over the checked parts.
+        tolerance: maximum error to pass.
         bit_equal: whether a second run gave the same bits.
-        reasons: why it did not pass; empty if it did.
+        library_errors: errors of other implementations, by name.
+        refused: reasons why other implementations did not run or are not comparable, by name.
+        reasons: failed conditions; empty if the case passed.
     """
 
     error: float = float("nan")
@@ -56,19 +57,19 @@ class Gate:
 
     @property
     def best_library(self) -> tuple[str, float] | None:
-        """The most exact other implementation."""
+        """Name and error of the most accurate other implementation."""
         return min(self.library_errors.items(), key=lambda item: item[1]) if self.library_errors else None
 
     def to_dict(self) -> dict:
         best = self.best_library
         plain = {**asdict(self), "passed": self.passed, "best_library": best[0] if best else None}
         plain["times_best_library"] = self.error / best[1] if best and best[1] else None
-        # JSON knows no infinity.
+        # JSON has no infinity.
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:
-    """Root mean square of the difference over that of what is expected; infinite where anything is not finite."""
+    """Return the RMS error relative to the RMS of `expected`; infinite if shapes differ or values are not finite."""
     if result.shape != expected.shape or not bool(result.isfinite().all()):
         return float("inf")
     difference = (result.double() - expected).square().mean().sqrt()
@@ -76,7 +77,7 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
 
 
 def check(case: Case, inputs: Inputs, *, baselines: bool = True) -> Gate:
-    """Looks at a case's output; an exception of our own kernel is a reason, too."""
+    """Check a case's output; an exception of our own kernel counts as a failure."""
     gate = Gate(tolerance=max(UNITS * EPSILON[case.dtype], LEAST))
     try:
         parts = list(case.exact(inputs))
@@ -122,7 +123,7 @@ def _largest(out: Tensor, parts: list[tuple[Callable[[Tensor], Tensor], Tensor]]
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """`torch.empty` gives NaN: what a kernel forgets to write is seen."""
+    """Let `torch.empty` fill tensors with NaN, so that elements that a kernel does not write are detected."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,8 +1,8 @@
-"""`python -m surgery.kernels.bench.host_cost`: the CPU time of one decoding call of every operation, without a GPU.
+"""Host overhead of a decode call of every operation, without a GPU: `python -m surgery.kernels.bench.host_cost`.
 
-A driver that launches nothing takes the place of CUDA's. Kernels are compiled for sm_90 and never run, so what is left
-is what Python does for a call: checks, plan, memory, arguments, and Triton's launch up to the driver. It runs with
-Triton alone, in a process that does not interpret kernels (no TRITON_INTERPRET).
+A stub driver that launches nothing replaces CUDA's. Kernels are compiled for sm_90 and never run, so only the Python
+side of a call is measured: checks, plan, allocation, arguments, and Triton's launch up to the driver. It needs Triton
+and a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from surgery.kernels.plan import forget_plans
 
 OPERATIONS = ("mla_decode", "mla_decode_packed", "gqa_decode", "lowrank_decode", "hybrid_decode")
 PROCESSORS = 132
-"""Multiprocessors of an H100 or H200."""
+"""Streaming multiprocessors of an H100 or H200."""
 
 
 class _Utils:
-    """The functions of a driver that load kernels and describe the device."""
+    """Stub of the driver functions that load kernels and describe the device."""
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
         return 1, 1, 64, 0, 1024
@@ -41,8 +41,6 @@ class _Utils:
 
 
 class _Launcher:
-    """Launches nothing."""
-
     def __init__(self, source: Any, metadata: Any) -> None:
         pass
 
@@ -51,7 +49,7 @@ class _Launcher:
 
 
 class NoDriver:
-    """Triton's driver of a GPU that is not there."""
+    """Stub of Triton's CUDA driver for machines without a GPU."""
 
     def __init__(self, capability: int = 90) -> None:
         self.utils, self.launcher_cls, self.binary_ext = _Utils(), _Launcher, "cubin"
@@ -71,7 +69,7 @@ class NoDriver:
 
 
 def without_gpu() -> None:
-    """Let operators of this process launch kernels, which do nothing, on tensors of the CPU."""
+    """Install the stub driver in this process, so that operators launch no-op kernels on CPU tensors."""
     if backend.interpreted():
         raise RuntimeError("kernels are interpreted in this process: start it without TRITON_INTERPRET")
     driver.set_active(NoDriver())
@@ -80,7 +78,7 @@ def without_gpu() -> None:
 
 
 def decoding_calls(tokens: int) -> dict[str, Callable[[], Any]]:
-    """A step at the shapes of Llama-3-8B, by operation: one row of so many tokens."""
+    """Return a decode step by operation, at the shapes of Llama-3-8B: one row with `tokens` cached tokens."""
     calls = {}
     for name in OPERATIONS:
         candidates = cases([name], ["llama3-8b"], [tokens], [1], [torch.float16])
@@ -90,7 +88,7 @@ def decoding_calls(tokens: int) -> dict[str, Callable[[], Any]]:
 
 
 def microseconds(*calls: Callable[[], Any], times: int = 50, repeats: int = 40) -> list[float]:
-    """CPU time of each call in this thread: the least mean of many, in turns, since other programs slow all down."""
+    """Measure each call's CPU time in this thread: the minimum of `repeats` means, interleaved against other load."""
     least = [float("inf")] * len(calls)
     for _ in range(repeats):
         for index, call in enumerate(calls):
@@ -102,7 +100,7 @@ def microseconds(*calls: Callable[[], Any], times: int = 50, repeats: int = 40) 
 
 
 def main() -> int:
-    """Prints a table."""
+    """Print the table of host costs."""
     without_gpu()
     small = torch.zeros(4), torch.zeros(4)
     print(f"torch {torch.__version__}, triton {triton.__version__}")

@@ -1,6 +1,6 @@
-"""PyTorch's own attention kernels, which ours are compared with. Each function returns a call that is then measured.
+"""Baselines of the benchmark: PyTorch's attention kernels. Each function returns the call to time.
 
-Outputs are [B, T, H, ·] as ours. What a library does not take it refuses with an exception, which a report names.
+Outputs are [B, T, H, ·] as ours. Unsupported inputs raise an exception, which the report names.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SDPA = {
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float, backend: str, *, causal: bool = False
 ) -> Callable[[], Tensor]:
-    """PyTorch's attention by one backend alone; query [B, H, T, d], key and value [B, G, S, ·]."""
+    """Return a call of PyTorch's SDPA with a single backend; query [B, H, T, d], key and value [B, G, S, ·]."""
     width = value.shape[-1]
     if backend == "Flash" and key.shape[-1] != width:
-        value = pad(value, (0, key.shape[-1] - width))  # it takes one width only
+        value = pad(value, (0, key.shape[-1] - width))  # supports one width only
     grouped = query.shape[1] != key.shape[1]
     if backend == "efficient" and grouped:
-        # It knows no groups; views repeat the heads without a copy.
+        # No GQA support, so expand the KV heads.
         each = query.shape[1] // key.shape[1]
         key, value = (
             t[:, :, None].expand(-1, -1, each, -1, -1).reshape(t.shape[0], -1, *t.shape[2:]) for t in (key, value)
@@ -51,12 +51,12 @@ def sdpa(
 def all_sdpa(
     arguments: Callable[[Inputs], tuple[Tensor, Tensor, Tensor]], scale: float, **more: bool
 ) -> dict[str, Baseline]:
-    """`sdpa` by every backend; `arguments` gives query, key and value of a case's inputs."""
+    """Return `sdpa` baselines for every backend; `arguments` maps a case's inputs to query, key and value."""
     return {f"SDPA {name}": lambda inputs, name=name: sdpa(*arguments(inputs), scale, name, **more) for name in SDPA}
 
 
 MOST_COMPILED = 6
-"""Shapes that FlexAttention is compiled for in one process: each takes many seconds, and PyTorch gives up after 8."""
+"""Maximum shapes that FlexAttention is compiled for in a process: each takes many seconds; PyTorch's limit is 8."""
 
 _compiled: set[tuple] = set()
 
@@ -69,10 +69,10 @@ def _compiled_flex() -> Callable:
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, scale: float, block_mask=None) -> Callable[[], Tensor]:
-    """FlexAttention, compiled; query [B, H, T, d], key and value [B, G, S, ·].
+    """Return a call of compiled FlexAttention; query [B, H, T, d], key and value [B, G, S, ·].
 
     Raises:
-        RuntimeError: it was compiled for `MOST_COMPILED` other shapes already.
+        RuntimeError: already compiled for `MOST_COMPILED` other shapes.
     """
     shape = (query.shape, key.shape, query.dtype, block_mask is None)
     if shape not in _compiled and len(_compiled) >= MOST_COMPILED:

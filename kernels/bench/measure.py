@@ -1,4 +1,4 @@
-"""Times on a GPU: CUDA graphs replayed over rotating buffers, medians; and the ceilings of the same minutes."""
+"""GPU timing: medians over CUDA graph replays with rotating buffers, and measured bandwidth and compute ceilings."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 import torch
 
 ROTATION = 4
-"""How many times the L2 cache the buffers of one replay hold: none of them is found there again."""
+"""Size of the inputs of one replay as a multiple of the L2 cache, so that no input is still cached."""
 LEAST_SECONDS = 200e-6
-"""Of one replay: shorter ones drown in the clock's ticks."""
+"""Minimum duration of a replay, for the resolution of CUDA events."""
 MOST_CALLS = 256
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the median of the replays, and the 10th and 90th percentile.
+    """Seconds per call: the median over replays, and the 10th and 90th percentile.
 
     Attributes:
-        graph: whether a CUDA graph was replayed; else calls were launched one after the other.
-        sets: input sets that the calls went through in turn.
+        graph: whether a CUDA graph was replayed; otherwise calls were launched one after the other.
+        sets: number of input sets that the calls rotate through.
     """
 
     seconds: float
@@ -33,7 +33,7 @@ class Timing:
 
 
 def device_facts(device: torch.device) -> dict:
-    """Return the facts of the machine for a report."""
+    """Return the properties of the device for a report."""
     if device.type != "cuda":
         return {"name": "CPU", "processors": 0, "memory_bytes": 0, "l2_bytes": 0, "capability": None}
     properties = torch.cuda.get_device_properties(device)
@@ -47,7 +47,7 @@ def device_facts(device: torch.device) -> dict:
 
 
 def ceilings(device: torch.device) -> dict:
-    """Bytes a second of a copy, read and written both counted, and FLOPs a second of a bf16 product of random data."""
+    """Measure bytes/s of a copy, counting reads and writes, and FLOP/s of a bf16 matmul of random data."""
     return {**_copy_rate(device), **_matmul_rate(device)}
 
 
@@ -68,7 +68,7 @@ def _matmul_rate(device: torch.device) -> dict:
 
 
 def sets_needed(input_bytes: int, device: torch.device) -> int:
-    """Input sets so that a round through them is `ROTATION` times the L2 cache; fewer where memory is short."""
+    """Return the number of input sets that fill `ROTATION` times the L2 cache; fewer if memory is short."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     free = torch.cuda.mem_get_info(device)[0]
     count = math.ceil(ROTATION * cache / max(input_bytes, 1))
@@ -76,14 +76,14 @@ def sets_needed(input_bytes: int, device: torch.device) -> int:
 
 
 def time_calls(calls: Sequence[Callable[[], object]], device: torch.device, *, seconds: float = 0.25) -> Timing:
-    """Seconds of one of `calls`, which do the same with other inputs.
+    """Measure the seconds per call of `calls`, which are the same call with different inputs.
 
     Args:
-        seconds: of measuring, nearly; at least 5 replays, at most 200.
+        seconds: approximate duration of the measurement; between 5 and 200 replays.
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):  # compiles and allocates before anything is recorded
+    with torch.cuda.stream(stream):  # compile and allocate before capture
         for call in (*calls, *calls[:2]):
             call()
     torch.cuda.current_stream(device).wait_stream(stream)
@@ -107,7 +107,7 @@ def time_calls(calls: Sequence[Callable[[], object]], device: torch.device, *, s
 
 
 def _recorded(function: Callable[[], None]) -> tuple[Callable[[], None], bool]:
-    """A replay of a graph of the function, and whether it could be recorded; the function itself if not."""
+    """Capture the function in a CUDA graph; return its replay and True, or the function and False if capture fails."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""Registry of cases: operations × models × variants × contexts × batches × dtypes, the telling ones first."""
+"""Registry of cases: operations × models × variants × contexts × batches × dtypes, largest first."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from surgery.kernels.bench.case import MODELS, Case
 
 
 def _operations() -> dict[str, type[Case]]:
-    """Return the cases of every file in `operations/` by their operation."""
+    """Collect the case classes of `operations/` by operation name."""
     operations = {}
     for file in pkgutil.iter_modules(files.__path__):
         for each in vars(import_module(f"{files.__name__}.{file.name}")).values():
-            # Python 3.10 takes list[int] for an instance of type.
+            # In Python 3.10 `isinstance(list[int], type)` is True.
             if issubclass(type(each), type) and issubclass(each, Case) and not isabstract(each):
                 operations[each.operation] = each
     return operations
 
 
 OPERATIONS = _operations()
-"""Operations by name, with the kind of their cases."""
+"""Case class of each operation, by name."""
 
 
 def cases(
@@ -36,12 +36,12 @@ def cases(
     batches: Iterable[int],
     dtypes: Iterable[torch.dtype],
 ) -> list[Case]:
-    """All cases, operations taking turns: whenever a run is stopped, each has some results.
+    """Return all cases, alternating between operations, so that an interrupted run has results for each.
 
-    Of every operation the largest decoding steps come first, where the targets are and launches do not matter.
+    The largest cases of each operation come first, since launch overhead matters least there.
 
     Raises:
-        ValueError: an operation or a model that there is not.
+        ValueError: unknown operation or model.
     """
     operations, models = list(operations), list(models)
     for what, names, choices in (("operation", operations, OPERATIONS), ("shape", models, MODELS)):

@@ -1,4 +1,4 @@
-"""Checks, tunes and measures cases one after the other, and keeps the record on disk after each."""
+"""Benchmark runner: checks, tunes and times cases, and saves the record after each."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from surgery.kernels.tuned import FOLDER, gpu_name
 
 SCHEMA = 1
 ROOM = 0.45
-"""Share of free memory that the inputs of a case may take: references and libraries need the rest."""
+"""Maximum share of free memory for the inputs of a case; references and libraries need the rest."""
 
 
 @dataclass
 class Bench:
-    """A run over cases.
+    """Benchmark run over cases.
 
     Attributes:
-        device: where kernels run.
-        out: the record, a JSON file; None keeps it in memory only.
-        tune: whether configurations are tried; the best are written to <gpu>.json of
-            `tuned_folder`, by default the package's.
-        seconds: after which no other case is begun.
-        case_seconds: of tuning one shape, at most.
-        baselines: whether other implementations are checked and measured, on a GPU.
-        say: is told a line a case.
+        device: device that kernels run on.
+        out: JSON file of the record; None keeps it in memory only.
+        tune: tune configurations and write the best to <gpu>.json in `tuned_folder`, by default the package's.
+        seconds: time limit after which no further case starts.
+        case_seconds: time limit for tuning one shape.
+        baselines: check and time other implementations, on a GPU only.
+        say: callback that receives one line per case.
+        record: results so far.
     """
 
     device: torch.device
@@ -51,7 +51,7 @@ class Bench:
     record: dict = field(default_factory=dict)
 
     def run(self, cases: Iterable[Case], command: str = "") -> dict:
-        """Everything about the cases, as it is written: device, versions, ceilings, a row each."""
+        """Run all cases and return the record as written: device, versions, ceilings, and a row per case."""
         began = time.monotonic()
         self.record = {
             "schema": SCHEMA,
@@ -112,7 +112,7 @@ class Bench:
         return row
 
     def _tune(self, case: Case, sets: list[Inputs], gate: gates.Gate) -> dict | None:
-        """Tries configurations; the best is written and serves from now on."""
+        """Tune the case's shape; write the best configuration and use it from now on."""
         began, exact = time.monotonic(), list(case.exact(sets[0]))
         limit = min(began + self.case_seconds, self._stop)
 
@@ -151,7 +151,7 @@ class Bench:
 
 
 def versions() -> dict:
-    """Return the versions that determine results."""
+    """Return the versions of Python, PyTorch, CUDA and Triton."""
     versions_of = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     try:
         import triton
@@ -161,7 +161,7 @@ def versions() -> dict:
 
 
 def no_speed(device: torch.device) -> str:
-    """Return why nothing is timed here."""
+    """Return the note that explains why nothing is timed on this device."""
     how = "in Triton's interpreter" if interpreted() else "as plain references"
     return f"no speed on the {device.type} device: operators ran {how}, and only their results were looked at"
 
@@ -180,7 +180,7 @@ def _place(case: Case) -> dict:
 
 
 def _tuned_shape(case: Case) -> tuple:
-    """Cases of one operator key: configurations do not know of batches and contexts."""
+    """Return the identity of a tuned shape, without batch and context, which configurations do not depend on."""
     return case.operation, case.model, case.variant, case.dtype
 
 
@@ -203,7 +203,7 @@ def _shares(row: dict, limits: dict) -> dict:
 
 
 def _against_source(rows: list[dict]) -> None:
-    """Add to each decoding its speed relative to our kernel of the source's attention at the same shape."""
+    """Add to each decode row the speedup over `gqa_decode`, the source's attention, at the same shape."""
     at = {
         (row["model"], row["batch"], row["context"], row["dtype"]): row["seconds"]
         for row in rows

@@ -1,4 +1,4 @@
-"""Sizes that are measured where nobody says which, and how they are written."""
+"""Default sizes of the benchmark, and parsing of sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """Names of shapes, tokens of a cache, rows."""
+    """Names of shapes, context lengths and batch sizes."""
 
     models: tuple[str, ...]
     contexts: tuple[int, ...]
@@ -16,14 +16,14 @@ class Sizes:
 
 DEFAULTS = Sizes(("llama2-7b", "llama3-8b", "qwen2.5-7b"), (8_192, 32_768, 131_072), (1, 8, 32))
 TINY = Sizes(("tiny",), (63, 100), (1, 3))
-"""Of machines without a GPU."""
+"""Sizes for machines without a GPU."""
 
 
 def numbers(text: str) -> list[int]:
-    """`8k,32768` as numbers, k standing for 1024.
+    """Parse a list such as `8k,32768`; k stands for 1024.
 
     Raises:
-        ValueError: a word that is no positive number.
+        ValueError: an item that is no positive integer.
     """
     values = []
     for word in text.split(","):

@@ -1,7 +1,7 @@
-"""Tries configurations of a kernel at a shape and keeps the fastest that computes the same.
+"""Tuning of kernel configurations: times candidates at a shape and keeps the fastest with correct results.
 
-Operators ask `tuned.tuned` for their configuration. While `tuned.trial` holds a candidate it answers with that one, and
-remembers the shapes that it was asked for, so that no operator has to know of tuning.
+Operators get their configuration from `tuned.tuned`. While `tuned.trial` is set, it returns that candidate and records
+the requested shape keys, so that operators need no code for tuning.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from surgery.kernels.tuned import Candidate
 
 GRID: dict[str, tuple[int, ...]] = {"block_tokens": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
 SPLITS = (1, 4, 8, 16, 32, 64)
-"""Tried with the best of the grid, for operations that split the tokens of a row."""
+"""Numbers of splits, tried with the best of the grid for operations that split the tokens of a row."""
 
 
 def candidates(*, splits: bool) -> tuple[list[Candidate], list[Candidate]]:
-    """The grid; and what is tried on top of its best."""
+    """Return the candidates of the grid, and the fields that a second stage tries on top of the best."""
     grid = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
     return [{}, *grid], [{"splits": count} for count in SPLITS] if splits else []
 
@@ -35,17 +35,18 @@ def tune(
     splits: bool,
     out_of_time: Callable[[], bool],
 ) -> tuple[str, Candidate, list[dict]] | None:
-    """Finds the fastest candidate.
+    """Find the fastest candidate with correct results.
 
     Args:
-        operation: whose configuration is tried, in case the call runs several.
-        seconds_of: measures a call under the candidate that is being tried.
-        is_right: whether it still computes the same.
-        out_of_time: asked before each candidate.
+        operation: operation to tune, in case the call runs several.
+        seconds_of: times the call with the current candidate.
+        is_right: checks the results with the current candidate.
+        splits: also try numbers of splits.
+        out_of_time: checked before each candidate.
 
     Returns:
-        The shape's key, the best candidate (empty: the default), and what each took; None if the operator asked for no
-        configuration.
+        The shape key, the best candidate (empty for the default), and the time of each; None if the operator requested
+        no configuration.
     """
     key, best, least, trials = None, {}, float("inf"), []
     first, then = candidates(splits=splits)
@@ -57,7 +58,7 @@ def tune(
             with tuned.trying(candidate) as keys:
                 try:
                     seconds = seconds_of() if is_right() else None
-                except Exception as error:  # too much shared memory, a block that the kernel has no use for
+                except Exception as error:  # too much shared memory, or an unsupported block size
                     trials.append({"config": candidate, "refused": f"{type(error).__name__}: {str(error)[:80]}"})
                     continue
             key = keys.get(operation, key)
@@ -68,7 +69,7 @@ def tune(
 
 
 def write_tuned(path: Path, operation: str, key: str, candidate: Candidate) -> None:
-    """Adds a configuration to a GPU's file, or makes it, and has operators of this process run with it."""
+    """Add a configuration to a GPU's file, which is created if missing, and use it in this process."""
     merged = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     merged.setdefault(operation, {})[key] = candidate
     write_json(path, {name: dict(sorted(shapes.items())) for name, shapes in sorted(merged.items())})
@@ -76,7 +77,7 @@ def write_tuned(path: Path, operation: str, key: str, candidate: Candidate) -> N
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file in one step."""
+    """Write a JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Grouped-query attention of a few new tokens over a cache, its tokens dealt out to several programs.
+"""Split-KV grouped-query attention of a few new tokens over a cache.
 
-One program has one KV head of one row and some of its tokens. The rows of its tile are pairs of a new token and a query
-head of the group, padded to 16 by masks, so that one read of a key serves all that look at it. Scores are products of
-one tensor core instruction a warp: at H / G query heads a key the memory decides the speed, not they.
+One program computes one KV head of one row over one split of the tokens. The rows of its tile are (new token, query
+head) pairs of the group, padded to 16 by masks, so that a key is read once for all of them. Logits take one tensor core
+instruction per warp: with H / G query heads per key the kernel is bound by memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from surgery.kernels.tuned import key_of, tuned
 
 
 def default_config(query: Tensor, key: Tensor, value: Tensor, pages: Tensor | None = None) -> Config:
-    """About 32 KB of keys and values a step, two of them under way; three such programs fit into a multiprocessor.
+    """Return the default tiling: about 32 KB of keys and values per iteration, two prefetched; three programs per SM.
 
-    Triton halves the distance of loads whose address is loaded, so pages take five stages for the same two.
+    Triton halves the prefetch distance of loads whose addresses are loaded, so pages take five stages instead of three.
     """
     rows = query.shape[1] * (query.shape[2] // key.shape[1])
     wide = max(triton.next_power_of_2(key.shape[-1]), triton.next_power_of_2(value.shape[-1])) * key.dtype.itemsize
@@ -34,9 +34,9 @@ def default_config(query: Tensor, key: Tensor, value: Tensor, pages: Tensor | No
 
 @launches_of(grouped_query_attention, "splits")
 def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
-    """The launches that fill `out` [B, T, H, v] and `lse` [B, T, H] fp32, both contiguous.
+    """Return the launches that fill `out` [B, T, H, v] and `lse` [B, T, H] fp32, both contiguous.
 
-    The others are arguments of `gqa_decode`, the last dimension of each contiguous.
+    `args` are those of `gqa_decode`, each tensor with a contiguous last dimension.
     """
     query, key, value, pages = args.query, args.key, args.value, args.pages
     rows, tokens, heads, width = query.shape
@@ -75,7 +75,7 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
     return with_merge(launch, parts, logs, out, lse)
 
 
-# These grow with a text: not worth a compilation each.
+# These grow with the sequence; specialization would recompile the kernel.
 @triton.jit(do_not_specialize=["capacity", "splits", "pages_b"])
 def gqa_decode_kernel(
     query, key, value, out, lse, lengths, starts, pages, scale, capacity, splits, window, tokens, heads, query_b,
@@ -83,7 +83,7 @@ def gqa_decode_kernel(
     PAGE: tl.constexpr, PER_GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row, one KV head, BLOCK_M pairs of a new token and a head, one split of the tokens."""
+    """Attend from BLOCK_M (new token, head) pairs of one row and KV head over one split of its tokens."""
     blocks = tl.cdiv(tokens * PER_GROUP, BLOCK_M)
     block = tl.program_id(0) % blocks
     split = tl.program_id(0) // blocks
@@ -101,7 +101,7 @@ def gqa_decode_kernel(
     length = row_length(lengths, row, capacity)
     position = length - tokens + time
     low, high = reach(starts, row, length, capacity, window, tokens, block, BLOCK_M, PER_GROUP)
-    # Blocks begin at multiples of BLOCK_N, so that one lies in one page where pages are such multiples.
+    # Blocks begin at multiples of BLOCK_N, so that each lies within one page if the page size is such a multiple.
     begin, end = split_tokens(low // BLOCK_N * BLOCK_N, high, split, splits, BLOCK_N)
 
     at = query + row * query_b + time[:, None] * query_t + head[:, None] * query_h + d[None, :]
@@ -141,11 +141,11 @@ def gqa_decode_kernel(
             mask = mask & (token[None, :] > position[:, None] - window)
         logits = tl.where(mask, logits, -float("inf"))
         weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 1)
-        # Zeros where nothing is held: weights there are 0, but 0 · NaN is not.
+        # Masked values must be zero: their weights are 0, but 0 · NaN is NaN.
         mixture = tl.load(value_at + v[None, :], mask=token_mask[:, None] & (v < V)[None, :], other=0.0)
         acc = tl.dot(weights.to(mixture.dtype), mixture, acc * alpha[:, None], input_precision="ieee")
 
-    # In this order, and added up below, it takes no register more than a constant number of splits did.
+    # This order of terms keeps register use as low as with a constant number of splits.
     place = row * tokens * heads + time * heads + head
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
     mine = row_mask[:, None] & (v < V)[None, :]
@@ -155,7 +155,7 @@ def gqa_decode_kernel(
 
 @triton.jit
 def row_length(lengths, row, capacity):
-    """Tokens of a row; all that there is room for where no lengths are given."""
+    """Return the number of tokens of a row: its capacity if `lengths` is None."""
     length = capacity
     if lengths is not None:
         length = tl.load(lengths + row)
@@ -164,7 +164,7 @@ def row_length(lengths, row, capacity):
 
 @triton.jit
 def reach(starts, row, length, filled, window, tokens, block, BLOCK_M: tl.constexpr, PER_GROUP: tl.constexpr):
-    """First and behind-the-last of the `filled` tokens of a row that any pair of a block of rows sees."""
+    """Return the range [low, high) of the `filled` tokens of a row that are visible to any query of a block."""
     last = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // PER_GROUP, tokens - 1)
     high = tl.minimum(length - tokens + last + 1, filled)
     low = high * 0

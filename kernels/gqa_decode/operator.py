@@ -1,4 +1,4 @@
-"""`gqa_decode`: the operator, registered with PyTorch as `surgery::gqa_decode`."""
+"""Operator `surgery::gqa_decode`: grouped-query decode attention over a contiguous or paged cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from surgery.kernels.gqa_decode.reference import grouped_query_attention
 from surgery.kernels.operation import Operation, attention_outputs
 
 WIDEST = 1024
-"""Bytes of a token's key or value, padded to a power of two, that a tile takes."""
+"""Maximum bytes of one token's key or value in a tile, with the width padded to a power of two."""
 
 
 def gqa_decode(
@@ -26,25 +26,25 @@ def gqa_decode(
     window: int | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Grouped-query attention of the last T tokens of each row over its cache.
+    """Compute grouped-query attention of the last T tokens of each row over its cache.
 
     Args:
-        query: [B, T, H, d], rotated; query t of a row stands at `length - T + t` of its tokens.
-        key: [B, G, S, d], or [P, G, page, d] with `pages`; any strides but of the last dimension. H is a multiple of G.
+        query: [B, T, H, d], rotated; query t of a row is at position `length - T + t`.
+        key: [B, G, S, d], or [P, G, page, d] with `pages`; only the last dimension must be contiguous. G divides H.
         value: [B, G, S, v], or [P, G, page, v].
         scale: multiplies the logits.
-        lengths: int32 [B] on the device, tokens of each row, the new ones included; None is all S (n·page).
-        starts: int32 [B] on the device, the first token of each row that is no padding; None is 0.
-        pages: int32 [B, n] on the device, where the tokens of each row are, page by page.
+        lengths: int32 [B] on the device, tokens of each row, the new ones included; None for all S (n·page).
+        starts: int32 [B] on the device, the first token of each row that is no padding; None for 0.
+        pages: int32 [B, n] on the device, page table of each row.
         window: latest tokens that a query sees, itself included; None for all.
-        splits: programs that share the tokens of a row; None chooses by the shapes.
+        splits: programs that share the tokens of a row; None to choose by shapes.
 
     Returns:
-        out [B, T, H, v] in the query's dtype, and lse [B, T, H] fp32 (float64 of float64): the natural logarithm of the
-        sum of exponentials of all scaled logits. Where there is nothing to see they are 0 and -∞.
+        out [B, T, H, v] in the query's dtype, and lse [B, T, H] fp32 (float64 for float64 inputs): the natural
+        logarithm of the sum of exponentials of all scaled logits. Without a visible token they are 0 and -∞.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together.
+        ValueError: inconsistent shapes or dtypes.
     """
     return _gqa_decode(query, key, value, scale, lengths, starts, pages, window, splits)
 

@@ -1,7 +1,7 @@
-"""Grouped-query attention of a few new tokens over a cache, in plain PyTorch: what the kernel must reproduce.
+"""PyTorch reference of grouped-query attention of a few new tokens over a cache.
 
 Ainslie et al., "GQA", arXiv 2305.13245: query head h reads KV head h // (H / G). G = H is multi-head attention, G = 1
-multi-query attention. Computed in float32 at least, whatever the inputs are.
+multi-query attention. Computed in at least float32 for all input dtypes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def grouped_query_attention(
     pages: Tensor | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last T of each row's tokens over all that they may see; arguments as of `gqa_decode`.
+    """Compute attention of the last T tokens of each row over their visible tokens; arguments as in `gqa_decode`.
 
     Returns:
-        out [B, T, H, v] in the query's dtype and lse [B, T, H] in float32, of float64 queries in float64.
+        out [B, T, H, v] in the query's dtype and lse [B, T, H] in float32, or float64 for float64 queries.
     """
     if pages is not None:
         key, value = paged_tokens(key, pages), paged_tokens(value, pages)
@@ -37,18 +37,21 @@ def grouped_query_attention(
 def attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor, gain: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention under a mask.
+    """Compute grouped-query attention under a mask, in at least float32.
 
     Args:
         query: [B, T, H, d]
         key: [B, G, S, d]
         value: [B, G, S, v]
         scale: multiplies the logits.
-        mask: boolean [B, T, S], or [B, G, T, S] by KV head. What no query sees may be NaN.
-        gain: [B, S, n], factors on the logits of the H / n query heads of each.
+        mask: boolean [B, T, S], or [B, G, T, S] by KV head. Tokens that no query sees may be NaN.
+        gain: [B, S, n], factors on the logits; each applies to H / n query heads.
+
+    Returns:
+        out [B, T, H, v] in the query's dtype and lse [B, T, H].
     """
     mask = mask if mask.dim() == 4 else mask[:, None]
-    if not key.shape[2]:  # a maximum of nothing is none; one token that nobody sees changes nothing
+    if not key.shape[2]:  # `amax` fails without tokens, so add a masked one
         key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
         mask, gain = F.pad(mask, (0, 1)), None
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -61,7 +64,7 @@ def attention(
         each = gain.repeat_interleave(query.shape[2] // gain.shape[-1], dim=-1).mT
         logits = logits * each.unflatten(1, grouped.shape[2:4])[:, None]
     logits = logits.masked_fill(~mask.transpose(1, 2)[:, :, :, None], -torch.inf)
-    # The gradients of softmax and logsumexp are NaN where there is nothing to see; these are not.
+    # Explicit, since the gradients of softmax and logsumexp are NaN for a query without a visible token.
     max_logit = logits.detach().amax(dim=-1, keepdim=True)
     weights = (logits - torch.where(max_logit.isfinite(), max_logit, 0.0)).exp()
     sum_exp = weights.sum(dim=-1, keepdim=True)
@@ -73,12 +76,12 @@ def attention(
 
 
 def visible(filled: Tensor, ends: Tensor, starts: Tensor | None, tokens: int, window: int | None) -> Tensor:
-    """Boolean [B, T, S]: which tokens the last T of each row see.
+    """Return the boolean mask [B, T, S] of the tokens that the last T tokens of each row see.
 
     Args:
-        filled: boolean [B, S], tokens that are there at all.
-        ends: [B], tokens of each row: query t stands at `ends - T + t`.
-        starts: [B], the first token of each row that is no padding; None is 0.
+        filled: boolean [B, S], slots that hold a token.
+        ends: [B], tokens of each row: query t is at position `ends - T + t`.
+        starts: [B], the first token of each row that is no padding; None for 0.
         tokens: T.
         window: latest tokens that a query sees, itself included; None for all.
     """
@@ -91,9 +94,9 @@ def visible(filled: Tensor, ends: Tensor, starts: Tensor | None, tokens: int, wi
 
 
 def paged_tokens(pool: Tensor, pages: Tensor) -> Tensor:
-    """Pages [P, G, page, ·] and each row's page numbers [B, n] → the rows' tokens [B, G, n·page, ·]; G may be lacking.
+    """Gather each row's tokens [B, G, n·page, ·] from pages [P, G, page, ·] and a page table [B, n]; G is optional.
 
-    Numbers of pages that a row does not use may be anything; they are read as page 0 or the last one.
+    Unused entries of the page table may hold any number; they are clamped to valid pages.
     """
     entries = pool[pages.long().clamp(0, pool.shape[0] - 1)]
     return entries.movedim(1, -3).flatten(-3, -2)

@@ -1,15 +1,16 @@
-r"""One launch over all KV heads of a layer, of which some keep all tokens and the others sinks and a window.
+r"""One launch over the full and the streaming KV heads of a layer; streaming heads keep sinks and a window.
 
-The grid is a list of work that follows from shapes alone: first B · Gf · splits items of full heads, the long ones,
-then B · Gs items of streaming heads, one each, which fill the multiprocessors that the others leave. An item is a range
-of tokens, and where they stand in the text; from there on all items are one loop:
+The grid is a list of work items that follows from shapes alone: first B · Gf · splits items of full heads, the long
+ones, then B · Gs items of streaming heads, one each, which fill the multiprocessors that become free. An item is a
+range of slots with their positions in the sequence; all items run the same loop:
 
-    full head, split s        the s-th piece of the tokens from the row's start to its length
-    streaming head            all slots: slot j < `sink_slots` stands at start + j, slot j behind them at
+    full head, split s        the s-th split of the tokens from the row's start to its length
+    streaming head            all slots: slot j < `sink_slots` is at position start + j, a later slot j at
                               length - (slots - j)
 
-Parts of full heads are merged by a second launch unless there is one split; streaming heads write their result at once.
-The query heads of a KV head, of all new tokens, are the rows of one product, so that a key is read once.
+A second launch merges the partial results of full heads if there are several splits; streaming heads write their
+output directly. The query heads of a KV head, of all new tokens, are the rows of one product, so that a key is read
+once.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from surgery.kernels.split_kv import merge_kernel, scratch, split_tokens, splits
 from surgery.kernels.tuned import key_of, tuned
 
 ALL = tl.constexpr(1 << 30)
-"""Tokens of a window that is none."""
+"""Window size that stands for no window."""
 
 
 def default_config(rows: int, head_size: int, dtype: torch.dtype) -> Config:
-    """Return the configuration for `rows` query rows of a KV head (heads × new tokens), compiled without spills."""
+    """Return the default tiling for `rows` query rows of a KV head (heads × new tokens); it compiles without spills."""
     block_rows = max(16, min(64, triton.next_power_of_2(rows)))
     if dtype.itemsize > 2:
         return Config(min(block_rows, 32), block_tokens=32, warps=8, stages=2)
@@ -43,9 +44,9 @@ def default_config(rows: int, head_size: int, dtype: torch.dtype) -> Config:
 
 @launches_of(hybrid_attention, "splits")
 def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
-    """The launches that fill `out` [B, T, H, v] and `lse` [B, T, H], both contiguous.
+    """Return the launches that fill `out` [B, T, H, v] and `lse` [B, T, H], both contiguous.
 
-    Other arguments as in `operator.hybrid_decode`, last dimensions contiguous.
+    `args` are those of `operator.hybrid_decode`, each tensor with a contiguous last dimension.
     """
     query, full_key, full_value = args.query, args.full_key, args.full_value
     rows, tokens, heads, head_size = query.shape
@@ -94,7 +95,7 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
     return [attention, replace(merged, kernel=merge_full_kernel, arguments=merged.arguments | behind)]
 
 
-# Sizes that only bound loops and masks: not worth a compilation each as texts grow.
+# These only bound loops and masks and grow with the sequence; specialization would recompile the kernel.
 @triton.jit(do_not_specialize=["rows", "tokens", "capacity", "slots", "splits", "sink_slots", "sinks", "recent"])
 def hybrid_decode_kernel(
     query, full_key, full_value, streaming_key, streaming_value, lengths, starts, out, lse, parts, logs, scale, rows,
@@ -105,7 +106,7 @@ def hybrid_decode_kernel(
     ONE_TOKEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M query rows of one KV head, and a range of its tokens."""
+    """Attend from BLOCK_M query rows of one KV head over a range of its tokens."""
     blocks = tl.cdiv(tokens * SIZE, BLOCK_M)
     item = tl.program_id(0) // blocks
     full_items = rows * FULL * splits
@@ -170,7 +171,7 @@ def hybrid_decode_kernel(
         slot = base + tl.arange(0, BLOCK_N)
         is_sink = slot < num_sinks
         place = tl.where(is_sink, start + slot, slot + shift)
-        # A slot of the sinks is empty until its token has left the window.
+        # A sink slot is empty until its token has left the window.
         slot_mask = (slot < stop) & (place >= low) & (~is_sink | (place < shift + num_sinks))
         key = tl.load(
             keys + slot.to(tl.int64)[:, None] * key_token + number[None, :],
@@ -210,6 +211,6 @@ def merge_full_kernel(
     parts, logs, out, log, width, full_queries, other_queries,
     SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """`split_kv.merge_kernel` into outputs that have the query heads of streaming heads between the merged ones."""
+    """Run `split_kv.merge_kernel` on outputs in which each token's streaming query heads follow the merged ones."""
     between = (tl.program_id(0) // full_queries).to(tl.int64) * other_queries
     merge_kernel(parts, logs, out + between * width, log + between, width, SPLITS, BLOCK_S, BLOCK_D)

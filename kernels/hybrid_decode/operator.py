@@ -1,4 +1,4 @@
-"""`hybrid_decode`: attention of new tokens over a layer's full and streaming KV heads at once."""
+"""Operator `surgery::hybrid_decode`: decode attention over a layer's full and streaming KV heads in one launch."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ def hybrid_decode(
     starts: Tensor | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Attention where the first Gf KV heads keep all tokens and the other Gs sinks and a window (DuoAttention).
+    r"""Compute attention over Gf full KV heads and Gs streaming ones, which keep sinks and a window (DuoAttention).
 
-    A streaming head's query at place q sees the key at place p ≤ q if q - p < `recent` or p - start < `sinks`, a full
-    head's all from the row's start on. A query that is padding sees itself alone, so of padding only what is among the
-    T new tokens is read, and must be finite.
+    A streaming head's query at position q sees the key at position p ≤ q if q - p < `recent` or p - start < `sinks`; a
+    full head's query sees all keys from the row's start to q. A padding query sees only itself, so padding is read only
+    among the T new tokens, where it must be finite.
 
-    A streaming head's slots are what sinks and window are cached as: `sink_slots` sinks, slot j being that of place
-    start + j and empty until that place has left the window, then the tokens of the last K - `sink_slots` places, the
-    new ones last. So `lengths` and `starts` say what each query sees; of one new token without padding it is all.
+    The K slots of a streaming head are `sink_slots` sinks, then the tokens of the last K - `sink_slots` positions, the
+    new ones last. Sink slot j belongs to position start + j and is empty until that position has left the window. So
+    `lengths` and `starts` determine the visible tokens; one new token without padding sees all slots.
 
     A compensated head (RazorAttention, arXiv:2407.15891) is a streaming head whose result is merged, by
-    `split_kv.merge`, with that of its mean key k̄ and value v̄ of N dropped tokens: out v̄, lse scale · q · k̄ + log N.
-    Quantized heads have to be decoded before.
+    `split_kv.merge`, with the mean key k̄ and value v̄ of its N dropped tokens: out v̄, lse scale · q · k̄ + log N.
+    Quantized heads must be dequantized first.
 
     Args:
-        query: [B, T, H, d], those of full heads first; H / (Gf + Gs) query heads in a row follow each KV head.
+        query: [B, T, H, d], those of full heads first; each KV head has H / (Gf + Gs) consecutive query heads.
         full_key, full_value: [B, Gf, S, d] and [B, Gf, S, v], the T new tokens the last within `lengths`. Without full
             heads [B, 0, S, d].
         streaming_key, streaming_value: [B, Gs, K, d] and [B, Gs, K, v].
         scale: multiplies the logits.
-        sink_slots: of the K slots the first ones, which are for sinks; 0 while no token has left the window.
-        sinks, recent: the first and last tokens that a query of a streaming head sees, itself included.
-        lengths: tokens of each row that have come, padding and the new ones included, int32 [B]; None is S.
-        starts: the first token of each row that is no padding, int32 [B]; None is 0.
-        splits: programs that share the tokens of a full head; None chooses by the shapes.
+        sink_slots: leading slots that are reserved for sinks; 0 while no token has left the window.
+        sinks, recent: first and latest tokens that a query of a streaming head sees, itself included.
+        lengths: tokens of each row, padding and the new ones included, int32 [B]; None for S.
+        starts: the first token of each row that is no padding, int32 [B]; None for 0.
+        splits: programs that share the tokens of a full head; None to choose by shapes.
 
     Returns:
-        out [B, T, H, v] in the query's dtype and lse [B, T, H] in fp32 (float64 of float64), 0 and -∞ for a query
-        before its row's first token.
+        out [B, T, H, v] in the query's dtype and lse [B, T, H] in fp32 (float64 for float64 inputs), 0 and -∞ for a
+        query before its row's first token.
 
     Raises:
-        ValueError: shapes or dtypes that do not belong together.
+        ValueError: inconsistent shapes or dtypes.
     """
-    # The slots of a window that fills change at every step.
+    # Checked here and not in the plan, since the slots of a filling window change at every step.
     slots = streaming_key.shape[-2]
     if not 0 <= sink_slots <= min(sinks, slots):
         raise ValueError(f"hybrid_decode: {sink_slots} of {slots} slots for {sinks} sinks")

@@ -1,10 +1,10 @@
-"""One step of decoding over full and streaming heads in plain PyTorch: what the kernel must reproduce.
+"""PyTorch reference of decode attention over full and streaming heads.
 
 Full heads keep all tokens; streaming heads keep the first few, the sinks, and a window (Xiao et al., DuoAttention,
 arXiv:2410.10819).
 
 Shapes: B rows, T new tokens, H query heads, Gf full and Gs streaming KV heads, S tokens of the full heads, K slots of
-the streaming ones, d and v numbers of a key and of a value.
+the streaming heads, head sizes d of keys and v of values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def hybrid_attention(
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and results as in `operator.hybrid_decode`; computed in fp32 at least."""
+    """Compute `operator.hybrid_decode` in at least fp32, with the same arguments and results."""
     rows, tokens = query.shape[:2]
     full_heads, capacity = full_key.shape[1:3]
     slots = streaming_key.shape[2]
@@ -57,19 +57,15 @@ def hybrid_attention(
 
 
 def visible(own: Tensor, places: Tensor, starts: Tensor, sinks: int | Tensor, recent: int | Tensor | None) -> Tensor:
-    """Return the mask of the keys that a query sees: those from its row's start to itself that are sinks or recent, and
-    itself.
+    """Return the boolean mask [B, T, S]: each query sees itself and, from its row's start, sinks and recent tokens.
 
-    A query that is padding sees itself alone.
+    A padding query sees only itself.
 
     Args:
-        own: places of the queries [B, T].
-        places: places of the keys [B, S].
-        starts: the first place of each row that is no padding [B, 1].
-        sinks, recent: how many first and last tokens are seen; `recent` None is all.
-
-    Returns:
-        [B, T, S], bool.
+        own: positions of the queries [B, T].
+        places: positions of the keys [B, S].
+        starts: first position of each row that is no padding [B, 1].
+        sinks, recent: number of first and latest visible tokens; all if `recent` is None.
     """
     own, places, starts = own[:, :, None], places[:, None], starts[:, None]
     mask = (places >= starts) & (places <= own)

@@ -1,19 +1,19 @@
-r"""Decode attention over keys rebuilt from latents, with the latents as values and exact tokens beside them.
+r"""Decode attention over keys rebuilt from latents, with latents as values, next to full-precision tokens.
 
-A program has one KV head of one row, its query heads (times new tokens), and one split of the row's tokens. For each
-block of tokens it rebuilds the head's keys, K = C Uᵀ, in registers, in two halves because those are rotated together:
-U's rows are loaded as halves, nothing is shuffled. Rotations are relative to the block's first position n₀: keys turn
-by their place in the block, a table of a block for all of them, queries by -n₀, one row of cosines a block. Tokens
-stand on the rows of all products, so that they are matrix instructions of a warp group and the keys never leave
-registers; logits and accumulators are therefore transposed.
+A program computes one KV head of one row, its query heads (times new tokens), over one split of the row's tokens. For
+each block of tokens it rebuilds the head's keys, K = C Uᵀ, in registers, as two halves because RoPE rotates the halves
+together: U's rows are loaded as halves, without a shuffle. Rotations are relative to the block's first position n₀:
+keys rotate by their offset in the block, with one table for all blocks, queries by -n₀, with one row of cosines per
+block. Tokens are the rows of all products, so that these run as WGMMA and the keys never leave registers; logits and
+accumulators are therefore transposed.
 
-The latent is so read by every KV head, from L2 all but once: programs of one block's heads follow each other. Several
-heads a program would save at best half of what L2 delivers, since U, which is d/BLOCK as large as the block of
-latents, comes by in any case, and would need each head's keys of the block, [BLOCK, d] in fp32, in registers at once.
-The products of one head are 2·d·r_k operations a token: d·G operations a byte of a joint bf16 latent that G heads
-read, 64·G where keys and values have latents of their own. At d = 128 two heads ask an H100 for 900 TFLOP/s at the full
-rate of its memory: from G = 2 on products are the limit, and a cache of G = 8 is slower to decode than the keys and
-values that it replaces.
+Every KV head reads the latent, all but the first from L2, since the programs of a block's heads are adjacent in the
+grid. Several heads per program would save at most half of the L2 traffic, since U, which is d/BLOCK as large as the
+block of latents, is read in any case. They would also need each head's keys of the block, [BLOCK, d] in fp32, in
+registers at once. The products of one head take 2·d·r_k operations per token: d·G operations per byte of a joint bf16
+latent that G heads read, 64·G with separate latents for keys and values. At d = 128 two heads need 900 TFLOP/s on an
+H100 at its full memory bandwidth: from G = 2 on the kernel is bound by compute, and a cache of G = 8 decodes slower
+than the keys and values that it replaces.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
 from surgery.kernels.split_kv import split_tokens
 
 
-# These grow with a text: not worth a compilation each.
+# These grow with the sequence; specialization would recompile the kernel.
 @triton.jit(do_not_specialize=["capacity", "splits", "begin_rows", "exact_tokens", "slots_row"])
 def lowrank_decode_kernel(
     query, latent, key_up, within, begins, key_bias, norm_weight, ranges, lengths, starts, first,
@@ -38,7 +38,7 @@ def lowrank_decode_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr,
     EXACT_BLOCK: tl.constexpr, EXACT_WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One program: one KV head of row `program_id(2)`, ROWS of its queries, split `program_id(1)` of its tokens."""
+    """Attend from ROWS queries of one KV head of row `program_id(2)` over split `program_id(1)` of its tokens."""
     head = tl.program_id(0) // ROW_BLOCKS
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -60,7 +60,7 @@ def lowrank_decode_kernel(
         low, stop = start + sinks, length
     key_first, key_rank, value_first, value_rank = 0, KEY_RANK, 0, VALUE_RANK
     if ranges is not None:
-        # Told what divides them all, the compiler loads as many numbers at once.
+        # A known common divisor lets the compiler vectorize the loads.
         key_first = tl.multiple_of(tl.load(ranges + head * 4), ALIGNED)
         key_rank = tl.multiple_of(tl.load(ranges + head * 4 + 1), ALIGNED)
         if SAME:
@@ -125,7 +125,7 @@ def lowrank_decode_kernel(
         near, far = finished(near, far, key_bias, norm_weight, norm_eps, head, column, inside, DIM)
         turned_near, turned_far = query_near, query_far
         if within is not None:
-            # That `block` is in the mask keeps the compiler from holding the table in registers through the loop.
+            # `block` in the mask keeps the compiler from hoisting the table into registers for the whole loop.
             slot_mask = inside & (tl.zeros_like(column) + block < end)
             near, far = turned(near, far, within, STEP, tl.arange(0, BLOCK), column, slot_mask, width)
             cos, sin = rotation_at(within, begins, begin_rows, block, column, inside, width, STEP)
@@ -147,7 +147,7 @@ def lowrank_decode_kernel(
             new_acc += (tl.dot(tl.trans(tile), weights, acc[piece] * alpha[None, :], input_precision="ieee"),)
         acc = new_acc
 
-    # The last split reads the exact tokens as well.
+    # The last split also reads the full-precision tokens.
     if exact_key is not None:
         exact = tl.zeros([EXACT_WIDTH, ROWS], tl.float32)
         rescale = tl.full([ROWS], 1.0, tl.float32)
@@ -161,7 +161,7 @@ def lowrank_decode_kernel(
             visible = (positions >= tl.maximum(start, 0))[:, None] & (positions[:, None] <= own[None, :])
             visible = visible & ~(as_rebuilt[:, None] & (positions[:, None] <= own[None, :] - window))
             visible = visible & real[None, :]
-            # What no query sees may hold anything; a weight of zero would still make NaN of it.
+            # Invisible slots may hold NaN, which a weight of zero would not remove.
             slot_visible = tl.max(visible.to(tl.int32), axis=1) > 0
             positions = tl.where(slot_visible, positions, 0)
             key_at = exact_key + row * key_row + head.to(tl.int64) * key_head + index.to(tl.int64) * key_token
@@ -188,7 +188,7 @@ def lowrank_decode_kernel(
 
     norm = 1.0 / tl.where(l_i > 0, l_i, 1.0)
     entry = (row * tokens + token) * (KV_HEADS * SIZE) + head * SIZE + place
-    # In this order it takes no register more than a constant number of splits did.
+    # This order of terms keeps register use as low as with a constant number of splits.
     at = out + split * (VALUE_RANK + EXACT_DIM) + entry * (splits * (VALUE_RANK + EXACT_DIM))
     for piece in tl.static_range(VALUE_CHUNKS):
         number = piece * CHUNK + tl.arange(0, CHUNK)
@@ -207,13 +207,13 @@ def load_latents(
     latent, row, start, first, rank, piece, filled, latent_row, latent_token,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Chunk `piece` of the numbers from `first` on of BLOCK tokens from `start` on, zero where not `filled`."""
+    """Load chunk `piece` of the latent elements from `first` on, for BLOCK tokens from `start` on; zero if masked."""
     chunk = tl.arange(0, CHUNK)
     mask = filled[:, None]
     if not EVEN:
         mask = mask & (chunk < rank - piece * CHUNK)[None, :]
-    # The chunk's number comes last: an offset that instructions carry, and not registers.
-    # Tokens count from the block's first one, so that what differs in it is 32 bits wide.
+    # The chunk offset comes last, so that it is an immediate of the load and takes no registers.
+    # Token offsets within the block are 32 bits wide.
     base = latent + row * latent_row + first + start.to(tl.int64) * latent_token
     at = base + (tl.arange(0, BLOCK)[:, None] * latent_token + chunk[None, :]) + piece * CHUNK
     return tl.load(at, mask=mask, other=0.0)
@@ -224,7 +224,7 @@ def load_up(
     key_up, head, up_head, up_dim, rank, piece, column, inside,
     DIM: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Chunk `piece` of a head's up-projection, transposed, for each half of its keys: [CHUNK, HALF]."""
+    """Load chunk `piece` of a head's up-projection, transposed, for both halves of its keys: two [CHUNK, HALF]."""
     chunk = tl.arange(0, CHUNK)
     at = (key_up + head.to(tl.int64) * up_head) + column[None, :] * up_dim + chunk[:, None] + piece * CHUNK
     mask = inside[None, :]
@@ -235,7 +235,7 @@ def load_up(
 
 @triton.jit
 def finished(near, far, key_bias, norm_weight, norm_eps, head, column, inside, DIM: tl.constexpr):
-    """Halves of keys with bias and norm, if there are any."""
+    """Apply the optional bias and RMS norm to both halves of keys."""
     if key_bias is not None:
         at = key_bias + head * DIM + column
         near += tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -250,7 +250,7 @@ def finished(near, far, key_bias, norm_weight, norm_eps, head, column, inside, D
 
 @triton.jit
 def turned(near, far, table, table_rows, rows, column, inside, width: tl.constexpr):
-    """Halves of keys rotated by the table's `rows`, one for each key."""
+    """Rotate both halves of keys by row `rows[i]` of the table for key i."""
     at = table + rows[:, None] * width + column[None, :]
     cos = tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
     sin = tl.load(at + table_rows * width, mask=inside[None, :], other=0.0).to(tl.float32)
@@ -259,7 +259,7 @@ def turned(near, far, table, table_rows, rows, column, inside, width: tl.constex
 
 @triton.jit
 def rotation_at(within, begins, begin_rows, position, column, inside, width: tl.constexpr, STEP: tl.constexpr):
-    """Cosines and sines [width] of one position."""
+    """Return the cosines and sines [width] of one position."""
     at = within + (position % STEP) * width + column
     cos_near = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     sin_near = tl.load(at + STEP * width, mask=inside, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""The launches of `lowrank_decode`: arguments and configuration of its kernel from the tensors at hand."""
+"""Launches of `lowrank_decode`: kernel arguments and configuration from the tensors of a call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from surgery.kernels.split_kv import scratch, splits_of, with_merge
 from surgery.kernels.tuned import key_of, tuned
 
 RESIDENT_BYTES = 64 * 1024
-"""Up-projections of one head up to this size may stay in shared memory, larger ones pass through it for every block."""
+"""Maximum size of a head's up-projection that stays in shared memory; larger ones are reloaded for every block."""
 
 WIDE_CHUNK = 128 if tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6) else 64
-"""Numbers of a latent beside exact tokens in one product: Triton 3.6 spills at 64, 3.9 at 128."""
+"""Latent elements per product in calls with full-precision tokens: Triton 3.6 spills at 64, 3.9 at 128."""
 
 
 def chunk_of(*ranks: int, max_chunk: int = 128) -> int:
-    """Numbers of a latent in one product: the most that divides all ranks, or 64 (less for small ones) with a mask."""
+    """Return the latent elements per product: the widest chunk that divides all ranks, or 64 or less with a mask."""
     for chunk in (128, 64, 32):
         if chunk <= max_chunk and all(rank % chunk == 0 for rank in ranks):
             return chunk
@@ -34,10 +34,10 @@ def chunk_of(*ranks: int, max_chunk: int = 128) -> int:
 def default_config(
     *, dim: int, key_rank: int, value_rank: int, dtype: torch.dtype, capability: int = 90, plain: bool = True
 ) -> Config:
-    """The configuration for a KV head, chosen by what compiles for GPUs of a capability (80, 90) without spills.
+    """Return the default tiling for a KV head; it compiles without spills for a compute capability (80, 90).
 
-    64 tokens are the rows of a warp group's matrix instruction. Older GPUs have none, and too few registers for as many
-    tokens where U passes through shared memory: 32 there. `plain` is without exact tokens.
+    64 tokens are the rows of a WGMMA. Older GPUs have no WGMMA, and too few registers for 64 tokens if U is reloaded
+    through shared memory: 32 tokens there. `plain` means no full-precision tokens.
     """
     resident = plain and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     if capability >= 90:
@@ -52,9 +52,9 @@ def default_config(
 
 @launches_of(lowrank_attention)
 def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
-    """The launches that fill `out` [B, T, H, r_v + v] and `lse` [B, T, H] fp32, both contiguous.
+    """Return the launches that fill `out` [B, T, H, r_v + v] and `lse` [B, T, H] fp32, both contiguous.
 
-    The others are arguments of the reference.
+    `args` are those of the reference.
     """
     query, latent, key_up, exact_key, ranges = args.query, args.latent, args.key_up, args.exact_key, args.ranges
     batch, tokens, heads, dim = query.shape
@@ -71,7 +71,7 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
     row_blocks = triton.cdiv(per_head * tokens, config.block_rows)
     splits = splits_of(config, batch * kv_heads * row_blocks, query, latent.shape[1])
     parts, logs = scratch(query, out.shape[-1], splits)
-    # Exact tokens leave no registers for it.
+    # Full-precision tokens leave no registers for a resident up-projection.
     resident = exact_key is None and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     reads = [0, key_rank, 0, value_rank] if ranges is None else ranges
     even = {*reads[1::4], *reads[3::4]} == {key_rank, value_rank} and key_rank % config.chunk == 0
@@ -121,5 +121,5 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
 
 @cache
 def _on_device(ranges: tuple[int, ...], device: torch.device) -> Tensor:
-    """Copied once: a CUDA graph must find it there."""
+    """Copy to the device once, so that the address stays valid in a CUDA graph."""
     return torch.tensor(ranges, dtype=torch.int32, device=device).view(-1, 4)

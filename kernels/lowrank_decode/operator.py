@@ -1,22 +1,22 @@
-"""Decode attention whose keys are rebuilt from latents on the way, beside tokens that are held exactly, in one launch.
+"""Operator `surgery::lowrank_decode`: attention over keys rebuilt from latents, next to full-precision tokens.
 
     lowrank_decode(query, latent, key_up, scale, *, ...) -> (out, exact_out, lse)
 
-With c_n the latent of the token in position n, U_g `key_up` and R_n the rotation of position n, KV head g has
+With c_n the latent of the token at position n, U_g `key_up` and R_n the rotation of position n, KV head g has
 
     k_g(n) = R_n norm(U_g c_n + key_bias_g)        v_g(n) = value_up_g c_n + value_bias_g
 
-and the softmax over rebuilt and exact tokens is one. Its weights sum to 1, and the caller ends with
+with one softmax over rebuilt and full-precision tokens. The caller computes the attention output as
 
-    value_up_g · out + exact_out (+ value_bias_g, where exact values lack it too)
+    value_up_g · out + exact_out (+ value_bias_g, if exact values lack it too)
 
-What caches of the project's classes give:
+Inputs from the caches of this package:
 
-- low rank, cascades: latents [B, S, r], of a cascade those of its layers side by side; one block of ranks after the
-  other with `ranges`; nothing exact.
-- with an exact window: besides, `sinks`, `window` and the tokens of `ExactWindowLayer`, whose keys lack the rotation
-  alone; positions that hold nothing yet are -1.
-- a basis that several layers share: latents [B, S, r], as `key_up` the rows of `basis_up` that give keys, as `rebuilt`
+- Low rank and cascades: latents [B, S, r], those of a cascade's layers concatenated; `ranges` for blocks of ranks; no
+  exact tokens.
+- Low rank with a residual window: also `sinks`, `window` and the tokens of `ExactWindowLayer`, whose keys lack only the
+  rotation; empty positions are -1.
+- Bases shared by several layers: latents [B, S, r], as `key_up` the rows of `basis_up` that give keys, as `rebuilt`
   [sinks, start of the block], as exact tokens those of `GroupLayer` with `raw_exact`.
 """
 
@@ -57,41 +57,41 @@ def lowrank_decode(
     exact_slots: Tensor | None = None,
     raw_exact: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    r"""Attention of the last T tokens of each row over rebuilt keys, with the latents as values.
+    r"""Compute attention of the last T tokens of each row over rebuilt keys, with the latents as values.
 
-    Positions are places in the row, padding included; the query of new token t stands at position m = lengths - T + t.
-    It reads position n rebuilt where ``low ≤ n < stop`` and ``n ≤ m - window``, and exactly everywhere else from
-    ``starts`` to m, as far as such tokens are given. A token may be given in both forms; it is read in one.
+    Positions count padding; the query of new token t is at position m = lengths - T + t. It reads position n as a
+    rebuilt token if ``low ≤ n < stop`` and ``n ≤ m - window``, and any other position from ``starts`` to m as an exact
+    token, if given. A token that is given in both forms is read in one only.
 
     Args:
         query: [B, T, H, d], normalized and rotated to its positions.
-        latent: [B, S, R]; the last dimension contiguous. latent[:, i] is that of position ``first + i``.
+        latent: [B, S, R]; the last dimension contiguous. latent[:, i] belongs to position ``first + i``.
         key_up: [G, d, r_k]; r_k = R without `ranges`. Query head h reads KV head h // (H // G).
-        scale: multiplies the logits; with it goes what a rotary embedding multiplies its cosines by, for the keys.
+        scale: multiplies the logits; includes the rotary embedding's attention scaling of the keys.
         rotation: `rotation_tables(inv_freq, positions)` for at least as many positions as there are; None for no
-            rotation. Numbers i and i + d/2 of a head are rotated together.
+            rotation. Elements i and i + d/2 of a head are rotated together.
         key_bias: [G, d], added to rebuilt keys before the norm.
-        norm_weight, norm_eps: [d], of a root-mean-square norm of rebuilt keys; None for none.
-        ranges: of each KV head the first number and the rank of what its key reads of a latent, then of what its value
-            reads; key ranks are at most r_k, r_v is the greatest of the values', `out` is 0 behind a head's own. None:
-            both read all R. Multiples of 8 or 16 load fastest, and equal ranges for key and value once.
+        norm_weight, norm_eps: weight [d] and epsilon of an RMS norm of rebuilt keys; None for no norm.
+        ranges: for each KV head the first latent element and the rank that its key reads, then those of its value. Key
+            ranks are at most r_k; r_v is the largest value rank, and `out` is 0 past a head's own. None: both read all
+            R. Multiples of 8 or 16 load fastest; equal ranges of key and value are loaded once.
         lengths: int32 [B], tokens of each row, the new ones included; None for S.
         starts: int32 [B], first position that is no padding; None for 0.
         first: int32 [B], position of latent[:, 0]; None for 0.
         rebuilt: int32 [B, 2], low and stop; None for starts + `sinks` and lengths. Needs `lengths`.
-        window: this many latest tokens of a query, itself included, are read exactly (0 for none).
-        sinks: as many first tokens are; unused with `rebuilt`.
-        exact_key, exact_value: [B, G, E, d] and [B, G, E, v], the keys not rotated; all three or none.
-        exact_slots: int32 [B, E], their positions in any order; -1 for one that is not there.
-        raw_exact: exact keys still lack bias and norm, the kernel applies them.
+        window: latest tokens of a query, itself included, that are read exactly (0 for none).
+        sinks: first tokens that are read exactly; unused with `rebuilt`.
+        exact_key, exact_value: [B, G, E, d] and [B, G, E, v], the keys not rotated; given together with `exact_slots`.
+        exact_slots: int32 [B, E], positions of the exact tokens in any order; -1 for an empty slot.
+        raw_exact: exact keys lack bias and norm, so the kernel applies them.
 
     Returns:
-        out [B, T, H, r_v], the latents weighted by the softmax's share of rebuilt tokens; exact_out [B, T, H, v], the
-        exact values by the share of exact ones, None without any; lse [B, T, H] fp32, the logarithm of the sum of
-        exponentials over both. out = 0 and lse = -inf where a query sees nothing. Outputs in the query's dtype.
+        out [B, T, H, r_v], the latents times the softmax weights of rebuilt tokens; exact_out [B, T, H, v], the exact
+        values times those of exact tokens, or None; lse [B, T, H] fp32, the logarithm of the sum of exponentials over
+        both. out = 0 and lse = -inf if a query sees no token. out and exact_out are in the query's dtype.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: inconsistent shapes.
     """
     within, begins = (None, None) if rotation is None else rotation
     both, lse = _lowrank_decode(
@@ -102,12 +102,11 @@ def lowrank_decode(
 
 
 def _flat(ranges: Sequence[tuple[int, int, int, int]] | None) -> tuple[int, ...] | None:
-    """Ranges as the registered operator takes them."""
     return None if ranges is None else tuple(chain.from_iterable(ranges))
 
 
 def _apart(both: Tensor, lse: Tensor, exact_value: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The results of the registered operator, latents and exact values apart."""
+    """Split the output of the registered operator into latents and exact values."""
     if exact_value is None:
         return both, None, lse
     return *both.split([both.shape[-1] - (width := exact_value.shape[-1]), width], dim=-1), lse
@@ -121,7 +120,6 @@ def _outputs(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
 
 
 def _unsupported(call: SimpleNamespace) -> str | None:
-    """Return why no kernel takes tensors of these shapes and dtypes."""
     query, latent, key_up, exact_value = call.query, call.latent, call.key_up, call.exact_value
     same = [query, key_up, call.exact_key, exact_value, latent]
     if len({tensor.dtype for tensor in same if tensor is not None}) > 1:
@@ -140,7 +138,6 @@ def _refuse(what: str) -> None:
 
 
 def _check(call: SimpleNamespace) -> None:
-    """Raises ValueError where shapes do not belong together."""
     query, latent, key_up = call.query, call.latent, call.key_up
     if query.ndim != 4 or latent.ndim != 3 or key_up.ndim != 3 or query.shape[0] != latent.shape[0]:
         _refuse(
@@ -203,4 +200,4 @@ _lowrank_decode = Operation(
         {"begins": 1},
     ),
 )
-"""Both outputs side by side [B, T, H, r_v + v], and lse [B, T, H]."""
+"""Registered operator; returns out and exact_out concatenated [B, T, H, r_v + v], and lse [B, T, H]."""

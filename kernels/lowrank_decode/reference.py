@@ -1,11 +1,11 @@
-"""Attention over keys rebuilt from latents, in plain PyTorch: what the kernel of this operation must reproduce.
+"""PyTorch reference of decode attention over keys rebuilt from latents.
 
-What is cached and how a key comes back from it is that of CSKV (arXiv:2409.10593), Palu (arXiv:2407.21118) and, with
-latents that several layers share, xKV (arXiv:2503.18893). Values stay latents: attention is linear in them, so that the
-up-projection of the values is applied to one mixed latent of each head in the place of every token.
+The cache and the up-projection of keys are those of CSKV (arXiv:2409.10593), Palu (arXiv:2407.21118) and, with latents
+that several layers share, xKV (arXiv:2503.18893). Values stay latents: attention is linear in them, so the
+up-projection of the values is applied once per head to the mixed latent, instead of to every token.
 
-Shapes: B rows, T new tokens, H query heads, G KV heads, d head size, S tokens held as latents of R numbers, of which a
-head's key and value read r_k and r_v; E tokens held exactly, with values of v numbers.
+Shapes: B rows, T new tokens, H query heads, G KV heads, d head size, S tokens cached as latents of R elements, of which
+a head's key and value read r_k and r_v; E full-precision tokens ("exact"), with values of v elements.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ STEP = 128
 
 
 def rotation_tables(inv_freq: Tensor, positions: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Cosines and sines from which every position's rotation is made: R_n = R_{n - n mod 128} R_{n mod 128}.
+    """Compute two tables of cosines and sines that give every rotation: R_n = R_{n - n mod 128} R_{n mod 128}.
 
-    A table of all positions would be read beside the latents and be as large as they are. Made once for a cache.
+    A table of all positions would be as large as the latents and double the memory traffic. Computed once per cache.
 
     Args:
-        inv_freq: [d/2], radians a position.
-        positions: the most that the cache can have.
-        dtype: of the tables; the angles are computed in fp64.
+        inv_freq: [d/2], radians per position.
+        positions: capacity of the cache in positions.
+        dtype: dtype of the tables; the angles are computed in fp64.
 
     Returns:
         within [2, 128, d/2], the cosines and sines of positions 0 to 127, and begins [2, n, d/2], those of positions 0,
@@ -39,7 +39,7 @@ def rotation_tables(inv_freq: Tensor, positions: int, dtype: torch.dtype = torch
 
 
 def rotated(keys: Tensor, positions: Tensor, within: Tensor, begins: Tensor) -> Tensor:
-    """Keys [B, G, n, d] rotated by halves to positions [B, n]."""
+    """Rotate keys [B, G, n, d] to positions [B, n]; element i pairs with i + d/2."""
     positions = positions.long()
     near, far = within.to(keys.dtype)[:, positions % STEP], begins.to(keys.dtype)[:, positions // STEP]
     cos = (near[0] * far[0] - near[1] * far[1]).unsqueeze(1)
@@ -49,7 +49,7 @@ def rotated(keys: Tensor, positions: Tensor, within: Tensor, begins: Tensor) -> 
 
 
 def normalized(keys: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float) -> Tensor:
-    """Keys [B, G, n, d] with their bias [G, d], and divided by their root mean square and scaled [d], if given."""
+    """Apply the optional bias [G, d] and RMS norm of weight [d] to keys [B, G, n, d]."""
     if bias is not None:
         keys = keys + bias[:, None]
     if norm_weight is not None:
@@ -80,10 +80,10 @@ def lowrank_attention(
     exact_slots: Tensor | None = None,
     raw_exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last T queries; arguments as in `operator.lowrank_decode`, the rotation as its two tables.
+    """Compute attention of the last T tokens; arguments as in `operator.lowrank_decode`, with both rotation tables.
 
     Returns:
-        out and exact_out side by side, [B, T, H, r_v + v], v = 0 without exact tokens, and lse [B, T, H] in fp32.
+        out and exact_out concatenated, [B, T, H, r_v + v], v = 0 without exact tokens, and lse [B, T, H] in fp32.
     """
     batch, tokens, heads, _ = query.shape
     kv_heads, size = key_up.shape[0], heads // key_up.shape[0]
@@ -94,7 +94,7 @@ def lowrank_attention(
     offset = row if first is None else first.long()
     low, stop = (start + sinks, length) if rebuilt is None else rebuilt.long().unbind(1)
 
-    # Rows of tokens that nobody sees may hold anything, NaN included.
+    # Tokens that no query sees may hold anything, NaN included.
     positions = offset[:, None] + torch.arange(held_tokens, device=device)
     own = (length - tokens)[:, None, None] + torch.arange(tokens, device=device)[:, None]  # [B, T, 1]
     place = positions[:, None]
@@ -136,7 +136,7 @@ def lowrank_attention(
 
 
 def _keys(latent: Tensor, key_up: Tensor, ranges: Tensor | None) -> Tensor:
-    """Keys [B, G, S, d] of latents, each head's from its own range."""
+    """Rebuild keys [B, G, S, d] from latents, each head from its own range."""
     if ranges is None:
         return torch.einsum("bsr,gdr->bgsd", latent, key_up)
     read = _read(latent, ranges[:, 0], ranges[:, 1], key_up.shape[-1])
@@ -144,14 +144,14 @@ def _keys(latent: Tensor, key_up: Tensor, ranges: Tensor | None) -> Tensor:
 
 
 def _values(latent: Tensor, ranges: Tensor | None, kv_heads: int) -> Tensor:
-    """The latents that each head's values are [B, G, S, r_v], zero behind a head's own rank."""
+    """Return the latents that serve as values of each head [B, G, S, r_v], zero past the head's own rank."""
     if ranges is None:
         return latent[:, None].expand(-1, kv_heads, -1, -1)
     return _read(latent, ranges[:, 2], ranges[:, 3], int(ranges[:, 3].max()))
 
 
 def _read(latent: Tensor, begin: Tensor, ranks: Tensor, width: int) -> Tensor:
-    """[B, G, S, width]: `ranks` numbers from `begin` on for each head, zeros behind."""
+    """Return [B, G, S, width]: `ranks` latent elements from `begin` on for each head, padded with zeros."""
     columns = begin[:, None].long() + torch.arange(width, device=latent.device)
     picked = latent[:, :, columns.clamp(max=latent.shape[-1] - 1)].transpose(1, 2)
     return picked.masked_fill(_behind(ranks, width)[:, None], 0)

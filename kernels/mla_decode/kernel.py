@@ -1,24 +1,24 @@
-r"""Absorbed latent attention over the last tokens of each row: every query head reads the same small cache.
+r"""Split-KV decode attention of absorbed MLA: all query heads read the same latent cache.
 
     logit = scale · ⟨q, [c ; k]⟩ · gain        out = Σ softmax(logit) c        (DeepSeek-V2, arXiv 2405.04434, app. C)
 
 One program takes `block_rows` query rows, which are (new token, head) pairs, and one split of a row's tokens. It loads
-each latent once, row-major as it is cached: as it stands it is the value, and seen transposed, in shared memory, the
-key. The latent is cut into equal chunks with an accumulator each, so that a rank need be no power of two: 320 is
-5 · 64, 448 is 7 · 64; of a rank that no chunk divides the last one is masked.
+each latent once, row-major as it is cached, and uses it as the value and, transposed in shared memory, as the key. The
+latent is cut into equal chunks with an accumulator each, so that a rank need be no power of two: 320 is 5 · 64, 448 is
+7 · 64. If no chunk divides the rank, the last chunk is masked.
 
-**Reading once.** The latent is all that is worth counting: r + ρ elements a token, for H · T rows. Up to `block_rows`
-rows it is read once from memory. With more, the blocks of rows are the fastest axis of the grid: programs that read the
-same tokens start next to each other, and all but one find them in the L2 cache. Memory traffic stays that of one read;
-that of L2 is H · T / `block_rows` times as much, and 64 rows a block take 64 heads with one read.
+**Memory traffic** is dominated by the latent: r + ρ elements per token, for H · T rows. Up to `block_rows` rows it is
+read once from memory. With more rows, blocks of rows are the fastest axis of the grid: programs that read the same
+tokens are scheduled together, and all but one hit the L2 cache. DRAM traffic stays that of one read; L2 traffic is
+H · T / `block_rows` times as much. With 64 rows per block one read serves 64 heads.
 
-**What compiling showed** (Triton 3.9, bf16). Heads are the rows of the product. 16 and 32 rows get the MMA of a warp,
-64 Hopper's WGMMA. With tokens as rows (transposed products) WGMMA takes 16 heads too, but keeps a third copy of each
-tile in shared memory, which 512 + 64 elements a token leave no room for, and 255 registers. With two stages Triton
-fetches a tile only after the one before was used; three overlap, and are the default wherever they fit.
+**Compiled code** (Triton 3.9, bf16). Heads are the rows of the product. 16 and 32 rows use the MMA of a warp, 64
+Hopper's WGMMA. With tokens as rows (transposed products) WGMMA supports 16 heads too, but keeps a third copy of each
+tile in shared memory, which does not fit next to 512 + 64 elements per token, and takes 255 registers. With two stages
+Triton fetches a tile only after the previous one was used; three stages overlap, and are the default if they fit.
 """
 
-# ruff: noqa: RUF005 - not every Triton knows starred tuples
+# ruff: noqa: RUF005 - not every Triton supports starred tuples
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merg
 from surgery.kernels.tuned import key_of, tuned
 
 HOPPER_SHARED = 227 * 1024
-"""Bytes of shared memory of one program on sm_90, the default where no device says otherwise."""
+"""Bytes of shared memory of one program on sm_90; the default without a CUDA device."""
 
 
 def default_config(
@@ -49,27 +49,27 @@ def default_config(
     paged: bool = False,
     gains: bool = False,
 ) -> Config:
-    """The configuration to begin with, as wide as fits and does not spill; chosen by what compiling showed.
+    """Return the widest default tiling that fits into shared memory and compiles without spills.
 
     Args:
         rows: query rows, T · H.
         rank, rope, dtype: r, ρ and the inputs' dtype.
-        shared: bytes of shared memory that a program may use; as much as Hopper's is taken for Hopper.
-        paged: whether tokens are found through a table of pages.
-        gains: whether logits have gains of keys, which take registers too.
+        shared: bytes of shared memory per program; at least Hopper's size implies WGMMA.
+        paged: whether the cache has a page table.
+        gains: whether logits have key gains, which take registers too.
     """
-    # Only WGMMA is worth 64 rows: with the MMA of a warp their accumulators leave too few registers.
+    # 64 rows pay off only with WGMMA: with the MMA of a warp their accumulators leave too few registers.
     wide = shared >= HOPPER_SHARED and dtype != torch.float32
     block_rows = 16 if rows <= 16 else 64 if rows > 32 and wide else 32
     # Pages and gains together leave four warps too few registers.
     crowded = paged and gains and block_rows * rank >= 32 * 256
     warps = 8 if block_rows == 64 or dtype == torch.float32 or crowded else 4
     chunk = chunk_of(rank, 32 if dtype == torch.float32 else 256 if block_rows * rank >= 64 * 512 else 64)
-    # Addresses of pages, and gains, take registers too.
+    # Page addresses and gains take registers too.
     is_wide_row = gains or block_rows * rank > (32 * 256 if paged else 32 * 448)
     max_tokens = 16 if dtype == torch.float32 else 32 if is_wide_row else 64
     for tokens, depth in ((max_tokens, 2), (min(max_tokens, 32), 2), (16, 2), (16, 1)):
-        # Where a token's page has to be fetched first, Triton counts every stage twice.
+        # With a page table Triton counts every stage twice.
         config = Config(block_rows, tokens, chunk, None, warps, 1 + depth * (1 + paged))
         if shared_bytes(config, rank, rope, dtype.itemsize, paged=paged) <= shared:
             break
@@ -77,7 +77,7 @@ def default_config(
 
 
 def chunk_of(rank: int, max_chunk: int) -> int:
-    """The widest power of 2 up to `max_chunk` that divides the rank into few chunks; else the last chunk is masked."""
+    """Return the widest power of 2 up to `max_chunk` that gives at most 16 equal chunks, or else one with a mask."""
     for chunk in (256, 128, 64, 32, 16):
         if chunk <= max_chunk and rank % chunk == 0 and rank <= 16 * chunk:
             return chunk
@@ -85,7 +85,7 @@ def chunk_of(rank: int, max_chunk: int) -> int:
 
 
 def shared_bytes(config: Config, rank: int, rope: int, itemsize: int, *, paged: bool = False) -> int:
-    """Shared memory that a program will ask for, nearly: queries, buffers of tiles, probabilities."""
+    """Estimate the bytes of shared memory of a program: queries, tile buffers and softmax weights."""
     width = triton.cdiv(rank, config.chunk) * config.chunk + (rope_block(rope) if rope else 0)
     buffers = (config.stages - 1) // (1 + paged) + (config.block_rows >= 64)  # WGMMA reads one while two are filled
     tiles = (config.block_rows + buffers * config.block_tokens) * width
@@ -93,12 +93,12 @@ def shared_bytes(config: Config, rank: int, rope: int, itemsize: int, *, paged: 
 
 
 def rope_block(rope: int) -> int:
-    """Width of the tile that holds ρ numbers."""
+    """Return the width of the tile for ρ rotary elements."""
     return max(16, triton.next_power_of_2(rope))
 
 
 def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use on a device."""
+    """Return the maximum bytes of shared memory per program on a device."""
     if device.type != "cuda":
         return HOPPER_SHARED
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -106,9 +106,9 @@ def shared_limit(device: torch.device) -> int:
 
 @launches_of(ragged_latent_attention)
 def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
-    """The launches that fill `out` [B, T, H, r] and `lse` [B, T, H] fp32, both contiguous.
+    """Return the launches that fill `out` [B, T, H, r] and `lse` [B, T, H] fp32, both contiguous.
 
-    The others are arguments of `mla_decode`; the last dimension of each is contiguous.
+    `args` are those of `mla_decode`, each tensor with a contiguous last dimension.
     """
     query, latent, rope_key, pages = args.query, args.latent, args.rope_key, args.pages
     batch, tokens, heads, _ = query.shape
@@ -152,7 +152,7 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
     return with_merge(launch, parts, logs, out, lse)
 
 
-# These grow with a text: not worth a compilation each.
+# These grow with the sequence; specialization would recompile the kernel.
 @triton.jit(do_not_specialize=["capacity", "splits", "key_gain_row", "pages_row"])
 def mla_decode_kernel(
     query, latent, rope_key, key_gain, out, log, lengths, starts, pages, scale, capacity, splits, new_tokens,
@@ -161,7 +161,7 @@ def mla_decode_kernel(
     RANK: tl.constexpr, ROPE: tl.constexpr, CHUNK: tl.constexpr, ROPE_BLOCK: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS query rows against one split of the tokens of one row of the batch."""
+    """Attend from BLOCK_ROWS query rows over one split of the tokens of one row of the batch."""
     CHUNKS: tl.constexpr = (RANK + CHUNK - 1) // CHUNK
     split = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)

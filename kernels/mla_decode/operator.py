@@ -1,4 +1,4 @@
-"""`mla_decode`: absorbed latent attention of the newest tokens over a cache of latents, as an operator of PyTorch."""
+"""Operator `surgery::mla_decode`: absorbed MLA decode attention over a contiguous or paged latent cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mla_decode(
     window: int | None = None,
     key_gain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last T tokens of each row over its latents, which all heads share (arXiv 2405.04434, app. C).
+    """Compute attention of the last T tokens of each row over latents shared by all heads (arXiv 2405.04434, app. C).
 
     Args:
         query: [B, T, H, r + ρ], the latent part first, the last ρ rotated.
@@ -32,16 +32,16 @@ def mla_decode(
         scale: multiplies the logits.
         lengths: int32 [B], tokens of each row, the T new ones included; None for all S.
         starts: int32 [B], the first token that is no padding; None for 0.
-        pages: int32 [B, n], the pages that hold a row's tokens, in their order.
-        window: how many latest tokens a query sees, itself included; None for all.
+        pages: int32 [B, n], page table of each row.
+        window: latest tokens that a query sees, itself included; None for all.
         key_gain: [B, S, G], with `pages` [P, page, G]: factor on the logits of the H / G heads of each group.
 
     Returns:
         out [B, T, H, r] in the query's dtype: the attention-weighted latent; lse [B, T, H] fp32 (float64 for float64
-        inputs): the logarithm of the sum of exponentials of the logits. A query that sees nothing has 0 and -∞.
+        inputs): the logarithm of the sum of exponentials of the logits. Without a visible token they are 0 and -∞.
 
     Raises:
-        ValueError: shapes or dtypes that do not belong together.
+        ValueError: inconsistent shapes or dtypes.
     """
     return _mla_decode(query, latent, rope_key, scale, lengths, starts, pages, key_gain, window)
 
@@ -66,7 +66,7 @@ def _check(call: SimpleNamespace) -> None:
 
 
 def check_gain(name: str, query: Tensor, key_gain: Tensor | None, tokens: tuple[int, ...]) -> None:
-    """Refuses gains that are not those of these tokens, or do not belong to as many query heads each."""
+    """Check that gains match the tokens and that the number of query heads is a multiple of the number of gains."""
     if key_gain is None:
         return
     if key_gain.dim() != 3 or key_gain.shape[:2] != tokens:
@@ -76,7 +76,7 @@ def check_gain(name: str, query: Tensor, key_gain: Tensor | None, tokens: tuple[
 
 
 def unsupported(call: SimpleNamespace) -> str | None:
-    """Return why the kernel does not take these tensors, which are in order otherwise."""
+    """Return the reason why the kernel does not support these valid tensors, or None."""
     for tensor in vars(call).values():
         if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             return "the last dimension of a tensor is not contiguous"

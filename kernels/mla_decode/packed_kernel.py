@@ -1,13 +1,13 @@
-r"""Latent attention over packed rows: they are unpacked into memory for one call, then `mla_decode` reads that.
+r"""MLA decode attention over packed rows: a kernel unpacks them into scratch memory, which `mla_decode` then reads.
 
 A row is read as lanes of 16 bits, two bytes with the same fields; lanes and masks come from a table of slots
-(`row_slots.py`), so that one program unpacks rows of all patterns. With step s and mean m, channel j of b bits is
-s·(c - (2^b - 1)/2) + m. Shared keys are rotated to their positions, and first tokens, which the cache holds in full
-precision, take their places. Only tokens that a query sees are unpacked.
+(`row_slots.py`), so that one kernel unpacks rows of all bit patterns. With step s and mean m, channel j of b bits with
+code c is s·(c - (2^b - 1)/2) + m. Shared keys are rotated to their positions. The first tokens, which the cache holds
+in full precision, replace their unpacked values. Only tokens that a query sees are unpacked.
 
-The memory holds the tokens of one layer in the query's dtype, for the time of a call. Attention that unpacks in
-registers reads fewer bytes and was slower on an H100: gathers of 16 bits, a product for each byte of a lane, and
-registers for all of it (docs/kernels.md has the figures).
+The scratch memory holds the tokens of one layer in the query's dtype during a call. Attention that unpacks in registers
+reads fewer bytes but was slower on an H100: 16-bit gathers, a product for each byte of a lane, and register pressure
+(docs/kernels.md has the figures).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from surgery.kernels.mla_decode.packed_reference import packed_latent_attention
 from surgery.kernels.mla_decode.row_slots import row_bytes, slot_table
 
 CHUNK, BLOCK_TOKENS = 32, 32
-"""Slots and tokens that a program unpacks at a time."""
+"""Slots and tokens that a program unpacks per iteration."""
 
 
 @launches_of(packed_latent_attention)
@@ -39,14 +39,14 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
 
     Args:
         args: arguments of `mla_decode_packed`; the last dimension of each is contiguous.
-        config: of `mla_decode`.
+        config: configuration of `mla_decode`.
     """
     query, rows, pages, rank = args.query, args.rows, args.pages, args.rank
     batch, width = query.shape[0], query.shape[-1]
     gains = rows.shape[-1] - row_bytes(args.fields) // 2
     page = 0 if pages is None else rows.shape[1]
     text = rows if pages is None else pages
-    # A plan of these launches serves all texts whose size has as many bits.
+    # A plan serves all sequences whose capacity has the same bit length, so allocate for the longest.
     room = (1 << int(text.shape[1]).bit_length()) * max(page, 1)
     latent = query.new_empty(batch, room, rank)
     rope_key = query.new_empty(batch, room, width - rank)
@@ -60,7 +60,7 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
         out=out, lse=lse, config=config,
     )  # fmt: skip
     if pages is None:
-        # The memory holds more tokens than there are.
+        # The scratch memory has more slots than the cache has tokens.
         read[0] = replace(read[0], arguments=read[0].arguments | {"capacity": size(rows, 1)})
     return [unpack, *read]
 
@@ -75,13 +75,14 @@ def unpack_launch(
     new_tokens: int = 1,
     to_pages: bool = False,
 ) -> Launch:
-    """Return the launch that unpacks rows, of arguments of `mla_decode_packed` by their names.
+    """Return the launch that unpacks rows.
 
     Args:
-        grid: programs of each row of the batch, which share its tokens, and rows.
-        latent, rope_key, key_gain: memory for the tokens of each row, or of each page.
+        args: arguments of `mla_decode_packed` by name.
+        grid: programs that share the tokens of one row of the batch, and number of rows.
+        latent, rope_key, key_gain: output memory for the tokens of each row, or of each page.
         new_tokens: T.
-        to_pages: whether a token is unpacked to its page, not to its row of the batch.
+        to_pages: unpack each token to its page instead of its row of the batch.
     """
     rows, pages, exact, begins = args["rows"], args["pages"], args["exact"], args["begins"]
     rank, pairs, gains = latent.shape[-1], rope_key.shape[-1] // 2, 0 if key_gain is None else key_gain.shape[-1]
@@ -116,7 +117,7 @@ def unpack_launch(
     )
 
 
-# These grow with a text: not worth a compilation each.
+# These grow with the sequence; specialization would recompile the kernel.
 @triton.jit(do_not_specialize=["capacity", "begin_rows", "pages_row"])
 def unpack_rows_kernel(
     rows, step, mean, entries, within, begins, exact, latent, rope_key, key_gain, lengths, starts, exact_starts, pages,
@@ -126,7 +127,7 @@ def unpack_rows_kernel(
     ROPE_PLANES: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, TO_PAGES: tl.constexpr, STEP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program: every nth BLOCK_TOKENS tokens of one row of the batch, as far as a query sees them."""
+    """Unpack every nth block of BLOCK_TOKENS visible tokens of one row of the batch, for n programs per row."""
     batch = tl.program_id(1).to(tl.int64)
     if PAGE > 0:
         capacity *= PAGE
@@ -181,12 +182,12 @@ def unpack_rows_kernel(
 
 @triton.jit
 def values_of(rows_at, entries, step, mean, slot, mask, CHUNK: tl.constexpr):
-    """Both channels of slots [tokens, CHUNK], fp32; 0 of tokens without `mask`."""
+    """Dequantize both channels of slots of packed rows: two fp32 [tokens, CHUNK]."""
     entry = tl.load(entries + tl.arange(0, CHUNK))
     inside, masks = entry >= 0, entry & 255
     at = rows_at[:, None] + (entry >> 8)[None, :]
     lanes = tl.load(at, mask=mask[:, None] & inside[None, :], other=0).to(tl.int32) & 0xFFFF
-    # c · 2^p is the masked byte; 2^p the lowest bit of its mask.
+    # The masked byte is c · 2^p; 2^p is the lowest bit of its mask.
     unit = (masks & -masks).to(tl.float32)
     half = 0.5 * (masks.to(tl.float32) / unit)
     step_near = tl.load(step + 2 * slot, mask=inside, other=0.0)
@@ -200,7 +201,7 @@ def values_of(rows_at, entries, step, mean, slot, mask, CHUNK: tl.constexpr):
 
 @triton.jit
 def with_first(near, far, exact, batch, nth, is_first, slot, slots, exact_row, exact_token):
-    """Values of first tokens in the place of their unpacked ones."""
+    """Replace the unpacked values of the first tokens by their full-precision ones."""
     at = exact + batch * exact_row + nth[:, None].to(tl.int64) * exact_token + (2 * slot)[None, :]
     first_mask = is_first[:, None] & (slot < slots)[None, :]
     first_near = tl.load(at, mask=first_mask, other=0.0).to(tl.float32)
@@ -210,7 +211,7 @@ def with_first(near, far, exact, batch, nth, is_first, slot, slots, exact_row, e
 
 @triton.jit
 def store_pairs(to, near, far, plane, mask, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr, CHUNK: tl.constexpr):
-    """Store both channels of a plane's slots side by side."""
+    """Store both channels of a plane's slots as neighboring elements."""
     both = tl.reshape(tl.join(near, far), (BLOCK_TOKENS, 2 * CHUNK)).to(to.dtype.element_ty)
     channel = plane * 2 * CHUNK + tl.arange(0, 2 * CHUNK)
     tl.store(to + channel[None, :], both, mask=mask[:, None] & (channel < WIDTH)[None, :])

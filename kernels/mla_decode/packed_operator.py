@@ -1,4 +1,4 @@
-"""`mla_decode_packed`: absorbed latent attention over packed rows, as an operator of PyTorch."""
+"""Operator `surgery::mla_decode_packed`: absorbed MLA decode attention over packed rows of a quantized cache."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ def mla_decode_packed(
     pages: Tensor | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last T tokens of each row over packed rows, which all heads share.
+    """Compute attention of the last T tokens of each row over packed rows shared by all heads.
 
     A row has one bit field for each of its r + ρ channels, the latent's first, and after them the gains of a key norm.
-    A channel of b bits whose field holds c is `mean + step · (c - (2^b - 1) / 2)`.
+    A channel of b bits with code c has the value `mean + step · (c - (2^b - 1) / 2)`.
 
     Args:
-        query: [B, T, H, r + ρ], the latent part first, the last ρ rotated; neighbors are rotated together.
-        rows: int16 [B, S, lanes], the bytes of rows in pairs; with `pages` [P, page, lanes]. Lanes after the last field
-            are gains, fp16: factors on the logits of H / G heads each.
+        query: [B, T, H, r + ρ], the latent part first, the last ρ rotated; neighboring elements are rotated together.
+        rows: int16 [B, S, lanes], two bytes per lane; with `pages` [P, page, lanes]. Lanes after the last field are
+            fp16 gains: factors on the logits of H / G heads each.
         step, mean: fp32 [r + ρ]. Both channels of a rotated pair have the step of the first.
         scale: multiplies the logits.
-        fields: first byte, bytes, lowest bit and bits of the field of each run of channels, one after the other, as
-            `TokenFormat.fields` gives them. Field f of byte b is channel `f * bytes + b` of its run.
+        fields: flattened (first byte, number of bytes, lowest bit, bits) of each field, as in `TokenFormat.fields`.
+            Field f of byte b is channel `f * bytes + b` of its run.
         rank: r.
         rotation: `rotation_tables(inv_freq, positions)` for at least as many positions as there are; needed if ρ > 0.
-        exact: [B, E, r + ρ] in the query's dtype, not rotated: read in the place of as many tokens of each row.
+        exact: [B, E, r + ρ] in the query's dtype, not rotated: full-precision tokens, read instead of packed ones.
         exact_starts: int32 [B], position of exact[:, 0]; None for 0. There are no tokens before it.
         lengths: int32 [B], tokens of each row, the T new ones included; None for all S.
-        starts: int32 [B], the first token that is seen; None for 0.
-        pages: int32 [B, n], the pages that hold a row's tokens, in their order.
-        window: how many latest tokens a query sees, itself included; None for all.
+        starts: int32 [B], the first visible token; None for 0.
+        pages: int32 [B, n], page table of each row.
+        window: latest tokens that a query sees, itself included; None for all.
 
     Returns:
-        out [B, T, H, r] in the query's dtype and lse [B, T, H] fp32, as of `mla_decode`.
+        out [B, T, H, r] in the query's dtype and lse [B, T, H] fp32, as in `mla_decode`.
 
     Raises:
-        ValueError: shapes, dtypes or fields that do not belong together.
+        ValueError: inconsistent shapes, dtypes or fields.
     """
     within, begins = (None, None) if rotation is None else rotation
     if exact is not None and not exact.shape[1]:
@@ -86,7 +86,7 @@ def _check(call: SimpleNamespace) -> None:
 
 
 def check_rows(name: str, call: SimpleNamespace, rank: int, width: int, batch: int, dtype: torch.dtype) -> None:
-    """Refuses rows and tables of a call that are not those of so many channels, or exact values not of a batch."""
+    """Check packed rows, their tables and exact tokens against the number of channels, the batch size and the dtype."""
     if len(call.fields) % 4 or not call.fields:
         raise ValueError(f"{name}: {len(call.fields)} numbers in fields: four of each field are needed")
     channels, rows = sum(count for _, count, _, _ in grouped(call.fields)), call.rows
@@ -108,7 +108,7 @@ def check_rows(name: str, call: SimpleNamespace, rank: int, width: int, batch: i
 
 
 def within_lanes(fields: Sequence[int]) -> str | None:
-    """Return why no kernel reads rows of these fields; None if one does."""
+    """Return the reason why no kernel supports rows with these fields, or None."""
     if any(first % 2 or count % 2 for first, count, _, _ in grouped(fields)):
         return "a run of packed rows begins or ends within a lane"
     return None

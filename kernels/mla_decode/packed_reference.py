@@ -1,4 +1,4 @@
-"""Latent attention over packed rows in plain PyTorch: what `packed_kernel` must reproduce."""
+"""PyTorch reference of MLA decode attention over packed rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def packed_latent_attention(
     pages: Tensor | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`mla_decode_packed` (see `packed_operator.py`, whose arguments these are) in fp32, of float64 in float64.
+    """Compute `mla_decode_packed` in fp32, or in float64 for float64 queries; arguments as in `packed_operator.py`.
 
     Returns:
         out [B, T, H, r] in the query's dtype, and lse [B, T, H], fp32 or float64.
@@ -56,7 +56,7 @@ def values_of(
     exact: Tensor | None = None,
     exact_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Values [B, S, r + ρ] of rows in the dtype of their steps, shared keys rotated, and gains [B, S, G] fp16."""
+    """Dequantize rows to [B, S, r + ρ] in the dtype of `step`, shared keys rotated; return fp16 gains [B, S, G] too."""
     wide, (batch, capacity) = step.dtype, rows.shape[:2]
     codes, gain = unpack(rows, fields)
     highest = torch.cat([mean.new_full((count,), 2**bits - 1) for _, count, _, bits in grouped(fields)])
@@ -77,7 +77,7 @@ def values_of(
 
 
 def unpack(rows: Tensor, fields: list[int]) -> tuple[Tensor, Tensor | None]:
-    """Codes [B, S, channels] fp32 of rows [B, S, lanes] int16, and the gains after them [B, S, G] fp16."""
+    """Unpack int16 rows [B, S, lanes] into codes [B, S, channels] fp32 and gains [B, S, G] fp16 (None without)."""
     packed = rows.contiguous().view(torch.uint8)
     used = row_bytes(fields)
     codes = [

@@ -1,4 +1,4 @@
-"""Latent attention in plain PyTorch: what every kernel of this operation must reproduce.
+"""PyTorch reference of MLA decode attention.
 
 Multi-head latent attention with the up-projections absorbed into queries and outputs (DeepSeek-V2, arXiv 2405.04434,
 section 2.1 and appendix C): all query heads share one key, ``[latent ; rotated key]``, and one value, the latent.
@@ -13,7 +13,7 @@ from surgery.kernels.gqa_decode.reference import all_rows, attention, paged_toke
 
 
 def causal_mask(tokens: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """Boolean [tokens, length]: which of ``length`` keys each of the last ``tokens`` positions may see."""
+    """Return the boolean mask [tokens, length] of the keys that each of the last ``tokens`` positions sees."""
     query_position = torch.arange(length - tokens, length, device=device)[:, None]
     key_position = torch.arange(length, device=device)[None]
     visible = key_position <= query_position
@@ -31,7 +31,7 @@ def ragged_latent_attention(
     key_gain: Tensor | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`mla_decode` (see `operator.py`, whose arguments these are) in fp32, or in float64 if that is the inputs' dtype.
+    """Compute `mla_decode` in fp32, or in float64 for float64 inputs; arguments as in `operator.py`.
 
     Returns:
         out [B, T, H, r] in the query's dtype, and lse [B, T, H], fp32 or float64.
@@ -49,6 +49,6 @@ def ragged_latent_attention(
 def shared_attention(
     query: Tensor, latent: Tensor, rope_key: Tensor, scale: float, mask: Tensor, key_gain: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention under a mask [B, T, S] in which all heads have one key and one value; → [B, T, H, r] and [B, T, H]."""
+    """Compute attention under a mask [B, T, S] with one key and value for all heads: [B, T, H, r] and lse [B, T, H]."""
     key, value = torch.cat([latent, rope_key], dim=-1)[:, None], latent[:, None]
     return attention(query, key, value, scale, mask, key_gain)

@@ -1,8 +1,8 @@
-"""Slots of a packed row: where the two channels of each lane lie, for every field.
+"""Slots of a packed row: lane and bit mask of every two neighboring channels.
 
-A row is a sequence of runs of bytes with the same bit fields, and a kernel sees it as lanes of 16 bits. One field of a
+A row is a sequence of runs of bytes with the same bit fields, and a kernel reads it as lanes of 16 bits. One field of a
 lane is a slot: two neighboring channels, in the low and the high byte. Slots in the order of the channels are cut into
-planes of equal width. Where a slot lies is a table, so that rows of all patterns are read by one program.
+planes of equal width. A table holds the lane and mask of each slot, so that one kernel reads rows of all bit patterns.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 
 def grouped(fields: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """First byte, bytes, lowest bit and bits of each field."""
+    """Return (first byte, number of bytes, lowest bit, bits) of each field."""
     return list(zip(*(fields[place::4] for place in range(4)), strict=True))
 
 
 def row_bytes(fields: Sequence[int]) -> int:
-    """Bytes of a row that fields lie in; those after them are gains."""
+    """Return the bytes of a row that hold fields; gains follow."""
     return max(first + count for first, count, _, _ in grouped(fields))
 
 
 def slots(fields: Sequence[int]) -> list[int]:
-    """Return lane · 256 + mask of the low byte of every slot: that of channels 2s and 2s + 1 at place s."""
+    """Return lane · 256 + mask of the low byte for every slot; slot s holds channels 2s and 2s + 1."""
     return [
         byte // 2 * 256 + (((1 << bits) - 1) << position)
         for first, count, position, bits in grouped(fields)
@@ -36,9 +36,9 @@ def slots(fields: Sequence[int]) -> list[int]:
 
 @cache
 def slot_table(fields: tuple[int, ...], rank: int, chunk: int, device: torch.device) -> Tensor:
-    """Slots [planes, chunk] int32 of the latent's planes and then of the shared key's, -1 where there is none.
+    """Return int32 slots [planes, chunk], the latent's planes first, then those of the shared key; -1 for padding.
 
-    Copied to the device once: a CUDA graph must find it there.
+    Cached, so that the address stays valid in a CUDA graph.
     """
     entries = slots(fields)
     parts = [entries[: rank // 2], entries[rank // 2 :]]

@@ -1,8 +1,8 @@
-"""Prefill attention as transformers calls attention: what `surgery.accelerate` registers under a name of its own.
+"""Prefill attention with the signature of transformers' AttentionInterface, registered by `surgery.accelerate`.
 
-Whether a mask is causal cannot be seen without waiting for the device, so it goes by the mask's form: None is causal
-attention, [B, S] is causal attention with padding, and any other mask goes to PyTorch's own attention. So do dropout,
-attention that is not causal, and whatever no kernel takes.
+A check whether a mask is causal would synchronize with the device, so the mask's shape decides: None is causal
+attention, [B, S] is causal attention with padding, and any other mask falls back to PyTorch's attention. So do dropout,
+non-causal attention, and tensors that no kernel supports.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ def prefill_attention_function(
     documents: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the signature of transformers' AttentionInterface, differentiable.
+    """Compute differentiable attention with the signature of transformers' AttentionInterface.
 
     Without a mask and with more positions than queries, queries are the first positions, as in transformers' `sdpa`,
-    which leaves the mask out then only for a static cache that is still empty. With a mask [B, S] they are the last.
+    which then omits the mask only for an empty static cache. With a mask [B, S] they are the last positions.
 
     Args:
-        module: whose attention it is; `is_causal` is read where the argument is None.
+        module: attention module; its `is_causal` applies if the argument is None.
         query: [B, H, T, c], rotated.
         key: [B, K, S, c].
         value: [B, K, S, v].
-        attention_mask: None; [B, S], nonzero for tokens that are no padding, which stand together in each row; or
+        attention_mask: None; [B, S], nonzero for tokens that are no padding, contiguous in each row; or
             [B or 1, H or 1, T, S], boolean or added to the logits.
-        dropout: of the attention weights.
-        scaling: of the logits; None for c^-½.
-        sliding_window: how many latest positions a query sees; a mask with four axes is taken to say so itself.
+        dropout: dropout probability of the attention weights.
+        scaling: multiplies the logits; None for c^-½.
+        is_causal: None for the module's.
+        sliding_window: latest positions that a query sees; a mask with four axes must include it.
         documents: int32 [B, S], as in `mla_prefill`.
 
     Returns:
-        [B, T, H, v], contiguous, and None in place of weights.
+        [B, T, H, v], contiguous, and None for the attention weights.
 
     Raises:
-        ValueError: a softcap, which is not computed here, or a mask of another form.
+        ValueError: a softcap, which is not supported, or a mask of any other shape.
     """
     if kwargs.get("softcap") is not None:
         raise ValueError("attention 'surgery' computes no softcap: take the implementation 'eager'")
@@ -86,14 +87,14 @@ def _check_mask(mask: Tensor | None, key: Tensor) -> None:
 
 
 def _padding(mask: Tensor) -> dict[str, Tensor]:
-    """`starts` and `lengths` of a mask [B, S] whose tokens stand together."""
+    """Return `starts` and `lengths` of a mask [B, S] whose nonzero entries are contiguous in each row."""
     present = (mask != 0).int()
     starts = present.argmax(1)
     return {"starts": starts.int(), "lengths": (starts + present.sum(1)).int()}
 
 
 def _mask(query: Tensor, key: Tensor, documents: Tensor | None, masks: dict[str, Any], causal: bool) -> Tensor | None:
-    """Return the mask for PyTorch's attention where none was spelled out: None where `is_causal` says it."""
+    """Build the mask for PyTorch's attention; None if `is_causal` is enough."""
     tokens, positions = query.shape[2], key.shape[2]
     window = masks["window"]
     hidden = documents is not None or "starts" in masks or (window is not None and window < positions)
@@ -106,7 +107,7 @@ def _mask(query: Tensor, key: Tensor, documents: Tensor | None, masks: dict[str,
 def _torch_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float, scale: float
 ) -> Tensor:
-    """PyTorch's attention; on the CPU its fused kernel, which wants keys and values of one width."""
+    """Call PyTorch's attention, on the CPU with padding: its fused kernel needs keys and values of equal width."""
     width, value_width = query.shape[-1], value.shape[-1]
     if query.device.type == "cpu" and width != value_width:
         widest = max(width, value_width)

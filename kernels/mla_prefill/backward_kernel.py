@@ -1,12 +1,12 @@
-r"""The backward kernels, without atomics: keys and values gather over queries, queries gather over keys.
+r"""Backward kernels without atomics: one loops over queries for dk and dv, one over keys for dq.
 
 With p = exp(s - ℓ) from the stored ℓ, and δ = rowsum(do ∘ o) - dℓ computed once (FlashAttention-2, Dao, arXiv
-2307.08691, algorithm 2; dℓ is the gradient of the logarithm itself, which others leave out):
+2307.08691, algorithm 2, which lacks dℓ, the gradient of the logsumexp):
 
     dv = pᵀ do      ds = p ∘ (do vᵀ - δ)      dk = scale · dsᵀ q      dq = scale · ds k
 
-One program sums all query heads of a KV head, in order, so that nothing is added up by chance. The logits are computed
-twice, once in each kernel: 7 products of the forward's 2.
+One program sums over all query heads of a KV head in a fixed order, so that results are deterministic. The logits are
+recomputed in both kernels: 7 matrix products against 2 in the forward pass.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from surgery.kernels.tuned import tuned
 
 @dataclass(frozen=True)
 class BackwardConfigs:
-    """Configurations of the two kernels that matter."""
+    """Configurations of the kernel for keys and values and of the kernel for queries."""
 
     keys: Config
     queries: Config
 
 
 def default_configs(itemsize: int, capability: int) -> BackwardConfigs:
-    """Configurations that fit and, in 16 bits and up to 192 and 128 numbers a head, spill nothing."""
+    """Return configurations that fit; without spills in 16 bits, for keys of up to 192 and values of 128 elements."""
     if itemsize > 2 or capability < 90:
         small = Config(block_rows=32, block_tokens=32, warps=4, stages=1)
         return BackwardConfigs(small, small)
@@ -58,11 +58,11 @@ def backward_launches(
     gradients: tuple[Tensor, Tensor, Tensor],
     configs: BackwardConfigs | None = None,
 ) -> list[Launch]:
-    """The launches that fill `gradients` of query, key and value, shaped as what they are gradients of.
+    """Return the launches that fill `gradients` of query, key and value, in their shapes.
 
     Args:
-        out, lse: of the forward pass, contiguous.
-        grad_out: [B, T, H, v], any strides but the last, which must be 1, as in query, key, value and the results.
+        out, lse: results of the forward pass, contiguous.
+        grad_out: [B, T, H, v]; its last stride must be 1, as in query, key, value and their gradients.
         grad_lse: [B, H, T] fp32, contiguous; None for zeros.
         delta: scratch [B, H, T] fp32, contiguous.
     """
@@ -98,7 +98,7 @@ def delta_kernel(
     grad_out, grad_lse, out, delta, tokens, heads, grad_batch, grad_token, grad_head,
     V: tl.constexpr, SIZE: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """One program: δ of BLOCK_Q queries of one head."""
+    """Compute δ of BLOCK_Q queries of one head."""
     block = tl.program_id(0).to(tl.int64) * BLOCK_Q
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -127,7 +127,7 @@ def keys_kernel(
     K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: gradients of BLOCK_K keys and values of one KV head."""
+    """Compute the gradients of BLOCK_K keys and values of one KV head."""
     block = tl.program_id(0) * BLOCK_K
     kv_head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -160,7 +160,7 @@ def keys_kernel(
     delta += batch * heads * tokens
     query_row = tl.arange(0, BLOCK_Q)
     scale2 = scale * LOG2E
-    # One loop over the queries of all heads: the software pipeline runs on from head to head.
+    # One loop over the queries of all heads, so that the software pipeline does not drain between heads.
     blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_Q)
     for step in tl.range(0, GROUP * blocks):
         head = kv_head * GROUP + step // blocks
@@ -210,9 +210,9 @@ def query_range(
     block, first, behind, offset, window, bounds, bounds_size, tokens,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Queries, as tokens, that may see some of BLOCK_K keys from `block` on; begins at a multiple of BLOCK_Q."""
+    """Return begin (a multiple of BLOCK_Q) and end of the queries that may see one of BLOCK_K keys from `block` on."""
     earliest = tl.maximum(block, first)
-    latest = tl.minimum(block + BLOCK_K, behind) - 1  # before `earliest` where no key is there
+    latest = tl.minimum(block + BLOCK_K, behind) - 1  # before `earliest` without keys
     some = latest >= earliest
     high = behind
     if window is not None:
@@ -234,7 +234,7 @@ def queries_kernel(
     K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: gradients of BLOCK_Q queries of one head."""
+    """Compute the gradients of BLOCK_Q queries of one head."""
     block = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK_Q
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)

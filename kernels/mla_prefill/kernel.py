@@ -1,11 +1,11 @@
-r"""The forward kernel: a program takes a block of queries of one head through the keys that they see.
+r"""Forward kernel: one program computes a block of queries of one head over the keys that they see.
 
 FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 1): the softmax is computed online in fp32 with exp2, the scale and
-log2 e folded into the logits. Keys are 128 + 64 wide without padding to 256: a row is two power-of-two tiles
-(`tiles.parts_of`), two products add up to the logits, and values of an odd width have two accumulators.
+log2 e folded into the logits. Keys of 128 + 64 elements are not padded to 256: a row is two power-of-two tiles
+(`tiles.parts_of`), the logits are the sum of two products, and values of such widths have two accumulators.
 
-Each query sees one interval of positions (`tiles.interval`). Keys that all queries of the block see are gone through
-without a mask; only blocks at the ends of the intervals have one. Late queries, which see most, start first.
+Each query sees one interval of positions (`tiles.interval`). Keys that all queries of the block see need no mask; only
+blocks at the ends of the intervals are masked. Late queries, which see most keys, are scheduled first.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from surgery.kernels.tuned import key_of, tuned
 
 
 def default_config(itemsize: int, capability: int) -> Config:
-    """A configuration that fits and, in 16 bits and up to 192 and 128 numbers a head, spills nothing with Triton 3.9.
+    """Return a configuration that fits; without spills in 16 bits for 192 key and 128 value elements (Triton 3.9).
 
     Args:
-        itemsize: bytes of a number.
+        itemsize: bytes per element.
         capability: 80 keeps queries in registers, which a block of 64 fills; 90 reads them from shared memory.
     """
     if itemsize > 2:
@@ -38,13 +38,13 @@ def default_config(itemsize: int, capability: int) -> Config:
 
 
 def shape_of(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Return the key of measured configurations."""
+    """Return the shape key of tuned configurations."""
     widths = {"key": query.shape[-1], "value": value.shape[-1]}
     return key_of(heads=query.shape[1], kv_heads=key.shape[1], **widths, dtype=query.dtype)
 
 
 def shared(args: SimpleNamespace) -> dict:
-    """Arguments of the kernels of both passes: who sees what, and how queries, keys and values lie."""
+    """Return kernel arguments shared by the forward and backward pass: visibility, sizes and strides."""
     query, key, value = args.query, args.key, args.value
     return {
         **vars(args),
@@ -61,7 +61,7 @@ def shared(args: SimpleNamespace) -> dict:
 
 @launches_of(prefill_attention)
 def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
-    """The launch that fills `out` [B, T, H, v] and `lse` [B, H, T] fp32, contiguous; see `operator.mla_prefill`.
+    """Return the launch that fills `out` [B, T, H, v] and `lse` [B, H, T] fp32, contiguous; see `operator.mla_prefill`.
 
     The last strides of query, key and value must be 1.
     """
@@ -82,7 +82,7 @@ def forward_kernel(
     GROUP: tl.constexpr, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_Q queries of one head."""
+    """Attend from BLOCK_Q queries of one head."""
     block = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK_Q
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -110,7 +110,7 @@ def forward_kernel(
     acc0 = tl.zeros([BLOCK_Q, V0], tl.float32)
     acc1 = tl.zeros([BLOCK_Q, V1 if V1 > 0 else 16], tl.float32)
 
-    # Without anything that hides the first keys there is nothing to mask there.
+    # Leading blocks need a mask only with a window, padding or documents.
     if window is not None or starts is not None or bounds is not None:
         acc0, acc1, m_i, l_i = attend(
             acc0, acc1, m_i, l_i, query0, query1, key, value, key_token, value_token,
@@ -144,7 +144,7 @@ def attend(
     K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_K: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Takes the online softmax on through keys `begin` to `end`; without MASK all queries see all of them."""
+    """Update the online softmax and accumulators with keys `begin` to `end`; without MASK all queries see all keys."""
     row = tl.arange(0, BLOCK_K)
     for start in tl.range(begin, end, BLOCK_K):
         position = start + row
@@ -161,7 +161,7 @@ def attend(
             mask = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
             logits = tl.where(mask, logits, -float("inf"))
         new = tl.maximum(m_i, tl.max(logits, axis=1) * scale2)
-        # A query that has seen nothing yet has no maximum to subtract.
+        # -∞ - -∞ is NaN for a query without a visible token so far.
         least = tl.where(new == -float("inf"), 0.0, new) if MASK else new
         weights = tl.exp2(logits * scale2 - least[:, None])
         alpha = tl.exp2(m_i - least)

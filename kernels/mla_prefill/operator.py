@@ -1,4 +1,4 @@
-"""Attention of a prompt or a training pass, differentiable, with keys and values of any widths."""
+"""Operator `surgery::mla_prefill`: differentiable attention for prefill and training; keys and values of any width."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ def mla_prefill(
     window: int | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of T queries over S positions, T ≤ S: a prompt, the next part of one, or a training pass.
+    """Compute causal attention of T queries over S positions, T ≤ S: prefill, chunked prefill or a training pass.
 
-    Differentiable once in query, key and value, through both results. In the CPU's or any other plain PyTorch
-    computation all logits are held at once.
+    Differentiable once in query, key and value, through both results. The PyTorch fallback materializes all logits.
 
     Args:
         query: [B, H, T, c] in bf16, fp16 or fp32, already rotated.
-        key: [B, K, S, c]; H // K query heads, one after the other, share a KV head.
+        key: [B, K, S, c]; H // K consecutive query heads share a KV head.
         value: [B, K, S, v].
         scale: positive, multiplies the logits.
         starts: int32 [B], the first position of a row that is no padding; None for 0.
-        lengths: int32 [B], the position behind the last one that is no padding; None for S.
-        window: how many latest positions a query sees, its own included; None for all.
-        documents: int32 [B, S], the document of each position; queries see their own only. Tokens of a document stand
-            together: a number that comes again further on is another document.
+        lengths: int32 [B], the position after the last one that is no padding; None for S.
+        window: latest positions that a query sees, its own included; None for all.
+        documents: int32 [B, S], document ID of each position; queries see only their own document. Documents are
+            contiguous: an ID that recurs later is another document.
 
     Returns:
-        [B, T, H, v] in the dtype of `query`, and [B, H, T] in fp32, the natural logarithm of the sum of exponentials of
-        a query's logits. Queries that are padding give 0 and -∞, whatever they hold, and no gradient.
+        out [B, T, H, v] in the dtype of `query`, and lse [B, H, T] in fp32, the natural logarithm of the sum of
+        exponentials of a query's logits. Padding queries give 0 and -∞, whatever they hold, and no gradient.
 
     Raises:
-        ValueError: shapes or settings that do not fit together.
+        ValueError: inconsistent shapes or settings.
     """
     bounds = None
     if documents is not None:
@@ -78,10 +77,10 @@ def _check(call: SimpleNamespace) -> None:
 
 
 def unfit(query: Tensor, value: Tensor) -> str | None:
-    """Return why no kernel takes heads of these widths; None if one does.
+    """Return the reason why no kernel supports heads of these widths, or None.
 
-    On an H100, with Triton 3.6, heads of 24 and 40 elements gave wrong results (0.34 off, bf16 and fp16). Triton's
-    interpreter gives right ones, and the cause is not known.
+    On an H100, with Triton 3.6, heads of 24 and 40 elements gave wrong results (error 0.34, bf16 and fp16). Triton's
+    interpreter gives correct ones; the cause is unknown.
     """
     widths = query.shape[-1], value.shape[-1]
     if query.device.type == "cuda" and any(width % 16 for width in widths):
@@ -114,7 +113,7 @@ def _mla_prefill_backward(
     reason = refusal(grad_out, query, key, value, starts, lengths, bounds) or unfit(query, value)
     if reason:
         tell_once("the backward pass of mla_prefill", reason)
-        # Autograd itself is past where an operator's own code runs; a transform is not.
+        # Autograd is disabled within an operator's implementation; functorch transforms work.
         _, pull_back = torch.func.vjp(lambda *tensors: prefill_attention(*tensors, scale, *masks), query, key, value)
         plain = pull_back((grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse))
         for gradient, computed in zip(gradients, plain, strict=True):
@@ -132,7 +131,7 @@ def _mla_prefill_backward(
 
 
 def _gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for them: laid out as heads are projected, [B, T, H, ·] in memory, which spares a copy on the way back."""
+    """Allocate gradients as [B, T, H, ·] in memory, like projection outputs, which avoids a copy in the backward."""
     return tuple(
         torch.empty_like(tensor.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
         for tensor in (query, key, value)

@@ -1,10 +1,10 @@
-r"""Attention of many queries at once in plain PyTorch: what the kernels of this operation must reproduce.
+r"""PyTorch reference of prefill attention.
 
-Softmax attention whose keys and values may differ in width, as the expanded heads of multi-head latent attention do
-(DeepSeek-V2, arXiv 2405.04434, equations 9-19: 128 + 64 numbers of a key, 128 of a value).
+Softmax attention whose keys and values may differ in width, like the expanded heads of multi-head latent attention
+(DeepSeek-V2, arXiv 2405.04434, equations 9-19: 128 + 64 elements of a key, 128 of a value).
 
-Whatever hides tokens here leaves each query one interval of positions, and both its ends grow with the query: padding
-on either side, causality, a window, documents that stand one after the other. The kernels live on that.
+Each query sees one interval of positions, whose ends do not decrease from query to query: under padding on either side,
+causality, a window, and contiguous documents. The kernels rely on that.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from surgery.kernels.backend import DTYPES
 
 
 def document_bounds(documents: Tensor) -> Tensor:
-    """Return the first position of each position's document and the one after its last: documents [B, S] → int32 [2, B,
-    S].
+    """Return int32 [2, B, S] for documents [B, S]: start and end (exclusive) of each position's document.
 
-    Tokens of one document stand together: a number that comes again further on is another document.
+    Documents are contiguous: an ID that recurs later is another document.
     """
     positions = documents.shape[1]
     index = torch.arange(positions, device=documents.device)
@@ -40,10 +39,9 @@ def visible_positions(
     causal: bool = True,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the mask of visible positions by query: bool [B or 1, T, S]; arguments as those of
-    `mla_prefill.operator.mla_prefill`.
+    """Return the boolean mask [B or 1, T, S] of visible positions; arguments as in `operator.mla_prefill`.
 
-    `bounds` are the `document_bounds` of documents; with `causal` a query sees nothing behind its own position.
+    `bounds` are `document_bounds`; with `causal` a query sees no position after its own.
     """
     position = torch.arange(positions, device=device)
     first = 0 if starts is None else starts[:, None, None]
@@ -71,9 +69,9 @@ def prefill_attention(
     lengths: Tensor | None = None,
     bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithm of each query's sum of exponentials; differentiable in both.
+    """Compute attention and the logsumexp of each query, both differentiable.
 
-    Needs memory for all logits [B, H, T, S], in fp32 for narrower dtypes.
+    Materializes all logits [B, H, T, S], in fp32 for narrower dtypes.
 
     Args:
         query: [B, H, T, c].
@@ -91,7 +89,7 @@ def prefill_attention(
     visible = visible_positions(tokens, positions, window, starts, lengths, bounds, device=query.device)
     sees = visible.any(-1)[:, None, None]  # [B or 1, 1, 1, T]
     is_visible = visible.any(-2)[:, None, :, None]  # [B or 1, 1, S, 1]
-    # What is not seen may hold NaN.
+    # Invisible tokens may hold NaN.
     query = query.to(dtype).unflatten(1, (kv_heads, heads // kv_heads)).masked_fill(~sees[..., None], 0)
     key, value = key.to(dtype).masked_fill(~is_visible, 0), value.to(dtype).masked_fill(~is_visible, 0)
     visible = visible[:, None, None]

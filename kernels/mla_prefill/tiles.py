@@ -1,4 +1,4 @@
-"""Helpers of the kernels of this operation: rows of any width in two power-of-two parts, and visibility."""
+"""Helpers of the prefill kernels: rows of any width in two power-of-two tiles, and visibility intervals."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import triton.language as tl
 
 
 def parts_of(width: int) -> tuple[int, int]:
-    """Sizes of the tiles that hold a row: 192 → 128 + 64, 128 → 128 + 0, 112 → 64 + 64, its last 16 masked.
+    """Return the sizes of the two tiles of a row: 192 → 128 + 64, 128 → 128 + 0, 112 → 64 + 64 with 16 masked.
 
-    The first is the largest power of two in `width`, the second the least that holds the rest; matrix instructions
-    want 16 numbers at least.
+    The first is the largest power of two up to `width`, the second the smallest that holds the rest; each tile has at
+    least the 16 elements of a matrix instruction.
     """
     first = max(16, 1 << (width.bit_length() - 1))
     rest = max(width - first, 0)
@@ -21,7 +21,7 @@ def parts_of(width: int) -> tuple[int, int]:
 def load_part(
     base, stride, row, row_mask, FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr
 ):
-    """Numbers FROM to FROM + SIZE of rows, zero behind WIDTH and, with MASK, in rows that are not there."""
+    """Load elements FROM to FROM + SIZE of rows; zero past WIDTH and, with MASK, in rows outside `row_mask`."""
     column = FROM + tl.arange(0, SIZE)
     place = base + row[:, None] * stride + column[None, :]
     if MASK:
@@ -35,7 +35,7 @@ def load_part(
 
 @triton.jit
 def store_part(base, stride, row, row_mask, tile, FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Writes what `load_part` reads."""
+    """Store elements FROM to FROM + SIZE of rows, up to WIDTH."""
     column = FROM + tl.arange(0, SIZE)
     place = base + row[:, None] * stride + column[None, :]
     tl.store(place, tile.to(base.dtype.element_ty), mask=row_mask[:, None] & (column < WIDTH)[None, :])
@@ -43,7 +43,7 @@ def store_part(base, stride, row, row_mask, tile, FROM: tl.constexpr, SIZE: tl.c
 
 @triton.jit
 def row_limits(starts, lengths, batch, tokens, positions):
-    """First and behind-the-last position of a row of the batch that are no padding, and that of its first query."""
+    """Return start and end of a row's positions without padding, and the position of its first query."""
     first = 0
     behind = positions
     if starts is not None:
@@ -55,9 +55,9 @@ def row_limits(starts, lengths, batch, tokens, positions):
 
 @triton.jit
 def interval(position, first, behind, window, bounds):
-    """Positions from `low` to before `high` that queries at positions see, and which of these are queries at all.
+    """Return the interval [low, high) that the query at each position sees, and the mask of queries without padding.
 
-    `bounds` is the row's part of the first plane.
+    `bounds` points to the row's document starts.
     """
     mask = (position >= first) & (position < behind)
     low = tl.zeros_like(position) + first
@@ -71,11 +71,9 @@ def interval(position, first, behind, window, bounds):
 
 @triton.jit
 def key_blocks(low, high, mask, positions, BLOCK: tl.constexpr):
-    """Return the bounds of the loop of a block of queries over keys: its begin, the begin and end of keys that all see,
-    its end.
+    """Return begin, full_begin, full_end and end of a query block's loop over keys; queries outside `mask` are ignored.
 
-    All but the end are multiples of BLOCK, and they ascend; keys between the second and the third need no mask.
-    Queries that are none count for nothing.
+    They ascend, and all but `end` are multiples of BLOCK. All queries see the keys from full_begin to full_end.
     """
     begin = tl.min(tl.where(mask, low, positions), axis=0) // BLOCK * BLOCK
     end = tl.max(tl.where(mask, high, 0), axis=0)

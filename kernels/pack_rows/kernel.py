@@ -1,6 +1,6 @@
-"""Clamp, round and pack the values of new tokens: one program a token and block of bytes.
+"""Kernel that clamps, rounds and packs the values of new tokens: one program per token and block of bytes.
 
-Where the fields of a byte come from is a table, so that one compiled kernel serves rows of any runs.
+A table holds the channels of each byte's fields, so that one compiled kernel serves all row formats.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDING = tl.constexpr(12582912.0)
 
 @launches_of(packed_rows)
 def launches(args: SimpleNamespace, *, out: Tensor) -> list[Launch]:
-    """The launch that fills `out` uint8 [B, T, bytes], contiguous."""
+    """Return the launch that fills `out` uint8 [B, T, bytes], contiguous."""
     batch, tokens, _ = args.values.shape
     width, table = out.shape[-1], field_table(tuple(args.fields), out.device)
     launch = Launch.of(
@@ -45,9 +45,9 @@ def launches(args: SimpleNamespace, *, out: Tensor) -> list[Launch]:
 
 @cache
 def field_table(fields: tuple[int, ...], device: torch.device) -> Tensor:
-    """Channel · 64 + lowest bit · 8 + bits - 1 of the fields of each byte [fields, bytes] int32, -1 where none is.
+    """Return int32 [fields, bytes]: channel · 64 + lowest bit · 8 + bits - 1 of each byte's fields, -1 for padding.
 
-    Copied to the device once: a CUDA graph must find it there.
+    Cached, so that the address stays valid in a CUDA graph.
     """
     entries: list[list[int]] = [[] for _ in range(row_bytes(fields))]
     channel = 0
@@ -64,7 +64,7 @@ def field_table(fields: tuple[int, ...], device: torch.device) -> Tensor:
 def pack_rows_kernel(
     values, step, mean, table, out, width, tokens, values_row, values_token, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program: BLOCK bytes of one token's row."""
+    """Pack BLOCK bytes of one token's row."""
     index = tl.program_id(0)
     values_at = values + (index // tokens).to(tl.int64) * values_row + (index % tokens) * values_token
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

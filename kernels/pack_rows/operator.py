@@ -1,4 +1,4 @@
-"""`pack_rows`: values of new tokens as packed rows, as an operator of PyTorch."""
+"""Operator `surgery::pack_rows`: quantize and pack the values of new tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from surgery.kernels.pack_rows.reference import packed_rows
 
 
 def pack_rows(values: Tensor, step: Tensor, mean: Tensor, fields: Sequence[int]) -> Tensor:
-    """Clamp, round and pack values [B, T, channels] of any dtype → rows uint8 [B, T, bytes].
+    """Clamp, round and pack values [B, T, channels] of any dtype into uint8 rows [B, T, bytes].
 
-    The same bytes as of `TokenQuantizer.encode`: arithmetic in fp32, ties to even.
+    The bytes equal those of `TokenQuantizer.encode`: arithmetic in fp32, ties to even.
 
     Args:
-        step, mean, fields: as of `mla_decode_packed`.
+        step, mean, fields: as in `mla_decode_packed`.
 
     Raises:
-        ValueError: shapes or dtypes that do not belong together.
+        ValueError: inconsistent shapes or dtypes.
     """
     return _pack_rows(values, step, mean, tuple(fields))
 

@@ -1,4 +1,4 @@
-"""Packed rows of tokens in plain PyTorch: what the kernel must reproduce, bit for bit."""
+"""PyTorch reference of `pack_rows`, which the kernel matches bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from surgery.kernels.mla_decode.row_slots import grouped, row_bytes
 
 
 def packed_rows(values: Tensor, step: Tensor, mean: Tensor, fields: list[int]) -> Tensor:
-    """Quantize and pack values [B, T, channels] → rows uint8 [B, T, bytes]; arguments as of `pack_rows`."""
+    """Quantize and pack values [B, T, channels] into uint8 rows [B, T, bytes]; arguments as in `pack_rows`."""
     rows = torch.zeros(*values.shape[:2], row_bytes(fields), dtype=torch.uint8, device=values.device)
     channel = 0
     for first, count, position, bits in grouped(fields):

@@ -1,13 +1,13 @@
-r"""Attention of T queries in blocks of BLOCK_M, each over the tiles of keys that its head sees and no others.
+r"""Sparse prefill kernel: each block of BLOCK_M queries reads only the key tiles that its head sees.
 
-A block of queries at places q0 … q1 of a head with `sinks` and `recent` sees two contiguous ranges:
+A block of queries at positions q0 … q1 of a head with `sinks` and `recent` sees two contiguous ranges:
 
-    sinks     start … start + sinks, as far as they are before the window
-    window    the window of its first query … q1, in tiles that end at q0, so that the diagonal begins one
+    sinks     start … start + sinks, up to the window
+    window    the window of its first query … q1; tiles are aligned to q0, where the diagonal begins
 
-Of these, three kinds of tiles are seen in part: the sinks, the window's left edge, which moves by BLOCK_M over the
-block's queries, and the diagonal. They are taken first, in one loop with masks; the tiles between edge and diagonal in
-a second one without. A full head is one whose window begins at the row's start: no sinks, no edge but the padding's.
+Three kinds of tiles are partly visible: the sinks, the window's left edge, which moves by BLOCK_M over the block's
+queries, and the diagonal. A first loop computes them with masks, a second one the tiles between edge and diagonal
+without. The window of a full head begins at the row's start: no sinks, and no edge except padding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from surgery.kernels.tuned import key_of, tuned
 
 
 def default_config(head_size: int, dtype: torch.dtype) -> Config:
-    """Return the configuration that was compiled without spills for heads of `head_size` elements."""
+    """Return the default tiling for heads of `head_size` elements; it compiles without spills."""
     if dtype.itemsize > 2:
         return Config(block_rows=32, block_tokens=16, warps=8, stages=2)
     if head_size > 128:
@@ -36,9 +36,9 @@ def default_config(head_size: int, dtype: torch.dtype) -> Config:
 
 @launches_of(sink_recent_attention)
 def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
-    """The launch that fills `out` [B, T, H, v] and `lse` [B, H, T], contiguous.
+    """Return the launch that fills `out` [B, T, H, v] and `lse` [B, H, T], contiguous.
 
-    Other arguments as in `operator.sink_recent_prefill`, last dimensions contiguous.
+    `args` are those of `operator.sink_recent_prefill`, each tensor with a contiguous last dimension.
     """
     query, key, value = args.query, args.key, args.value
     rows, heads, tokens, head_size = query.shape
@@ -78,12 +78,12 @@ def sink_recent_prefill_kernel(
     HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head."""
+    """Attend from BLOCK_M queries of one head."""
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     group = head // SIZE
     row64, head64, group64 = row.to(tl.int64), head.to(tl.int64), group.to(tl.int64)
-    # The last queries of a full head see most and begin first.
+    # The last queries of a full head see most keys, so they are scheduled first.
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     start = 0
     if starts is not None:
@@ -92,11 +92,11 @@ def sink_recent_prefill_kernel(
     width = tl.load(recent + group)
     width = tl.where(width < 0, positions, width)
 
-    # Where everything stands in the text.
+    # Positions in the sequence.
     first = positions - tokens + block * BLOCK_M
     stop = tl.minimum(first + BLOCK_M, positions)
     edge = tl.minimum(tl.maximum(start, first - width + 1), first)
-    inside = tl.maximum(start, stop - width)  # from here on all queries of the block see what is before `first`
+    inside = tl.maximum(start, stop - width)  # all queries of the block see `inside` … `first`
     inner_tiles = tl.maximum(first - inside, 0) // BLOCK_N
     inner = first - inner_tiles * BLOCK_N
     edge_tiles = tl.cdiv(inner - edge, BLOCK_N)
@@ -142,7 +142,7 @@ def sink_recent_prefill_kernel(
             other=0.0,
         )
         acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    # The diagonal was among these: every query has seen something.
+    # The first loop included the diagonal, so every query has a visible token.
     for base in range(inner, first, BLOCK_N):
         place = base + tl.arange(0, BLOCK_N)
         k = tl.load(keys + place.to(tl.int64)[:, None] * key_token, mask=(number < D)[None, :], other=0.0)

@@ -1,4 +1,4 @@
-"""`sink_recent_prefill`: attention of a text where every KV head has sinks and a window of its own."""
+"""Operator `surgery::sink_recent_prefill`: prefill attention with sinks and a window per KV head."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def sink_recent_prefill(
     *,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention in which a KV head sees its first and last tokens (DuoAttention, arXiv:2410.10819), or all.
+    """Compute causal attention over each KV head's sinks and window (DuoAttention, arXiv:2410.10819), or all tokens.
 
-    The query at place q sees the key at place p ≤ q, p ≥ start, if q - p < `recent` or p - start < `sinks` of its head;
-    tiles of keys that no query of a block sees are never read. Query t stands at place S - T + t. A query that is
-    padding sees itself alone, so its result is its own value; of padding only what is among the last T tokens is read,
-    and must be finite.
+    The query at position q sees the key at position p, start ≤ p ≤ q, if q - p < `recent` or p - start < `sinks` of its
+    head; tiles of keys that no query of a block sees are never read. Query t is at position S - T + t. A padding query
+    sees only itself, so its result is its own value; padding is read only among the last T tokens, where it must be
+    finite.
 
     Args:
         query: [B, H, T, d].
-        key, value: [B, G, S, d] and [B, G, S, v], S ≥ T, of all tokens of the text.
+        key, value: [B, G, S, d] and [B, G, S, v], S ≥ T, of all tokens of the sequence.
         scale: multiplies the logits.
-        sinks, recent: of each KV head, int32 [G]; `recent` ≥ 1, or negative for all tokens. Not read on the host.
-        starts: the first token of each row that is no padding, int32 [B]; None is 0.
+        sinks, recent: int32 [G], by KV head; `recent` ≥ 1, or negative for all tokens. Not read on the host.
+        starts: the first token of each row that is no padding, int32 [B]; None for 0.
 
     Returns:
-        out [B, T, H, v] in the query's dtype and lse [B, H, T] in fp32 (float64 of float64).
+        out [B, T, H, v] in the query's dtype and lse [B, H, T] in fp32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes or dtypes that do not belong together.
+        ValueError: inconsistent shapes or dtypes.
     """
     return _sink_recent_prefill(query, key, value, scale, sinks, recent, starts)
 

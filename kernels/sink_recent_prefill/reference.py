@@ -1,6 +1,6 @@
-"""Attention of a text whose heads see sinks and a window, in plain PyTorch: what the kernel must reproduce.
+"""PyTorch reference of prefill attention with sinks and a window per head.
 
-A full head is one with a window of all tokens (Xiao et al., DuoAttention, arXiv:2410.10819).
+A full head has a window of all tokens (Xiao et al., DuoAttention, arXiv:2410.10819).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from surgery.kernels.gqa_decode.reference import attention
 
 QUERIES = 256
-"""Queries whose logits are in memory at once."""
+"""Queries per chunk, to bound the memory of the logits."""
 
 
 def sink_recent_attention(
@@ -23,13 +23,13 @@ def sink_recent_attention(
     recent: Tensor,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and results as in `operator.sink_recent_prefill`; computed in fp32 at least."""
+    """Compute `operator.sink_recent_prefill` in at least fp32, with the same arguments and results."""
     tokens, positions = query.shape[2], key.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
     if starts is None:
         starts = torch.zeros(len(query), dtype=torch.int32, device=query.device)
     own = torch.arange(positions - tokens, positions, device=query.device)
-    # What no query sees may be NaN.
+    # Tokens that no query sees may be NaN.
     used = torch.arange(positions, device=query.device) >= starts[:, None].clamp(max=positions - tokens)
     key, value = (torch.where(used[:, None, :, None], tensor.to(wide), 0.0) for tensor in (key, value))
     parts = [
@@ -41,8 +41,7 @@ def sink_recent_attention(
 
 
 def visible(own: Tensor, positions: int, sinks: Tensor, recent: Tensor, starts: Tensor) -> Tensor:
-    """Return which of the first `positions` keys the queries at `own` [T] see: [B, G, T, S]; arguments as the
-    operator's."""
+    """Return the mask [B, G, T, S] of the keys that queries at positions `own` [T] see; arguments as the operator's."""
     own, place = own[:, None], torch.arange(positions, device=own.device)
     start, sinks, recent = starts[:, None, None, None], sinks[:, None, None], recent[:, None, None]
     near = (recent < 0) | (own - place < recent) | (place - start < sinks)

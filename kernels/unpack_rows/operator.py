@@ -1,4 +1,4 @@
-"""`unpack_rows`: packed rows in pages, unpacked to memory that has pages too, as an operator of PyTorch."""
+"""Operator `surgery::unpack_rows`: unpack paged rows into a paged latent cache."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def unpack_rows(
     rotation: tuple[Tensor, Tensor] | None = None,
     exact: Tensor | None = None,
 ) -> None:
-    """Unpack the rows of all tokens of some texts to `latent` and `rope_key`, of which `mla_decode` reads the pages.
+    """Unpack the rows of all tokens of a batch of sequences into the paged `latent` and `rope_key` of `mla_decode`.
 
-    `mla_decode_packed` does the same in memory of its own, as large as if all texts were as long as they may become.
-    Here the caller has memory for as many tokens as there are pages for, once for all layers. Texts that share a page
-    write the same to it. The gains of a key norm are not unpacked: fp16 as they are, they are a view of the rows.
+    `mla_decode_packed` unpacks into scratch memory, sized as if all sequences had their maximum length. Here the caller
+    provides memory for as many tokens as there are pages, once for all layers. Sequences that share a page write the
+    same values to it. The gains of a key norm are not unpacked: stored as fp16, they are a view of the rows.
 
     Args:
-        rows: int16 [P, page, lanes], as of `mla_decode_packed`.
-        step, mean, fields, rotation: as of `mla_decode_packed`.
-        latent: [P, page, r], filled; its last dimension is contiguous.
-        rope_key: [P, page, ρ] in the same dtype, filled with rotated keys; its last dimension is contiguous.
-        lengths: int32 [B], tokens of each text.
-        pages: int32 [B, n], the pages that hold a text's tokens, in their order.
-        exact: [B, E, r + ρ] in the dtype of the latent, not rotated: the first tokens of each text instead of theirs.
+        rows: int16 [P, page, lanes], as in `mla_decode_packed`.
+        step, mean, fields, rotation: as in `mla_decode_packed`.
+        latent: output [P, page, r]; its last dimension is contiguous.
+        rope_key: output [P, page, ρ] of rotated keys, in the same dtype; its last dimension is contiguous.
+        lengths: int32 [B], tokens of each sequence.
+        pages: int32 [B, n], page table of each sequence.
+        exact: [B, E, r + ρ] in the dtype of the latent, not rotated: replaces the first tokens of each sequence.
 
     Raises:
-        ValueError: shapes, dtypes or fields that do not belong together.
+        ValueError: inconsistent shapes, dtypes or fields.
     """
     within, begins = (None, None) if rotation is None else rotation
     if exact is not None and not exact.shape[1]:

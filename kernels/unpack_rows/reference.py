@@ -1,4 +1,4 @@
-"""Packed rows unpacked to pages, in plain PyTorch: what the kernel must reproduce."""
+"""PyTorch reference of `unpack_rows`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def unpack_to_pages(
     begins: Tensor | None = None,
     exact: Tensor | None = None,
 ) -> None:
-    """`unpack_rows` (see `operator.py`, whose arguments these are)."""
+    """Compute `unpack_rows`; arguments as in `operator.py`."""
     rank, page = latent.shape[-1], rows.shape[1]
     values, _ = values_of(paged_tokens(rows, pages), step, mean, fields, rank, within, begins, exact)
     token = torch.arange(values.shape[1], device=rows.device)

@@ -1,4 +1,4 @@
-"""Cases of `gqa_decode`: the source's own attention, which tells the method's gain from the kernel's."""
+"""Cases of `gqa_decode`: the source's attention, to separate the gain of a method from that of the kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from surgery.kernels.gqa_decode.operator import gqa_decode
 
 @dataclass(frozen=True)
 class GQADecode(DecodeCase):
-    """Grouped keys and values."""
+    """Decode over grouped keys and values."""
 
     operation: ClassVar[str] = "gqa_decode"
 

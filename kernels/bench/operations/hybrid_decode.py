@@ -1,4 +1,4 @@
-"""Cases of `hybrid_decode`: half of the KV heads keep all tokens, the others sinks and a window."""
+"""Cases of `hybrid_decode`: half of the KV heads are full, the others keep sinks and a window."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from surgery.kernels.hybrid_decode.operator import hybrid_decode
 
 @dataclass(frozen=True)
 class HybridDecode(DecodeCase):
-    """`full` of the KV heads keep all tokens."""
+    """Decode over `full` full KV heads and streaming ones with sinks and a window."""
 
     full: int
     sinks: int
@@ -73,7 +73,7 @@ class HybridDecode(DecodeCase):
         return {"two SDPA": self._two_calls}
 
     def _two_calls(self, inputs: Inputs) -> Callable[[], Tensor]:
-        """Full and streaming heads apart, by Flash, and a concatenation."""
+        """Return a call that runs Flash on full and streaming heads separately and concatenates."""
         rows = self.full * (self.shape.heads // self.shape.kv_heads)
         query = inputs["query"].transpose(1, 2)
         calls = [

@@ -17,7 +17,7 @@ THETA = 500_000.0
 
 @dataclass(frozen=True)
 class LowRankDecode(DecodeCase):
-    """Latents of `rank` numbers for every `served` KV heads, keys and values together."""
+    """Decode over joint latents of keys and values, of `rank` elements for every `served` KV heads."""
 
     rank: int
     served: int
@@ -27,7 +27,7 @@ class LowRankDecode(DecodeCase):
 
     @classmethod
     def at(cls, place: Place) -> Iterator[Case]:
-        """A quarter of the KV bytes in latents for one, two and all KV heads."""
+        """Yield latents for one, two and all KV heads, at a quarter of the KV bytes."""
         shape = place["shape"]
         for served in sorted({1, min(2, shape.kv_heads), shape.kv_heads}):
             yield cls(**place, rank=served * shape.head_dim // 2, served=served)
@@ -69,7 +69,7 @@ class LowRankDecode(DecodeCase):
 
     @property
     def _ranges(self) -> list[tuple[int, int, int, int]]:
-        """First number and rank of what each KV head reads of a latent, for its keys and for its values."""
+        """First latent element and rank of each KV head, for its keys and its values."""
         firsts = [head // self.served * self.rank for head in range(self.shape.kv_heads)]
         return [(first, self.rank, first, self.rank) for first in firsts]
 
@@ -88,7 +88,7 @@ class LowRankDecode(DecodeCase):
         return {"reconstructed": self._reconstructed}
 
     def _reconstructed(self, inputs: Inputs) -> Callable[[], Tensor]:
-        """All keys rebuilt in memory, rotated, then products of the library; values in the latent too."""
+        """Return a call that rebuilds and rotates all keys in memory and uses PyTorch matmuls; values stay latents."""
         shape, half = self.shape, self.shape.head_dim // 2
         query, latent, key_up = inputs["query"], inputs["latent"], inputs["key_up"]
         exponents = torch.arange(0, shape.head_dim, 2, device=query.device) / shape.head_dim

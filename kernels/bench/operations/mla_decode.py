@@ -15,7 +15,7 @@ from surgery.kernels.mla_decode.operator import mla_decode
 
 @dataclass(frozen=True)
 class MLADecode(DecodeCase):
-    """A latent of `rank` numbers and `rope` rotated ones."""
+    """Decode over a latent of `rank` elements and `rope` rotary ones."""
 
     rank: int
     rope: int
@@ -45,7 +45,7 @@ class MLADecode(DecodeCase):
 
     @property
     def scale(self) -> float:
-        # That of the source's heads: the latent dimensions are no more of them.
+        # The scale of the heads before absorption.
         return (self.shape.head_dim + self.rope) ** -0.5
 
     def inputs(self, device: torch.device, seed: int) -> Inputs:
@@ -66,7 +66,7 @@ class MLADecode(DecodeCase):
         return {"absorbed matmul": self._matmul}
 
     def _matmul(self, inputs: Inputs) -> Callable[[], Tensor]:
-        """Two batched products of the library and a softmax in fp32 between them, the latent read twice."""
+        """Return a call of two batched matmuls with an fp32 softmax in between; it reads the latent twice."""
         key = torch.cat((inputs["latent"], inputs["rope_key"]), dim=-1)
         query, value = inputs["query"][:, 0], inputs["latent"]
 

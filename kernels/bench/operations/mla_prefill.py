@@ -1,4 +1,4 @@
-"""Cases of `mla_prefill`: prompts with keys and values of other widths than each other's."""
+"""Cases of `mla_prefill`: prompts with keys and values of different or equal widths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from surgery.kernels.mla_prefill.operator import mla_prefill
 
 @dataclass(frozen=True)
 class MLAPrefill(PrefillCase):
-    """Causal attention of a whole prompt; every head has its own keys of `key_dim` numbers."""
+    """Causal attention over a whole prompt with one KV head per query head, keys of `key_dim` elements."""
 
     key_dim: int
     value_dim: int

@@ -1,4 +1,4 @@
-"""Cases of `mla_decode_packed`: absorbed latent attention over packed rows, as `--bits auto` writes them."""
+"""Cases of `mla_decode_packed`: absorbed latent attention over packed rows in the format of `--bits auto`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from surgery.kernels.mla_decode.packed_operator import mla_decode_packed
 
 FIRST_TOKENS = 4
 Runs = tuple[tuple[tuple[int, ...], int], ...]
-"""Bits of the fields of a byte, and how many bytes have them."""
+"""Runs of bytes: bits of each field of a byte, and number of bytes with these fields."""
 ROWS: dict[str, tuple[tuple[Runs, Runs], ...]] = {
     "tiny": (((((5, 3), 4), ((4, 4), 4)), (((4, 4), 8),)),),
     "smollm2": (
@@ -31,12 +31,11 @@ ROWS: dict[str, tuple[tuple[Runs, Runs], ...]] = {
         ((((4, 4), 256), ((3, 3, 2), 128)), (((4, 4), 128),)),
     ),
 }
-"""Runs of the latent and of the shared key by shape: SmolLM2's are of its size at a quarter, those of 8B of its size at
-7.8% and 12.5%."""
+"""Runs of the latent and of the shared key, by shape: at 25% of the KV bytes for SmolLM2, at 7.8% and 12.5% for 8B."""
 
 
 def fields_of(runs: Runs) -> list[tuple[int, int, int, int]]:
-    """First byte, bytes, lowest bit and bits of every field, in the order of the channels."""
+    """Return (first byte, number of bytes, lowest bit, bits) of every field, in the order of the channels."""
     fields, first = [], 0
     for byte, count in runs:
         fields += [(first, count, sum(byte[:place]), bits) for place, bits in enumerate(byte)]
@@ -46,7 +45,7 @@ def fields_of(runs: Runs) -> list[tuple[int, int, int, int]]:
 
 @dataclass(frozen=True)
 class MLADecodePacked(DecodeCase):
-    """Rows with these runs; the first tokens are in full precision."""
+    """Decode over packed rows with these runs; the first tokens are in full precision."""
 
     latent: Runs
     rope: Runs

@@ -1,4 +1,4 @@
-"""Cases of `sink_recent_prefill`: prompts in which some heads see sinks and a window only."""
+"""Cases of `sink_recent_prefill`: prompts in which half of the KV heads see only sinks and a window."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from surgery.kernels.sink_recent_prefill.operator import sink_recent_prefill
 
 @dataclass(frozen=True)
 class SinkRecentPrefill(PrefillCase):
-    """`full` of the KV heads see all tokens."""
+    """Prefill with `full` full KV heads; the others see sinks and a window."""
 
     full: int
     sinks: int
@@ -44,7 +44,7 @@ class SinkRecentPrefill(PrefillCase):
 
     @property
     def flops(self) -> int:
-        """Operations of the visible pairs."""
+        """FLOPs of the visible query-key pairs."""
         window = min(self.context, self.sinks + self.recent)
         dense = self.context * (self.context + 1) // 2
         streaming = window * (window + 1) // 2 + (self.context - window) * window
