@@ -1,14 +1,14 @@
 """Surgery: rewrites the attention of pretrained language models so that the KV cache becomes 2-15x smaller.
 
-Importing the package lets ``AutoModelForCausalLM`` load converted checkpoints, and loads neither torch nor
-transformers: its model class is registered when transformers' auto classes are there.
+Importing the package lets ``AutoModelForCausalLM`` load converted checkpoints without importing torch or transformers:
+the custom model class is registered once transformers' auto classes are imported.
 
 ``surgery.inspect``, ``plan``, ``convert``, ``slice``, ``heal``, ``evaluate``, ``score_heads`` and ``verify`` are the
-commands as functions (:mod:`surgery.api`); they raise ``surgery.SurgeryError``, one line that says what to do.
-``surgery.register_structure``, ``family``, ``scorer``, ``task`` and ``method`` add to what they know.
-``surgery.accelerate(model)`` puts the project's kernels under a loaded model, ``surgery.decelerate(model)`` takes them
-away. Models of the custom model class take them by themselves on CUDA, but not under the command line, whose figures
-are those of the models' own code.
+commands as functions (:mod:`surgery.api`). They raise ``surgery.SurgeryError`` with a one-line message that says what
+to do. ``surgery.register_structure``, ``register_family``, ``register_scorer``, ``register_task`` and
+``register_method`` add plugins. ``surgery.accelerate(model)`` lets a loaded model use the Triton kernels,
+``surgery.decelerate(model)`` restores its attention. On CUDA the custom model class is accelerated automatically,
+except in the command line, whose measurements use the models' PyTorch code.
 """
 
 from importlib import import_module
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from surgery.api.rewriting import convert, heal, slice
 
 # kernels/, training/, eval/, recipes/ and configs/ live at the top of the repository and are linked into this package.
-# Where links do not exist (a zip download, Windows), find them there.
+# Without symlinks (a zip download, Windows) they are imported from there.
 _root = Path(__file__).resolve().parent.parent
 if not (Path(__file__).parent / "kernels").is_dir() and (_root / "kernels").is_dir():
     __path__.append(str(_root))
@@ -41,7 +41,7 @@ if own_program.started_as_module():
     own_program.begin()
 registration.register_when_needed()
 
-# Where each function is: loaded when it is asked for. No module of the package may have the name of one.
+# Modules of the lazily imported functions. No module of the package may share the name of a function.
 _HOMES = {
     **dict.fromkeys(("convert", "heal", "slice"), "surgery.api.rewriting"),
     **dict.fromkeys(("evaluate", "inspect", "plan", "score_heads", "verify"), "surgery.api.measuring"),

@@ -1,4 +1,4 @@
-"""Behavior of this project's own programs, unlike programs that import it: `surgery`, and `python -m surgery...`."""
+"""Process setup of this project's programs, `surgery` and `python -m surgery...`, as opposed to library use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from surgery.registration import keep_off_kernels
 
 
 def begin() -> None:
-    """To be called before torch is loaded: threads wait passively, and figures are those of the models' own code."""
+    """Let OpenMP threads wait passively and keep models on their PyTorch code; call before torch is imported."""
     wait_passively()
     keep_off_kernels()
 
 
 def started_as_module() -> bool:
-    """Return whether this process is a ``python -m surgery...`` that looks for its module, as launchers start it."""
-    if sys.argv[0] != "-m":  # as it is until the module has been found
+    """Return whether this process was started as ``python -m surgery...`` and Python still resolves the module."""
+    if sys.argv[0] != "-m":  # Python keeps "-m" here until it has found the module
         return False
     modules = (after for option, after in pairwise(sys.orig_argv[1:]) if re.fullmatch(r"-[a-zA-Z]*m", option))
     return next(modules, "").partition(".")[0] == "surgery"

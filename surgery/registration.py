@@ -1,10 +1,9 @@
-"""The project's classes become known to AutoConfig and AutoModel once transformers' auto classes are loaded.
+"""Lazy registration of the custom model class with AutoConfig and AutoModel.
 
-The model class needs torch, which ``import surgery`` should not cost, and all of transformers that runs models, which
-who reads a config should not pay for: so configs and models wait for auto classes of their own. Where these are there
-already they are registered at once; elsewhere at the end of the import that brings them. Imports nest, and some of
-transformers' own modules load the auto classes half-way through their own import: the end that counts is the outermost
-one's.
+``import surgery`` should not import torch, and reading a config should not import transformers' modeling code. So
+configs and models are registered separately, each once its auto classes are imported: immediately if they are imported
+already, or else after the import that loads them. Imports nest, and some modules of transformers load the auto classes
+halfway through their own import, so registration waits for the end of the outermost import.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import Any
 AUTO_CONFIGS = "transformers.models.auto.configuration_auto"
 AUTO_MODELS = "transformers.models.auto.modeling_auto"
 PACKAGES = ("transformers", "surgery")
-"""Packages whose imports are waited for: the class needs both, and may be asked for half-way through either."""
+"""Packages whose imports are watched: the class needs both, and either may load the auto classes halfway."""
 
 _decode_on_kernels = True
 
 
 def register_when_needed() -> None:
-    """Registers the classes, now or as soon as the auto classes are imported; once a process is enough."""
+    """Register the classes, now or as soon as the auto classes are imported; repeated calls do nothing."""
     if not any(isinstance(finder, _OutermostImport) for finder in sys.meta_path):
         finder = _OutermostImport({AUTO_CONFIGS: _register_configs, AUTO_MODELS: _register_models})
         sys.meta_path.insert(0, finder)
@@ -34,7 +33,7 @@ def register_when_needed() -> None:
 
 
 def keep_off_kernels() -> None:
-    """Has models of the project's class decode by their own code on a GPU too; to be called before torch is loaded."""
+    """Keep the custom model class on its PyTorch code on GPUs too; call before torch is imported."""
     global _decode_on_kernels
     _decode_on_kernels = False
 
@@ -54,7 +53,7 @@ def _register_models() -> None:
 
 
 def _accelerate(model: Any) -> None:
-    """Put a model on kernels before it first decodes on a GPU, unless its attention or SURGERY_KERNELS=0 was chosen."""
+    """Accelerate a model before it first decodes on a GPU, unless SURGERY_KERNELS=0 or its attention is not sdpa."""
     if os.environ.get("SURGERY_KERNELS") != "0" and model.config._attn_implementation == "sdpa":
         from surgery.acceleration import accelerate
 
@@ -62,13 +61,13 @@ def _accelerate(model: Any) -> None:
 
 
 class _OutermostImport(MetaPathFinder):
-    """Calls functions, by modules, each at the end of the first outermost import after which its module is there."""
+    """Import hook that calls each module's function after the outermost import that has loaded the module."""
 
     def __init__(self, then: dict[str, Callable[[], None]]) -> None:
         self._then, self._depth = then, 0
 
     def call_due(self) -> None:
-        """Call the functions whose modules are there, and retire after the last one."""
+        """Call the functions whose modules are loaded; remove the hook after the last one."""
         due = [self._then.pop(name) for name in [*self._then] if name in sys.modules]
         if not self._then and self in sys.meta_path:
             sys.meta_path.remove(self)

@@ -1,4 +1,4 @@
-"""Kernels under models: `accelerate(model)` has one decode on the kernels of the project, `decelerate` undoes it."""
+"""Triton kernels for loaded models: `accelerate(model)` switches attention to them, `decelerate(model)` undoes it."""
 
 from surgery.acceleration.accelerate import Acceleration, accelerate, decelerate
 

@@ -1,4 +1,4 @@
-"""`accelerate`: puts the project's kernels under the attentions of a loaded model, and takes them away again."""
+"""Acceleration of a loaded model: run its attention on Triton kernels, and restore it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Acceleration:
     """Result of `accelerate`.
 
     Attributes:
-        layers: the operations that read each layer's cache, or why its own code still does.
-        error: relative difference of logits with and without kernels, as `comparison.step_error` takes it; None where
-            nothing was changed or compared.
-        refused: why nothing was changed; None if something was.
+        layers: for each layer the operation that reads its cache, or the reason why it keeps its own code.
+        error: relative difference of logits with and without kernels (`comparison.step_error`); None if nothing was
+            changed or compared.
+        refused: reason why the model is unchanged; None if it is accelerated.
     """
 
     layers: tuple[str, ...]
@@ -51,25 +51,25 @@ class Acceleration:
 
 @dataclass
 class _Before:
-    """Original attention that `decelerate` restores."""
+    """State that `decelerate` restores."""
 
     implementation: str | None
     hooks: list = field(default_factory=list)
 
 
 def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
-    """Let a model decode on the project's kernels, and read prompts on them where they take those.
+    """Run a model's decode steps on the Triton kernels, and its prefill where they support it.
 
-    Takes models of stock `deepseek_v3` (whose latents are then read as they are cached), of the project's own class,
-    and of any family whose attention goes through transformers' attention functions. Nothing is stored with the model.
-    A model that has been accelerated is left as it is.
+    Supports stock `deepseek_v3` (reading its latents as cached), the custom model class, and any family that uses
+    transformers' attention functions. Saved checkpoints are unaffected. An accelerated model is left unchanged.
 
     Args:
-        compare: run a short text with and without kernels, and leave the model as it was where logits differ by more
-            than rounding does.
+        compare: run a short text with and without kernels, and restore the model if the logits differ by more than
+            rounding.
 
     Returns:
-        What was done. Where kernels cannot run at all (no GPU, no Triton, float64) that is nothing, and said once.
+        Operation of each layer and measured error. Without a GPU, without Triton or in float64 the model stays
+        unchanged: `refused` has the reason, which is also logged.
     """
     if hasattr(model, STATE):
         return getattr(model, STATE)[1]
@@ -101,7 +101,7 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
 
 
 def decelerate(model: PreTrainedModel) -> None:
-    """Undoes `accelerate`; does nothing to a model that is not accelerated."""
+    """Undo `accelerate`; no-op for a model that is not accelerated."""
     if not hasattr(model, STATE):
         return
     before: _Before = getattr(model, STATE)[0]
@@ -121,7 +121,7 @@ KERNELS: tuple[tuple[type[nn.Module], Callable, str], ...] = (
     (LowRankAttention, low_rank_kernel, "lowrank_decode"),
     (HybridAttention, hybrid_kernel, "hybrid_decode"),
 )
-"""Attention classes with their kernels: the reader of a cache, and its operation. The first that fits counts."""
+"""Attention classes, functions that run their kernel, and its operation. The first matching class wins."""
 
 WHY_NOT = {
     QuantizedLatentAttention: why_not_quantized_latent,
@@ -129,7 +129,7 @@ WHY_NOT = {
     LowRankAttention: why_not_low_rank,
     CrossLayerAttention: why_not_cross_layer,
 }
-"""Checks that find what stands in the way of one layer's kernel."""
+"""Checks by attention class; each returns the reason why a layer cannot use its kernel, or None."""
 
 WITHOUT = (
     PromptBasisAttention,
@@ -141,7 +141,7 @@ WITHOUT = (
 
 
 def _put_under(module: nn.Module, before: _Before) -> str:
-    """Accelerates one attention; says by which operation, or why not."""
+    """Accelerate one attention module; return its operation, or the reason why it keeps its own code."""
     if isinstance(module, WITHOUT):
         return f"own code: no kernel for {type(module).__bases__[0].__name__}"
     if isinstance(module, DeepseekV3Attention):
@@ -166,7 +166,7 @@ def _as_cached(latent: torch.Tensor, rope_key: torch.Tensor) -> tuple[torch.Tens
 
 
 def _attentions(model: PreTrainedModel) -> list[nn.Module]:
-    """Attention modules of the decoder's layers, in their order."""
+    """Return the attention modules of the decoder layers, in order."""
     layers = getattr(getattr(model, "model", model), "layers", ())
     return [attention for layer in layers if (attention := getattr(layer, "self_attn", None)) is not None]
 

@@ -1,4 +1,4 @@
-"""Comparison of a model's logits with those before its attention was exchanged."""
+"""Comparison of a model's logits before and after acceleration."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from surgery.model.cache_argument import CACHE, returned_cache
 
 PROMPT, STEPS = 37, 3
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Tolerance of `step_error`, by the model's dtype: some roundings of each layer's products in another order."""
+"""Tolerance of `step_error` by dtype: rounding differences from another order of summation in each layer."""
 
 
 @torch.no_grad()
 def step_error(model: PreTrainedModel, before: Tensor | None) -> Tensor | float:
-    """Logits of a random text read as a prompt and in single steps, or how far they are from those of before.
+    """Return logits of random tokens from a prefill and single decode steps, or their difference from earlier ones.
 
-    Two rows, one with padding on the left, through the model's own cache: prompt, steps, and masks are all passed by.
+    A batch of two rows, one with left padding, uses the model's own cache, so prefill, decode and masks are covered.
 
     Args:
-        before: what an earlier call returned; None returns the logits.
+        before: logits from an earlier call, to compare with; None to return the logits.
 
     Returns:
         Logits [2, 1 + STEPS, V] in fp32, or the root mean square of the difference over that of `before`.

@@ -1,4 +1,4 @@
-"""Steps of decoding of `CrossLayerAttention`: the latents that layers share are read as they are stored."""
+"""Decode steps of `CrossLayerAttention` on `lowrank_decode`, which reads the latents shared by layers as stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from surgery.model.step_memo import once
 
 
 def why_not_cross_layer(module: CrossLayerAttention) -> str | None:
-    """Return why no kernel reads a layer's latents; None if one does."""
+    """Return the reason why no kernel supports a layer, or None."""
     kind = getattr(module.rotary[0], "rope_type", "default") if module.rotary else "no"
     if kind not in FIXED_ROPE:
         return f"{kind} RoPE has no fixed table"
@@ -36,14 +36,14 @@ def cross_layer_kernel(
     real: Tensor | None,
     reading: Reading,
 ) -> Tensor | None:
-    """Outputs [B, T, H, d] of rotated query [B, H, T, d]; None, and nothing cached, where this is no step.
+    """Compute outputs [B, T, H, d] of rotated query [B, H, T, d]; return None, with nothing cached, if unsupported.
 
     Args:
         tokens: keys and values of the new tokens as the group stores them [B, 1, T, 2·G·d], without biases.
-        biases: of keys and of values [G·d].
-        mask: over positions, as `row_bounds` takes it.
-        real: bool [B, T], false at padding; None without any.
-        reading: what the new tokens read.
+        biases: key bias and value bias [G·d].
+        mask: mask over positions, as in `row_bounds`.
+        real: bool [B, T], false at padding; None without padding.
+        reading: rebuilt and exact positions that the new tokens read.
     """
     rows, _, queries, _ = query.shape
     layer = None if cache is None else cache.layers[module.layer_idx]
@@ -58,7 +58,7 @@ def cross_layer_kernel(
     up_key, up_value = (up.unflatten(0, heads) for up in module.basis_up.detach().split(module.width // 2))
     if low < stop:
         latents = layer.store.read(module.place, low, stop)
-    else:  # nothing is rebuilt yet: one code that no query reads
+    else:  # nothing to rebuild yet: one latent that no query reads
         latents = tokens.new_zeros(rows, 1, 1, module.entry.rank)
     _, starts = row_bounds(mask, rows, queries, layer.seen, query.device)
     lengths, first, rebuilt, exact_slots = once(reading.exact, rows, lambda: _row_facts(reading, layer.seen, rows))
@@ -87,7 +87,7 @@ def cross_layer_kernel(
 
 
 def _row_facts(reading: Reading, past_length: int, rows: int) -> tuple[Tensor, ...]:
-    """Lengths and first latents [B], rebuilt positions [B, 2] and slots of exact tokens [B, E] of rows, int32."""
+    """Return int32 lengths [B], first latents [B], rebuilt ranges [B, 2] and positions of exact tokens [B, E]."""
     low, stop = reading.rebuilt
     device, dtype = reading.exact.device, torch.int32
     lengths, first, behind = (

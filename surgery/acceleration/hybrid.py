@@ -1,4 +1,4 @@
-"""Hybrid layers on the kernels: full and streaming heads in one launch, in steps and in a prompt's first chunk."""
+"""Hybrid layers on Triton kernels: full and streaming heads in one launch, for decode and the first prefill chunk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from surgery.model.plain_cache import PlainLayer
 
 
 def hybrid_kernel(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layer: HybridLayer) -> Tensor | None:
-    """Outputs [B, T, H, d] of rotated query [B, H, T, d] and new keys and values [B, G, T, d]; None where no kernel is.
+    """Compute outputs [B, T, H, d] of rotated query [B, H, T, d] and new keys and values [B, G, T, d].
 
-    Compensated heads, quantized ones, and later chunks of a long prompt are left to the module.
+    Returns None, with nothing cached, for compensated or quantized heads and for later chunks of a long prompt.
     """
     full, queries = module.full_heads, query.shape[2]
     if not is_step(module, query, 1) or module.compensated_heads:
@@ -36,7 +36,7 @@ def hybrid_kernel(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, 
         layer.full.update(key[:, :full], value[:, :full])
     if full < module.num_kv_heads:
         for _ in layer.streaming.pieces(key[:, full:], value[:, full:]):
-            pass  # each adds its tokens
+            pass  # each iteration caches its tokens
     return out
 
 

@@ -1,4 +1,4 @@
-"""Steps of decoding of `LatentAttention` on `mla_decode`: latents are read as they are cached, once for all heads."""
+"""Decode steps of `LatentAttention` on `mla_decode`, which reads the cached latents once for all heads."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from surgery.kernels.mla_decode.operator import mla_decode
 
 
 def why_not_latent(module: nn.Module) -> str | None:
-    """Return why no kernel reads a layer's latents; None if one does."""
+    """Return the reason why no kernel supports a layer, or None."""
     return "one key norm over all heads" if module.key_gains not in (0, module.num_kv_heads) else None
 
 
 def latent_kernel(
     module: nn.Module, query: Tensor, latent: Tensor, positional: Tensor, mask: Tensor | None, cache: Cache | None
 ) -> Tensor | None:
-    """Return the mixed latents of the heads, [B, T, H, r]; None, and nothing cached, where this is no step.
+    """Compute attention-weighted latents [B, T, H, r] of the heads; return None, with nothing cached, if unsupported.
 
     Args:
         query: [B, H, T, r + ρ].
-        latent, positional: of the new tokens [B, 1, T, r] and [B, 1, T, ρ (+ G)].
-        mask: as `row_bounds` takes it.
+        latent, positional: latents [B, 1, T, r] and rotary keys (with gains) [B, 1, T, ρ (+ G)] of the new tokens.
+        mask: as in `row_bounds`.
     """
     queries = query.shape[2]
     if cache is None or (queries > 1 and module.sliding_window) or not is_step(module, query, queries):

@@ -1,4 +1,4 @@
-"""Steps of decoding of `LowRankAttention` on `lowrank_decode`: keys are rebuilt on the way, values stay latents."""
+"""Decode steps of `LowRankAttention` on `lowrank_decode`: keys are rebuilt on the fly, values stay latents."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from surgery.model.low_rank_attention import LowRankAttention
 from surgery.model.rotary import rotates_plainly
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose frequencies are the same at every length, so that tables can be made once."""
+"""RoPE types whose frequencies do not depend on the sequence length, so that tables can be cached."""
 
 
 def why_not_low_rank(module: LowRankAttention) -> str | None:
-    """Return why no kernel reads a layer's latents; None if one does."""
+    """Return the reason why no kernel supports a layer, or None."""
     (rotary,) = module.rotary
     kind = getattr(rotary, "rope_type", "default")
     if kind not in FIXED_ROPE:
@@ -38,7 +38,7 @@ def why_not_low_rank(module: LowRankAttention) -> str | None:
 
 
 def norms_each_head(module: nn.Module) -> bool:
-    """Return whether a layer's key norm, if it has one, is that of each head alone, its weight as it is stored."""
+    """Return whether a layer has no key norm, or an RMS norm per head that applies its weight as stored."""
     norm = module.k_norm
     return norm is None or (norm_width(norm) == module.head_dim and hasattr(norm, "variance_epsilon"))
 
@@ -51,12 +51,12 @@ def low_rank_kernel(
     mask: Tensor | None,
     cache: Cache | None,
 ) -> Tensor | None:
-    """Outputs [B, T, H, d] of rotated query [B, H, T, d]; None, and nothing cached, where this is no step.
+    """Compute outputs [B, T, H, d] of rotated query [B, H, T, d]; return None, with nothing cached, if unsupported.
 
     Args:
-        latent: of the new tokens [B, 1, T, r].
-        exact: their keys and values [B, 1, T, 2·G·d] where the layer reads some exactly.
-        mask: as `row_bounds` takes it.
+        latent: latents of the new tokens [B, 1, T, r].
+        exact: their keys and values [B, 1, T, 2·G·d] if the layer has full-precision tokens.
+        mask: as in `row_bounds`.
     """
     queries = query.shape[2]
     if cache is None or not is_step(module, query, queries):
@@ -94,9 +94,9 @@ def low_rank_kernel(
 
 
 def lifted(out: Tensor, value_up: Tensor, exact: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Mixed latents [B, T, H, r] of heads through their `value_up` [G, d, r], and what was mixed exactly: [B, T, H, d].
+    """Project mixed latents [B, T, H, r] by `value_up` [G, d, r] and add the `exact` part: [B, T, H, d].
 
-    `bias` [G, d] is that of all values, exact ones have it taken off.
+    `bias` [G, d] applies to all values; exact values must come without it.
     """
     groups = out.unflatten(2, (len(value_up), -1))
     values = torch.einsum("btgqr,gdr->btgqd", groups, value_up)
@@ -107,7 +107,7 @@ def lifted(out: Tensor, value_up: Tensor, exact: Tensor | None, bias: Tensor | N
 
 
 def rotation_of(rotary: nn.Module, config: object, slots: int) -> tuple[Tensor, Tensor]:
-    """Tables for a model's rotary embedding, made once for its whole context, and anew for texts beyond it."""
+    """Return the cached rotation tables of a rotary embedding, sized for the model's context or longer sequences."""
     tables = getattr(rotary, "_surgery_tables", None)
     if tables is None or tables[0] < slots or tables[1][0].device != rotary.inv_freq.device:
         size = max(slots, getattr(config, "max_position_embeddings", 0) or 0)
@@ -119,10 +119,10 @@ def rotation_of(rotary: nn.Module, config: object, slots: int) -> tuple[Tensor, 
 def stacked_ups(
     module: LowRankAttention,
 ) -> tuple[Tensor, Tensor, list[tuple[int, int, int, int]] | None]:
-    """Up-projections of keys and of values by head [G, d, r], and where each head's latents are.
+    """Return the up-projections of keys and values by head [G, d, r], and each head's ranges in the latent.
 
-    Views of a joint latent. Those of blocks are copied one after the other, with zeros up to the widest, once for as
-    long as the weights do not change.
+    Views for a joint latent (ranges None). Blocks are stacked and zero-padded to the widest rank, cached until the
+    weights change.
     """
     weights = [*module.key_up.matrices().values(), *module.value_up.matrices().values()]
     state = tuple((weight.data_ptr(), weight._version) for weight in weights)
@@ -153,7 +153,7 @@ def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, in
 
 
 def _filled_slots(layer: ExactWindowLayer, queries: int, device: torch.device) -> Tensor:
-    """Slots of the exact tokens that `update` will return, int32 [B, E]; -1 of those that nothing belongs to yet."""
+    """Return int32 positions [B, E] of the exact tokens that `update` will return; -1 for empty slots."""
     window = layer.exact
 
     def make() -> Tensor:

@@ -1,7 +1,6 @@
-"""Attention masks of a decoder in the form that kernels take: where each row begins and where it ends.
+"""Conversion of decoder attention masks to the row starts and lengths that kernels take.
 
-Read on the device alone, so that a step recorded in a CUDA graph follows the mask that it is given; and once for all
-layers that get the same mask.
+Computed on the device, so that a step in a CUDA graph follows its mask, and once for all layers with the same mask.
 """
 
 from __future__ import annotations
@@ -15,21 +14,20 @@ from surgery.model.step_memo import once
 def row_bounds(
     mask: Tensor | None, rows: int, queries: int, positions: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Lengths and starts of rows, from what their newest token sees.
+    """Return lengths and starts of rows, from the positions that the newest token of each row sees.
 
-    Decoder masks are causal, with padding on the left and, of a static cache, empty positions on the right: what the
-    newest token sees is one run of positions. A mask with holes in that run, as none of transformers' is, would be read
-    without.
+    Decoder masks are causal, with padding on the left and, for a static cache, empty positions on the right, so the
+    newest token sees one contiguous range. Holes in that range would be ignored; masks of transformers have none.
 
     Args:
-        mask: [B or 1, 1, T, S], bool (true is seen) or additive. None where it would say nothing: every position is
-            seen, or of several queries in front of more positions, which then are empty, each sees those up to its own,
-            as of transformers' static caches before their first token.
+        mask: [B or 1, 1, T, S], bool (true is visible) or additive. None: all positions are visible, unless several
+            queries have more positions. Those belong to an empty static cache, as in transformers, and queries are
+            causal over the first T positions.
         rows, queries, positions: B, T, S.
-        device: of what is returned.
+        device: device of the results.
 
     Returns:
-        Two int32 [B], the position behind the newest token's last, and the first that it sees; None for S, and for 0.
+        Lengths and starts, int32 [B]: the end (exclusive) and the first of the visible positions; None for S and 0.
     """
     if mask is None:
         empty = 1 < queries < positions

@@ -1,11 +1,11 @@
-"""The attention function "surgery": what transformers calls for keys and values of heads, on the project's kernels.
+"""Attention function "surgery" for transformers' AttentionInterface, on the Triton kernels.
 
-Steps of decoding go to `gqa_decode`, prompts and training to `mla_prefill`, which takes keys and values of any widths;
-whatever neither takes (attention weights, masks of prompts, the CPU) is transformers' SDPA.
+Decode steps run on `gqa_decode`, prefill and training on `mla_prefill`, which takes keys and values of any widths.
+Everything else (attention weights, prefill masks, the CPU) falls back to SDPA.
 
-Stock `deepseek_v3` caches latents and expands all of them to keys and values in every step. Under `accelerate` its
-modules hand on the latents as they are cached; here a step absorbs the up-projections into query and output
-(DeepSeek-V2, arXiv:2405.04434, appendix C) and reads them with `mla_decode`, and the rest expands them as before.
+Stock `deepseek_v3` caches latents and expands all of them to keys and values at every step. Under `accelerate` its
+modules pass on the cached latents. A decode step here absorbs the up-projections into query and output (DeepSeek-V2,
+arXiv:2405.04434, appendix C) and reads the latents with `mla_decode`; all other calls expand them as before.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from surgery.kernels.mla_prefill.attention_function import prefill_attention_fun
 
 NAME = "surgery"
 HANDS_ON_LATENTS = "_surgery_hands_on_latents"
-"""Attribute of stock MLA modules whose keys and values here are latents and rotated keys."""
+"""Attribute of stock MLA modules that pass latents and rotated keys instead of keys and values."""
 
 
 def register() -> None:
-    """Makes transformers know the attention function; safe to call more than once."""
+    """Register the attention function with transformers; safe to call more than once."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, surgery_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
@@ -45,11 +45,11 @@ def surgery_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query [B, H, T, d] over key [B, G, S, d] and value [B, G, S, v] → [B, T, H, v], no weights.
+    """Compute attention [B, T, H, v] of query [B, H, T, d] over key [B, G, S, d] and value [B, G, S, v].
 
     Args:
-        key, value: of a stock MLA module under `accelerate` the latents [B, 1, S, r] and rotated keys [B, 1, S, ρ].
-        attention_mask: [B or 1, 1, T, S] as transformers makes it for SDPA, or None.
+        key, value: from a stock MLA module under `accelerate`, latents [B, 1, S, r] and rotated keys [B, 1, S, ρ].
+        attention_mask: [B or 1, 1, T, S] as transformers builds it for SDPA, or None.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     queries = query.shape[2]
@@ -70,7 +70,7 @@ def surgery_attention(
 def _absorbed(
     module: nn.Module, query: Tensor, latent: Tensor, rope_key: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """A step of stock MLA that reads its latents as they are: → [B, T, H, v]."""
+    """Compute a decode step of stock MLA [B, T, H, v] with the up-projections absorbed."""
     nope, width = module.qk_nope_head_dim, module.v_head_dim
     up = module.kv_b_proj.weight.view(module.num_heads, nope + width, -1)
     content, position = query.transpose(1, 2).split([nope, query.shape[-1] - nope], dim=-1)
@@ -81,7 +81,7 @@ def _absorbed(
 
 
 def _forgets(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Return whether queries of one step may see other tokens than causally: those of a window, or of a chunk."""
+    """Return whether attention is limited to a sliding window or a chunk."""
     window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
     chunked = getattr(module.config, "attention_chunk_size", None) and getattr(module, "use_rope", False)
     return bool(window or chunked)

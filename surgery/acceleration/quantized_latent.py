@@ -1,4 +1,4 @@
-"""Steps of decoding of `QuantizedLatentAttention`: new rows are packed, and all rows read as they are cached."""
+"""Decode steps of `QuantizedLatentAttention`: `pack_rows` for new tokens, `mla_decode_packed` over the packed cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from surgery.model.token_quantizer import with_gains
 
 
 def why_not_quantized_latent(module: QuantizedLatentAttention) -> str | None:
-    """Return why no kernel reads a layer's rows; None if one does. Reads the steps on the host."""
+    """Return the reason why no kernel supports a layer, or None; synchronizes to read the quantizer's steps."""
     pairs = module.quantizer.step[module.kv_lora_rank :].view(-1, 2)
     if not torch.equal(pairs[:, 0], pairs[:, 1]):
         return "rotated pairs with two steps"
@@ -36,14 +36,14 @@ def quantized_latent_kernel(
     mask: Tensor | None,
     layer: TokenCacheLayer,
 ) -> Tensor | None:
-    """Latents that heads mix, [B, T, H, r]; None, and nothing cached, where this is no step.
+    """Compute attention-weighted latents [B, T, H, r] of the heads; return None, with nothing cached, if unsupported.
 
     Args:
         query: rotated, [B, H, T, r + ρ].
-        values: of the new tokens [B, 1, T, r + ρ], not rotated.
-        hidden_states: theirs [B, T, D].
-        mask: as `row_bounds` takes it.
-        layer: of the cache.
+        values: latents and unrotated rotary keys of the new tokens [B, 1, T, r + ρ].
+        hidden_states: hidden states of the new tokens [B, T, D].
+        mask: as in `row_bounds`.
+        layer: this layer of the cache.
     """
     queries = query.shape[2]
     if (queries > 1 and module.sliding_window) or not is_step(module, query, queries):
@@ -73,7 +73,7 @@ def quantized_latent_kernel(
 
 
 def _fields(module: QuantizedLatentAttention) -> tuple[int, ...]:
-    """The bit fields of a layer's rows, as `mla_decode_packed` takes them."""
+    """Return the cached `fields` argument of `mla_decode_packed` for a layer."""
     fields = module.__dict__.get("_surgery_fields")
     if fields is None:
         fields = module.__dict__["_surgery_fields"] = tuple(chain.from_iterable(module.quantizer.format.fields()))
@@ -81,7 +81,7 @@ def _fields(module: QuantizedLatentAttention) -> tuple[int, ...]:
 
 
 def _first_places(padding: LeftPadding, device: torch.device) -> Tensor | None:
-    """Positions of the first real token of each row, int32 [B]; None where all are 0."""
+    """Return the position of each row's first token that is no padding, int32 [B]; None without padding."""
     if not padding.most:
         return None
     places = padding.on(device)

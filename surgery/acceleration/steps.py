@@ -1,4 +1,4 @@
-"""Steps: the calls of an attention that decoding kernels take."""
+"""Conditions under which an attention call runs on decode kernels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from surgery.kernels.backend import refusal
 
 MOST_QUERIES = 16
-"""New tokens of a row up to which a call is decoding: a step, or a few tokens of speculative decoding. Longer prompts
-are bound by operations, and absorbed or rebuilt heads do more of them than expanded ones."""
+"""Maximum new tokens per row of a decode step, speculative decoding included. Longer prompts are bound by compute, and
+absorbed or rebuilt heads take more of it than expanded ones."""
 
 
 def is_step(module: nn.Module, query: Tensor, queries: int) -> bool:
-    """Return whether kernels for decoding may take a call with so many new tokens: no gradients, no dropout, a GPU."""
+    """Return whether decode kernels support a call with `queries` new tokens: few, no gradients, no dropout, a GPU."""
     if queries > MOST_QUERIES or (torch.is_grad_enabled() and query.requires_grad):
         return False
     if module.training and getattr(module, "attention_dropout", 0.0):
@@ -22,10 +22,7 @@ def is_step(module: nn.Module, query: Tensor, queries: int) -> bool:
 
 
 def readable(query: Tensor, *modules: nn.Module | None) -> bool:
-    """Return whether kernels may read the weights of modules without calling them.
-
-    Not those that are offloaded until a call, nor those inside an adapter.
-    """
+    """Return whether kernels may read the weights of modules directly: not offloaded, not wrapped by an adapter."""
     return all(
         "base_layer" not in module._modules
         and all(weight is None or weight.device == query.device for weight in module._parameters.values())

@@ -1,5 +1,4 @@
-"""Caches that are filled at random to a context: of a fixed length where a model caches plain keys and values, or rows
-in bits."""
+"""Randomly filled caches for benchmarks; of fixed length for plain keys and values and for packed rows."""
 
 from __future__ import annotations
 
@@ -15,64 +14,63 @@ from surgery.model.left_padding import LeftPadding
 from surgery.model.token_cache import TokenCacheLayer
 
 CHUNK = 2048
-"""Tokens that a model reads at once to fill a cache."""
+"""Tokens per prefill chunk when a model fills its cache."""
 
 
 class SteadyLayer(DynamicLayer):
-    """Keys and values of a fixed number of tokens, allocated once, and one slot after them for the newest.
+    """Keys and values of a fixed number of tokens, allocated once, with one slot at the end for the newest token.
 
-    A step writes to that slot and reads everything, without the copy by which a plain cache grows; the next step does
-    the same. A CUDA graph of the step can therefore be replayed.
+    Each step overwrites that slot and reads everything, without the copy of a growing cache. So a CUDA graph of the
+    step can be replayed.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Takes keys and values [B, H, S + 1, ·]; what is in the last slot is overwritten."""
+        """Wrap keys and values [B, H, S + 1, ·]; the last slot is overwritten."""
         super().__init__()
         self.keys, self.values = keys, values
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Writes one token [B, H, 1, ·] and returns all."""
+        """Write one token [B, H, 1, ·] and return all tokens."""
         self.keys[:, :, -1:].copy_(key_states)
         self.values[:, :, -1:].copy_(value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Tokens before the newest."""
+        """Return the number of tokens before the newest."""
         return self.keys.shape[-2] - 1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that a step sees, and the position of the first."""
+        """Return the number of keys that a step sees, and the position of the first."""
         return self.keys.shape[-2], 0
 
 
 class SteadyRows(TokenCacheLayer):
-    """Packed rows of a fixed number of tokens and one slot after them for the newest, as :class:`SteadyLayer`."""
+    """Packed rows of a fixed number of tokens with one slot for the newest, as in :class:`SteadyLayer`."""
 
     def __init__(self, layer: TokenCacheLayer, rows: Tensor, first_values: Tensor) -> None:
-        """Takes `rows` [B, 1, S + 1, ·] uint8 and the first tokens' values, with the settings of `layer`."""
+        """Wrap `rows` [B, 1, S + 1, ·] uint8 and the first tokens' values, with the settings of `layer`."""
         super().__init__(*layer.settings())
         self.keys, self.values, self.is_initialized = rows, first_values, True
         self.padding = LeftPadding([0] * len(rows))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write one row [B, 1, 1, ·] and return all."""
+        """Write one row [B, 1, 1, ·] and return all rows."""
         self.keys[:, :, -1:].copy_(key_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Tokens before the newest."""
+        """Return the number of tokens before the newest."""
         return self.keys.shape[-2] - 1
 
 
 @torch.no_grad()
 def filled_cache(model, batch: int, context: int, device: torch.device, steps: int = 0) -> Any:
-    """A cache of any kind with `context` random tokens in each of `batch` rows.
+    """Return a model's cache with `context` random tokens in each of `batch` rows.
 
-    Plain keys and values and packed rows are filled at random, without a prompt, and do not grow: see
-    :class:`SteadyLayer`. Every other cache (quantized values, windows, latents that layers share) is filled as the
-    model fills it, by reading random tokens. It grows with every step, in memory that is allocated for `steps` of them
-    before.
+    Plain keys and values and packed rows are filled with random values, without a forward pass, and do not grow: see
+    :class:`SteadyLayer`. Every other cache (quantized values, windows, latents shared by layers) is filled by a prefill
+    of random tokens and grows with every step, in memory reserved for `steps` steps.
     """
     if is_steady(model, device):
         return _steady_cache(model, batch, context, device)
@@ -87,13 +85,13 @@ def filled_cache(model, batch: int, context: int, device: torch.device, steps: i
 
 @torch.no_grad()
 def is_steady(model, device: torch.device) -> bool:
-    """Return whether a model caches nothing but plain keys and values of all tokens, or a packed row of each."""
+    """Return whether all layers cache plain keys and values of all tokens, or packed rows."""
     layers = getattr(_probe(model, 1, device), "layers", [])
     return bool(layers) and all(type(layer) in (DynamicLayer, TokenCacheLayer) for layer in layers)
 
 
 def _probe(model, batch: int, device: torch.device) -> Any:
-    """The cache of one token."""
+    """Return the cache after one token."""
     return returned_cache(model(torch.zeros(batch, 1, dtype=torch.long, device=device), use_cache=True))
 
 
@@ -106,7 +104,7 @@ def _steady_cache(model, batch: int, context: int, device: torch.device) -> Dyna
 
 
 def _steady_layer(layer: Any, tokens: int, generator: torch.Generator) -> SteadyLayer | SteadyRows:
-    """A layer like `layer`, of random keys and values or random rows of `tokens` tokens."""
+    """Build a layer like `layer` with `tokens` slots of random keys and values, or random rows."""
     if isinstance(layer, TokenCacheLayer):
         first_values = torch.empty_like(layer.values).normal_(0.0, 1.0, generator=generator)
         rows = _buffer(layer.keys, tokens).random_(0, 256, generator=generator)

@@ -1,9 +1,9 @@
-"""``surgery bench decode``: tokens a second and peak memory of decoding, source next to converted, whole models.
+"""``surgery bench decode``: decode throughput and peak memory of whole models, source next to converted.
 
-All models go through one greedy loop over a cache that is filled at random (:mod:`surgery.bench.cache`): a step reads
-the most likely token of the last one. Plain caches and packed rows have a fixed number of tokens, others grow as in
-use. Steps are timed as they are launched from Python. On a GPU a step over a cache of fixed length is also recorded as
-a CUDA graph and replayed, which leaves out the time of Python. Both are reported.
+All models run one greedy loop over a randomly filled cache (:mod:`surgery.bench.cache`): each step reads the most
+likely token of the previous one. Plain caches and packed rows have a fixed number of tokens, others grow as in use.
+Steps are timed as launched from Python. On a GPU a step over a cache of fixed length is also captured in a CUDA graph
+and replayed, which excludes Python overhead. Both times are reported.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ STEPS = 8
 REPEATS = 3
 MOST_ROWS = 512
 USABLE = 0.9
-"""Share of the free memory that the caches of the largest batch may take."""
+"""Maximum share of free memory for the caches of the largest batch."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure.
+    """Model to measure.
 
     Attributes:
-        name: of the row.
-        kind: source, what `--to` names, or checkpoint.
-        build: makes it on a device.
+        name: model name in the report.
+        kind: source, a target of `--to`, or checkpoint.
+        build: loads or creates the model on a device.
     """
 
     name: str
@@ -58,15 +58,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """Settings of a measurement of decoding.
+    """Settings of a decode benchmark.
 
     Attributes:
-        contexts: tokens of the cache.
-        batches: rows; None stands for as many as fit.
-        rank, rope_dim: of converted models of a named shape.
-        structures: what a named shape is converted to.
-        kernels: whether models run as they are (False), accelerated (True), or in turn.
-        seconds: after which nothing more is begun.
+        contexts: tokens in the cache.
+        batches: batch sizes; None for the largest that fits.
+        rank, rope_dim: latent rank and rotary dimensions of converted models of a named shape.
+        structures: conversion targets for named shapes.
+        kernels: variants to measure in turn: without (False) and with (True) Triton kernels.
+        seconds: time limit after which no further measurement starts.
     """
 
     contexts: tuple[int, ...]
@@ -79,10 +79,10 @@ class DecodeSettings:
 
 
 def subjects(names: Sequence[str], settings: DecodeSettings) -> Iterator[Subject]:
-    """Named shapes as source and converted, folders as they are.
+    """Yield source and converted models for named shapes, and checkpoints for folders.
 
     Raises:
-        SurgeryError: neither a folder nor a shape, or an unknown structure.
+        SurgeryError: a name that is neither a folder nor a shape, or an unknown structure.
     """
     configs = bench_models.converted_configs()
     for structure in settings.structures:
@@ -109,10 +109,10 @@ def measure_decoding(
     command: str = "",
     say: Callable[[str], Any] = lambda line: None,
 ) -> dict:
-    """Measures all subjects, plain and accelerated; the record is written to `out` after each row.
+    """Measure all subjects, plain and accelerated; write the record to `out` after each row.
 
     Raises:
-        SurgeryError: a subject that cannot be.
+        SurgeryError: an unknown name or structure.
     """
     began = time.monotonic()
     record: dict[str, Any] = {
@@ -176,7 +176,7 @@ def _rows(
 
 
 def _row(model: Any, place: dict, requested: int | None, device: torch.device, batches: set[int]) -> dict | None:
-    """One measurement; the largest batch is looked for downwards. None if that batch was measured already."""
+    """Measure one batch size, the largest that fits for None; return None if it was measured already."""
     batch = requested or _largest(model, place["context"], device)
     while batch not in batches:
         batches.add(batch)
@@ -191,7 +191,7 @@ def _row(model: Any, place: dict, requested: int | None, device: torch.device, b
 
 
 def _largest(model: Any, context: int, device: torch.device) -> int:
-    """Rows whose caches fit next to the weights, to begin with."""
+    """Estimate the largest batch whose caches fit next to the weights."""
     free_memory()
     short = min(context, 256)  # a window, or a group of tokens that are quantized together, is full by then
     row = cache_bytes(filled_cache(model, 1, short, device)) / short * context
@@ -200,12 +200,12 @@ def _largest(model: Any, context: int, device: torch.device) -> int:
 
 
 def _measure(model: Any, batch: int, context: int, device: torch.device) -> dict:
-    # Two to warm up, then those that `_seconds` counts.
+    # Memory for two warm-up steps and the timed ones.
     steady = is_steady(model, device)
     cache = filled_cache(model, batch, context, device, 2 + REPEATS * STEPS)
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
     position = torch.full((batch, 1), context, dtype=torch.long, device=device)
-    where = {"position_ids": position} if steady else {}  # a cache that grows counts by itself
+    where = {"position_ids": position} if steady else {}  # a growing cache tracks positions itself
     kv_bytes = cache_bytes(cache)
 
     def step() -> None:
@@ -230,7 +230,7 @@ def _measure(model: Any, batch: int, context: int, device: torch.device) -> dict
 
 
 def _seconds(step: Callable[[], Any], device: torch.device) -> float:
-    """Median seconds of a step over some runs of `STEPS`, no longer than needed on a CPU."""
+    """Return the median seconds per step over `REPEATS` runs of `STEPS` steps; two steps per run on a CPU."""
     times = []
     for _ in range(REPEATS):
         synchronize(device)
@@ -243,7 +243,7 @@ def _seconds(step: Callable[[], Any], device: torch.device) -> float:
 
 
 def _graph_seconds(step: Callable[[], Any], device: torch.device) -> tuple[float | None, str | None]:
-    """Seconds of a replayed step, or why it could not be recorded."""
+    """Return the seconds of a replayed step, or None and the reason why capture failed."""
     if device.type != "cuda":
         return None, "no GPU"
     stream = torch.cuda.Stream(device)
@@ -265,8 +265,7 @@ def _graph_seconds(step: Callable[[], Any], device: torch.device) -> tuple[float
 
 
 def _against_source(rows: list[dict]) -> None:
-    """Add to each row the ratio of its tokens a second to the source's at the same context and batch, at its fastest:
-    as it is or accelerated."""
+    """Add to each row its throughput relative to the fastest source run at the same context and batch."""
     measured = [row for row in rows if "tokens_per_second" in row]
     fastest: dict[tuple, float] = {}
     for row in measured:

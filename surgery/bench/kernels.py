@@ -1,4 +1,4 @@
-"""``surgery bench kernels``: a request of the command line, measured by `kernels/bench`."""
+"""``surgery bench kernels``: runs the benchmark of `kernels/bench` for a command-line request."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tuple[dict, Path]:
-    """Checks and measures; returns the record and its file.
+    """Check and measure kernels; return the record and the path of its file.
 
     Raises:
-        SurgeryError: a name or size that there is not, or tuning without a GPU.
+        SurgeryError: an unknown name, an invalid size, or tuning without a GPU.
     """
     device = checked_device(request.device)
     timed = device.type == "cuda"
@@ -56,10 +56,10 @@ def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tup
 
 
 def sizes(text: str, option: str) -> list[int]:
-    """`8k,32768` as numbers.
+    """Parse a list of sizes such as `8k,32768`.
 
     Raises:
-        SurgeryError: a word that is none.
+        SurgeryError: an item that is no positive integer.
     """
     try:
         return numbers(text)

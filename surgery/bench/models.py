@@ -1,7 +1,7 @@
-"""Models of random weights for `surgery bench decode`: a named shape, and what conversions make of it.
+"""Models with random weights for `surgery bench decode`: named shapes and their conversions.
 
-Times and memory do not depend on what weights say, so nothing is converted: the converted model's config is written as
-a conversion would, and filled at random on the device.
+Speed and memory do not depend on the values of weights, so nothing is converted: the model is created from the config
+that a conversion would write, with random weights on the device.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from surgery.structures.registry import TARGETS
 
 
 def source_config(shape: str) -> PreTrainedConfig:
-    """The config of one of `DECODE_SHAPES`."""
+    """Build the config of one of `DECODE_SHAPES`."""
     config = dict(DECODE_SHAPES[shape])
     return CONFIG_MAPPING[config.pop("model_type")](**config)
 
 
 def converted_configs() -> dict[str, ConfigOf]:
-    """Return the configs of what ``--to`` can name, those of installed packages among them."""
+    """Return the config builder of each target of ``--to``, those of installed plugins included."""
     targets = [target for target in TARGETS.working().values() if not target.fixed]
     return {
         target.name + form: config for target in targets for form, config in target.structure().bench_configs().items()
@@ -32,7 +32,7 @@ def converted_configs() -> dict[str, ConfigOf]:
 
 
 def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
-    """A model with weights from N(0, 0.02), made on the device in the config's dtype."""
+    """Create a model with weights from N(0, 0.02) on the device, in the config's dtype."""
     own_model.register()
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else getattr(torch, config.dtype or "bfloat16")
     with torch.device("meta"), without_initial_values():
@@ -51,10 +51,10 @@ def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedMo
 
 @torch.no_grad()
 def _refill_buffers(model: PreTrainedModel) -> None:
-    """Buffers hold nothing after `to_empty`: those of rotations are computed by their own classes again.
+    """Recompute buffers, such as RoPE frequencies, which are uninitialized after `to_empty`.
 
     Raises:
-        SurgeryError: a class does not.
+        SurgeryError: a buffer that its class does not initialize.
     """
     for buffer in model.buffers():
         if buffer.is_floating_point():

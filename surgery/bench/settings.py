@@ -1,4 +1,4 @@
-"""Settings of ``surgery bench kernels``. Needs no torch."""
+"""Settings of ``surgery bench kernels``; free of torch imports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from surgery.common.setting import setting
 
 @dataclass(frozen=True)
 class KernelRequest(FileSettings):
-    """Request for a benchmark; None for each option that is not set. Lists are words with commas between them."""
+    """Request for a kernel benchmark; options that are not set are None, lists are comma-separated."""
 
     operations: str | None = setting(None, "Which, with commas between.", unset="all", section="Cases", metavar="NAMES")
     shapes: str | None = setting(None, "Models.", unset="llama2-7b,llama3-8b,qwen2.5-7b", metavar="NAMES")

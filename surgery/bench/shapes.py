@@ -1,4 +1,4 @@
-"""Shapes of real models, for checkpoints and models of random weights. Needs no torch."""
+"""Shapes of real models, for checkpoints and models with random weights; free of torch imports."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ TINY = {
         "dtype": "float32",
     }
 }
-"""Shapes for machines without a GPU, to see that everything runs."""
+"""Shapes for smoke tests on machines without a GPU."""
 
 DECODE_SHAPES = {**_DENSE, **TINY}
 
 
 def is_shape(name: str) -> bool:
-    """Return whether the name is of a shape to decode, and not the folder or GGUF file of a checkpoint.
+    """Return whether a name is one of `DECODE_SHAPES`, and not the folder or GGUF file of a checkpoint.
 
     Raises:
-        SurgeryError: it is neither.
+        SurgeryError: the name is neither.
     """
     if existing(name) is not None:
         find_local(name)
