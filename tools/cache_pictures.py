@@ -1,4 +1,4 @@
-"""Draw docs/pictures/*.svg: the bytes that one layer, or a group of layers, caches for a token.
+"""Draw docs/pictures/*.svg: the cache bytes per token of one layer, or of a group of layers.
 
     python tools/cache_pictures.py
 
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 SHAPE = SHAPES["llama3-8b"]
 HEADS, WIDTH = SHAPE["num_key_value_heads"], SHAPE["head_dim"]
 ELEMENTS = HEADS * WIDTH
-"""Elements of the keys, or of the values, of a token in one layer."""
+"""Elements of a token's keys, or values, in one layer."""
 LAYERS = 3
 """Layers of a group of `--to crosslayer`."""
 
@@ -25,7 +25,7 @@ COLORS = {"keys": "#2f6fb2", "values": "#c2571a", "latent": "#2a7f62", "rotated 
 
 
 class Part(NamedTuple):
-    """Part of a bar: elements of a number of bits."""
+    """Segment of a bar: a number of elements with `bits` bits each."""
 
     kind: str
     elements: int
@@ -45,7 +45,7 @@ def _heads(count: int, bits: int = 16) -> list[Part]:
 
 
 def pictures() -> dict[str, Rows]:
-    """Return the rows of every picture by its name."""
+    """Return the rows of every picture, by name."""
     quarter, rope = 2 * ELEMENTS // 4, WIDTH // 2
     source, latent = _heads(HEADS), Part("latent", quarter)
     by_rank = [Part("latent", quarter - rope), Part("rotated key", rope)]
@@ -67,7 +67,7 @@ def pictures() -> dict[str, Rows]:
 
 
 def drawn(rows: Rows) -> str:
-    """Return a picture as SVG: a title, a bar and a legend line for each part, row after row."""
+    """Render a picture as SVG: each row has a title, a bar, and a legend line per part."""
     scale, parts, y = BAR / max(sum(part.bytes for part in row) for _, row in rows), [], MARGIN
     for title, row in rows:
         size = f"{sum(part.bytes for part in row):,.0f} B a token"

@@ -1,10 +1,10 @@
-"""Compiles the kernels at sizes of real models for a GPU that need not be there, and prints what decides their speed.
+"""Compile the kernels at sizes of real models, without a GPU, and print spills, shared memory and registers.
 
     python tools/compile_kernels.py                          # all of tests/kernels/compile_*.py for sm_90
     python tools/compile_kernels.py mla_decode --capability 80
 
-Triton is the installed one. Another: ``pip install --no-deps --target DIR triton==3.6.0``, then ``PYTHONPATH=DIR``.
-The exit code is 1 where a launch spills more registers, or takes more shared memory, than its tests allow.
+Uses the installed Triton. For another: ``pip install --no-deps --target DIR triton==3.6.0``, then ``PYTHONPATH=DIR``.
+The exit code is 1 if a launch spills more registers, or takes more shared memory, than its tests allow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" /
 
 
 def cases(names: list[str]) -> Iterator[tuple[object, str]]:
-    """Entries of ``COMPILED`` in the kernels' tests and the functions that give their launches, once each."""
+    """Yield the entries of ``COMPILED`` in the kernel tests and the names of their launch functions, once each."""
     from kernel_examples import collect
 
     keys = set()
@@ -36,7 +36,7 @@ def cases(names: list[str]) -> Iterator[tuple[object, str]]:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Compile the selected launches and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="parts of the names of tests/kernels/compile_*.py:function; all")
     parser.add_argument("--capability", type=int, default=90, choices=(80, 90))

@@ -1,12 +1,12 @@
-"""Measures this project on a machine with a GPU that may be offline, bare, and lent for minutes.
+"""Benchmark the project on a GPU machine that may be offline, bare, and available only for minutes.
 
-    python tools/gpu.py pack gpu-pack --max-bytes 36MiB      # here: wheels and a real model, in parts that may travel
-    python tools/gpu.py run --seconds 400 --out results      # there, from a checkout; again for what is left
+    python tools/gpu.py pack gpu-pack --max-bytes 36MiB      # here: wheels and a real model, in parts to transfer
+    python tools/gpu.py run --seconds 400 --out results      # there, from a checkout; repeat for the remaining steps
     python tools/gpu.py merge results                        # here: docs/gpu/*.json and the tables made from them
 
-``run`` takes the steps in order of value, each in a process of its own with a limit of its own. Every row of every step
-is appended to ``results/results.jsonl`` as soon as it is there, so that a run that is cut short keeps what it measured.
-A second ``run`` on the same machine goes on with the steps that are not done.
+``run`` executes the steps in order of value, each in a separate process with a time limit. Every row of every step is
+appended to ``results/results.jsonl`` immediately, so that an interrupted run keeps its measurements. A second ``run``
+on the same machine continues with the steps that are not done.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from surgery.common.errors import SurgeryError
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the argument parser."""
     whole = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = whole.add_subparsers(dest="command", required=True, metavar="pack|run|merge")
 
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command and return the exit code."""
     options = vars(parser().parse_args(arguments))
     command = {"pack": pack, "run": run, "merge": merge}[options.pop("command")]
     try:

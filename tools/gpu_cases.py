@@ -1,7 +1,7 @@
-"""Cases that the benchmarks of a GPU run will launch, as tests for ``pytest -p gpu_compile``.
+"""Benchmark cases of a GPU run as tests for ``pytest -p gpu_compile``, which compiles their kernels in advance.
 
-SURGERY_CASES has shapes of kernels, contexts and batches, with spaces between and commas within, and after them a
-shape of models and the forms in which they are decoded: ``llama3-8b,smollm2 4k,32k 1,32,128 llama3-8b mla,gqa``.
+SURGERY_CASES has five fields separated by spaces: kernel shapes, contexts, batches, model shape, and forms to decode;
+items are separated by commas: ``llama3-8b,smollm2 4k,32k 1,32,128 llama3-8b mla,gqa``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ for _case in cases(OPERATION_NAMES, SHAPES.split(","), numbers(CONTEXTS), number
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Random numbers are whatever memory holds: nobody computes with them, and memory that nobody touches is free."""
+    """Replace random tensors by uninitialized ones: kernels do not run, and untouched memory takes no RAM."""
 
     def empty(*sizes, dtype=torch.float32, **_):
         return torch.empty(*sizes, dtype=dtype)
@@ -37,7 +37,7 @@ def memory(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", GROUPS)
 def test_kernel(group, memory):
-    """All batches and contexts of one variant, which share most of their programs."""
+    """Compile all batches and contexts of one variant, which share most of their kernels."""
     for case in GROUPS[group]:
         case.run(case.inputs(torch.device("cpu"), 0))
 
@@ -46,8 +46,8 @@ def test_kernel(group, memory):
 @pytest.mark.parametrize("form", [name for name in ("source", *FORMS.split(",")) if name != "-"])
 @torch.no_grad()
 def test_model(form):
-    """One narrow layer with the heads of the model; widths of weights are not what attention is compiled for."""
-    # Here, since kernels alone need no transformers, which take long to import.
+    """Compile one narrow layer with the heads of the model; attention kernels do not depend on the hidden size."""
+    # Imported here, since kernel cases do not need transformers, which is slow to import.
     from surgery.acceleration.accelerate import accelerate
     from surgery.acceleration.comparison import step_error
     from surgery.bench.decode import _measure

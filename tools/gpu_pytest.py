@@ -1,4 +1,4 @@
-"""A plugin of pytest: appends a row a test to the file that SURGERY_TESTS names, as soon as the test has ended."""
+"""Pytest plugin that appends a row to the file of SURGERY_TESTS after each test."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 
 
 class Rows:
-    """Writes rows in the process that reports, also where several run the tests."""
+    """Writer of rows, active only in the controller of pytest-xdist."""
 
     def pytest_runtest_logreport(self, report) -> None:
-        """Append what pytest has seen of a test."""
+        """Append the outcome, the duration and any error of a test."""
         if report.when != "call" and report.passed:
             return
         row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 3)}
@@ -22,6 +22,6 @@ class Rows:
 
 
 def pytest_configure(config) -> None:
-    """Leave workers to the process that they report to."""
+    """Register the writer, except in pytest-xdist workers."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Rows())

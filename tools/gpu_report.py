@@ -1,7 +1,7 @@
-"""`tools/gpu.py merge`: a dated report of what came back from a GPU, and the tables made from it.
+"""`tools/gpu.py merge`: a dated report of the results of a GPU run, and the tables generated from it.
 
-Text between ``<!-- made by tools/gpu.py: NAME -->`` and ``<!-- end -->`` is made here, from the newest report in
-docs/gpu; tests hold that it is current. Without a report it says that nothing was measured.
+Text between ``<!-- made by tools/gpu.py: NAME -->`` and ``<!-- end -->`` is generated here, from the newest report in
+docs/gpu; tests check that it is current. Without a report it says that nothing was measured.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NOTHING = "Nothing was measured on a GPU yet.\n"
 
 
 def merge(results: list[Path]) -> None:
-    """Writes docs/gpu/DATE-DEVICE.json and the pages.
+    """Write docs/gpu/DATE-DEVICE.json and update the pages.
 
     Raises:
-        SurgeryError: there are no rows, or they are of a rehearsal.
+        SurgeryError: no rows, or only those of a rehearsal.
     """
     report = report_of(_lines(results))
     if report["tiny"]:
@@ -43,10 +43,10 @@ def merge(results: list[Path]) -> None:
 
 
 def report_of(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The rows of some runs on one machine by step, with the device, the versions, the commit and the commands.
+    """Collect the rows of runs on one machine by step, with device, versions, commit and commands.
 
     Raises:
-        SurgeryError: there are no rows.
+        SurgeryError: no rows.
     """
     report: dict[str, Any] = {
         "schema": SCHEMA,
@@ -74,25 +74,25 @@ def report_of(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def newest() -> dict[str, Any] | None:
-    """The latest report in docs/gpu."""
+    """Read the latest report in docs/gpu."""
     reports = sorted(FOLDER.glob("*.json"))
     return json.loads(reports[-1].read_text(encoding="utf-8")) if reports else None
 
 
 def write_pages(report: dict[str, Any] | None) -> None:
-    """Writes what is made from a report into the pages."""
+    """Update the generated parts of the pages."""
     for page in PAGES:
         path = ROOT / page
         path.write_text(with_parts(path.read_text(encoding="utf-8"), report), encoding="utf-8")
 
 
 def with_parts(page: str, report: dict[str, Any] | None) -> str:
-    """A page with its marked parts rebuilt."""
+    """Return a page with its marked parts regenerated."""
     return MARK.sub(lambda mark: mark[1] + (PARTS[mark[2]](report) if report else NOTHING) + mark[3], page)
 
 
 def kernels(report: dict[str, Any]) -> str:
-    """Time and share of the copy bandwidth of every operation."""
+    """Return the table of time and share of copy bandwidth by operation."""
     rows = [row for name in ("kernels", "tuning") for row in _rows(report, name)]
     table = [
         (
@@ -123,7 +123,7 @@ def kernels(report: dict[str, Any]) -> str:
 
 
 def decoding(report: dict[str, Any]) -> str:
-    """Tokens a second and peak memory of whole models."""
+    """Return the table of tokens per second and peak memory of whole models."""
     rows = [
         row
         for name in ("decode-rows", "decode", "decode-model")
@@ -149,7 +149,7 @@ def decoding(report: dict[str, Any]) -> str:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Sentences for the README: attention of MLA over the source's, and the best decoding of a converted model."""
+    """Return sentences for the README: speed of MLA attention, and the best decode speed of a converted model."""
     where = f"{report['device']['name']}, {report['created'][:10]}"
     sentences = []
     steps = [row for row in _rows(report, "kernels") if row.get("speedup_over_gqa_decode")]

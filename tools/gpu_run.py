@@ -1,4 +1,4 @@
-"""`tools/gpu.py run`: steps one after the other, within a limit of time, every row kept as soon as it is there."""
+"""`tools/gpu.py run`: runs the steps within a time limit and saves every row immediately."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from surgery.common.errors import SurgeryError
 RESULTS, LOG, MANIFEST = "results.jsonl", "run.log", "manifest.json"
 POLL = 0.25
 LEAST = 20.0
-"""Seconds below which no step is begun."""
+"""Minimum remaining seconds to start a step."""
 
 
 class Process(Protocol):
-    """A running step."""
+    """Interface of a running step."""
 
     def poll(self) -> int | None: ...
 
@@ -38,22 +38,22 @@ class Process(Protocol):
 
 
 class Started(subprocess.Popen):
-    """A process in a session of its own, so that all that it starts can be ended with it."""
+    """Process in a new session, so that its child processes can be terminated with it."""
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the whole session."""
+        """Send a signal to the whole session."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
 
 @dataclass
 class Records:
-    """Rows of a step's files, each given once, also while the step still writes.
+    """Reader of a step's result files that returns each row once, while the step still writes.
 
     Attributes:
-        work: folder that the files lie in.
-        files: JSON files with "rows", or files of JSON lines; several names with ``|`` between are one file, which is
-            moved when the step ends.
+        work: folder of the files.
+        files: JSON files with "rows", or JSON Lines files; names separated by ``|`` are one file, which is moved when
+            the step ends.
     """
 
     work: Path
@@ -61,7 +61,7 @@ class Records:
     _emitted: dict[str, int] = field(default_factory=dict)
 
     def new(self) -> list[dict[str, Any]]:
-        """Rows that were not given before."""
+        """Return the rows that were not returned before."""
         rows = []
         for file in self.files:
             current = next(filter(None, (_rows_of(self.work / name) for name in file.split("|"))), [])
@@ -70,7 +70,7 @@ class Records:
         return rows
 
     def forget(self) -> None:
-        """Removes files of an earlier attempt, whose rows were given then."""
+        """Delete files of an earlier attempt, whose rows were returned then."""
         for name in (name for file in self.files for name in file.split("|")):
             (self.work / name).unlink(missing_ok=True)
 
@@ -81,7 +81,7 @@ def _rows_of(file: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     if file.suffix == ".jsonl":
-        # The last line may be written at this moment.
+        # The last line may be incomplete.
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     try:
         record = json.loads(text)
@@ -91,12 +91,12 @@ def _rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def _without_layers(report: dict[str, Any]) -> dict[str, Any]:
-    """A report but for what it says layer by layer and file by file."""
+    """Return a report without its entries by layer, file and stage."""
     return {name: value for name, value in report.items() if name not in ("layers", "files", "stages")}
 
 
 def start(arguments: list[str], environment: dict[str, str], log: Path) -> Started:
-    """Starts a Python process that writes to the log."""
+    """Start a Python process that writes to the log."""
     with log.open("ab") as file:
         return Started(
             [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
@@ -114,18 +114,21 @@ def run(
     tiny: bool,
     starter: Callable[[list[str], dict[str, str], Path], Process] = start,
 ) -> None:
-    """Takes the steps that are not done, in order, and leaves two files in ``out``: rows and the log.
+    """Run the steps that are not done, in order, and write two files to ``out``: rows and the log.
 
     Args:
-        seconds: of everything together.
-        max_files: that ``out`` may hold; two are left.
-        pack: folder of the parts that `tools/gpu.py pack` made, as far as they have arrived.
-        work: remembered by later runs on this machine: parts, checkpoints, and which steps are done.
-        steps: names, with commas between; None for all.
-        starter: begins a process.
+        seconds: time limit of the whole run.
+        max_files: maximum files in ``out``; two are needed.
+        out: folder of the results.
+        pack: folder of the parts from `tools/gpu.py pack`, which may be incomplete.
+        work: folder that later runs on this machine reuse: parts, checkpoints, and which steps are done.
+        steps: comma-separated names; None for all.
+        device: device of the measurements.
+        tiny: rehearse at tiny shapes.
+        starter: function that starts a process.
 
     Raises:
-        SurgeryError: an unknown step, too few files, or a part that is damaged.
+        SurgeryError: an unknown step, too few files, or a damaged part.
     """
     if max_files < 2:
         raise SurgeryError(f"--max-files {max_files}: the rows and the log are two files")
@@ -167,7 +170,7 @@ def _take(
     log: Path,
     starter: Callable[[list[str], dict[str, str], Path], Process],
 ) -> bool:
-    """Runs a step to its end or its limit; whether it ended by itself without an error."""
+    """Run a step until it ends or reaches its limit; return whether its exit code is 0."""
     records = Records(setup.work, step.records)
     records.forget()
     arguments = step.arguments(setup, max(1.0, limit - SPARE))
@@ -179,7 +182,7 @@ def _take(
         time.sleep(POLL)
         _write(results, *({"step": step.name, "row": row} for row in records.new()))
         over = time.monotonic() - began - limit
-        # First as Ctrl-C, so that the step says what it has.
+        # SIGINT first, so that the step reports its results so far.
         if over > 0 and not cut:
             process.send(signal.SIGINT)
             cut = True
@@ -195,7 +198,7 @@ def _take(
 
 
 def _programs(environment: dict[str, str]) -> int:
-    """Programs in Triton's cache: a step that adds some had them compiled while the GPU waited."""
+    """Count the programs in Triton's cache; a step that adds programs compiled them while the GPU was idle."""
     return sum(1 for _ in Path(environment["TRITON_CACHE_DIR"]).glob("*/*.cubin"))
 
 
@@ -208,10 +211,10 @@ def _chosen(names: str | None) -> list[Step]:
 
 
 def _arrived(pack: Path, work: Path) -> Path | None:
-    """Takes over the parts that are there; the model's file once all have arrived.
+    """Copy the available parts to the work folder; return the model's file once all have arrived.
 
     Raises:
-        SurgeryError: the parts of the model do not join to what they were.
+        SurgeryError: the joined model does not match its SHA-256.
     """
     for part in sorted(pack.glob("part-*")):
         shutil.copytree(part, work, dirs_exist_ok=True)
@@ -236,7 +239,7 @@ def _arrived(pack: Path, work: Path) -> Path | None:
 
 
 def _install(wheels: Path, site: Path) -> None:
-    """Unpacks wheels as pip would, on machines without it too; in front of whatever is installed."""
+    """Unpack wheels into a folder that precedes installed packages on the path; needs no pip."""
     for wheel in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
@@ -258,7 +261,7 @@ def _environment(work: Path, device: str) -> dict[str, str]:
 
 
 def commit(work: Path | None = None) -> str | None:
-    """The commit that was packed; without a pack the checkout's."""
+    """Return the commit that was packed, or that of the checkout without a pack."""
     with suppress(OSError, TypeError):
         if packed := json.loads((work / MANIFEST).read_text(encoding="utf-8")).get("commit"):
             return packed

@@ -1,7 +1,7 @@
-"""Steps of `tools/gpu.py run`, in order of value, and the small programs that some of them are.
+"""Steps of `tools/gpu.py run`, in order of value, and two of their programs.
 
-Each step is one process: the arguments of a Python interpreter, and the files in which it leaves rows as it goes.
-``python tools/gpu_steps.py facts|shape ...`` are steps of their own.
+Each step is one process: arguments of the Python interpreter, and files to which it writes rows while it runs.
+``python tools/gpu_steps.py facts|shape ...`` runs the programs of two steps.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMS = "mla,gqa,lowrank"
-"""Forms in which models are decoded, next to their own, with kernels and without."""
+"""Conversion targets whose decoding is measured next to the source, with kernels and without."""
 ROW_FORMS = "mla-bits"
-"""Forms that are decoded with kernels alone: without, all rows are unpacked at every step."""
+"""Targets measured with kernels only; without kernels all rows are unpacked at every step."""
 ROW_SIZES = ("--kernels", "ours", "--rank", "512", "--rope-dim", "128")
 H100 = (90, 132)
-"""Compute capability and multiprocessors that kernels are compiled for where no device has said its own."""
+"""Compute capability and multiprocessors to compile kernels for if no device was detected."""
 CASES = str(ROOT / "tools" / "gpu_cases.py")
 HEALED = ("healed/heal.jsonl|healed.healing/trained.run/heal.jsonl", "healed/heal.json")
 QUARTER = ("--kv-ratio", "0.25")
 SPARE = 12.0
-"""Seconds between the limit that a step is given and the one at which it is ended."""
+"""Seconds between the limit that a step is told and the one at which it is terminated."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The machine and the size of a run.
+    """Machine and size of a run.
 
     Attributes:
-        work: folder of checkpoints and records; a later run on the same machine finds it again.
-        device: of the measurements, such as cuda.
+        work: folder of checkpoints and records, reused by later runs on the same machine.
+        device: device of the measurements, such as cuda.
         tiny: whether this is a rehearsal at tiny shapes.
-        model: a small real model's GGUF file or folder; None where it has not arrived.
+        model: GGUF file or folder of a small real model; None if it has not arrived.
     """
 
     work: Path
@@ -68,12 +68,12 @@ class Step:
     """One process of a run.
 
     Attributes:
-        name: of its rows.
-        seconds: the most it takes; in a rehearsal on a slow machine four times as many.
-        arguments: of the Python interpreter, for a setup and the seconds that the step is given.
-        records: files below the work folder in which rows appear, see :class:`gpu_run.Records`.
+        name: name in the results.
+        seconds: time limit; four times as long in a rehearsal.
+        arguments: function from the setup and the time limit to the arguments of the Python interpreter.
+        records: result files below the work folder, see :class:`gpu_run.Records`.
         needs_model: whether it runs on the small real model.
-        environment: variables in addition to the run's.
+        environment: function from the setup to additional environment variables.
     """
 
     name: str
@@ -97,7 +97,7 @@ def _tests(setup: Setup, seconds: float) -> list[str]:
 
 
 def _compile(setup: Setup, seconds: float) -> list[str]:
-    # The first kernel of all in a rehearsal: every other would take as long.
+    # A rehearsal compiles only the benchmark kernels, since every further one would take as long.
     selection = ["-m", "gpu", *(["-k", "test_kernel"] if setup.tiny else [])]
     folder = ROOT / "tests" / "kernels"
     tests = [] if setup.tiny else [str(folder), f"--ignore={folder / 'bench'}"]
@@ -105,13 +105,13 @@ def _compile(setup: Setup, seconds: float) -> list[str]:
 
 
 def _pytest(plugin: str, setup: Setup, workers: int) -> list[str]:
-    # A worker takes one test at a time: those of one file would compile one after the other.
+    # `--dist load` distributes single tests; by file they would compile sequentially.
     options = ["-n", "0" if setup.tiny else str(workers), "--dist", "load", "-o", "addopts=", "--import-mode=importlib"]
     return ["-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", *options, "--tb=short", "-q"]
 
 
 def _compiled(setup: Setup) -> dict[str, str]:
-    """Return the compilation targets: the device that the first step detected, and the cases of later steps."""
+    """Return the environment of the compile step: the device that the first step detected, and cases of later steps."""
     try:
         device = json.loads((setup.work / "facts.jsonl").read_text(encoding="utf-8").splitlines()[-1])["device"]
         target = int("".join(device["capability"].split("."))), device["processors"]
@@ -124,7 +124,7 @@ def _compiled(setup: Setup) -> dict[str, str]:
         "SURGERY_CASES": " ".join(sizes),
         "SURGERY_TESTS": str(setup.work / "compile.jsonl"),
         "TRITON_INTERPRET": "0",
-        "CUDA_VISIBLE_DEVICES": "",  # no memory of the GPU for processes that do not use it
+        "CUDA_VISIBLE_DEVICES": "",  # compiling processes must not allocate GPU memory
         **({"SURGERY_OPERATIONS": "mla_decode"} if setup.tiny else {}),
     }
 
@@ -144,14 +144,14 @@ def _kernels(setup: Setup, seconds: float) -> list[str]:
 
 
 def _tuning(setup: Setup, seconds: float) -> list[str]:
-    if setup.tiny:  # configurations are chosen by speed: without a GPU the cases are checked alone
+    if setup.tiny:  # without a GPU there are no timings to tune by, so only check the cases
         return _bench(setup, "kernels", seconds, "--operations", "gqa_decode", "--batches", "1", folder="tuning")
     what = ["--operations", "mla_decode,lowrank_decode", "--batches", "16", "--no-baselines", "--tune"]
     return _bench(setup, "kernels", seconds, *what, "--tuned", str(setup.work / "tuned"), folder="tuning")
 
 
 def _decode(forms: str, folder: str, *options: str) -> Callable[[Setup, float], list[str]]:
-    """Decoding of a shape in some forms; the options are left out of a rehearsal, whose sizes are its own."""
+    """Return the arguments function of a decode benchmark; a rehearsal ignores the options."""
 
     def arguments(setup: Setup, seconds: float) -> list[str]:
         sizes = ["--rank", "24", "--rope-dim", "8"] if setup.tiny else options
@@ -168,7 +168,7 @@ def _shape(setup: Setup, seconds: float) -> list[str]:
 def _convert(to: str, *options: str) -> Callable[[Setup, float], list[str]]:
     def arguments(setup: Setup, seconds: float) -> list[str]:
         tokens = ["--calibration-tokens", "128", "--calibration-length", "64", "--held-out", "1"] if setup.tiny else []
-        # Sampled text would take most of the time.
+        # Sampling calibration text would take most of the time.
         tokens += [] if setup.tiny else ["--calibration", "prose=0.6,code=0.4", "--held-out", "4"]
         out = str(setup.work / f"model-{to}")
         where = ["--device", setup.device, "--out", out, "--overwrite", "--json"]
@@ -200,7 +200,7 @@ def _bench(setup: Setup, what: str, seconds: float, *options: str, folder: str |
     where = ["--out", str(setup.work / (folder or what)), "--overwrite", "--limit", f"{seconds:.0f}"]
     where += ["--contexts", setup.contexts]
     device = ["--device", setup.device] if what == "decode" else []
-    if what == "decode" and setup.tiny:  # kernels would run in Triton's interpreter, or not at all
+    if what == "decode" and setup.tiny:  # kernels would need Triton's interpreter
         device += ["--kernels", "stock"]
     return ["-m", "surgery", "bench", what, *options, *where, *device]
 
@@ -230,7 +230,7 @@ STEPS = (
 
 
 def facts(out: Path, device_name: str, tiny: bool) -> None:
-    """Appends the machine's versions and ceilings to a file: copy bandwidth, products, eigenvalues in float64."""
+    """Append the machine's versions and ceilings to a file: copy bandwidth, matmul rate, fp64 eigendecomposition."""
     import torch
 
     from surgery.common.machine import machine_facts
@@ -251,14 +251,14 @@ def facts(out: Path, device_name: str, tiny: bool) -> None:
 
 
 def shape(out: Path, device: str, tiny: bool) -> None:
-    """Converts two layers of a Llama-3-8B shape by closed form, and appends what a layer takes to a file."""
+    """Convert two layers of a Llama-3-8B shape in closed form and append time and memory to a file."""
     import torch
     from scale import make_random
 
     from surgery.bench.shapes import DECODE_SHAPES
 
     config = DECODE_SHAPES["tiny" if tiny else "llama3-8b"] | {"num_hidden_layers": 2, "dtype": "bfloat16"}
-    if tiny:  # as many rows as the demo model's tokenizer has tokens
+    if tiny:  # the vocabulary of the demo model's tokenizer
         config = config | {"vocab_size": 4096}
     source, layers = out.parent / "shape", 32
     if not source.exists():
@@ -286,7 +286,7 @@ def shape(out: Path, device: str, tiny: bool) -> None:
 
 
 def _surgery(*arguments: object) -> dict[str, Any]:
-    """Return the output of a command with --json, run in this process: another would import everything again."""
+    """Return the --json output of a command, run in this process to avoid importing everything again."""
     from surgery.cli import main as surgery
 
     sys.argv[:] = ["surgery", *map(str, arguments), "--json"]
@@ -318,7 +318,7 @@ def _append(path: Path, row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Runs one of the programs."""
+    """Run one of the programs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("program", choices=("facts", "shape"))
     parser.add_argument("out", type=Path)

@@ -1,11 +1,11 @@
-"""Compares the loss that `surgery plan` predicts for its candidates with their loss on other text.
+"""Compare the losses that `surgery plan` predicts for its candidates with their losses on other text.
 
-python tools/planning_accuracy.py builtin work/                 # minutes; SmolLM2 takes hours, --unseen 4 fewer
-python tools/planning_accuracy.py --facts docs/research/planning-accuracy.csv
+    python tools/planning_accuracy.py builtin work/             # minutes; SmolLM2 takes hours, fewer with --unseen 4
+    python tools/planning_accuracy.py --facts docs/research/planning-accuracy.csv
 
-Every candidate of plans at a half to a sixteenth of the KV bytes is
-carried through the model as plans do it: on the texts of a plan's first two rounds, and on texts that no
-plan saw. A line a conversion goes to <work>/<model>.csv; the figures of docs/research/planning.md are printed.
+Every candidate of plans at a half to a sixteenth of the KV bytes is simulated as in a plan: on the texts of a plan's
+first two rounds, and on texts that no plan saw. Writes a line per conversion to <work>/<model>.csv and prints the
+figures of docs/research/planning.md.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from surgery.running.source import Source
 
 LENGTH = 512
 SEEN = 8
-"""Texts of a plan. It reads the second half for those only that the first cannot tell apart."""
+"""Texts of a plan, which reads the second half only for candidates that the first half cannot separate."""
 
 Line = dict[str, Any]
 
 
 def lines_of(model: str, work: Path, unseen: int) -> list[Line]:
-    """Return the candidates of plans at all shares: predicted and measured increases, with 95% intervals by text."""
+    """Return predicted and measured loss increases of candidates at all KV shares, with 95% intervals over texts."""
     text = {"calibration_length": LENGTH, "context": str(LENGTH), "held_out": SEEN + unseen}
     settings, progress = PlanSettings(**text, keep_statistics=str(work / "statistics")), Progress()
     opened = Source.open(model_named(model), settings)
@@ -61,17 +61,16 @@ def lines_of(model: str, work: Path, unseen: int) -> list[Line]:
 
 
 def increase(losses: list[float], source: list[float]) -> tuple[float, float, float]:
-    """The increase of the loss, and its 95% interval by text."""
+    """Return the mean loss increase and its 95% interval over texts."""
     differences = [own - other for own, other in zip(losses, source, strict=True)]
     mean, half = statistics.fmean(differences), 1.96 * statistics.stdev(differences) / math.sqrt(len(differences))
     return mean, mean - half, mean + half
 
 
 def facts(lines: list[Line]) -> dict[str, float]:
-    """Return the accuracy of predictions: rank correlation, median error, those within a fifth or 0.01 nats, and
-    intervals."""
+    """Return rank correlation, median error, share within 20% or 0.01 nats, and coverage of intervals."""
     pairs = [(float(line["predicted"]), float(line["measured"])) for line in lines]
-    # An increase of less than 0.01 nats is within the noise of the texts.
+    # Differences below 0.01 nats are within the noise of the texts.
     near = [abs(p - m) <= max(0.2 * abs(m), 0.01) for p, m in pairs]
     covered = [float(line["low"]) <= m <= float(line["high"]) for line, (_, m) in zip(lines, pairs, strict=True)]
     return {
@@ -84,18 +83,18 @@ def facts(lines: list[Line]) -> dict[str, float]:
 
 
 def ranks(values: tuple[float, ...]) -> list[float]:
-    """Places in their order."""
+    """Return the rank of each value; ties share the lowest."""
     order = sorted(values)
     return [float(order.index(value)) for value in values]
 
 
 def read(path: Path) -> list[Line]:
-    """The lines of a file."""
+    """Read the lines of a CSV file."""
     return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
 
 def main() -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", metavar="MODEL WORK | CSV")
     parser.add_argument("--facts", action="store_true", help="of a file that there is")

@@ -1,8 +1,9 @@
-"""Makes what the README shows of SmolLM2, the table in it and its picture, and the pages of all reports.
+"""Generate the README's table and picture of SmolLM2, and the HTML pages of all reports.
 
-From the reports in docs/smollm2/rows and docs/smollm2/rows-8k, which `surgery run recipes/smollm2-rows.yaml` makes.
+Sources are the reports in docs/smollm2/rows and docs/smollm2/rows-8k, which `surgery run recipes/smollm2-rows.yaml`
+writes.
 
-python tools/readme.py            # writes them; tests hold that they are current
+    python tools/readme.py            # writes them; tests check that they are current
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from surgery.eval.report.tables import columns
 ROOT = Path(__file__).resolve().parent.parent
 REPORT, README = ROOT / "docs" / "smollm2" / "rows", ROOT / "README.md"
 LONG_REPORT = REPORT.with_name("rows-8k")
-"""The same rows in windows of 8,192 tokens."""
+"""Report of the same rows in windows of 8,192 tokens."""
 PICTURE = REPORT / "quality.svg"
 SHOWN = {
     "kv_bytes_per_token": "KV B/token",
@@ -35,7 +36,7 @@ ANSWERS = {
     "cascade-8": "--to crosslayer --method cascade --bits auto",
     "cascade-16-healed": "--kv-ratio 0.0625, then surgery heal",
 }
-"""Rows that the sentences beneath the picture are about, and what makes them."""
+"""Rows described beneath the picture, and the commands that make them."""
 BEGIN, END = "<!-- made by tools/readme.py -->\n", "<!-- end -->"
 
 
@@ -61,7 +62,7 @@ def hook(report: dict[str, Any]) -> str:
 
 
 def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
-    """Return the sentences about the measurement."""
+    """Return the description of the measurement."""
     settings, long = report["settings"], long_report["settings"]
     text = (
         f"Loss in nats per token, and perplexity, are on {settings['windows']} x {settings['length']:,} tokens of "
@@ -78,7 +79,7 @@ def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any], long_report: dict[str, Any]) -> str:
-    """Return the Markdown table: the source, then the other rows by their bytes."""
+    """Return the Markdown table: the source, then the other rows by decreasing KV bytes."""
     columns_by_key = {column.key: column for column in columns(report)}
     long_rows = {row["name"]: row for row in long_report["rows"]}
     rows = sorted(report["rows"], key=lambda row: (row["role"] != "baseline", -row["kv"]["ratio"]))
@@ -96,7 +97,7 @@ def table(report: dict[str, Any], long_report: dict[str, Any]) -> str:
 
 
 def _other_conversions(report: dict[str, Any], long_report: dict[str, Any]) -> str:
-    """Say so if checkpoints of one name are not the same in both reports."""
+    """Return a remark if checkpoints of the same name differ between the reports, or an empty string."""
     hashes = [{row["name"]: row["sha256"] for row in each["rows"]} for each in (report, long_report)]
     is_same = all(hashes[0].get(name, sha256) == sha256 for name, sha256 in hashes[1].items())
     return "" if is_same else f", with the conversions of another day ({long_report['created'][:10]})"
@@ -107,7 +108,7 @@ def _long_title(long_report: dict[str, Any]) -> str:
 
 
 def with_parts(readme: str, *parts: str) -> str:
-    """The README with these between its marks, one after the other."""
+    """Return the README with the parts inserted between its marks, in order."""
     remaining = iter(parts)
     return re.sub(
         f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: BEGIN + next(remaining) + END, readme, flags=re.DOTALL

@@ -1,7 +1,6 @@
-"""Writes docs/reference.md: the commands, every setting of targets and commands, and public functions, as the code has
-them.
+"""Generate docs/reference.md from the code: commands, all settings of targets and commands, public functions.
 
-python tools/reference.py            # writes it; tests/test_docs.py holds that it is current
+`python tools/reference.py` writes it; tests/test_docs.py checks that it is current.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ FUNCTIONS += ("register_structure", "register_family", "register_scorer", "regis
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [HEAD, "## Verbs\n", _verbs(), "## Settings\n"]
     common = settings_of(ConversionSettings)
     parts += ["### Of every conversion\n", _table(common)]
     for target in TARGETS.working().values():
         if target.fixed or not target.home.startswith("surgery."):
-            continue  # another name of one, or an installed package's
+            continue  # an alias, or a target of a plugin
         own = {name: each for name, each in settings_of(target.settings_class).items() if each != common.get(name)}
         parts += [f"### `convert --to {target.name}`\n", _table(own)]
     verbs = {
@@ -96,7 +95,7 @@ def _function(name: str) -> str:
 
 
 def _line(text: str) -> str:
-    """Escape a text for a cell of a table."""
+    """Escape a text for a table cell."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

@@ -1,9 +1,9 @@
-"""Makes a release: checks that all files name one version, builds sdist and wheel, and tries the wheel away from here.
+"""Make a release: check that all files name one version, build sdist and wheel, and try the wheel elsewhere.
 
-    python tools/release.py            # checks, builds into dist/, tries; says what is left to do by hand
-    python tools/release.py --check    # checks only
+    python tools/release.py            # check, build into dist/, try; print the remaining manual steps
+    python tools/release.py --check    # check only
 
-The wheel is built from the unpacked sdist, so that what people install by either is the same.
+The wheel is built from the unpacked sdist, so that both install the same files.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ ADDRESSES = {
     "mkdocs.yml": r"^repo_url: ",
     "SECURITY.md": r"https://|\S@\S",
 }
-"""Files that name the repository's public address, or whom to write to, and how one sees that they do."""
+"""Files that must name the repository's public address or a contact, and a pattern that finds it."""
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
 
 class NotReady(Exception):
-    """Reason for which a release cannot be made, in one line."""
+    """Error with the one-line reason why a release cannot be made."""
 
 
 def check_versions(root: Path = ROOT) -> str:
-    """The version that surgery/version.py, CHANGELOG.md and CITATION.cff all name, and that has a date.
+    """Return the version of surgery/version.py, which CHANGELOG.md (with a date) and CITATION.cff must share.
 
     Raises:
-        NotReady: one of them says something else.
+        NotReady: versions differ, or the date is missing.
     """
     version = _found(root / "surgery" / "version.py", r'__version__ = "([^"]+)"')
     newest = _found(root / "CHANGELOG.md", r"^## (.+)$")
@@ -54,10 +54,10 @@ def check_versions(root: Path = ROOT) -> str:
 
 
 def check_address(root: Path = ROOT) -> None:
-    """The project says where it lives; nothing of it is made up, so there may be nothing yet.
+    """Check that all files of `ADDRESSES` name a public address; there may be none yet.
 
     Raises:
-        NotReady: a file does not.
+        NotReady: a file without an address.
     """
     silent = [name for name, pattern in ADDRESSES.items() if not re.search(pattern, _text(root / name), re.MULTILINE)]
     if silent:
@@ -65,10 +65,10 @@ def check_address(root: Path = ROOT) -> None:
 
 
 def check_repository(version: str, root: Path = ROOT) -> None:
-    """Nothing uncommitted, and no tag of that version.
+    """Check that the working tree is clean and that the version has no tag.
 
     Raises:
-        NotReady: there is.
+        NotReady: uncommitted changes, or an existing tag.
     """
     if _git(root, "status", "--porcelain"):
         raise NotReady("there are changes that are not committed")
@@ -77,32 +77,32 @@ def check_repository(version: str, root: Path = ROOT) -> None:
 
 
 def build(root: Path, out: Path) -> tuple[Path, Path]:
-    """Builds the sdist of a tree, and the wheel of what is in it.
+    """Build the sdist of a tree, and the wheel from the sdist.
 
     Returns:
-        Both files, in ``out``.
+        Paths of both files, in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
     sdist = out / _built(root, "build_sdist", out)
     with TemporaryDirectory() as folder:
         with tarfile.open(sdist) as archive:
-            # Of Python 3.10 and 3.11 the first patch releases have no filters.
+            # Early patch releases of Python 3.10 and 3.11 have no filters.
             archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         (tree,) = Path(folder).iterdir()
         return sdist, out / _built(tree, "build_wheel", out)
 
 
 def try_wheel(wheel: Path, folder: Path) -> dict[str, str]:
-    """Installs a wheel into a new environment that sees this one's packages, without a network, and runs it.
+    """Install a wheel offline into a new environment that sees this one's packages, and run its commands.
 
     Args:
-        folder: an empty one away from the repository.
+        folder: empty folder outside the repository.
 
     Returns:
-        What each command of ``TRIED`` printed.
+        Output of each command of ``TRIED``.
 
     Raises:
-        NotReady: one of them failed, or ran other code than the wheel's.
+        NotReady: a command failed, or ran other code than the wheel's.
     """
     venv.create(folder / "venv", with_pip=True)
     python, here = folder / "venv" / "bin" / "python", folder / "elsewhere"
@@ -152,7 +152,7 @@ def _text(path: Path) -> str:
 
 
 def _built(tree: Path, hook: str, out: Path) -> str:
-    """The name of the file that a hook of the build backend wrote."""
+    """Run a hook of the build backend and return the name of the file that it wrote."""
     return _run([sys.executable, "-c", BUILD, hook, out.resolve()], tree).strip().splitlines()[-1]
 
 
@@ -170,7 +170,7 @@ def _run(command: list, folder: Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Without the path that would let the repository's own code be found first."""
+    """Return the environment without PYTHONPATH, so that the installed package is imported."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 

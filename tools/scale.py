@@ -1,12 +1,12 @@
-"""Cost of conversions of large models, on checkpoints of their shapes: forecast without weights, or measured.
+"""Forecast or measure the time and memory of conversions of large models, on checkpoints of their shapes.
 
     PYTHONPATH=. python tools/scale.py llama3-8b llama3-70b llama3-405b
     PYTHONPATH=. python tools/scale.py llama3-8b --weights FOLDER --to mla --kv-ratio 0.28125 --calibration none
 
-The first prints the table of docs/scale.md, of ``surgery convert --dry-run`` on files of headers and holes: gigabytes
-that no disk holds. The disk may be too small for the result; the dry run says so, and its numbers all the same. The
-second makes a checkpoint of random weights, converts it in a process of its own and prints its time and peak memory.
-What is not this program's is of ``surgery convert``.
+The first prints the table of docs/scale.md, from ``surgery convert --dry-run`` on sparse files that consist of headers
+and holes. If the disk is too small for the result, the dry run says so and still prints its numbers. The second creates
+a checkpoint of random weights, converts it in a separate process and prints its time and peak memory. Other options are
+passed to ``surgery convert``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 def weight_shapes(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of all tensors of a Llama or Mixtral with untied embeddings."""
+    """Yield names and shapes of all tensors of a Llama or Mixtral with untied embeddings."""
     hidden, mlp = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
@@ -65,7 +65,7 @@ def weight_shapes(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def make_hollow(folder: Path, config: dict) -> None:
-    """Write a checkpoint of zeros, which are holes in its files, with the demo model's tokenizer."""
+    """Write a checkpoint of zeros as sparse files, with the demo model's tokenizer."""
     folder.mkdir(parents=True)
     index: dict[str, str] = {}
     parts: dict[str, dict[str, TensorSpec]] = {}
@@ -87,7 +87,7 @@ def make_hollow(folder: Path, config: dict) -> None:
 def make_random(folder: Path, config: dict) -> None:
     """Write a checkpoint of random bf16 weights, tensor by tensor, with the demo model's tokenizer."""
     plan = {name: TensorSpec(torch.bfloat16, shape) for name, shape in weight_shapes(config)}
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # 52 s of 2.8 GiB on the CPU of a machine with an H100
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # 52 s for 2.8 GiB on the CPU of a machine with an H100
     generator = torch.Generator(device).manual_seed(0)
     with CheckpointWriter(folder, plan) as writer:
         with Progress().phase("random weights", sum(spec.nbytes for spec in plan.values()), "B") as advance:
@@ -104,7 +104,7 @@ def make_random(folder: Path, config: dict) -> None:
 
 
 def convert(source: Path, *arguments: str) -> dict:
-    """Return the output of ``surgery convert --json``."""
+    """Run ``surgery convert --json`` and return its output."""
     command = [sys.executable, "-m", "surgery", "convert", str(source), "--out", str(source.parent / "out"), "--json"]
     process = subprocess.run([*command, *arguments], stdout=subprocess.PIPE)
     if not process.stdout:
@@ -113,12 +113,12 @@ def convert(source: Path, *arguments: str) -> dict:
 
 
 def dry_run(source: Path, target: str, arguments: list[str]) -> dict:
-    """The plan of a conversion to a quarter of the bytes, with the defaults but for what is asked."""
+    """Return the dry run of a conversion to a quarter of the KV bytes, with the defaults and further arguments."""
     return convert(source, "--to", target, "--kv-ratio", "0.25", "--dry-run", *arguments)
 
 
 def line(shape: str, target: str, plan: dict) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     weights, memory, disk = plan["source"]["weight_bytes"], plan["memory"]["host_bytes"], plan["disk"]
     return (
         f"| `{shape}` | {target} | "
@@ -128,7 +128,7 @@ def line(shape: str, target: str, plan: dict) -> str:
 
 
 def measure(shape: str, folder: Path, arguments: list[str]) -> None:
-    """Convert a checkpoint of random weights, which is made if it is not there, and print what it took."""
+    """Convert a checkpoint of random weights, created if missing, and print time and peak memory."""
     source = folder / shape
     if not source.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("shapes", nargs="+", choices=sorted(SHAPES), metavar="SHAPE")
     parser.add_argument("--targets", nargs="+", default=["mla", "lowrank"])
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="make random weights there, convert them")
-    options, further = parser.parse_known_args()  # what else is given is of surgery convert
+    options, further = parser.parse_known_args()  # other options are those of surgery convert
     if options.weights:
         for shape in options.shapes:
             measure(shape, options.weights, further)

@@ -1,7 +1,7 @@
-"""A hook of mkdocs: links from pages to files of the repository that are no pages.
+"""MkDocs hook for links from pages to files of the repository outside ``docs/``.
 
-They work where the repository is browsed. The site has no such files and the repository no public address, so there the
-text of the link stays, with the path; a link to a file that does not exist stops the build.
+These links work in a repository browser. The site has no such files and the repository no public address, so the site
+shows the text of the link with the path. A link to a file that does not exist stops the build.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """Called by mkdocs for every page."""
+    """Replace links of a page; called by MkDocs for every page."""
     return without_outside_links(markdown, page.file.src_uri)
 
 
 def without_outside_links(markdown: str, uri: str) -> str:
-    """A page of ``docs/`` whose links leave ``docs/`` for existing files only, as text.
+    """Return a page with links to files outside ``docs/`` replaced by text.
 
     Args:
-        uri: of the page, below ``docs/``.
+        uri: path of the page below ``docs/``.
 
     Raises:
-        ValueError: a link to what does not exist.
+        ValueError: a link to a file that does not exist.
     """
 
     def replacement(link: re.Match) -> str:
@@ -36,7 +36,7 @@ def without_outside_links(markdown: str, uri: str) -> str:
             return link[0]
         place = posixpath.normpath(posixpath.join("docs", posixpath.dirname(uri), target))
         if place.startswith("docs/"):
-            return link[0]  # mkdocs looks at these
+            return link[0]  # checked by MkDocs
         if not (ROOT / place).exists():
             raise ValueError(f"docs/{uri}: links to {place}, which does not exist")
         return text if place in text else f"{text} (`{place}`)"

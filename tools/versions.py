@@ -1,12 +1,12 @@
-"""Tries the package at both ends of what it declares: Python, and the oldest and newest releases of what it needs.
+"""Test the package at both ends of its declared versions: Python, and the oldest and newest dependencies.
 
     python tools/versions.py                  # every pair below, one after the other; writes docs/versions.md
-    python tools/versions.py 3.10:floor       # some of them; rows of others stay unchanged
+    python tools/versions.py 3.10:floor       # selected pairs; other rows stay unchanged
 
-A pair gets an environment of its own, in which pip (or uv, where it is installed, in less time) installs the wheel: at
-the floor with a constraint for every lower bound of pyproject.toml, else the newest that fit each other. There every
+Each pair gets a new environment, in which uv (if installed, since it is faster) or pip installs the wheel: for `floor`
+with a constraint for every lower bound of pyproject.toml, for `newest` with the newest compatible releases. Then every
 module is imported and a subset of the tests runs on the installed package. An environment takes up to 7 GB on disk
-while its pair is tried.
+during its test.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from release import ROOT, build
 FLOOR, NEWEST = "floor", "newest"
 PAIRS = ("3.10:floor", "3.11:floor", "3.10:newest", "3.11:newest", "3.12:newest", "3.13:newest")
 EXTRAS = {FLOOR: "train,eval,gguf", NEWEST: "train,eval,gguf,kernels"}
-"""Not the kernels at the floor: wheels of torch bring the Triton that they need, and the oldest torch an older one."""
+"""Extras by end; no kernels at the floor, since torch pins Triton and that of the oldest torch is too old."""
 TESTS_NEED = ("pytest", "pytest-xdist", "hypothesis")
 ALSO = {FLOOR: (), NEWEST: ("compressed-tensors; python_version >= '3.11'",)}
-"""Packages for tests that are skipped without them: they need a newer torch than the oldest."""
+"""Packages that enable further tests; they need a newer torch than the floor's."""
 
 TESTS = (
     *("tests/test_cli.py", "tests/test_convert.py", "tests/test_convert_low_rank.py", "tests/test_convert_heads.py"),
@@ -79,10 +79,10 @@ For Python 3.10 the newest torch and transformers that can be installed are olde
 
 
 def floors(wheel: Path) -> list[str]:
-    """A constraint for every lower bound that a wheel states, but those of kernels.
+    """Return a pip constraint for every lower bound in a wheel's metadata, except those of the kernels extra.
 
     Raises:
-        SystemExit: a package has two of them, of which pip would take one.
+        SystemExit: a package with two different lower bounds.
     """
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
@@ -98,10 +98,10 @@ def floors(wheel: Path) -> list[str]:
 
 
 def interpreter(minor: str) -> str:
-    """The Python of a version such as 3.10, from the path or pyenv's folder.
+    """Return the interpreter of a Python version such as 3.10, from PATH or pyenv's folder.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: not installed.
     """
     for path in (
         shutil.which(f"python{minor}"),
@@ -114,10 +114,10 @@ def interpreter(minor: str) -> str:
 
 
 def try_pair(minor: str, end: str, wheel: Path, folder: Path) -> tuple[str, bool]:
-    """Installs a wheel into a new environment and runs it there.
+    """Install a wheel into a new environment, import its modules and run the tests.
 
     Returns:
-        Its row of the table, and whether all passed.
+        The row of the table, and whether all tests passed.
     """
     python, report = folder / "venv" / "bin" / "python", folder / "tests.xml"
     _run(interpreter(minor), "-m", "venv", folder / "venv")
@@ -129,7 +129,7 @@ def try_pair(minor: str, end: str, wheel: Path, folder: Path) -> tuple[str, bool
     versions = _run(python, "-c", VERSIONS, *SHOWN).split()
     modules, *absent = _run(python, "-c", IMPORTS).split()
     print(f"{minor} {end}: {modules} modules imported; not here: {', '.join(absent) or 'none'}", flush=True)
-    # The console script, since `python -m pytest` would find the repository's own code before the wheel's.
+    # The console script, since `python -m pytest` would import the repository's code instead of the wheel's.
     pytest = [folder / "venv" / "bin" / "pytest", "-n", "0", "-q", f"--junitxml={report}", *TESTS]
     process = subprocess.run([str(each) for each in pytest], cwd=ROOT, env=_environment())
     suite = ElementTree.parse(report).getroot()[0].attrib
@@ -139,7 +139,7 @@ def try_pair(minor: str, end: str, wheel: Path, folder: Path) -> tuple[str, bool
 
 
 def written(rows: dict[str, str]) -> str:
-    """The page, with these rows by their pairs, and those of other pairs as it has them."""
+    """Return the page with these rows by pair, and its existing rows of other pairs."""
     old = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
     table = {
         f"{match[1]}:{match[2]}": line for line in old if (match := re.match(r"\| (3\.\d+)\.\d+ \| (\w+) \|", line))
@@ -174,13 +174,13 @@ def _run(*command: object) -> str:
 
 
 def _told(process: subprocess.CompletedProcess) -> str:
-    """The end of what a command printed, without warnings."""
+    """Return the last 30 lines of a command's output, without warnings."""
     lines = (process.stdout + process.stderr).splitlines()
     return "\n".join([line for line in lines if not line.startswith("WARNING")][-30:])
 
 
 def _environment() -> dict[str, str]:
-    """Without the path that would let the repository's own code be found first."""
+    """Return the environment without PYTHONPATH, so that the installed package is imported."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
