@@ -91,7 +91,6 @@ def _rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def _without_layers(report: dict[str, Any]) -> dict[str, Any]:
-    """Return a report without its entries by layer, file and stage."""
     return {name: value for name, value in report.items() if name not in ("layers", "files", "stages")}
 
 

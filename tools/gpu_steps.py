@@ -97,7 +97,7 @@ def _tests(setup: Setup, seconds: float) -> list[str]:
 
 
 def _compile(setup: Setup, seconds: float) -> list[str]:
-    # A rehearsal compiles only the benchmark kernels, since every further one would take as long.
+    # A rehearsal compiles the kernels of one operation, since every further one would take as long.
     selection = ["-m", "gpu", *(["-k", "test_kernel"] if setup.tiny else [])]
     folder = ROOT / "tests" / "kernels"
     tests = [] if setup.tiny else [str(folder), f"--ignore={folder / 'bench'}"]

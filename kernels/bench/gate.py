@@ -2,7 +2,7 @@
 
 A case passes if its output, computed in memory that was filled with NaN,
 
-- is finite and within `UNITS` rounding errors of the dtype of the float64 reference (relative RMS);
+- is finite and differs from the float64 reference by at most `UNITS` rounding errors of its dtype (relative RMS);
 - has at most `WORSE` times the error of the most accurate library that computes the same in this dtype, if any;
 - is bit-identical in a second run.
 

@@ -28,8 +28,6 @@ PROCESSORS = 132
 
 
 class _Utils:
-    """Stub of the driver functions that load kernels and describe the device."""
-
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
         return 1, 1, 64, 0, 1024
 
@@ -88,7 +86,7 @@ def decoding_calls(tokens: int) -> dict[str, Callable[[], Any]]:
 
 
 def microseconds(*calls: Callable[[], Any], times: int = 50, repeats: int = 40) -> list[float]:
-    """Measure each call's CPU time in this thread: the minimum of `repeats` means, interleaved against other load."""
+    """Measure each call's CPU time in this thread: the minimum over interleaved repeats, to exclude other load."""
     least = [float("inf")] * len(calls)
     for _ in range(repeats):
         for index, call in enumerate(calls):

@@ -15,7 +15,6 @@ from surgery.kernels.bench.case import MODELS, Case
 
 
 def _operations() -> dict[str, type[Case]]:
-    """Collect the case classes of `operations/` by operation name."""
     operations = {}
     for file in pkgutil.iter_modules(files.__path__):
         for each in vars(import_module(f"{files.__name__}.{file.name}")).values():

@@ -68,8 +68,8 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
             rounding.
 
     Returns:
-        Operation of each layer and measured error. Without a GPU, without Triton or in float64 the model stays
-        unchanged: `refused` has the reason, which is also logged.
+        Operation of each layer and measured error. If the model stays unchanged (no GPU, no Triton, float64, logit
+        caps, learned sinks), `refused` has the reason, which is also logged.
     """
     if hasattr(model, STATE):
         return getattr(model, STATE)[1]

@@ -15,7 +15,7 @@ from surgery.model.plain_cache import PlainLayer
 def hybrid_kernel(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layer: HybridLayer) -> Tensor | None:
     """Compute outputs [B, T, H, d] of rotated query [B, H, T, d] and new keys and values [B, G, T, d].
 
-    Returns None, with nothing cached, for compensated or quantized heads and for later chunks of a long prompt.
+    Returns None, with nothing cached, if unsupported: compensated or quantized heads, later chunks of a long prompt.
     """
     full, queries = module.full_heads, query.shape[2]
     if not is_step(module, query, 1) or module.compensated_heads:

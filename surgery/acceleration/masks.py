@@ -27,7 +27,7 @@ def row_bounds(
         device: device of the results.
 
     Returns:
-        Lengths and starts, int32 [B]: the end (exclusive) and the first of the visible positions; None for S and 0.
+        Lengths and starts, int32 [B]: the end (exclusive) and the first of the visible positions; None for S or 0.
     """
     if mask is None:
         empty = 1 < queries < positions

@@ -32,7 +32,7 @@ def converted_configs() -> dict[str, ConfigOf]:
 
 
 def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
-    """Create a model with weights from N(0, 0.02) on the device, in the config's dtype."""
+    """Create a model on the device in the config's dtype: norm weights 1, other weights from N(0, 0.02)."""
     own_model.register()
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else getattr(torch, config.dtype or "bfloat16")
     with torch.device("meta"), without_initial_values():
