@@ -48,11 +48,11 @@ def refusal(*tensors: Tensor | None) -> str | None:
     return None
 
 
-_told: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def tell_once(operation: str, reason: str) -> None:
     """Warn once for each operation and reason that the operation falls back to its PyTorch reference."""
-    if (operation, reason) not in _told:
-        _told.add((operation, reason))
+    if (operation, reason) not in _warned:
+        _warned.add((operation, reason))
         logger.warning("%s runs in plain PyTorch: %s", operation, reason)

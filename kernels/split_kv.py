@@ -111,8 +111,8 @@ def merge_kernel(parts, logs, out, log, width, SPLITS: tl.constexpr, BLOCK_S: tl
     acc = tl.sum(part * weights[:, None], axis=0) / tl.where(l_i > 0, l_i, 1.0)
     tl.store(out + row * width + column, acc.to(out.dtype.element_ty), mask=column < width)
     if tl.program_id(1) == 0:
-        whole = tl.where(l_i > 0, m_i + tl.log2(tl.where(l_i > 0, l_i, 1.0)) * LN2, -float("inf"))
-        tl.store(log + row, whole)
+        lse = tl.where(l_i > 0, m_i + tl.log2(tl.where(l_i > 0, l_i, 1.0)) * LN2, -float("inf"))
+        tl.store(log + row, lse)
 
 
 @triton.jit

@@ -131,7 +131,7 @@ def run(
     """
     if max_files < 2:
         raise SurgeryError(f"--max-files {max_files}: the rows and the log are two files")
-    selection = _chosen(steps)
+    selection = _selected_steps(steps)
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
@@ -154,13 +154,13 @@ def run(
             _write(results, {"event": "waits", "step": step.name, "why": "no time is left in this run"})
             continue
         limit = min(remaining, step.seconds * (4 if tiny else 1))
-        if _take(step, setup, limit, environment, results, out / LOG, starter):
+        if _run_step(step, setup, limit, environment, results, out / LOG, starter):
             marker.parent.mkdir(exist_ok=True)
             marker.touch()
     _write(results, {"event": "end", "seconds": round(time.monotonic() - began, 1)})
 
 
-def _take(
+def _run_step(
     step: Step,
     setup: Setup,
     limit: float,
@@ -201,7 +201,7 @@ def _programs(environment: dict[str, str]) -> int:
     return sum(1 for _ in Path(environment["TRITON_CACHE_DIR"]).glob("*/*.cubin"))
 
 
-def _chosen(names: str | None) -> list[Step]:
+def _selected_steps(names: str | None) -> list[Step]:
     steps = {step.name: step for step in STEPS}
     selected_names = list(steps) if names is None else [name.strip() for name in names.split(",")]
     if unknown := [name for name in selected_names if name not in steps]:

@@ -169,11 +169,11 @@ def _run(*command: object) -> str:
         [str(each) for each in command], capture_output=True, text=True, env=_environment(), cwd="/"
     )
     if process.returncode:
-        sys.exit(f"versions: {' '.join(map(str, command[:4]))} failed: {_told(process)}")
+        sys.exit(f"versions: {' '.join(map(str, command[:4]))} failed: {_last_lines(process)}")
     return process.stdout
 
 
-def _told(process: subprocess.CompletedProcess) -> str:
+def _last_lines(process: subprocess.CompletedProcess) -> str:
     """Return the last 30 lines of a command's output, without warnings."""
     lines = (process.stdout + process.stderr).splitlines()
     return "\n".join([line for line in lines if not line.startswith("WARNING")][-30:])

@@ -83,7 +83,7 @@ def check(case: Case, inputs: Inputs, *, baselines: bool = True) -> Gate:
         parts = list(case.exact(inputs))
         with poisoned():
             first, second = case.run(inputs), case.run(inputs)
-        gate.error = _largest(first, parts)
+        gate.error = _max_error(first, parts)
         gate.bit_equal = torch.equal(first.view(torch.uint8), second.view(torch.uint8))
     except Exception as error:
         gate.reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
@@ -97,7 +97,7 @@ def check(case: Case, inputs: Inputs, *, baselines: bool = True) -> Gate:
 def _libraries(case: Case, inputs: Inputs, parts: list, gate: Gate) -> None:
     for name, prepare in case.baselines().items():
         try:
-            error = _largest(prepare(inputs)(), parts)
+            error = _max_error(prepare(inputs)(), parts)
         except Exception as error:
             gate.refused[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             continue
@@ -117,7 +117,7 @@ def _reasons(gate: Gate) -> Iterator[str]:
         yield "two runs differ"
 
 
-def _largest(out: Tensor, parts: list[tuple[Callable[[Tensor], Tensor], Tensor]]) -> float:
+def _max_error(out: Tensor, parts: list[tuple[Callable[[Tensor], Tensor], Tensor]]) -> float:
     return max(relative_error(pick(out), expected) for pick, expected in parts)
 
 

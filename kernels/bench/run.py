@@ -71,27 +71,27 @@ class Bench:
             try:
                 row = self._row(case, shapes_tuned)
             except (torch.OutOfMemoryError, MemoryError):
-                row = {**_place(case), "skipped": "out of memory"}
+                row = {**_case_fields(case), "skipped": "out of memory"}
             self.record["rows"].append(row)
             _against_source(self.record["rows"])
             self.say(_line(row))
-            self._keep()
+            self._save()
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        self._keep()
+        self._save()
         return self.record
 
     @property
     def timed(self) -> bool:
         return self.device.type == "cuda"
 
-    def _keep(self) -> None:
+    def _save(self) -> None:
         if self.out is not None:
             tuning.write_json(self.out, self.record)
 
     def _row(self, case: Case, shapes_tuned: set[tuple]) -> dict:
-        row = _place(case)
+        row = _case_fields(case)
         size = case.cache_bytes + case.query_bytes
         free = _free_memory(self.device)
         if size > ROOM * free:
@@ -166,7 +166,7 @@ def no_speed(device: torch.device) -> str:
     return f"no speed on the {device.type} device: operators ran {how}, and only their results were looked at"
 
 
-def _place(case: Case) -> dict:
+def _case_fields(case: Case) -> dict:
     return {
         "operation": case.operation,
         "model": case.model,

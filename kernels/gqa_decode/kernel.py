@@ -148,8 +148,8 @@ def gqa_decode_kernel(
     # This order of terms keeps register use as low as with a constant number of splits.
     place = row * tokens * heads + time * heads + head
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
-    mine = row_mask[:, None] & (v < V)[None, :]
-    tl.store(out + split * V + place[:, None] * (splits * V) + v[None, :], acc.to(out.dtype.element_ty), mask=mine)
+    out_mask = row_mask[:, None] & (v < V)[None, :]
+    tl.store(out + split * V + place[:, None] * (splits * V) + v[None, :], acc.to(out.dtype.element_ty), mask=out_mask)
     tl.store(lse + place * splits + split, log_of(m_i, l_i), mask=row_mask)
 
 

@@ -55,8 +55,8 @@ def attention(
         key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
         mask, gain = F.pad(mask, (0, 1)), None
     wide = torch.promote_types(query.dtype, torch.float32)
-    anyone = mask.any(dim=2)[..., None]
-    key, value = (tensor.to(wide).masked_fill(~anyone, 0.0) for tensor in (key, value))
+    is_visible = mask.any(dim=2)[..., None]
+    key, value = (tensor.to(wide).masked_fill(~is_visible, 0.0) for tensor in (key, value))
     grouped = query.to(wide).unflatten(2, (key.shape[1], -1))
     logits = torch.einsum("btgrd,bgsd->btgrs", grouped, key) * scale
     if gain is not None:
@@ -68,10 +68,10 @@ def attention(
     max_logit = logits.detach().amax(dim=-1, keepdim=True)
     weights = (logits - torch.where(max_logit.isfinite(), max_logit, 0.0)).exp()
     sum_exp = weights.sum(dim=-1, keepdim=True)
-    some = sum_exp > 0
-    safe = torch.where(some, sum_exp, 1.0)
+    has_visible = sum_exp > 0
+    safe = torch.where(has_visible, sum_exp, 1.0)
     out = torch.einsum("btgrs,bgsv->btgrv", weights / safe, value)
-    lse = torch.where(some, safe.log() + max_logit, -torch.inf)
+    lse = torch.where(has_visible, safe.log() + max_logit, -torch.inf)
     return out.flatten(2, 3).to(query.dtype), lse.squeeze(-1).flatten(2, 3)
 
 

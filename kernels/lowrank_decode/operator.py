@@ -95,17 +95,17 @@ def lowrank_decode(
     """
     within, begins = (None, None) if rotation is None else rotation
     both, lse = _lowrank_decode(
-        query, latent, key_up, scale, within, begins, key_bias, norm_weight, norm_eps, _flat(ranges), lengths, starts,
-        first, rebuilt, window, sinks, exact_key, exact_value, exact_slots, raw_exact,
+        query, latent, key_up, scale, within, begins, key_bias, norm_weight, norm_eps, _flatten_ranges(ranges), lengths,
+        starts, first, rebuilt, window, sinks, exact_key, exact_value, exact_slots, raw_exact,
     )  # fmt: skip
-    return _apart(both, lse, exact_value)
+    return _split_outputs(both, lse, exact_value)
 
 
-def _flat(ranges: Sequence[tuple[int, int, int, int]] | None) -> tuple[int, ...] | None:
+def _flatten_ranges(ranges: Sequence[tuple[int, int, int, int]] | None) -> tuple[int, ...] | None:
     return None if ranges is None else tuple(chain.from_iterable(ranges))
 
 
-def _apart(both: Tensor, lse: Tensor, exact_value: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+def _split_outputs(both: Tensor, lse: Tensor, exact_value: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Split the output of the registered operator into latents and exact values."""
     if exact_value is None:
         return both, None, lse

@@ -140,7 +140,9 @@ def _keys(latent: Tensor, key_up: Tensor, ranges: Tensor | None) -> Tensor:
     if ranges is None:
         return torch.einsum("bsr,gdr->bgsd", latent, key_up)
     read = _read(latent, ranges[:, 0], ranges[:, 1], key_up.shape[-1])
-    return torch.einsum("bgsr,gdr->bgsd", read, key_up.masked_fill(_behind(ranges[:, 1], key_up.shape[-1])[:, None], 0))
+    return torch.einsum(
+        "bgsr,gdr->bgsd", read, key_up.masked_fill(_past_rank(ranges[:, 1], key_up.shape[-1])[:, None], 0)
+    )
 
 
 def _values(latent: Tensor, ranges: Tensor | None, kv_heads: int) -> Tensor:
@@ -154,8 +156,8 @@ def _read(latent: Tensor, begin: Tensor, ranks: Tensor, width: int) -> Tensor:
     """Return [B, G, S, width]: `ranks` latent elements from `begin` on for each head, padded with zeros."""
     columns = begin[:, None].long() + torch.arange(width, device=latent.device)
     picked = latent[:, :, columns.clamp(max=latent.shape[-1] - 1)].transpose(1, 2)
-    return picked.masked_fill(_behind(ranks, width)[:, None], 0)
+    return picked.masked_fill(_past_rank(ranks, width)[:, None], 0)
 
 
-def _behind(ranks: Tensor, width: int) -> Tensor:
+def _past_rank(ranks: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=ranks.device) >= ranks[:, None]

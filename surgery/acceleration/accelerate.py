@@ -50,7 +50,7 @@ class Acceleration:
 
 
 @dataclass
-class _Before:
+class _Original:
     """State that `decelerate` restores."""
 
     implementation: str | None
@@ -75,7 +75,7 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
         return getattr(model, STATE)[1]
     parameter = next(model.parameters())
     reason = refusal(parameter)
-    if reason is None and not _takes_functions(model):
+    if reason is None and not _supports_attention_functions(model):
         reason = f"{type(model).__name__} does not take attention functions"
     if own_softmax(model.config):
         reason = "its attention caps logits or has learned sinks, which no kernel knows"
@@ -83,10 +83,10 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
         logger.warning("the model keeps its own attention: %s", reason)
         return Acceleration((), refused=reason)
     plain = step_error(model, None) if compare else None
-    before = _Before(model.config._attn_implementation)
+    before = _Original(model.config._attn_implementation)
     plain_heads.register()
     model.set_attn_implementation(plain_heads.NAME)
-    layers = tuple(_put_under(module, before) for module in _attentions(model))
+    layers = tuple(_accelerate_module(module, before) for module in _attentions(model))
     setattr(model, STATE, (before, Acceleration(layers)))
     if plain is None:
         return getattr(model, STATE)[1]
@@ -104,7 +104,7 @@ def decelerate(model: PreTrainedModel) -> None:
     """Undo `accelerate`; no-op for a model that is not accelerated."""
     if not hasattr(model, STATE):
         return
-    before: _Before = getattr(model, STATE)[0]
+    before: _Original = getattr(model, STATE)[0]
     delattr(model, STATE)
     model.set_attn_implementation(before.implementation)
     for hook in before.hooks:
@@ -140,7 +140,7 @@ WITHOUT = (
 )
 
 
-def _put_under(module: nn.Module, before: _Before) -> str:
+def _accelerate_module(module: nn.Module, before: _Original) -> str:
     """Accelerate one attention module; return its operation, or the reason why it keeps its own code."""
     if isinstance(module, WITHOUT):
         return f"own code: no kernel for {type(module).__bases__[0].__name__}"
@@ -148,7 +148,7 @@ def _put_under(module: nn.Module, before: _Before) -> str:
         if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.bias is not None:
             return "own code: its up-projection is no plain linear layer"
         setattr(module, plain_heads.HANDS_ON_LATENTS, True)
-        module.expand_kv = _as_cached
+        module.expand_kv = _unexpanded
         return "mla_decode"
     for kind, kernel, operation in KERNELS:
         if isinstance(module, kind):
@@ -161,7 +161,7 @@ def _put_under(module: nn.Module, before: _Before) -> str:
     return "gqa_decode"
 
 
-def _as_cached(latent: torch.Tensor, rope_key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _unexpanded(latent: torch.Tensor, rope_key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return latent, rope_key
 
 
@@ -171,5 +171,5 @@ def _attentions(model: PreTrainedModel) -> list[nn.Module]:
     return [attention for layer in layers if (attention := getattr(layer, "self_attn", None)) is not None]
 
 
-def _takes_functions(model: PreTrainedModel) -> bool:
+def _supports_attention_functions(model: PreTrainedModel) -> bool:
     return bool(_attentions(model)) and bool(getattr(model, "_supports_attention_backend", False))

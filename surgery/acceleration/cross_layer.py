@@ -61,7 +61,7 @@ def cross_layer_kernel(
     else:  # nothing to rebuild yet: one latent that no query reads
         latents = tokens.new_zeros(rows, 1, 1, module.entry.rank)
     _, starts = row_bounds(mask, rows, queries, layer.seen, query.device)
-    lengths, first, rebuilt, exact_slots = once(reading.exact, rows, lambda: _row_facts(reading, layer.seen, rows))
+    lengths, first, rebuilt, exact_slots = once(reading.exact, rows, lambda: _row_arguments(reading, layer.seen, rows))
     norm, (key_bias, value_bias) = module.k_norm, (None if bias is None else bias.view(heads) for bias in biases)
     out, exact_out, _ = lowrank_decode(
         query.transpose(1, 2),
@@ -86,7 +86,7 @@ def cross_layer_kernel(
     return lifted(out, up_value, exact_out, value_bias)
 
 
-def _row_facts(reading: Reading, past_length: int, rows: int) -> tuple[Tensor, ...]:
+def _row_arguments(reading: Reading, past_length: int, rows: int) -> tuple[Tensor, ...]:
     """Return int32 lengths [B], first latents [B], rebuilt ranges [B, 2] and positions of exact tokens [B, E]."""
     low, stop = reading.rebuilt
     device, dtype = reading.exact.device, torch.int32

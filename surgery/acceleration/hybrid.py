@@ -45,21 +45,21 @@ def _step(
 ) -> Tensor:
     full = module.full_heads
     kv_length = layer.get_seq_length() + query.shape[2]
-    held_key, held_value = (each.new_empty(len(each), 0, kv_length, each.shape[-1]) for each in (key, value))
-    few_key, few_value = (each[:, :0] for each in (key, value))
+    full_key, full_value = (each.new_empty(len(each), 0, kv_length, each.shape[-1]) for each in (key, value))
+    streaming_key, streaming_value = (each[:, :0] for each in (key, value))
     sink_slots = 0
     if full:
-        held_key, held_value = layer.full.update(key[:, :full], value[:, :full])
+        full_key, full_value = layer.full.update(key[:, :full], value[:, :full])
     if full < module.num_kv_heads:
         streaming = layer.streaming
         sink_slots = streaming.sink_slots
-        few_key, few_value = streaming.update(key[:, full:], value[:, full:])
+        streaming_key, streaming_value = streaming.update(key[:, full:], value[:, full:])
     out, _ = hybrid_decode(
         query.transpose(1, 2),
-        held_key,
-        held_value,
-        few_key,
-        few_value,
+        full_key,
+        full_value,
+        streaming_key,
+        streaming_value,
         module.scaling,
         sink_slots=sink_slots,
         sinks=module.sinks,

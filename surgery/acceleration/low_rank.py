@@ -63,15 +63,15 @@ def low_rank_kernel(
         return None
     if not readable(query, module.k_norm, module.key_up, module.value_up):
         return None
-    layer, beside = cache.layers[module.layer_idx], {}
+    layer, exact_arguments = cache.layers[module.layer_idx], {}
     if isinstance(layer, ExactWindowLayer):
         filled = _filled_slots(layer, queries, query.device)
         latent, exact = layer.update(latent, exact)
         key, value = exact.unflatten(-1, (2 * module.num_kv_heads, module.head_dim))[:, 0].transpose(1, 2).chunk(2, 1)
         if module.value_bias is not None:
             value = value - module.value_bias.view(module.num_kv_heads, 1, module.head_dim)
-        beside = {"exact_key": key, "exact_value": value, "exact_slots": filled}
-        beside |= {"window": module.window, "sinks": module.exact_sinks}
+        exact_arguments = {"exact_key": key, "exact_value": value, "exact_slots": filled}
+        exact_arguments |= {"window": module.window, "sinks": module.exact_sinks}
     else:
         latent, _ = cache.update(latent, latent[..., :0], module.layer_idx)
     slots = latent.shape[2]
@@ -88,7 +88,7 @@ def low_rank_kernel(
     scale = module.scaling * module.rotary[0].attention_scaling
     query = query.transpose(1, 2)
     out, exact_out, _ = lowrank_decode(
-        query, latent[:, 0], key_up, scale, lengths=lengths, starts=starts, **reading, **beside
+        query, latent[:, 0], key_up, scale, lengths=lengths, starts=starts, **reading, **exact_arguments
     )
     return lifted(out, value_up, exact_out, None if module.value_bias is None else module.value_bias.view(heads))
 

@@ -53,12 +53,12 @@ def surgery_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     queries = query.shape[2]
-    one_run = queries == 1 or not _forgets(module, kwargs)
+    has_one_range = queries == 1 or not _has_local_attention(module, kwargs)
     if getattr(module, HANDS_ON_LATENTS, False):
-        if one_run and is_step(module, query, queries) and readable(query, module.kv_b_proj):
+        if has_one_range and is_step(module, query, queries) and readable(query, module.kv_b_proj):
             return _absorbed(module, query, key, value, attention_mask, scale), None
         key, value = type(module).expand_kv(module, key, value)
-    elif one_run and is_step(module, query, queries):
+    elif has_one_range and is_step(module, query, queries):
         lengths, starts = row_bounds(attention_mask, len(query), queries, key.shape[2], query.device)
         return gqa_decode(query.transpose(1, 2), key, value, scale, lengths=lengths, starts=starts)[0], None
     function = (
@@ -80,7 +80,7 @@ def _absorbed(
     return torch.einsum("bthr,hvr->bthv", attn_output, up[:, nope:])
 
 
-def _forgets(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+def _has_local_attention(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Return whether attention is limited to a sliding window or a chunk."""
     window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
     chunked = getattr(module.config, "attention_chunk_size", None) and getattr(module, "use_rope", False)

@@ -64,7 +64,7 @@ def quantized_latent_kernel(
         rank=module.kv_lora_rank,
         rotation=rotation_of(module.rotary, module.config, rows.shape[2]) if module.rope_dim else None,
         exact=first[:, 0].to(query.dtype),
-        exact_starts=_first_places(layer.padding, query.device),
+        exact_starts=_first_positions(layer.padding, query.device),
         lengths=lengths,
         starts=starts,
         window=module.sliding_window,
@@ -80,9 +80,9 @@ def _fields(module: QuantizedLatentAttention) -> tuple[int, ...]:
     return fields
 
 
-def _first_places(padding: LeftPadding, device: torch.device) -> Tensor | None:
+def _first_positions(padding: LeftPadding, device: torch.device) -> Tensor | None:
     """Return the position of each row's first token that is no padding, int32 [B]; None without padding."""
     if not padding.most:
         return None
     places = padding.on(device)
-    return once(places, _first_places, lambda: places.to(torch.int32))
+    return once(places, _first_positions, lambda: places.to(torch.int32))

@@ -270,13 +270,13 @@ def _against_source(rows: list[dict]) -> None:
     fastest: dict[tuple, float] = {}
     for row in measured:
         if row["kind"] == "source":
-            fastest[_place_of(row)] = max(fastest.get(_place_of(row), 0.0), row["tokens_per_second"])
+            fastest[_measurement_key(row)] = max(fastest.get(_measurement_key(row), 0.0), row["tokens_per_second"])
     for row in measured:
-        if source := fastest.get(_place_of(row)):
+        if source := fastest.get(_measurement_key(row)):
             row["times_source"] = row["tokens_per_second"] / source
 
 
-def _place_of(row: dict) -> tuple:
+def _measurement_key(row: dict) -> tuple:
     return row["model"], row["context"], "largest" if row["largest"] else row["batch"]
 
 
