@@ -23,7 +23,7 @@ def has_triton() -> bool:
 
 
 def interpreted() -> bool:
-    """Return whether kernels run in Triton's CPU interpreter: TRITON_INTERPRET=1 when they are imported."""
+    """Return whether TRITON_INTERPRET=1 is set; kernels imported under it run in Triton's CPU interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -54,7 +54,7 @@ def check_versions(root: Path = ROOT) -> str:
 
 
 def check_address(root: Path = ROOT) -> None:
-    """Check that all files of `ADDRESSES` name a public address; there may be none yet.
+    """Check that all files of `ADDRESSES` name the public address or a contact.
 
     Raises:
         NotReady: a file without an address.
