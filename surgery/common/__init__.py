@@ -1,1 +1,1 @@
-"""Utilities for every folder: errors, progress, settings files. No torch, nothing of the domain."""
+"""Shared utilities: errors, progress, settings files. No torch and no domain knowledge."""

@@ -1,4 +1,4 @@
-"""Environment variables for as long as something lasts: processes that it starts see them, and none that come later."""
+"""Temporary environment variables, inherited by child processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Sets variables for the block; afterwards they, and whatever the block does to them, are as before."""
+    """Set environment variables for the block and restore their previous values at its end."""
     before = {name: os.environ.get(name) for name in values}
     os.environ |= values
     try:

@@ -1,4 +1,4 @@
-"""The one exception that users are meant to see."""
+"""The exception that reports errors to users."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _LONGEST = 1500
 
 
 class SurgeryError(Exception):
-    """Bad input or an impossible request.
+    """Invalid input or an impossible request.
 
-    The message is one line that says what is wrong, where, and what to do. The command line prints it without a
-    traceback and exits with 1. What it repeats of a file cannot break that line, command a terminal or fill it.
+    The message is one line: what is wrong, where, and what to do. The command line prints it without a traceback and
+    exits with 1. Control characters are escaped and long messages are shortened.
 
     Attributes:
-        setting: name of the setting that is wrong, without dashes; None if it is none.
-        flag: that setting's flag, where the command line gave it.
-        path: the file or folder that is wrong.
-        hint: what to write instead, as far as it is known.
-        shared: whether several processes raise it at once, of which the main one tells it.
+        setting: name of the invalid setting, without dashes; None if no setting is at fault.
+        flag: the setting's flag, if it came from the command line.
+        path: the file or folder at fault.
+        hint: a valid value or command to use instead, if known.
+        shared: whether all processes of a distributed run raise it; only the main one prints it.
     """
 
     shared = False
@@ -39,7 +39,7 @@ class SurgeryError(Exception):
 
     @property
     def line(self) -> str:
-        """The message for the command line: the flag in front, in the place of the setting's name, and the hint."""
+        """Message for the command line: begins with the flag instead of the setting's name and ends with the hint."""
         line = str(self)
         if self.flag is not None and not line.startswith(self.flag):
             rest = line.removeprefix(self.setting)
@@ -48,9 +48,9 @@ class SurgeryError(Exception):
 
     @classmethod
     def at(cls, path: str | Path, message: str, **fields: Any) -> Self:
-        """Build the error of a file or folder, whose message begins with it."""
+        """Build an error about a file or folder; the message begins with its path."""
         return cls(f"{path}: {message}", path=path, **fields)
 
 
 class ProcessLost(SurgeryError):
-    """One of several processes has ended before their work was done: the same work, asked for again, may go on."""
+    """A worker process that ended before its work was done; a retry may succeed."""

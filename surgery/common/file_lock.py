@@ -1,4 +1,4 @@
-"""Locks on files by which processes know of each other; they end with the process, however it ends."""
+"""Advisory file locks between processes; the operating system releases them when a process ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ except ImportError:  # Windows
 
 
 class Lock(Enum):
-    """Outcome of asking for a lock."""
+    """Result of trying to lock a file."""
 
     HELD = "held by another process"
     TAKEN = "ours, as long as the file is open"
@@ -24,7 +24,7 @@ class Lock(Enum):
 
 
 def try_lock(file: IO | int) -> Lock:
-    """Locks an open file, if no other process has."""
+    """Try to lock an open file without blocking."""
     if fcntl is None:
         return Lock.NONE
     try:
@@ -37,23 +37,23 @@ def try_lock(file: IO | int) -> Lock:
 
 
 def hold(path: Path, place: Path, option: str = "--out") -> IO:
-    """Opens and locks a file, which is made where there is none; who closes it gives the lock up.
+    """Open and lock a file, creating it if needed; closing it releases the lock.
 
     Args:
-        place, option: what the lock is for and what names another, in the refusal.
+        place, option: output path that the lock guards, and the flag to choose another, for the error message.
 
     Raises:
-        SurgeryError: another process has it.
-        OSError: the file cannot be made.
+        SurgeryError: another process holds the lock.
+        OSError: the file cannot be created.
     """
     while True:
-        file = open(path, "a", opener=_without_links)  # noqa: SIM115 the caller's
+        file = open(path, "a", opener=_without_links)  # noqa: SIM115 the caller closes it
         if try_lock(file) is Lock.HELD:
             file.close()
             raise SurgeryError(f"{place}: another surgery is writing it; wait for it or choose another {option}")
         if is_at(file, path):
             return file
-        file.close()  # removed by the process that had it, after it was opened here
+        file.close()  # the previous owner removed the file after we opened it
 
 
 def _without_links(path: str, flags: int) -> int:
@@ -61,7 +61,7 @@ def _without_links(path: str, flags: int) -> int:
 
 
 def is_at(file: IO, path: Path) -> bool:
-    """Return whether an open file is the one that has this name now."""
+    """Return whether a path still refers to an open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Names of files that are made of names of other things. Needs no torch."""
+"""File names made from arbitrary text. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _LONGEST = 80
 
 
 def file_name(text: object, otherwise: str) -> str:
-    """Make a plain file name: other letters than those of words become dashes, and no name leads out of its folder."""
+    """Make a safe file name: dashes replace special characters, separators included; `otherwise` if nothing is left."""
     return re.sub(r"[^\w.+-]+", "-", str(text)).strip("-.")[:_LONGEST] or otherwise

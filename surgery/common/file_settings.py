@@ -1,4 +1,4 @@
-"""Settings that a YAML file can hold: unknown names are errors, with the nearest known one."""
+"""Settings classes that load from YAML files. Unknown names are errors that suggest the closest setting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FileSettings:
-    """Base of the frozen dataclasses of settings: values are of the kind, and within the limits, that fields say."""
+    """Base class of the frozen settings dataclasses; converts and validates the values of all fields."""
 
     def __post_init__(self) -> None:
         for name, each in settings_of(type(self)).items():
@@ -24,17 +24,17 @@ class FileSettings:
 
     @classmethod
     def from_file(cls, path: str | Path, **overrides: Any) -> Self:
-        """Reads a YAML file of settings; ``overrides`` that are not None win.
+        """Read settings from a YAML file; ``overrides`` that are not None take precedence.
 
         Raises:
-            SurgeryError: the file cannot be read, or names a setting that does not exist.
+            SurgeryError: the file cannot be read, or contains an unknown setting.
         """
         values = {name: value for name, value in overrides.items() if value is not None}
         return cls.from_mapping({**read_mapping(path), **values}, str(path))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str) -> Self:
-        """Settings from names and values; ``where`` names their place in an error.
+        """Build settings from a mapping of names to values; ``where`` names the origin in error messages.
 
         Raises:
             SurgeryError: a name is unknown, or a value is not allowed.
@@ -53,20 +53,20 @@ class FileSettings:
 
 
 def typed(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Values as the fields of a dataclass want them.
+    """Convert values to the types of a dataclass's fields.
 
     Raises:
-        SurgeryError: a value is of another kind than its field; says which kind that is.
+        SurgeryError: a value cannot be converted; the message names the expected type.
     """
     settings = settings_of(cls)
     return {name: settings[name].converted(value, f"{where}: {name}") for name, value in values.items()}
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """A YAML file of names and values; an empty one has none.
+    """Read a YAML file whose top level is a mapping; {} for an empty file.
 
     Raises:
-        SurgeryError: it cannot be read, or holds something else.
+        SurgeryError: the file cannot be read, or its top level is not a mapping.
     """
     read = read_yaml(path) or {}
     if not isinstance(read, dict):
@@ -74,15 +74,16 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     return read
 
 
-# Aliases let a few lines stand for billions of values. The largest recipe that ships has a few hundred.
+# YAML aliases can expand a few lines to billions of values. The largest recipe of the package has a few hundred.
 MOST_VALUES = 100_000
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Read a YAML file as plain values; None for an empty one.
+    """Read a YAML file as plain values; None for an empty file.
 
     Raises:
-        SurgeryError: it cannot be read, is no YAML, asks for objects, or its aliases stand for too much.
+        SurgeryError: the file cannot be read, is invalid YAML, contains Python objects, or its aliases expand to too
+            many values.
     """
     import yaml
 
@@ -100,14 +101,14 @@ def read_yaml(path: str | Path) -> Any:
     except yaml.YAMLError as error:
         raise SurgeryError(f"{path}: {' '.join(str(error).split())}", path=path) from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        # Dates and numbers that are none, and nesting without end, which PyYAML does not call errors of its own.
+        # PyYAML raises these for invalid dates and numbers and for deep nesting.
         raise SurgeryError(f"{path}: no readable YAML ({' '.join(str(error).split())})", path=path) from None
 
 
 def _values(node: Any, counts: dict[int, int]) -> int:
-    """Nodes below one and itself, an alias counting as what it stands for; endless for one that holds itself."""
+    """Count a node and its descendants, aliases expanded; more than `MOST_VALUES` for a node that contains itself."""
     if id(node) not in counts:
-        counts[id(node)] = MOST_VALUES + 1  # until it is counted: met again, it is within itself
+        counts[id(node)] = MOST_VALUES + 1  # a node found again while it is counted contains itself
         inner = node.value if isinstance(node.value, list) else []
         pairs = [each for pair in inner for each in (pair if isinstance(pair, tuple) else (pair,))]
         counts[id(node)] = 1 + sum(_values(each, counts) for each in pairs)

@@ -1,4 +1,4 @@
-"""Numbers as people read them. JSON keeps the exact ones."""
+"""Human-readable formatting of numbers; JSON output keeps exact values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from surgery.common.visible import visible
 
 
 def size(count: float) -> str:
-    """Bytes in binary units with one decimal: ``3.0 KiB``; below 1 KiB as they are."""
+    """Format bytes in binary units with one decimal, ``3.0 KiB``; below 1 KiB as a whole number, ``512 B``."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:,.1f} {unit}"
@@ -20,7 +20,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as ``12.3 s``, ``4 min 05 s`` or ``2 h 10 min``."""
+    """Format seconds as ``12.3 s``, ``4 min 05 s`` or ``2 h 10 min``."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     if seconds < 3599.5:
@@ -31,13 +31,13 @@ def duration(seconds: float) -> str:
 
 
 def seconds_of(text: str | float, option: str) -> float:
-    """Seconds of a duration such as ``300``, ``300s``, ``5m`` or ``1h30m``.
+    """Parse a duration such as ``300``, ``300s``, ``5m`` or ``1h30m`` to seconds.
 
     Args:
-        option: that it was given to, for the message.
+        option: the flag that it was passed to, for the error message.
 
     Raises:
-        SurgeryError: it is none, or no time at all.
+        SurgeryError: the text is not a duration, or is zero.
     """
     match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", str(text))
     hours, minutes, rest = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0, 0.0)
@@ -47,7 +47,7 @@ def seconds_of(text: str | float, option: str) -> float:
 
 
 def count(value: float) -> str:
-    """A large number in words of thousands: ``5.5M``, ``8.0B``, ``1.2T``; below a thousand as it is."""
+    """Format a number with a unit of thousands: ``5.5M``, ``8.0B``, ``1.2T``; below a thousand as a whole number."""
     for unit, scale in (("P", 10**15), ("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if value >= scale:
             return f"{value / scale:,.1f}{unit}"
@@ -55,12 +55,12 @@ def count(value: float) -> str:
 
 
 def decimal(value: float | None, digits: int) -> str:
-    """A measured value, or a dash where there is none."""
+    """Format a value with a fixed number of decimals; a dash for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp of a mean loss in nats a token; infinite where that is no number that a machine has."""
+    """Compute the perplexity, exp of a mean loss in nats per token; infinite if it overflows."""
     try:
         return None if loss is None else math.exp(loss)
     except OverflowError:
@@ -68,17 +68,17 @@ def perplexity(loss: float | None) -> float | None:
 
 
 def perplexity_text(value: float) -> str:
-    """A perplexity with four digits or so: ``9.762``, ``64.12``, ``1,234``."""
+    """Format a perplexity with about four digits: ``9.762``, ``64.12``, ``1,234``."""
     return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def with_perplexity(loss: float | None) -> str:
-    """A loss and its perplexity, ``2.2785 (9.762)``; a dash where there is none."""
+    """Format a loss and its perplexity, ``2.2785 (9.762)``; a dash for None."""
     return "-" if loss is None else f"{loss:.4f} ({perplexity_text(perplexity(loss))})"
 
 
 def cost(loss_increase: float, recall: tuple[float | None, float | None] = (None, None)) -> str:
-    """A difference of losses in nats per token, as a perplexity too; and recall before and after, if there is any."""
+    """Format a loss increase in nats per token and as a change of perplexity, with recall before and after if known."""
     before, after = recall
     recall_part = (
         f", recall {decimal(before, 2)} → {decimal(after, 2)}" if before is not None and after is not None else ""
@@ -87,7 +87,7 @@ def cost(loss_increase: float, recall: tuple[float | None, float | None] = (None
 
 
 def loss_of_stage(row: dict) -> str:
-    """The loss of a stage of a conversion; of one that must equal the source, how far its logits are off."""
+    """Format the loss after a conversion stage; for a lossless stage, how far its logits differ from the source's."""
     if row.get("logit_difference") is not None:
         return f"the source's (logits: {row['logit_difference']:.0e})"
     texts = f", from {row['sequences']} texts" if row.get("sequences") else ""
@@ -95,18 +95,18 @@ def loss_of_stage(row: dict) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share of one as a percentage, small ones with more digits; a dash where there is none."""
+    """Format a share as a percentage, values below 0.1% in scientific notation; a dash for None."""
     if value is None:
         return "-"
     return f"{value:.1%}" if abs(value) >= 0.001 or value == 0 else f"{value:.1e}"
 
 
 def shares_at(ratios: Mapping[str, float] | None, ratio: float) -> str:
-    """A share of KV bytes, or those at several lengths where it depends on the length: "52.1% at 4k, 21.0% at 32k".
+    """Format a KV ratio, by context length if it depends on it: "52.1% at 4k, 21.0% at 32k".
 
     Args:
-        ratios: by tokens.
-        ratio: what is shown alone where ``ratios`` are within 5% of it, or not known.
+        ratios: KV ratio by number of tokens, or None.
+        ratio: the only value shown if all ``ratios`` are within 5% of it, or unknown.
     """
     if not ratios or all(abs(each - ratio) <= 0.05 * ratio for each in ratios.values()):
         return share(ratio)
@@ -115,37 +115,37 @@ def shares_at(ratios: Mapping[str, float] | None, ratio: float) -> str:
 
 
 def per_token(count_: float) -> str:
-    """KV bytes of one token, exact as far as a page has room: ``3,072 (3.0 KiB)``."""
+    """Format the KV bytes of a token, exact and in binary units: ``3,072 B (3.0 KiB)``."""
     return f"{count_:,.0f} B" if count_ < 1024 else f"{count_:,.0f} B ({size(count_)})"
 
 
 def origin(name: str, dequantised_from: str | None) -> str:
-    """A source's name, and what its weights were dequantized from if they were: ``a.gguf (dequantized from Q4_1)``."""
+    """Format a source's name with the format it was dequantized from: ``a.gguf (dequantized from Q4_1)``."""
     return name if dequantised_from is None else f"{name} (dequantized from {dequantised_from})"
 
 
 def short(value: float | None) -> str:
-    """Two digits of an error, or a dash where nothing predicts it."""
+    """Format an error with two significant digits; a dash for None."""
     return "-" if value is None else f"{value:.2g}"
 
 
 def one_line(text: object) -> str:
-    """Text that stays on its line."""
+    """Join the lines of a text and escape its control characters."""
     return " ".join(visible(text).splitlines())
 
 
 def in_markdown(text: object) -> str:
-    """Text in Markdown that stays in its line and its cell, and is no markup but that of letters."""
+    """Escape a text for a Markdown table cell: one line, no HTML, no cell separators or backticks."""
     return html.escape(one_line(text), quote=False).replace("|", "\\|").replace("`", "'")
 
 
 def in_code(text: object) -> str:
-    """Text between backticks or in a block of code, which it cannot end."""
+    """Escape a text for inline code or a code block: one line without backticks."""
     return one_line(text).replace("`", "'")
 
 
 def formats_of(kv_cache: dict | list) -> str:
-    """The formats of a quantized cache, as a config's ``kv_cache`` has them of all layers or of each."""
+    """Format the ``kv_cache`` entry of a config: the format of all layers, or the formats used by layer."""
     if isinstance(kv_cache, dict):
         return kv_cache["format"]
     return f"{', '.join(sorted({entry['format'] if entry else 'exact' for entry in kv_cache}))} by layer"

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP end a command as Ctrl-C does: by an exception, so that what cleans up after errors does so."""
+"""Handling of SIGTERM and SIGHUP like Ctrl-C: they raise an exception, so that cleanup code runs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from types import FrameType
 import psutil
 
 ASKED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Signals by which others ask a process to end; Windows lacks the second."""
+"""Termination signals; Windows lacks SIGHUP."""
 
 STARTED_BY = "SURGERY_STARTED_BY"
-"""Environment variable with the process id without which a process is to stop."""
+"""Environment variable with the id of the parent process; this process stops when the parent has ended."""
 
 
 _unfinished: list[Path] = []
 
 
 def resumes_from(path: Path) -> None:
-    """Names a file or folder that the same command, run again, resumes from. A folder without files is none yet."""
+    """Register a file or folder from which the same command resumes. A folder without files does not count."""
     _unfinished.append(path)
 
 
 def remains() -> str:
-    """A clause for people: the newest file or folder that this command leaves to resume from, or that there is none."""
+    """Describe for a message the newest unfinished output to resume from, or that there is none."""
     path = next((path for path in reversed(_unfinished) if _holds_files(path)), None)
     return "nothing was kept" if path is None else f"{path} keeps the finished work, the same command resumes"
 
@@ -40,27 +40,27 @@ def _holds_files(path: Path) -> bool:
 
 
 class Interruption:
-    """Reason for which a block was stopped.
+    """The signal that stopped a block.
 
     Attributes:
-        signal: SIGINT, SIGTERM or SIGHUP; None while nothing did.
+        signal: SIGINT, SIGTERM or SIGHUP; None if the block was not interrupted.
     """
 
     signal: int | None = None
 
     @property
     def exit_code(self) -> int:
-        """128 and the signal's number, as shells have it."""
+        """Exit code by the shell convention: 128 plus the signal number."""
         return 128 + (self.signal or 0)
 
 
 @contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt in the block, as SIGINT does, and record which of them it was.
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt in the block, as SIGINT does, and record which signal arrived.
 
-    They are ignored from the first of them on: schedulers send SIGTERM more than once, and a terminal that closes sends
-    SIGHUP after it, which would stop the cleaning up. Under nohup, which has SIGHUP ignored, it stays so. Threads but
-    the main one cannot take signals, and leave them unchanged.
+    Both are ignored after the first signal: schedulers repeat SIGTERM and a closing terminal sends SIGHUP, which would
+    interrupt the cleanup. SIGHUP stays ignored under nohup. Does nothing outside the main thread, the only one that can
+    set signal handlers.
     """
     _unfinished.clear()
     caught, before = Interruption(), {}
@@ -82,7 +82,7 @@ def interruptible() -> Iterator[Interruption]:
 
 
 def stop_with_starter() -> None:
-    """Send this process SIGTERM, so that it saves its state, once the process that `STARTED_BY` names has ended."""
+    """Start a thread that sends this process SIGTERM, so that it saves its state, when its `STARTED_BY` parent ends."""
     if os.name == "posix" and (starter := os.environ.get(STARTED_BY)):
         threading.Thread(target=_stop_with, args=(int(starter),), daemon=True).start()
 
@@ -90,7 +90,7 @@ def stop_with_starter() -> None:
 def _stop_with(starter: int) -> None:
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(starter)
-        # A zombie has ended, though nobody asked how: in a container it may stay one for good.
+        # A zombie has ended too: in a container it may never be reaped.
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Files of a conversion that are there while it runs: one a layer."""
+"""Per-layer working files of a conversion."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Self = TypeVar("Self", bound="LayerFiles")
 
 
 class LayerFiles:
-    """A context manager over a folder of files.
+    """Context manager over a folder with one file per layer.
 
     Args:
-        kind: of files, for the folder's name.
-        parent: where the folder is made, if it is not there, and stays; None for a temporary one, where ``TMPDIR``
-            says, that goes at the end.
+        kind: kind of files, for the folder's name.
+        parent: folder in which the files stay, created if needed; None for a temporary folder below ``TMPDIR`` that
+            is removed at the end.
     """
 
     def __init__(self, kind: str, parent: Path | None = None):

@@ -1,4 +1,4 @@
-"""Lineage: the id under which a conversion, its healings and their evaluations are filed wherever they are tracked."""
+"""Lineage: the id shared by a conversion, its healings and their evaluations in experiment trackers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ REPORT = "surgery_report.json"
 
 
 def lineage(report: Mapping[str, Any]) -> str:
-    """A name for all that results from a conversion: its target, and a hash of its source and settings.
+    """Compute the lineage of a conversion report: its target, and a hash of its source and settings.
 
-    The report of a healed checkpoint still has both; a published one, whose settings have no folders, the name itself.
+    The report of a healed checkpoint still has both; a published report, whose settings lack folders, stores the id.
 
     Raises:
-        KeyError: it is no report of a conversion.
+        KeyError: this is not a conversion report.
     """
     if isinstance(report.get("lineage"), str):
         return report["lineage"]
@@ -27,7 +27,7 @@ def lineage(report: Mapping[str, Any]) -> str:
 
 
 def lineage_of(folder: str | Path) -> str | None:
-    """Return the lineage of the checkpoint in a folder; None where no conversion of this package made it."""
+    """Return the lineage of the checkpoint in a folder; None if it is not a result of this package."""
     try:
         return lineage(json.loads((Path(folder) / REPORT).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):

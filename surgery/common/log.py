@@ -1,7 +1,7 @@
-"""A log of long work: each event one line for people, or one JSON object, at the end of a file.
+"""Log file of long work: one line of text or one JSON object per event.
 
-The file and whether lines take the place of bars stand in the environment, so that processes that a command starts,
-such as trainings, write into the same one.
+The log file and the verbose flag are environment variables, so that child processes, such as training runs, write to
+the same file.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ JSON_LINES = ".jsonl"
 
 
 def is_verbose() -> bool:
-    """Return whether standard error gets lines with times and memory, also on a terminal."""
+    """Return whether to print lines with times and memory to standard error instead of progress bars."""
     return VERBOSE in os.environ
 
 
 def log(event: str, text: str, **facts: object) -> None:
-    """Adds an event to the log, if there is one.
+    """Append an event to the log file, if there is one.
 
     Args:
-        event: command, begin, going, end, stopped, note, error, done.
-        text: for people.
-        facts: plain values, for JSON.
+        event: command, begin, going, end, stopped, note, error or done.
+        text: human-readable message.
+        facts: plain values for JSON.
     """
     path, now = os.environ.get(LOG_FILE), datetime.now(timezone.utc)
     if not path:
@@ -44,13 +44,13 @@ def log(event: str, text: str, **facts: object) -> None:
     if path.endswith(JSON_LINES):
         record = {"time": now.isoformat(timespec="milliseconds"), "event": event, "text": text, **facts}
         line = json.dumps(record, ensure_ascii=False)
-    with suppress(OSError):  # a full disk ends what is worth more than a log by itself
+    with suppress(OSError):  # a log that cannot be written must not stop the work
         _append(path, line + "\n")
 
 
 @contextmanager
 def logged(command: str, file: Path | None, *, verbose: bool, **facts: object) -> Iterator[None]:
-    """Log the work of the block; of several processes that do the same work, the first logs.
+    """Log the block from its command line to its end or error; in a distributed run only rank 0 logs.
 
     Raises:
         SurgeryError: the file cannot be written.
@@ -78,6 +78,6 @@ def logged(command: str, file: Path | None, *, verbose: bool, **facts: object) -
 
 
 def _append(path: str, text: str) -> None:
-    # Opened for each line: several processes write into it, and forks of this one.
+    # Opened for each line: several processes, forks included, append to it.
     with open(path, "a", encoding="utf-8") as handle:
         handle.write(visible(text))

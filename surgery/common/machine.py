@@ -1,4 +1,4 @@
-"""Machine facts for a bug report: versions, cores, memory; no paths and no names."""
+"""Machine facts for bug reports: versions, cores, memory; no paths or names."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBL
 
 
 def seconds_since_start() -> float:
-    """Seconds since this process began, start-up and imports included: what a user has waited for a screen."""
+    """Return the seconds since this process started, imports included."""
     return time.time() - psutil.Process().create_time()
 
 
 def machine_facts(*, gpu: bool) -> dict[str, Any]:
-    """Plain values; with ``gpu`` torch is imported and asked for accelerators."""
+    """Collect machine facts as plain values; with ``gpu`` also accelerators, which imports torch."""
     facts = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

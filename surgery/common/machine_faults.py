@@ -1,4 +1,4 @@
-"""Messages of one line for faults of the machine: memory that runs out and disks that fail."""
+"""One-line messages for machine faults: out of memory, out of threads, full or failing disks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from surgery.common.errors import SurgeryError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# torch has no kinds of errors of its own for these.
+# torch has no error classes for these.
 _TOO_LARGE = ("can't allocate memory", "cannot allocate memory", "out of memory", "not enough memory", "bad_alloc")
 _TOO_LARGE += ("storage size calculation overflowed", "failed to map segment")
 _MEMORY = "out of memory; close other programs, raise the limit (ulimit -v), or ask for less: --batch-size, "
@@ -19,10 +19,9 @@ _UNWRITTEN = ("PytorchStreamWriter", "unexpected pos", "No space left on device"
 
 
 def fault_message(error: BaseException) -> str | None:
-    """Return the message for an error of the machine; None for one of the program's own.
+    """Return the message for a machine fault; None for any other error.
 
-    Errors of files that a command was asked to read or write are told where they happen, with what to do; this is for
-    the temporary ones, and for memory, which can end anywhere.
+    Errors of input and output files are reported where they occur, with advice. This covers temporary files and memory.
     """
     text = " ".join(str(error).split())
     number = error.errno if isinstance(error, OSError) else None
@@ -37,8 +36,7 @@ def fault_message(error: BaseException) -> str | None:
         return f"{error.filename or 'a temporary file'}: no space left on the disk; {_FREE}"
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.filename or 'a temporary file'}: {error.strerror or text}"
-    # safetensors has errors of its own; its name is looked at, as most commands' mistakes are told without importing
-    # it.
+    # Compared by name: most commands report errors without importing safetensors.
     is_write_error = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
     if is_write_error and any(part in text for part in _UNWRITTEN):
         return f"a temporary file could not be written; {_FREE}"
@@ -46,15 +44,15 @@ def fault_message(error: BaseException) -> str | None:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether Rust code, such as that of tokenizers, gave up: an error that Python does not take for one."""
+    """Return whether an error is a panic of Rust code such as tokenizers, which does not derive from Exception."""
     return type(error).__name__ == "PanicException"
 
 
 def check_working_folder() -> None:
-    """Check that relative paths lead somewhere.
+    """Check that the working folder exists.
 
     Raises:
-        SurgeryError: the working folder was deleted.
+        SurgeryError: it was deleted.
     """
     try:
         os.getcwd()

@@ -9,11 +9,11 @@ import psutil
 
 
 def resident_memory() -> int:
-    """Now."""
+    """Return the current resident memory."""
     return psutil.Process().memory_info().rss
 
 
 def peak_memory() -> int:
-    """The most so far."""
+    """Return the peak resident memory so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,10 +1,10 @@
-"""Note for work that resumes with another number of threads, which add numbers in another order."""
+"""Note about work that resumes with another number of threads, which changes the order of summation."""
 
 from __future__ import annotations
 
 
 def other_threads(before: object, now: int) -> str | None:
-    """A line for people; None with as many threads, and where nobody knows how many there were."""
+    """Return a note on the changed number of threads; None if it is unchanged or the former number is unknown."""
     if not isinstance(before, int) or before == now:
         return None
     return f"was begun with {before} threads and goes on with {now}: last digits may differ from those of one run"

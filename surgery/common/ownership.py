@@ -1,11 +1,11 @@
-"""Ownership: what this program may replace and remove, by its own records of what it wrote. Needs no torch.
+"""Ownership: files that this program may replace or remove, by its own records of written files. Needs no torch.
 
-- A result folder lists its files in a record: ``surgery_report.json``, ``surgery_healing.json`` or ``heal.json``. One
-  file that is not listed, or was edited since, makes the whole folder the user's.
-- A folder of unfinished work carries a ledger, which names each file before it is written.
+- A result folder lists its files in a record: ``surgery_report.json``, ``surgery_healing.json`` or ``heal.json``. A
+  single unlisted or edited file makes the whole folder the user's.
+- A folder of unfinished work has a ledger that lists each file before it is written.
 - A single file carries `MARK` or the signature of its format.
 
-Whatever is not recognized is named in the refusal and stays. Links and empty folders are never ours.
+An unrecognized file is never touched; the error message names it. Links and empty folders always belong to the user.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from surgery.common.errors import SurgeryError
 
 PROGRAM = "model-surgery"
 MARK = f"Written by {PROGRAM}"
-"""Text in every single file that may be replaced: a comment, or metadata of the format."""
+"""Marker text in each single file that may be replaced: a comment, or metadata of the format."""
 
 RECORDS = ("surgery_report.json", "surgery_healing.json", "heal.json")
-"""Files whose ``files`` list what a result folder holds, with hashes; ``other_files`` those that may be edited."""
+"""Files whose ``files`` entry lists a result folder's files with hashes, and ``other_files`` the editable ones."""
 
 HIDDEN = ".surgery-"
-"""Beginning of the names of this program's hidden files and folders."""
+"""Name prefix of this program's hidden files and folders."""
 
 _SIGNATURES = (MARK.encode(), b'"surgery_heads"', b"# surgery convert ", b'"command": "surgery bench')
 _EDGE = 2**16
 _HASHED = 2**25
-"""Larger files are weights: compared by name only, reading them would take minutes."""
+"""Size limit in bytes for hashing. Larger files are weights, compared by name only: reading them takes minutes."""
 _UNLISTED = ("README.md", "README.source.md", "heal.jsonl", "adapter/*")
-"""Files that records of versions before ``other_files`` do not list."""
+"""Files missing from the records of versions that did not write ``other_files``."""
 
 IsOwned = Callable[[str], bool]
-"""Tells whether this program wrote a path of a folder. Paths have slashes; those of folders end in one."""
+"""Predicate: did this program write this relative path? Paths use slashes; those of folders end in a slash."""
 
 
 def matching(patterns: Iterable[str]) -> IsOwned:
-    """Owns the paths that match a pattern, compared part by part, and the folders on the way to them."""
+    """Return a predicate that owns paths matching a pattern, compared part by part, and their parent folders."""
     split = [pattern.split("/") for pattern in patterns]
 
     def is_owned(path: str) -> bool:
@@ -59,7 +59,7 @@ def matching(patterns: Iterable[str]) -> IsOwned:
 
 
 def nested(is_owned: IsOwned, **folders: IsOwned) -> IsOwned:
-    """Owns what ``is_owned`` does, and in folders of these names what theirs do."""
+    """Return a predicate that applies another predicate inside each named folder, and ``is_owned`` elsewhere."""
 
     def both(path: str) -> bool:
         first, _, rest = path.partition("/")
@@ -69,15 +69,15 @@ def nested(is_owned: IsOwned, **folders: IsOwned) -> IsOwned:
 
 
 def first_foreign(folder: Path, is_owned: IsOwned) -> str | None:
-    """The first path below a folder that this program did not write: a file, a link or an empty folder."""
+    """Return the first path below a folder that this program did not write, be it a file, a link or an empty folder."""
     return next((path for path, is_ours in _walk(folder, is_owned) if not is_ours), None)
 
 
 def remove_owned(folder: Path, is_owned: IsOwned) -> str | None:
-    """Removes what this program wrote below a folder, and the folder with the last of it.
+    """Remove this program's files below a folder, and the folder itself if nothing remains.
 
     Returns:
-        The first path that stays, because somebody else put it there; None where the folder is gone.
+        The first path that stays because this program did not write it; None if the folder is gone.
     """
     stays = None
     for path, is_ours in list(_walk(folder, is_owned)):
@@ -94,17 +94,17 @@ def remove_owned(folder: Path, is_owned: IsOwned) -> str | None:
 
 
 def inventory(folder: Path, besides: Iterable[str] = ()) -> dict[str, str | None]:
-    """Files below a folder, for a record: SHA-256 by path, None for large ones. Hidden files of ours are left out."""
+    """Hash the files below a folder for a record: SHA-256 by path, None for large files. Skip our hidden files."""
     besides = set(besides)
     paths = (path for path, _ in _walk(folder, lambda path: True) if not path.endswith("/"))
     return {path: _hash(folder / path) for path in sorted(paths) if path not in besides and not path.startswith(HIDDEN)}
 
 
 def check_replaceable(folder: Path) -> None:
-    """Refuses to replace a folder that holds anything but a result of this program.
+    """Check that a folder holds nothing but a result of this program and may be replaced.
 
     Raises:
-        SurgeryError: it does, with the name of the first such file.
+        SurgeryError: it holds another file; names the first.
     """
     _, foreign = owned_result(folder)
     if foreign is not None:
@@ -116,10 +116,10 @@ def check_replaceable(folder: Path) -> None:
 
 
 def owned_result(folder: Path, *more: str) -> tuple[IsOwned, str | None]:
-    """Tells what of a result folder this program wrote, and the first path that it did not write.
+    """Return the ownership predicate of a result folder and the first path that this program did not write.
 
     Args:
-        more: names of further files that are its own.
+        more: names of additional files that belong to this program.
     """
     first: tuple[IsOwned, str | None] | None = None
     for name in RECORDS:
@@ -134,12 +134,12 @@ def owned_result(folder: Path, *more: str) -> tuple[IsOwned, str | None]:
 
 
 def check_file(path: Path, *, overwrite: bool, option: str = "--out") -> None:
-    """Refuses a single output file where one is that may not be replaced. The one rule for files of all commands.
+    """Check that a single output file may be written. This rule applies to the files of all commands.
 
-    A file is replaced with ``--overwrite`` only, and only if this program wrote it. A link is never followed.
+    An existing file is replaced only with ``--overwrite``, and only if this program wrote it. Links are not followed.
 
     Raises:
-        SurgeryError: it may not be.
+        SurgeryError: the file may not be written.
     """
     if not os.path.lexists(path):
         return
@@ -152,7 +152,7 @@ def check_file(path: Path, *, overwrite: bool, option: str = "--out") -> None:
 
 
 def is_own_file(path: Path) -> bool:
-    """Return whether a regular file carries the mark of this program or the signature of one of its formats."""
+    """Return whether a regular file carries this program's mark or the signature of one of its formats."""
     if path.is_symlink() or not path.is_file():
         return False
     try:
@@ -166,27 +166,27 @@ def is_own_file(path: Path) -> bool:
 
 
 def is_unchanged(path: Path, digest: str) -> bool:
-    """Return whether a regular file, no link, has the content of that SHA-256."""
+    """Return whether a path is a regular file, not a link, whose content has this SHA-256."""
     return not path.is_symlink() and path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest
 
 
 def owner(**facts: Any) -> dict[str, Any]:
-    """Describe the running process, for the marker of what it leaves: program, user, process and time."""
+    """Build an ownership marker for the running process: program, user, process id and time."""
     return {"program": PROGRAM, "user": _user(), "process": os.getpid(), "time": time.time(), **facts}
 
 
 def is_own(marker: Any) -> bool:
-    """Return whether a marker that was read from a file is one of this program and this user."""
+    """Return whether a marker read from a file names this program and the current user."""
     return isinstance(marker, dict) and marker.get("program") == PROGRAM and marker.get("user") == _user()
 
 
 class Ledger:
-    """The marker of a folder of unfinished work: who works there, and patterns of the files that they write.
+    """Ledger of a folder of unfinished work: the processes that write there, and patterns of their files.
 
-    A line is added before its file is made, so that whatever a killed process leaves is listed.
+    A line is written before its file is created, so that the ledger lists every file that a killed process leaves.
 
     Args:
-        path: of the marker.
+        path: path of the ledger.
     """
 
     def __init__(self, path: Path):
@@ -195,27 +195,27 @@ class Ledger:
         self._patterns: set[str] = set()
 
     def open(self, file: IO[str]) -> None:
-        """Begins to write as this process, at the end of an open file."""
+        """Register this process and append its claims to an open file."""
         self._file = file
         self._write(owner())
 
     def close(self) -> None:
-        """Ends writing; the caller closes the file."""
+        """Stop writing; the caller closes the file."""
         self._file = None
 
     def claim(self, *patterns: str) -> None:
-        """Announces files that are about to be written."""
+        """Record patterns of files that are about to be written."""
         for pattern in patterns:
             if pattern not in self._patterns:
                 self._write(pattern)
                 self._patterns.add(pattern)
 
     def claim_files(self, *names: str) -> None:
-        """Announces files by their exact names."""
+        """Record files that are about to be written, by exact name."""
         self.claim(*map(glob.escape, names))
 
     def owned(self) -> IsOwned:
-        """Owns what is listed, without the ledger itself."""
+        """Return a predicate that owns the listed files, but not the ledger itself."""
         return matching(self._patterns | self._read())
 
     def _write(self, line: Any) -> None:
@@ -224,7 +224,7 @@ class Ledger:
             self._file.flush()
 
     def _read(self) -> set[str]:
-        """Patterns of all processes that worked here; none if another program or user did."""
+        """Read the patterns of all processes; empty if another program or user also wrote here."""
         lines: list[Any] = []
         if not self.path.is_file():
             return set()
@@ -232,16 +232,16 @@ class Ledger:
             try:
                 lines.append(json.loads(line))
             except ValueError:
-                continue  # half a line, of a process that was killed
+                continue  # incomplete line of a killed process
         owners = [line for line in lines if not isinstance(line, str)]
         return {line for line in lines if isinstance(line, str)} if owners and all(map(is_own, owners)) else set()
 
 
 def _walk(folder: Path, is_owned: IsOwned) -> Iterator[tuple[str, bool]]:
-    """Files, links and empty folders below a folder, and whether each is ours. No link is followed."""
+    """Yield the files, links and empty folders below a folder, and whether each is ours. Does not follow links."""
 
     def below(place: Path, prefix: str) -> Iterator[tuple[str, bool]]:
-        # Records and markers last: what an interrupted removal leaves is still listed.
+        # Records and markers last: after an interrupted removal they still list the remaining files.
         entries = sorted(os.scandir(place), key=lambda entry: (_is_record(entry.name), entry.name))
         for entry in entries:
             path = prefix + entry.name
@@ -256,14 +256,15 @@ def _walk(folder: Path, is_owned: IsOwned) -> Iterator[tuple[str, bool]]:
 
 
 def _recorded(folder: Path, record: str, more: Iterable[str]) -> IsOwned | None:
-    """Owns the files that a record lists, as they were written; None if there is no such list."""
+    """Return a predicate that owns the unedited files of a record; None if there is no valid record."""
     try:
         content = json.loads((folder / record).read_bytes())
         listed = {**content["files"], **(content.get("other_files") or {})}
         digests = {str(name): digest for name, digest in listed.items()}
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
-    by_name = matching([*map(glob.escape, digests), record, f"{HIDDEN}partial", *more])  # the ledger of a killed run
+    # `HIDDEN`partial is the ledger of a killed run.
+    by_name = matching([*map(glob.escape, digests), record, f"{HIDDEN}partial", *more])
     unlisted = matching(() if "other_files" in content or record != RECORDS[0] else _UNLISTED)
 
     def is_owned(path: str) -> bool:
@@ -280,7 +281,7 @@ def _is_record(name: str) -> bool:
 
 
 def _hash(path: Path) -> str | None:
-    """SHA-256 of a file that is not large."""
+    """Return the SHA-256 of a file; None above `_HASHED` bytes."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.stat().st_size <= _HASHED else None
 
 
@@ -288,7 +289,7 @@ def _remove_empty(*folders: Path) -> None:
     for folder in folders:
         try:
             folder.rmdir()
-        except OSError:  # holds something
+        except OSError:  # not empty
             return
 
 

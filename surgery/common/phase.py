@@ -1,4 +1,4 @@
-"""One phase of long work: how far it is, since when, and the most memory that it took."""
+"""One phase of long work: its progress, duration and peak memory."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from surgery.common.human import duration, size
 from surgery.common.memory import peak_memory, resident_memory
 
 SAMPLED_EVERY, TOLD_EVERY = 0.1, 60.0
-"""Seconds between looks at the memory, and between lines of a phase that lasts."""
+"""Seconds between memory samples, and between progress lines of a long phase."""
 
 
 class Phase:
-    """Watched from its construction to :meth:`end` by a thread of its own.
+    """Phase that a background thread monitors from construction until :meth:`end`.
 
     Attributes:
-        done, total: in units; the total is None where nobody knows.
-        seconds: that it took, once it has ended.
-        peak_bytes: the most resident memory of the process meanwhile: exact where it was the most so far, and otherwise
-            to what was taken and given back between two looks.
+        done, total: amounts in units; the total is None if unknown.
+        seconds: elapsed time; the duration once the phase has ended.
+        peak_bytes: peak resident memory of the process during the phase: exact if it is a new maximum of the process,
+            otherwise the largest sample.
     """
 
     def __init__(self, name: str, total: int | None, unit: str, going: Callable[[Phase], None]):
-        """Args: ``going`` is called from the thread every minute."""
+        """Args: ``going`` is called from the background thread every minute."""
         self.name, self.total, self.unit, self.done = name, total, unit, 0
         self._began, self._most_before = time.perf_counter(), peak_memory()
         self.peak_bytes = resident_memory()
@@ -34,11 +34,11 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """Since it began, or that it took."""
+        """Elapsed time, or the duration of a phase that has ended."""
         return self._took if self._ended.is_set() else time.perf_counter() - self._began
 
     def end(self) -> None:
-        """Stops watching."""
+        """Stop the clock and the memory samples."""
         self._took = time.perf_counter() - self._began
         self._ended.set()
         self._thread.join()
@@ -54,8 +54,7 @@ class Phase:
                 self._going(self)
 
     def amount(self) -> str:
-        """Return the progress so far: ``12 of 30 layers``, ``30 layers``, ``1.2 of 3.4 GiB``; empty where there is
-        none."""
+        """Format the progress: ``12 of 30 layers``, ``30 layers``, ``1.2 of 3.4 GiB``."""
         if self.unit == "B":
             of = "" if self.total in (None, self.done) else f" of {size(self.total)}"
             return size(self.done) + of
@@ -63,17 +62,17 @@ class Phase:
         return f"{self.done:,}{of} {_plural(self.unit, self.total if of else self.done)}"
 
     def left(self, already: int) -> float | None:
-        """Seconds that the rest of it takes at the pace so far; None where nobody knows.
+        """Estimate the remaining seconds from the pace so far; None if unknown.
 
         Args:
-            already: units that took no time, as an earlier run had done them.
+            already: units that an earlier run had finished, which took no time.
         """
         if self.total is None or self.done <= already:
             return None
         return self.seconds * (self.total - self.done) / (self.done - already)
 
     def begins(self) -> str:
-        """Return the line of the start, for people as the next ones are."""
+        """Format the line for the start; the next methods format the lines for progress, end and interruption."""
         return f"{self.name} …"
 
     def goes_on(self) -> str:
@@ -87,7 +86,7 @@ class Phase:
         return f"{self.name}: stopped at {self.amount()} after {duration(self.seconds)}"
 
     def facts(self) -> dict[str, object]:
-        """Return the facts for JSON."""
+        """Return the state as plain values for JSON."""
         return {
             "phase": self.name,
             "done": self.done,

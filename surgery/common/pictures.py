@@ -1,4 +1,4 @@
-"""Pictures and pages as notebooks show them."""
+"""Pictures and HTML pages that notebooks display."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PAGE_HEIGHT = 600
 
 
 _MARKED = {"png": "Software", "svg": "Creator", "pdf": "Creator"}
-"""Formats of pictures, and the field of their metadata that says who wrote them."""
+"""Metadata field that names the creator, by picture format."""
 
 
 def check_picture(path: Path) -> str:
-    """The format of a picture, by its suffix.
+    """Return the picture format for a path's suffix.
 
     Raises:
-        SurgeryError: it is none that carries a mark.
+        SurgeryError: the format is not supported: it cannot carry our mark.
     """
     kind = path.suffix.lower().removeprefix(".")
     if kind not in _MARKED:
@@ -29,19 +29,19 @@ def check_picture(path: Path) -> str:
 
 
 def marking(kind: str) -> dict[str, str]:
-    """Metadata by which a picture of a format is known as this program's."""
+    """Return the metadata that marks a picture as written by this program."""
     return {_MARKED[kind]: MARK}
 
 
 class _Text(str):
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Writes it as a file.
+        """Write the text to a file.
 
         Args:
             overwrite: replace a file that this program wrote.
 
         Raises:
-            SurgeryError: there is a file that may not be replaced, or it cannot be written.
+            SurgeryError: an existing file may not be replaced, or the file cannot be written.
         """
         path = Path(path)
         check_file(path, overwrite=overwrite, option="path")
@@ -53,14 +53,14 @@ class _Text(str):
 
 
 class Svg(_Text):
-    """An SVG picture: the text of one, which notebooks draw."""
+    """SVG source text that notebooks render as a picture."""
 
     def _repr_svg_(self) -> str:
         return str(self)
 
 
 class Page(_Text):
-    """A whole HTML page: its text, which notebooks show in a frame of its own."""
+    """HTML source text of a whole page that notebooks display in an iframe."""
 
     def _repr_html_(self) -> str:
         return f'<iframe srcdoc="{html.escape(self)}" width="100%" height="{PAGE_HEIGHT}" frameborder="0"></iframe>'

@@ -1,7 +1,7 @@
-"""Plug-in registries: the project's own things, those that a program registers, and those that installed packages
-announce by entry points. No torch, no import of a package before one of its kind is needed.
+"""Plug-in registries: built-in objects, objects registered by a program, and entry points of installed packages.
 
-A package names what it brings in its pyproject.toml, one group a kind::
+No torch; a package is imported when one of its plug-ins is first used. A package declares plug-ins in its
+pyproject.toml, with one group per kind::
 
     [project.entry-points."model_surgery.structures"]
     mean = "my_package.mean_structure:TARGET"
@@ -27,33 +27,33 @@ _registered: dict[str, dict[str, Any]] = {}
 
 
 def load(place: str) -> Any:
-    """Return the object at module:name."""
+    """Import the object at ``module:name``."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 
 def added(kind: str) -> tuple[str, ...]:
-    """Names that programs registered or packages announce; nothing is loaded for it."""
+    """List the names that programs registered or packages declare, without importing them."""
     return tuple(dict.fromkeys((*_registered.get(kind, ()), *_announced(kind))))
 
 
 class Registry(Mapping[str, Kind], Generic[Kind]):
-    """Things of one kind by the names that users give them.
+    """Read-only mapping from names to the plug-ins of one kind.
 
     Args:
-        kind: in the plural, as in the group of entry points, ``model_surgery.KIND``.
-        own: the project's; their names cannot be taken.
-        of: the class that they are all of, if there is one.
+        kind: plural noun, as in the entry-point group ``model_surgery.KIND``.
+        own: built-in objects; their names cannot be registered again.
+        of: class that all objects must be instances of, if any.
     """
 
     def __init__(self, kind: str, own: Mapping[str, Kind], of: type[Kind] | None = None):
         self._kind, self._own, self._of = kind, dict(own), of
 
     def register(self, name: str, thing: Kind) -> None:
-        """Adds one.
+        """Register an object under a new name.
 
         Raises:
-            SurgeryError: the name is taken, or it is of another class.
+            SurgeryError: the name is taken, or the object is not an instance of the required class.
         """
         if name in self:
             raise SurgeryError(f"{self._kind}: there is a {name!r} already; choose another name")
@@ -74,7 +74,7 @@ class Registry(Mapping[str, Kind], Generic[Kind]):
             raise SurgeryError(f"{self._kind}: {name!r} is a {type(thing).__name__}: wrap it, {expected}")
 
     def working(self) -> dict[str, Kind]:
-        """All but those of packages that cannot be loaded, which a line on standard error tells."""
+        """Load all objects; those of packages that fail to load are left out with a note on standard error."""
         entries = {}
         for name in self:
             try:
@@ -102,7 +102,7 @@ def _announced(kind: str) -> dict[str, EntryPoint]:
 def _load(kind: str, point: EntryPoint) -> Any:
     try:
         return point.load()
-    except Exception as error:  # whatever a package of somebody else does when it is imported
+    except Exception as error:  # importing a third-party package can raise anything
         where = point.dist.name if point.dist else point.value
         raise SurgeryError(f"{kind}: {point.name!r} of {where} cannot be loaded ({error})") from error
 

@@ -1,4 +1,4 @@
-"""Takes the folders out of paths, for what is published: where files lie on one machine is nobody else's business."""
+"""Removal of folder names from paths in published reports: they reveal how a user's machine is organized."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-# Absolute in one way or another: /home/me, ~/x, C:\x, \\server\x, file:///x.
+# Absolute paths of all systems: /home/me, ~/x, C:\x, \\server\x, file:///x.
 _START = r"(?:file:(?://)?(?=/)|~[\w.-]*(?=/)|[A-Za-z]:(?=[\\/])|(?=\\\\))"
 _WHOLE = re.compile(rf"\s*(?:{_START}|(?=/))[\\/].*")
-# In texts only those of two parts or more: /think is a token.
+# In running text at least two components: /think is a token.
 _DEEP = re.compile(rf"\s*(?:{_START}[\\/]|/[^/]+/).+")
 _QUOTED = re.compile(rf"(['\"`])((?:{_START}[\\/]|/[^/'\"`\n]+/)[^'\"`\n]*)\1")
-# Behind a space, a quote, or what separates values.
+# After a space, a quote or a separator of values.
 _INSIDE = re.compile(rf"(?<![\w.:/\\<~-])(?:{_START}[\\/]+|/(?=[^\s/]+/))[^\s\"'`,;:|<>()\[\]{{}}=*]+")
 _RELATIVE = re.compile(r"\.{1,2}[\\/].*", re.DOTALL)
-# More than org/name, or a file of text, data or settings in a folder.
+# More components than org/name, or a text, data or settings file in a folder.
 _SUFFIXES = "txt|jsonl?|parquet|csv|ya?ml|gguf|safetensors|arrow"
 _NESTED = re.compile(rf"[^\\/]+[\\/][^\\/]+[\\/].*|[^:]*[\\/][^\\/]*\.(?:{_SUFFIXES})")
 _BACKSLASHED = re.compile(r"[A-Za-z]:\\|\\\\")
-"""Paths in which a backslash is no escape."""
+"""Windows paths, in which a backslash is not an escape."""
 _URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]+://\S+")
 PATH_FIELDS = frozenset(
     {"calibration", "held_out_text", "keep_statistics", "heads", "tokenizer", "data", "held_out_data", "source", "path"}
@@ -30,11 +30,11 @@ PATH_FIELDS = frozenset(
 
 
 def without_folders(value: Any, field: str = "") -> Any:
-    """Take the folders out of the paths in a report or a log: ``/home/me/text.txt`` becomes ``text.txt``.
+    """Remove the folders from the paths in a report or a log: ``/home/me/text.txt`` becomes ``text.txt``.
 
     Args:
-        value: of JSON.
-        field: name of the value, where it has one.
+        value: any JSON value.
+        field: the value's key, if it has one.
     """
     if isinstance(value, dict):
         return {text_without_folders(str(name)): without_folders(each, str(name)) for name, each in value.items()}
@@ -50,7 +50,7 @@ def without_folders(value: Any, field: str = "") -> Any:
 
 
 def settings_without_folders(value: Any) -> Any:
-    """Take the folders out of values that are an absolute path each; texts that hold one, as templates do, stay."""
+    """Remove the folders from values that are absolute paths; texts that contain a path, as templates do, stay."""
     if isinstance(value, dict):
         return {name: settings_without_folders(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -59,7 +59,7 @@ def settings_without_folders(value: Any) -> Any:
 
 
 def text_without_folders(text: str) -> str:
-    """Take the folders out of the absolute paths in a text."""
+    """Remove the folders from the absolute paths in a text."""
     if _DEEP.fullmatch(text):
         return _last(text)
     text = _QUOTED.sub(lambda match: f"{match[1]}{_last(match[2])}{match[1]}", text)
@@ -67,7 +67,7 @@ def text_without_folders(text: str) -> str:
 
 
 def command_without_folders(command: str) -> str:
-    """Take the folders out of every path in a command line."""
+    """Remove the folders from every path in a command line."""
     if not any(mark in command for mark in "/\\~"):
         return command
     lexer = shlex.shlex(command, posix=True)
@@ -83,7 +83,7 @@ def command_without_folders(command: str) -> str:
 
 
 def _in_parts(value: str, change: Callable[[str], str]) -> str:
-    """Change the values of ``--option=value`` and ``a=0.5,b=0.5``, or the whole."""
+    """Apply a function to the values of ``--option=value`` and ``a=0.5,b=0.5``, or to the whole text."""
     if _is_absolute(value) and not re.search(r"[=,]", value):
         return change(value)
     return "".join(change(each) if each not in (",", "=") else each for each in re.split(r"([=,])", value))
@@ -98,7 +98,7 @@ def _word(word: str) -> str:
 
 
 def _exists(word: str) -> bool:
-    """Return whether a word such as ``models/mine`` is a path here, and no ``org/name``."""
+    """Return whether a word such as ``models/mine`` is an existing path and not a Hub id ``org/name``."""
     try:
         return ("/" in word or os.sep in word) and os.path.exists(word)
     except (OSError, ValueError):
@@ -106,10 +106,10 @@ def _exists(word: str) -> bool:
 
 
 def _is_absolute(text: str) -> bool:
-    """Return whether a text is one absolute path, on one line."""
+    """Return whether the whole text is one absolute path on one line."""
     return _WHOLE.fullmatch(text) is not None
 
 
 def _last(path: str) -> str:
-    """The last part of a path; of a root nothing but that it was one."""
+    """Return the last component of a path; the drive letter or "." for a root."""
     return re.split(r"[\\/]+", path.rstrip("\\/ "))[-1].removesuffix(":") or "."

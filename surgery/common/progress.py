@@ -1,7 +1,7 @@
-"""Progress of long work on standard error and in the log: one bar a phase, or plain lines; silent when asked.
+"""Progress of long work on standard error and in the log: one bar per phase, or plain lines, or silence.
 
-Bars are for people before a terminal. Elsewhere, or where more is wanted (``surgery.common.log``), a phase is a line at
-its end, and one every minute while it lasts.
+Bars appear on terminals. Otherwise, and with --verbose (``surgery.common.log``), a phase prints a line at its end and
+one every minute while it lasts.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from surgery.common.phase import Phase
 from surgery.common.visible import visible
 
 QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-"""The environment in which neither we nor other packages show bars and notes, in this process and those it starts."""
+"""Environment variables that silence the bars and notes of this program, other packages and child processes."""
 
 
 class Progress:
-    """Names the phases of long work and remembers how long each took.
+    """Reporter of the phases of long work, with the time and memory of each.
 
     Attributes:
         seconds: wall-clock seconds of every finished phase, in order.
-        peaks: the most resident memory during each, in bytes.
-        expected: amounts of work in phases by name, in order, where :meth:`expect` told them.
+        peaks: peak resident memory during each phase, in bytes.
+        expected: amounts of work by phase name, in order, as passed to :meth:`expect`.
     """
 
     def __init__(self, *, silent: bool = False, places: tuple[str, ...] = (), is_step: bool = False):
-        """Args: ``places`` of all phases in work that they are part of (:meth:`at`); ``is_step`` of :meth:`fresh`."""
+        """Args: ``places`` are the prefixes of all phases (:meth:`at`); ``is_step`` is set by :meth:`fresh`."""
         self._silent, self._places, self._is_step = silent, places, is_step
         self.seconds: dict[str, float] = {}
         self.peaks: dict[str, int] = {}
@@ -41,12 +41,12 @@ class Progress:
         self._worked = self._spent = 0.0  # in phases whose work was expected
 
     def fresh(self) -> Progress:
-        """Another one that shows as much, for the next of several steps: the time left is that of this step alone."""
+        """Create a reporter with the same settings for the next step; it estimates the time left of its step alone."""
         return Progress(silent=self._silent, places=self._places, is_step=True)
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Phases of the block are told with their place in the whole, such as ``3 of 5``."""
+        """Prefix the phases of the block with their position in the whole work, such as ``3 of 5``."""
         before, self._places = self._places, (*self._places, place)
         try:
             yield
@@ -54,24 +54,20 @@ class Progress:
             self._places = before
 
     def expect(self, work: Mapping[str, float]) -> None:
-        """Tells how much work the phases to come are, in any unit and in their order: the time left is then told."""
+        """Set the amounts of work of the coming phases, in any unit and in order, for estimates of the time left."""
         self.expected = dict(work)
 
     def step(self, number: int, of: int) -> contextlib.AbstractContextManager[None]:
-        """Show one of several steps whose number is known."""
+        """Prefix the phases of the block with the step number: ``3 of 5``."""
         return self.at(f"{number} of {of}")
 
     @contextlib.contextmanager
     def phase(self, name: str, total: int | None, unit: str = "layer") -> Iterator[Callable[..., None]]:
-        """Yields a function that advances the phase's bar by one unit, or by as many as it is given.
-
-        ``total`` is None where nobody knows.
-        """
+        """Yield a function that advances the phase by one unit or by a given count; ``total`` is None if unknown."""
         place, already = ", ".join(self._places), 0
         lines, verbose = self._lines, is_verbose()
 
         def tell(event: str, phase: Phase, text: str, progress_text: str | None) -> None:
-            """Logs a text and shows another, or none."""
             prefix, remaining = f"{place}: " if place else "", self._left(phase, already)
             rest = (
                 f", {estimate}"
@@ -98,7 +94,7 @@ class Progress:
         def advance(count: int = 1) -> None:
             nonlocal already
             if not phase.done and count > 1:
-                already = count  # what an earlier run had done comes at once
+                already = count  # units of an earlier run are reported at once
             phase.done += count
             if not bar.disable and (remaining := self._left(phase, already)):
                 bar.set_postfix_str(self._time_left(remaining, None), refresh=False)
@@ -119,7 +115,7 @@ class Progress:
         self.peaks[name] = max(self.peaks.get(name, 0), phase.peak_bytes)
 
     def note(self, text: str) -> None:
-        """A line between phases."""
+        """Show and log a line between phases."""
         self._log("note", text, at=", ".join(self._places) or None)
         if self._shown:
             self._show(text)
@@ -128,10 +124,10 @@ class Progress:
         return self.expected.get(phase.name, 0.0) * units / phase.total if phase.total else 0.0
 
     def _left(self, phase: Phase, already: int) -> float | None:
-        """Seconds that this phase and the expected ones after it will take at the pace so far; None where unknown.
+        """Estimate the seconds left for this and the expected later phases from the pace so far; None if unknown.
 
         Args:
-            already: units of the phase that took no time, as an earlier run had done them.
+            already: units of the phase that an earlier run had finished, which took no time.
         """
         worked = self._worked + self._work(phase, phase.done - already)
         if phase.name not in self.expected or not worked:
@@ -142,7 +138,7 @@ class Progress:
         return rest * (self._spent + phase.seconds) / worked
 
     def _time_left(self, of_work: float | None, of_phase: float | None) -> str:
-        """The time left, of all phases where that is known; empty where nothing is."""
+        """Format the time left, for all phases if known, else for this phase; empty if unknown."""
         if of_work:
             return f"about {duration(of_work)} left {'of this step' if self._is_step else 'in all'}"
         return f"about {duration(of_phase)} left" if of_phase else ""
@@ -162,4 +158,4 @@ class Progress:
     @staticmethod
     def _show(text: str) -> None:
         stamp = f"{datetime.now():%H:%M:%S} " if is_verbose() else ""
-        tqdm.write(stamp + visible(text), file=sys.stderr)  # past the bars of other libraries
+        tqdm.write(stamp + visible(text), file=sys.stderr)  # does not break the bars of other libraries

@@ -1,4 +1,4 @@
-"""Names that earlier versions had and this one does not, each with what to use instead. Needs no torch."""
+"""Names of removed options, commands and values, each with its replacement. Needs no torch."""
 
 from __future__ import annotations
 
@@ -67,10 +67,9 @@ REMOVED = {
     "to mixed": "convert all layers to one structure, such as --to lowrank --bits auto, which spends by layer; "
     "mixed checkpoints load as before",
 }
-"""Settings and options by name, those of one command after its name, values as ``setting value``, commands by their
-words."""
+"""Replacement by name: an option, ``command option`` for an option of one command, ``option value``, or a command."""
 
 
 def removal(name: str) -> str | None:
-    """The rest of a message about a name that was removed; None for any other name."""
+    """Return the end of the error message for a removed name; None for any other name."""
     return f"was removed: {instead}" if (instead := REMOVED.get(name)) else None

@@ -1,4 +1,4 @@
-"""Views of a stored tensor's rows as a tensor of their own."""
+"""Row ranges of a stored tensor that are read as a separate tensor."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a stored tensor.
+    """Row ranges of a stored tensor.
 
     Attributes:
-        runs: ranges [start, stop) of them, in the order in which they are read.
-        transposed: whether they are columns of the matrix as it is stored.
+        runs: row ranges [start, stop), in the order in which they are read.
+        transposed: whether the matrix is stored transposed, with these rows as columns.
     """
 
     runs: tuple[tuple[int, int], ...]

@@ -1,9 +1,9 @@
-"""A setting, defined once: name, type and default by a field of a dataclass, the rest by its :func:`setting`.
+"""Definition of a setting in a single place: a dataclass field with its name, type and default, and :func:`setting`.
 
-Checks, options of the command line (surgery.cli.generated) and files of defaults (surgery.common.settings_page) are all
-made of that. Frozen dataclasses do it, not pydantic's models: importing pydantic with one model takes 0.4 s, as long as
-all of `surgery --help`; settings fill in what others decide and are copied with `dataclasses.replace`; and its messages
-would have to be put into one line of ours anyway.
+Validation, command-line options (surgery.cli.generated) and default settings files (surgery.common.settings_page) are
+generated from the fields. Frozen dataclasses are used instead of pydantic: importing pydantic with one model takes
+0.4 s, as long as all of `surgery --help`; settings are copied with `dataclasses.replace`; and pydantic's messages would
+have to be rewritten as single lines.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class FieldInfo:
     """Metadata of a settings field: help, limits, command-line names.
 
     Attributes:
-        help: one line, for the command line and the files.
-        more: what only the files say besides.
-        unset: what None means.
-        none: a word for None.
-        kind: what a value must be, where the type says too little.
-        section: heading of this setting and of those after it; empty: that of the setting before.
-        metavar: what the command line shows for a value.
-        flag: the command line's name for it, where it is another; both may stand in a file.
-        also: further flags.
-        old: flags that still work; a note says the new one.
-        advanced: the command line's help shows it with --help-all alone.
-        in_file: only a file or a program gives it.
-        repeated: of a tuple: the flag may come more than once, and commas cut nothing.
-        synonyms: other words for values.
-        plugins: kind of what can be plugged in (surgery.common.plugins) and is then a choice too.
-        least, above, most, below: limits of a number, or of each in a tuple.
+        help: one line, for the command line and settings files.
+        more: additional text for settings files only.
+        unset: meaning of None.
+        none: word that users write for None.
+        kind: expected value in error messages, if the type is not specific enough.
+        section: heading of this setting and the following ones; empty: continues the section before.
+        metavar: value placeholder in the command line's help.
+        flag: flag name if it differs from the field name; files may use both.
+        also: additional flags.
+        old: deprecated flags, which print a note with the new flag.
+        advanced: shown by --help-all only.
+        in_file: can be set in files and Python only.
+        repeated: tuples only: the flag may be repeated, and values are not split at commas.
+        synonyms: alternative spellings of values.
+        plugins: plug-in kind (surgery.common.plugins) whose names are additional choices.
+        least, above, most, below: inclusive and exclusive limits of a number, or of each number in a tuple.
     """
 
     help: str = ""
@@ -69,19 +69,19 @@ class FieldInfo:
 
 
 def setting(default: Any = MISSING, help: str = "", *, factory: Any = MISSING, **info: Any) -> Any:
-    """A field with its default; without help it says only what differs from the class that this one builds on."""
+    """Create a dataclass field with `FieldInfo` metadata; without help, they override those of the base class."""
     return field(default=default, default_factory=factory, metadata={"info": FieldInfo(help, **info)})
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a class of settings.
+    """A field of a settings class.
 
     Attributes:
-        kinds: classes of its values; none: any value passes.
-        listed: its values, if they are given ones; ``choices`` with what is plugged in.
-        optional: None is one.
-        many: it is a tuple of such values.
+        kinds: allowed types; empty: any value passes.
+        listed: values of a Literal type; ``choices`` adds plug-ins.
+        optional: whether None is allowed.
+        many: whether the field is a tuple of values.
     """
 
     name: str
@@ -98,14 +98,14 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The command line's name for it, as a file would spell it."""
+        """Flag name without dashes, with underscores as in a file."""
         return self.info.flag or self.name
 
     def parse(self, value: Any, where: str = "") -> Any:
         """Convert a value to the field's type and check its limits.
 
         Raises:
-            SurgeryError: it cannot be.
+            SurgeryError: the value has the wrong type or exceeds a limit.
         """
         value = self.converted(value, f"{where}: {self.name}" if where else self.name)
         for each in value if self.many else (value,):
@@ -114,10 +114,10 @@ class Setting:
         return value
 
     def converted(self, value: Any, called: str) -> Any:
-        """A value of the field's kind: YAML reads 1e4 as text and 1.0e4 as no whole number.
+        """Convert a value to the field's type, since YAML reads 1e4 as text and 1.0e4 as a float.
 
         Raises:
-            SurgeryError: it is of another kind.
+            SurgeryError: the value cannot be converted.
         """
         try:
             if not self.many:
@@ -179,7 +179,7 @@ class Setting:
 
 @cache
 def settings_of(cls: type) -> dict[str, Setting]:
-    """The settings of a dataclass by name, a class's own before those of the classes that it builds on."""
+    """Collect the settings of a dataclass by name, its own fields before those of its base classes."""
     hints, fields_by_name = get_type_hints(cls), {each.name: each for each in fields(cls)}
     settings: dict[str, Setting] = {}
     for each in cls.__mro__:
@@ -193,13 +193,13 @@ def settings_of(cls: type) -> dict[str, Setting]:
 
 
 def names_of(cls: type) -> dict[str, str]:
-    """Map the spellings that a file may use, names and flags, to the names of a class's settings."""
+    """Map the spellings accepted in a file, field names and flags, to field names."""
     settings = settings_of(cls)
     return {each.flag: name for name, each in settings.items()} | {name: name for name in settings}
 
 
 def _field_info(cls: type, name: str) -> FieldInfo:
-    """Return the metadata of a field, merged over a class and its bases."""
+    """Merge the metadata of a field over a class and its base classes."""
     info = FieldInfo()
     for each in filter(is_dataclass, reversed(cls.__mro__)):
         own = next((own.metadata.get("info") for own in fields(each) if own.name == name), None)
@@ -233,7 +233,7 @@ def _plural(words: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, as YAML has it."""
+    """Format a value for an error message, in YAML's spelling."""
     if isinstance(value, list | tuple | dict):
         return "a list" if not isinstance(value, dict) else "names with values"
     if isinstance(value, bool):
@@ -242,10 +242,10 @@ def shown(value: Any) -> str:
 
 
 def whole_number(value: Any) -> int:
-    """A whole number, also where it is written 1e4.
+    """Parse an integer, spellings such as 1e4 included.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is not an integer.
     """
     number = float(value)
     if not number.is_integer():
@@ -254,10 +254,10 @@ def whole_number(value: Any) -> int:
 
 
 def nearest(name: str, choices: list[str]) -> str | None:
-    """Return the known name that is nearly this one; None if none is."""
+    """Return the known name closest to this one; None if none is close."""
     return next(iter(difflib.get_close_matches(name, choices, n=1)), None)
 
 
 def did_you_mean(name: str, choices: list[str]) -> str:
-    """A hint at the nearest known name, or nothing."""
+    """Return the end of an error message that suggests the closest known name; empty if none is close."""
     return f"; did you mean {close}?" if (close := nearest(name, choices)) else ""

@@ -1,4 +1,4 @@
-"""A YAML file of all settings of a class with their defaults, each with its help."""
+"""YAML file with all settings of a class: defaults, with help as comments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ WIDTH = 118
 
 
 def settings_page(cls: type, of: str) -> str:
-    """The file.
+    """Render the settings file.
 
     Args:
-        cls: a class of settings.
-        of: what they are settings of, such as "`surgery eval`".
+        cls: a settings class.
+        of: command or target that it configures, such as "`surgery eval`".
     """
     sections: dict[str, list[Setting]] = {}
     for each in settings_of(cls).values():

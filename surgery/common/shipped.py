@@ -1,4 +1,4 @@
-"""Recipes and settings files that ship with the package, by their names. Needs no torch."""
+"""Recipes and settings files that ship with the package, by name. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from surgery.common.file_settings import did_you_mean
 
 Kind = Literal["recipes", "configs"]
 LISTS = {"recipes": "run", "configs": "config"}
-"""Commands that list them, without an argument."""
+"""Commands that list the files of each kind when called without an argument."""
 SUFFIX = ".yaml"
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """A file that ships.
+    """A recipe or settings file that ships with the package.
 
     Attributes:
-        about: the first sentence of the comment that it begins with.
+        about: first sentence of the comment at the top of the file.
     """
 
     name: str
@@ -29,15 +29,15 @@ class Shipped:
 
 
 def shipped(kind: Kind) -> list[Shipped]:
-    """All of a kind, by name."""
+    """List the shipped files of a kind, sorted by name."""
     return [Shipped(path.stem, path, _about(path)) for path in sorted(_folder(kind).glob(f"*{SUFFIX}"))]
 
 
 def find_shipped(name: str | Path, kind: Kind) -> Path:
-    """The file of that path, or the one of that name that ships.
+    """Find a file by path, or a shipped file by name.
 
     Raises:
-        SurgeryError: there is neither.
+        SurgeryError: neither exists.
     """
     path = Path(name).expanduser()
     if path.is_file():
@@ -50,7 +50,7 @@ def find_shipped(name: str | Path, kind: Kind) -> Path:
 
 
 def _folder(kind: Kind) -> Path:
-    """Linked into the package; where links do not exist, at the top of the repository."""
+    """Return the folder in the package, or at the top of the repository if the symlink is missing."""
     here = Path(__file__).parent.parent
     return here / kind if (here / kind).is_dir() else here.parent / kind
 

@@ -1,4 +1,4 @@
-"""Sizes of a model under the names that most families have for them."""
+"""Common names for the size entries of a config."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SIZE_NAMES = {
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }
-"""Names of sizes by GPT-2's names."""
+"""Common config keys by GPT-2's keys."""
 
 
 def with_size_names(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json in which sizes have these names alone."""
+    """Rename GPT-2's size keys of a config.json to the common ones."""
     others = {name: value for name, value in config.items() if name not in SIZE_NAMES}
     return {**{SIZE_NAMES[name]: value for name, value in config.items() if name in SIZE_NAMES}, **others}

@@ -1,4 +1,4 @@
-"""Standard output that is closed, full or read no further: what a command wrote elsewhere is whole all the same."""
+"""Handling of closed, full or abandoned standard output, which must not spoil files that a command wrote."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from surgery.common.errors import SurgeryError
 def open_closed_streams() -> None:
     """Open the null device for each standard stream that is closed, as by ``>&-``.
 
-    Otherwise the next file that is opened would get its number, and prints would end in it.
+    Otherwise the next opened file gets its file descriptor, and prints go into that file.
     """
-    for number in (0, 1, 2):  # in rising order: the system gives the lowest free one
+    for number in (0, 1, 2):  # in ascending order: open() returns the lowest free descriptor
         try:
             os.fstat(number)
         except OSError:
@@ -26,8 +26,8 @@ def open_closed_streams() -> None:
 
 
 def leave_unread() -> None:
-    """Send what is still printed nowhere: nobody reads standard output any more."""
-    with contextlib.suppress(OSError, ValueError):  # a stream that is no file
+    """Redirect standard output to the null device after its reader has left."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
@@ -35,7 +35,7 @@ def leave_unread() -> None:
 
 @contextlib.contextmanager
 def printing() -> Iterator[None]:
-    """Flush what the block prints. A reader that has left, as ``head`` does, is no error.
+    """Flush the output of the block. A reader that closes the pipe early, as ``head`` does, is not an error.
 
     Raises:
         SurgeryError: standard output cannot be written.
@@ -46,7 +46,7 @@ def printing() -> Iterator[None]:
     except BrokenPipeError:
         leave_unread()
     except OSError as error:
-        leave_unread()  # or the flush at the end of the process fails again
+        leave_unread()  # the flush at interpreter exit would fail again
         raise SurgeryError(
             f"standard output: {(error.strerror or str(error)).lower()}; what the command wrote to files is whole"
         ) from error

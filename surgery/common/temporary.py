@@ -1,6 +1,6 @@
-"""Temporary folders that go with their process; those of processes that were killed go when the next one is made.
+"""Temporary folders that are removed at process exit; those of killed processes are removed by the next process.
 
-The marker next to a folder names its program, user, process and inode: nothing else in ``TMPDIR`` is ever removed.
+A marker next to each folder names its program, user, process and inode. Nothing else in ``TMPDIR`` is ever removed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ PREFIX, LOCK = "surgery-", ".lock"
 
 
 class TemporaryFolder:
-    """A folder where ``TMPDIR`` says, that goes with this object, at the latest with the process that made it.
+    """Folder below ``TMPDIR`` that is removed with this object, at the latest at process exit.
 
-    A file next to it is locked for as long, by which others know that the folder is in use.
+    A locked file next to the folder tells other processes that it is in use.
 
     Args:
-        kind: of what lies in it, for its name.
+        kind: kind of content, for the folder's name.
 
     Attributes:
-        remove: removes it now.
+        remove: callable that removes the folder now.
     """
 
     def __init__(self, kind: str):
@@ -50,7 +50,7 @@ class TemporaryFolder:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether a path lies in a folder of this kind."""
+    """Return whether a path lies in a temporary folder of this program."""
     return any(each.name.startswith(PREFIX) for each in (path, *path.parents) if each.parent == _place())
 
 
@@ -63,9 +63,9 @@ def _lock_of(folder: Path) -> Path:
 
 
 def _locked(folder: Path) -> TextIO | None:
-    """The locked marker, which gets its name once it is locked and written, so that nobody finds it free.
+    """Create the locked marker; it gets its name only when locked and written, so that no process finds it unlocked.
 
-    None where there are no locks: what a killed process leaves then stays.
+    None on systems without locks: the folders of killed processes then stay.
     """
     number, unnamed = tempfile.mkstemp(prefix=f".{PREFIX}", dir=folder.parent)
     handle = os.fdopen(number, "w")
@@ -78,7 +78,7 @@ def _locked(folder: Path) -> TextIO | None:
         handle.flush()
         os.replace(unnamed, _lock_of(folder))
     except BaseException:
-        with contextlib.suppress(OSError):  # it flushes once more
+        with contextlib.suppress(OSError):  # close() flushes again
             handle.close()
         os.unlink(unnamed)
         raise
@@ -100,20 +100,20 @@ def _remove(folder: Path, lock: TextIO | None, process: int) -> None:
 
 
 def _remove_abandoned() -> None:
-    """Removes folders of this program and user whose process is no more."""
+    """Remove folders of this program and user whose process has ended."""
     for path in _place().glob(f"{PREFIX}*{LOCK}"):
         folder = path.with_name(path.name.removesuffix(LOCK))
         if (handle := _try_lock(path)) is not None:
             marker = _read(handle)
             if is_own(marker):
                 if os.path.lexists(folder) and marker.get("folder") == _inode(folder):
-                    shutil.rmtree(folder, ignore_errors=True)  # no link is followed
+                    shutil.rmtree(folder, ignore_errors=True)  # does not follow links
                 path.unlink(missing_ok=True)
             os.close(handle)
 
 
 def _read(handle: int) -> Any:
-    """The marker in an open file; None where there is none."""
+    """Read the marker from an open file; None if invalid."""
     try:
         return json.loads(os.read(handle, 4096))
     except (OSError, ValueError):
@@ -121,12 +121,12 @@ def _read(handle: int) -> Any:
 
 
 def _try_lock(lock: Path) -> int | None:
-    """A lock of this user that nobody held; None of others."""
+    """Lock a marker file of this user; None if it belongs to another user or is locked."""
     try:
         if lock.lstat().st_uid != os.getuid():
             return None
         handle = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:  # gone meanwhile
+    except OSError:  # removed in the meantime
         return None
     if try_lock(handle) is Lock.TAKEN:
         return handle

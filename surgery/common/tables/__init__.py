@@ -1,1 +1,1 @@
-"""Tables, described once and rendered for terminals, pages, Markdown and CSV files."""
+"""Tables that render to terminals, HTML pages, Markdown and CSV files."""

@@ -12,10 +12,9 @@ from surgery.common.visible import visible
 
 
 def write(table: Table, path: Path) -> None:
-    """Writes a line a row below a line of keys, UTF-8; cells without a value are empty.
+    """Write a table as UTF-8 CSV with a header row of column keys; missing values are empty.
 
-    Numbers are written so that they read back bit for bit. Text that spreadsheets would take for a formula begins with
-    an apostrophe.
+    Numbers round-trip bit for bit. Text that spreadsheets would evaluate as a formula is prefixed with an apostrophe.
 
     Raises:
         SurgeryError: the file cannot be written.
@@ -30,7 +29,7 @@ def write(table: Table, path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A cell without commands to terminals or spreadsheets; numbers stay, also those that are text."""
+    """Escape control characters and spreadsheet formulas in text; numbers, also as text, are unchanged."""
     if not isinstance(value, str):
         return value
     text = visible(value)

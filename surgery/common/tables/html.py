@@ -1,4 +1,4 @@
-"""Pages by Jinja2: everything is escaped but what a template or a renderer of this package made."""
+"""HTML pages by Jinja2, with all values escaped except markup from this package's templates and renderers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from surgery.common.tables.table import sort_key
 from surgery.common.visible import visible
 
 SHORT = 20
-"""Characters of a word that is not broken; names of rows, which are titles too, can be wider than a phone."""
+"""Length in characters up to which hyphenated words do not wrap; longer row names may exceed a phone's width."""
 ARROWS = {"low": "\u00a0↓", "high": "\u00a0↑", None: ""}
 
 
 def render(template: Path, **values: object) -> str:
-    """A template, which may import `table.html`, filled in; characters that are not to be seen are escaped.
+    """Render a template, which may import `table.html`; invisible characters are escaped.
 
-    Templates next to it can be included by their names.
+    The template can include other templates of its folder by name.
     """
     environment = Environment(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]),
@@ -35,7 +35,7 @@ def render(template: Path, **values: object) -> str:
 
 
 def _whole_words(text: str) -> Markup:
-    """Text that breaks between words: browsers would break top-1 at its hyphen, and no style forbids that alone."""
+    """Prevent line breaks at the hyphens of short words such as top-1; CSS alone cannot."""
     span = Markup('<span class="whole">{}</span>')
     return Markup(" ").join(
         span.format(word) if "-" in word and len(word) <= SHORT else word for word in text.split(" ")

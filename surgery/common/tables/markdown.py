@@ -7,7 +7,7 @@ from surgery.common.tables.table import Table
 
 
 def render(table: Table) -> str:
-    """The table's lines; small print stands on a line of its own in its cell."""
+    """Render a table as Markdown; small print follows a line break within its cell."""
     rules = ["---:" if align == "right" else "---" for align in table.alignments()]
     lines = [_line(column.title for column in table.columns), f"|{'|'.join(rules)}|"]
     for cells, texts in zip(table.cells(), table.texts(), strict=True):
@@ -17,7 +17,7 @@ def render(table: Table) -> str:
 
 
 def explanations(table: Table) -> str:
-    """A list of what the columns are."""
+    """Render the explanations of the columns as a Markdown list."""
     return "\n".join(f"- {in_markdown(c.title)}: {in_markdown(c.about)}." for c in table.columns if c.about)
 
 

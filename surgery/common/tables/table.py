@@ -1,4 +1,4 @@
-"""Table, wherever it is shown: columns that define how a value is read, and rows of plain values."""
+"""Table independent of its output format: columns that format values, and rows of plain values."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table, and how its values are read.
+    """Title, format and alignment of a table column.
 
     Attributes:
-        title: for people, short.
-        about: the title in words, with the unit; empty where the title says it.
-        form: how a value other than None is shown.
-        better: which direction is good; None where there is no such thing.
-        align: None: to the right if all values are numbers.
-        key: stable name for machines; the title if it is empty.
+        title: short display title.
+        about: explanation of the title, with the unit; empty if the title is clear.
+        form: function that formats a value other than None.
+        better: whether low or high values are better; None if neither.
+        align: alignment; None: right if all values are numbers.
+        key: stable machine-readable name; the title if empty.
     """
 
     title: str
@@ -33,13 +33,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """A value with something next to it.
+    """A value with small print and style.
 
     Attributes:
-        value: exact; what files hold and pages sort by.
-        below: small print, a line each.
-        tone: "better", "worse" or "code"; of a row's first cell, the kind of the row.
-        mark: a color that stands for the row in plots.
+        value: exact value, used in files and for sorting.
+        below: lines of small print.
+        tone: "better", "worse" or "code"; in the first cell of a row, the kind of row.
+        mark: color of the row in plots.
     """
 
     value: Any
@@ -50,7 +50,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns, and a row of values or `Cell`s for each line; a value that is None is missing."""
+    """Columns, and rows of values or `Cell`s; None is a missing value."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Any]]
@@ -59,25 +59,25 @@ class Table:
 
     @classmethod
     def of(cls, columns: Sequence[str | Column], rows, caption: str = "", notes: Sequence[str] = ()) -> Table:
-        """A table in which a title stands for a column that has nothing else."""
+        """Build a table; a plain title stands for a column with default format."""
         headings = [Column(column) if isinstance(column, str) else column for column in columns]
         return cls(headings, [tuple(row) for row in rows], caption, notes)
 
     def cells(self) -> list[list[Cell]]:
-        """All values as cells, a list a row."""
+        """Return the rows with all values wrapped as cells."""
         return [[value if isinstance(value, Cell) else Cell(value) for value in row] for row in self.rows]
 
     def text(self, index: int, cell: Cell) -> str:
-        """Return the text of a cell's value in column `index`; a dash where there is none."""
+        """Format a cell's value by column `index`; a dash for None."""
         return NONE if cell.value is None else self.columns[index].form(cell.value)
 
     def texts(self) -> Iterator[list[str]]:
-        """Yield the texts of each row, without the small print."""
+        """Yield the formatted values of each row, without small print."""
         for row in self.cells():
             yield [self.text(index, cell) for index, cell in enumerate(row)]
 
     def alignments(self) -> list[Literal["left", "right"]]:
-        """Return the alignment of each column: its own, or right if it is not the first and holds numbers only."""
+        """Return the alignment of each column: explicit, or right for columns after the first with numbers only."""
         columns = list(zip(*self.texts(), strict=True)) or [()] * len(self.columns)
         return [
             column.align or ("right" if index and _numeric(texts) else "left")
@@ -86,7 +86,7 @@ class Table:
 
 
 def sort_key(value: Any) -> Any:
-    """Return the key by which a page sorts; values that are missing or not finite have none."""
+    """Return the sort key of a value; a dash for values that are missing or not finite."""
     return NONE if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
 
 

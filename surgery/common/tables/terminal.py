@@ -1,4 +1,4 @@
-"""Tables for terminals, by rich."""
+"""Tables for terminals, rendered by rich."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from surgery.common.tables.table import Table
 
 
 def render(table: Table, *, header: bool = True) -> RichTable:
-    """The table for a console to print; small print stands below its value."""
+    """Render a table for a rich console; small print stands below its value."""
     rich_table = RichTable(box=SIMPLE_HEAD, show_header=header, pad_edge=False, collapse_padding=True)
     for column, align in zip(table.columns, table.alignments(), strict=True):
         rich_table.add_column(escape(column.title), justify=align, overflow="fold")
