@@ -1,10 +1,10 @@
-"""Checkpoints on disk: read lazily, written as a stream, verified, then renamed into place.
+"""Checkpoints on disk: read lazily, streamed to a staging folder, verified, then renamed into place.
 
-It knows folders of safetensors shards, their index and the files next to them; it knows nothing of attention.
-A conversion opens a `CheckpointReader`, plans the output's tensors, fills a `CheckpointWriter` tensor by tensor, calls
-`finish`, `verify_files` and `commit`. At no time is more than one tensor held in memory.
+This package handles folders of safetensors shards with their index and sidecar files, and nothing about attention.
+A conversion opens a `CheckpointReader`, plans the output's tensors, writes each to a `CheckpointWriter`, then calls
+`finish`, `verify_files` and `commit`. At most one tensor is in memory at a time.
 
-Names are imported when they are asked for: `disk`, `hub`, `location` and `staging` know no tensors and need no torch.
+Names are imported on first use: `disk`, `hub`, `location` and `staging` need no torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The files that a result takes over from its source, read once before the work: what changes later is not carried."""
+"""Source files that are copied to the output checkpoint, read once at the start so that later edits do not matter."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from surgery.common.errors import SurgeryError
 from surgery.common.temporary import TemporaryFolder
 
 LARGEST = 2**30
-"""Bytes of a file that may be carried; the largest tokenizers have a thirtieth of it."""
+"""Maximum size in bytes of a copied file; the largest tokenizers have a thirtieth of it."""
 NAMES_CODE = ("auto_map", "custom_pipelines")
-"""Entries of JSON files that name code in their folder, or in another repository."""
+"""Keys of JSON files that refer to code in the folder or in another repository."""
 _CONTINUED = (REPORT, HEALING)
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "encoder.json", "tekken.json")
 
 
 @dataclass(frozen=True)
 class CarriedFiles:
-    """A private copy of the files of a source that its result takes over.
+    """Snapshot of the source files that the output checkpoint takes over.
 
     Attributes:
-        folder: of the copy; it has the source's config.json, too.
-        names: of the files that are carried, without config.json and records.
-        records: of this program, which are copied for whoever continues them.
-        left_out: names of the others; of entries that name code, the file and the entry.
-        keeps_code: whether code is carried.
-        owner: the temporary folder of the copy, which goes with this object, or at the end of its `with` block.
+        folder: temporary folder of the snapshot, with the source's config.json.
+        names: files to copy, without config.json and records.
+        records: this program's records, kept for stages that extend them.
+        left_out: names of all other files; for removed entries that refer to code, file and entry.
+        keeps_code: whether code files are copied.
+        owner: the temporary folder; removed with this object or at the end of its `with` block.
     """
 
     folder: Path
@@ -46,10 +46,10 @@ class CarriedFiles:
 
     @classmethod
     def of(cls, reader: CheckpointReader, *, keep_code: bool = False) -> CarriedFiles:
-        """Read the files of an opened checkpoint; its templates are carried in any case, which run in a sandbox.
+        """Snapshot the files of an opened checkpoint. Chat templates are always copied, since they run in a sandbox.
 
         Raises:
-            SurgeryError: a file cannot be read, is too large, or is a link to what is not carried.
+            SurgeryError: a file cannot be read, is too large, or is a link to a file that is not copied.
         """
         files = reader.files
         origin = reader.stored_path if reader.stored_names else reader.path
@@ -85,14 +85,14 @@ class CarriedFiles:
 
     @property
     def code(self) -> list[str]:
-        """Names of carried code."""
+        """Names of the copied code files."""
         return [name for name in self.names if kind_of(name) is Kind.CODE]
 
     def record(self, names: Collection[str]) -> dict[str, list[str]]:
-        """Return the report's record of the files.
+        """Return the report entry about the files.
 
         Args:
-            names: those of all files of the result; one of those is not left out, it was replaced.
+            names: all files of the output checkpoint; a file of that name is not listed as left out.
         """
         replaced = {CARD, SOURCE_CARD, *names}
         return {
@@ -102,10 +102,10 @@ class CarriedFiles:
         }
 
     def own_config(self, config: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
-        """A result's config.json without entries that name other code than that of the package, unless code is carried.
+        """Remove config entries that refer to code outside this package, unless code is copied.
 
         Args:
-            own: names of the result's files.
+            own: names of the output checkpoint's files.
         """
         if self.keeps_code:
             return config
@@ -113,12 +113,12 @@ class CarriedFiles:
 
 
 def _is_carried(name: str, keep_code: bool) -> bool:
-    """Names that a report cannot hold are no checkpoint's."""
+    """Return whether a file is copied; names with unprintable characters never are."""
     return name.isprintable() and (kind_of(name) in CARRIED or (keep_code and kind_of(name) is Kind.CODE))
 
 
 def _check_targets(folder: Path, names: Collection[str], keep_code: bool) -> None:
-    """Raises SurgeryError: a file is a link to one of its folder that is not carried, LICENSE to .env."""
+    """Raise SurgeryError if a file links to a file of its folder that is not copied, such as LICENSE to .env."""
     root = Path(os.path.realpath(folder))
     for name in () if follows_links() else names:
         real = Path(os.path.realpath(folder / name))
@@ -139,7 +139,7 @@ def _content(path: Path) -> bytes:
 
 
 def _config_bytes(origin: Path, config: dict[str, Any]) -> bytes:
-    """A config.json as it was read: its bytes, unless reading changed something or somebody has changed the file."""
+    """Return a config.json's original bytes, or its content serialized if reading changed it or the file changed."""
     content = _content(origin / CONFIG)
     try:
         same = json.loads(content) == config
@@ -149,13 +149,13 @@ def _config_bytes(origin: Path, config: dict[str, Any]) -> bytes:
 
 
 def _names_of_code(content: bytes, name: str) -> list[str]:
-    """Entries of a JSON file that name code."""
+    """List the keys of a JSON file that refer to code."""
     if not name.lower().endswith(".json") or name in _VOCABULARIES:
         return []
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
-        return []  # as it is: whoever reads it says what is wrong
+        return []  # the reader of the file reports the error
     return [entry for entry in NAMES_CODE if isinstance(value, dict) and entry in value]
 
 
@@ -177,7 +177,7 @@ def _own_entries(config: Any, modules: Collection[str]) -> Any:
 
 
 def _is_own(value: Any, modules: Collection[str]) -> bool:
-    """Return whether an ``auto_map`` names classes of these modules alone."""
+    """Return whether an ``auto_map`` refers only to classes in these modules."""
     if not isinstance(value, dict):
         return False
     return all(isinstance(each, str) and each.rpartition(".")[0] in modules for each in value.values())

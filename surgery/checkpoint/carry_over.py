@@ -1,4 +1,4 @@
-"""Copies what a conversion leaves unchanged: every tensor but the attention's, and the files next to the weights."""
+"""Copying of unchanged data in a conversion: all tensors except attention, and the sidecar files."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def copy_tensors(
     writer: CheckpointWriter,
     progress: Progress,
 ) -> None:
-    """Copies tensors byte for byte; those with a factor are scaled by it.
+    """Copy tensors byte for byte, or scaled if they have a factor.
 
-    An output head that the source does not have is a copy of its embeddings.
+    An output head missing in the source is a copy of the embeddings.
     """
     origins = {name: EMBEDDING if name == HEAD and name not in reader else name for name in names}
     with progress.phase("copy the rest", sum(reader.info(name).nbytes for name in origins.values()), "B") as advance:
@@ -43,9 +43,9 @@ def copy_tensors(
 def copy_sidecars(
     reader: CheckpointReader, carried: CarriedFiles, code: Iterable[Path], writer: CheckpointWriter
 ) -> None:
-    """Copies tokenizer, generation config and the like, the source's card under another name, and the package's code.
+    """Copy tokenizer, generation config and other sidecars, the source's model card under another name, and our code.
 
-    ``config.json`` has to be written before: it decides which tokenizer class transformers takes.
+    ``config.json`` must be written before: it determines the tokenizer class in transformers.
     """
     for name in carried.names:
         writer.copy_file(carried.folder / name, SOURCE_CARD if name == CARD else name)
@@ -57,7 +57,7 @@ def copy_sidecars(
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    """``tensor * factor`` in place, rounded once, a piece at a time: an embedding in float64 would not fit."""
+    """Multiply a tensor in place, in float64 with one rounding; in chunks, as a float64 embedding would not fit."""
     for piece in tensor.view(-1).split(2**22):
         piece.copy_(piece.double() * factor)
     return tensor

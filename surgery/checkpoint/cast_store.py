@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint whose floating-point values are read in another dtype than they are stored in."""
+"""Casting of a checkpoint's floating-point tensors to another dtype while reading."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from surgery.checkpoint.tensors import CHUNK_BYTES, as_bytes
 from surgery.common.errors import SurgeryError
 
 CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Quantized weights, integers and fp8 stay as they are stored."""
+"""Dtypes that are cast; quantized weights, integers and fp8 keep their stored dtype."""
 
 
 class CastStore:
-    """A store in which floating-point tensors have one dtype; at most 16 MiB are cast at a time."""
+    """Store whose floating-point tensors all have one dtype; casts at most 16 MiB at a time."""
 
     def __init__(self, store: Store, dtype: torch.dtype):
         self._store, self._dtype, self.max_readers = store, dtype, store.max_readers
@@ -57,7 +57,7 @@ class CastStore:
 
 
 def config_in(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A config.json, and the configs of models inside it, with another dtype of the weights."""
+    """Set the weight dtype of a config.json and of its nested model configs."""
     changed = {
         name: config_in(value, dtype) if isinstance(value, dict) and {"dtype", "torch_dtype"} & value.keys() else value
         for name, value in config.items()

@@ -1,4 +1,4 @@
-"""config.json, with the numbers that decide sizes checked before anything makes room for what they claim."""
+"""Reading of config.json; sizes are validated before anything allocates memory for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from surgery.checkpoint.disk import read_json
 from surgery.common.errors import SurgeryError
 from surgery.common.size_names import SIZE_NAMES
 
-# An order of magnitude above the largest models. transformers makes lists of as many entries as there are layers, and
-# frequencies of as many numbers as a head has, whatever the weights hold.
+# An order of magnitude above the largest models. transformers allocates a list entry per layer and a frequency per
+# element of a head, whatever the weights hold.
 LIMITS = {
     "num_hidden_layers": 10_000,
     "num_attention_heads": 2**16,
@@ -24,29 +24,29 @@ LIMITS = {
     "max_position_embeddings": 2**40,
     "sliding_window": 2**40,
 }
-"""The most that a config may claim, by name."""
+"""Upper limits of config entries."""
 
 RUN_CHOICES = (
     *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
     *("fusion_config", "kernel_config", "distributed_config"),
 )
-"""Keys by which a config.json chooses the code that runs a model, hub kernels too; dropped on reading."""
+"""Config keys that select the code that runs a model, hub kernels included; dropped on reading."""
 
 REDIRECTIONS = {
     "transformers_weights": "names other weights for transformers alone",
     "configuration_files": "names other configs for some versions of transformers",
     "per_layer_config": "gives layers different shapes, which is not supported",
 }
-"""Keys by which transformers reads other files or builds other layers than this package."""
+"""Config keys with which transformers would read other files or build other layers than this package."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The object in a config.json.
+    """Read and validate a config.json.
 
     Raises:
-        SurgeryError: it cannot be read, is no JSON object, claims an impossible size, has rotary settings that are
-            none, or names other files.
+        SurgeryError: the file cannot be read, is not a JSON object, has impossible sizes or invalid rotary settings, or
+            refers to other files.
     """
     config = read_json(path)
     for name, effect in REDIRECTIONS.items():
@@ -59,11 +59,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_sizes(config: dict[str, Any], where: str) -> None:
-    """Raises SurgeryError where a config, or one within it, claims an impossible size."""
+    """Raise SurgeryError if a config or a nested config has an impossible size or invalid rotary settings."""
     for name, value in config.items():
         limit = LIMITS.get(SIZE_NAMES.get(name, name))
         if limit is not None:
-            for each in value if isinstance(value, list) else [] if value is None else [value]:  # some have one a layer
+            # Some entries are lists with a value per layer.
+            for each in value if isinstance(value, list) else [] if value is None else [value]:
                 if type(each) is not int or not 1 <= each <= limit:
                     raise SurgeryError(f"{where}: {name} must be a whole number from 1 to {limit:,}, not {each!r}")
         elif name in ("rope_parameters", "rope_scaling") and not isinstance(value, dict | None):
@@ -73,7 +74,7 @@ def check_sizes(config: dict[str, Any], where: str) -> None:
 
 
 def without_keys(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """A config, and every config within it, without some keys."""
+    """Remove keys from a config and its nested configs."""
     return {
         name: without_keys(value, names) if isinstance(value, dict) else value
         for name, value in config.items()
@@ -82,7 +83,7 @@ def without_keys(config: dict[str, Any], names: Collection[str]) -> dict[str, An
 
 
 def with_rope_beside(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json that says how it rotates also where loaders look that know no ``rope_parameters`` (mlx-lm)."""
+    """Add the pre-v5 rotary keys to a config.json for loaders that ignore ``rope_parameters`` (mlx-lm)."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return config
@@ -93,12 +94,12 @@ def with_rope_beside(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def arguments(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a transformers config class for a config.json; copies, as it adds to dictionaries."""
+    """Return keyword arguments for a transformers config class; a deep copy, since the class modifies dictionaries."""
     return {name: _floats(deepcopy(value)) for name, value in config.items() if name not in ("model_type", "auto_map")}
 
 
 def _floats(value: Any) -> Any:
-    """A value in which transformers wrote infinity as {"__float__": "Infinity"}."""
+    """Decode transformers' spelling of infinity, {"__float__": "Infinity"}."""
     if isinstance(value, list):
         return [_floats(each) for each in value]
     return float(value["__float__"]) if isinstance(value, dict) and value.keys() == {"__float__"} else value

@@ -1,4 +1,4 @@
-"""The dequantized copy of a checkpoint with quantized weights, for what reads ordinary folders only."""
+"""Dequantized copy of a checkpoint, for loaders that cannot read its quantized weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def dequantized_copy(reader: CheckpointReader) -> Path:
-    """The folder of the copy, next to the reader's temporary one; the first call for a checkpoint writes it.
+    """Return the folder of the copy, next to the reader's temporary folder; the first call writes it.
 
     Raises:
-        SurgeryError: the file cannot be read, or the disk is too full.
+        SurgeryError: the file cannot be read, or the disk is full.
     """
     out = reader.path.parent / "weights" / reader.path.name
     if out.exists():

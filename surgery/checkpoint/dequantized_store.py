@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint with quantized matrices, which are dequantized while they are read."""
+"""Dequantization of a checkpoint's quantized matrices while reading."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from surgery.checkpoint.stores import ByteRanges, Store, read_rows
 from surgery.checkpoint.tensors import TensorInfo
 
 ReadRows = Callable[[str, int, int], Tensor]
-"""Rows [first, after) of a stored tensor of one or two dimensions."""
+"""Function that reads rows [first, after) of a stored 1D or 2D tensor."""
 
 
 class Matrix(Protocol):
-    """Storage of one matrix: the names of its ``parts``, and its ``rows`` [first, after) in float32."""
+    """Stored form of a quantized matrix: names of its stored tensors, and its ``rows`` [first, after) in float32."""
 
     @property
     def parts(self) -> tuple[str, ...]: ...
@@ -33,11 +33,11 @@ class Matrix(Protocol):
 
 
 class DequantizedStore:
-    """A store in which matrices stand where their first parts are stored; at most 16 MiB are dequantized at a time.
+    """Store that lists each quantized matrix in place of its first part; dequantizes at most 16 MiB at a time.
 
     Args:
-        store: what holds the parts, and all other tensors.
-        matrices: by name.
+        store: store of the parts and of all other tensors.
+        matrices: quantized matrices by tensor name.
     """
 
     def __init__(self, store: Store, matrices: Mapping[str, Matrix]):
@@ -54,7 +54,7 @@ class DequantizedStore:
                 self.infos[name] = TensorInfo(matrix.dtype, matrix.shape, nbytes, info.file)
 
     def parts(self, name: str) -> dict[str, TensorInfo]:
-        """Return the stored parts of a matrix; none for a tensor that is read as it is stored."""
+        """Return the stored parts of a quantized matrix; empty for any other tensor."""
         matrix = self._matrices.get(name)
         return {part: self._store.infos[part] for part in matrix.parts} if matrix else {}
 

@@ -1,4 +1,4 @@
-"""Files and sizes: whole reads and writes, flushing, and disk errors as one line."""
+"""Disk utilities: sizes, complete reads, atomic writes, flushing, and one-line disk errors."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(size: int | str, name: str = "") -> int:
-    """Bytes of ``5GB``, ``500 MB`` (decimal), ``5GiB``, ``500MiB`` (binary) or a plain number.
+    """Parse a size in bytes: ``5GB``, ``500 MB`` (decimal), ``5GiB``, ``500MiB`` (binary) or a plain number.
 
     Args:
-        name: of the setting, for errors.
+        name: name of the setting, for error messages.
 
     Raises:
-        SurgeryError: it is none of these, or not positive.
+        SurgeryError: the text is not a size, or is not positive.
     """
     match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", str(size))
     try:
@@ -47,7 +47,7 @@ def parse_size(size: int | str, name: str = "") -> int:
 
 
 def format_size(count: int) -> str:
-    """A number of bytes for people, in decimal units: ``16.1 GB``."""
+    """Format bytes in decimal units: ``16.1 GB``."""
     for unit in ("GB", "MB", "KB"):
         if count >= _UNITS[unit]:
             return f"{count / _UNITS[unit]:.1f} {unit}"
@@ -55,10 +55,10 @@ def format_size(count: int) -> str:
 
 
 def check_encoding(path: Path) -> None:
-    """Check that libraries in Rust, such as safetensors and tokenizers, can open what lies at a path.
+    """Check that Rust libraries such as safetensors and tokenizers can open a path.
 
     Raises:
-        SurgeryError: a name in it is not UTF-8.
+        SurgeryError: the path is not valid UTF-8.
     """
     try:
         str(path).encode("utf-8")
@@ -68,11 +68,11 @@ def check_encoding(path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError of the block, which is busy with ``path``, into one line."""
+    """Convert an OSError of the block, which works on ``path``, to a one-line SurgeryError."""
     try:
         yield
     except OSError as error:
-        # numpy writes what it can and has no number for the rest: "360448 requested and 197216 written".
+        # numpy reports a short write without errno: "360448 requested and 197216 written".
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or " requested and " in str(error):
             other = "set TMPDIR to a folder of another" if is_temporary(path) else "choose another --out"
             raise SurgeryError.at(path, f"no space left on the disk; free some or {other}") from error
@@ -80,7 +80,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read a JSON file that holds an object.
 
     Raises:
         SurgeryError: the file cannot be read, is not JSON, or holds something other than an object.
@@ -99,8 +99,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_exactly(file: BinaryIO, view: memoryview) -> bool:
-    """Fills ``view`` from an unbuffered file; false where the file ends first."""
-    # The system gives at most 2 GiB a call.
+    """Fill ``view`` from an unbuffered file; False if the file ends early."""
+    # A read returns at most 2 GiB.
     while len(view):
         count = file.readinto(view)
         if not count:
@@ -110,7 +110,7 @@ def read_exactly(file: BinaryIO, view: memoryview) -> bool:
 
 
 def write_at(path: Path, offset: int, view: memoryview) -> None:
-    """Writes all of ``view`` into an existing file at ``offset`` bytes."""
+    """Write all of ``view`` into an existing file at a byte offset."""
     with open(path, "r+b", buffering=0) as file:
         file.seek(offset)
         while len(view):
@@ -118,7 +118,7 @@ def write_at(path: Path, offset: int, view: memoryview) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flushes every file and folder below ``folder``, and itself, to the disk."""
+    """Flush a folder and every file and folder below it to disk."""
     for root, _, files in os.walk(folder):
         for file in files:
             with open(Path(root, file), "r+b") as handle:
@@ -127,7 +127,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes a folder's own entries, so that new names in it survive a power cut."""
+    """Flush a folder's directory entries to disk, so that new names survive a power loss."""
     if os.name == "nt":  # Windows cannot open a folder.
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -139,12 +139,12 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A path to write to, whose file becomes ``path`` at the end of the block, on the disk; it goes if the block fails.
+    """Yield a temporary path that is flushed and renamed to ``path`` at the end, or removed if the block fails.
 
-    Its hidden name is one that nothing has; what a killed process left under such a name goes with the next write.
+    The hidden name is unique; the next write also removes temporary files of killed processes.
 
     Raises:
-        SurgeryError: the disk refuses.
+        SurgeryError: a disk error occurs.
     """
     with disk_errors(path):
         _remove_parts(path)
@@ -168,7 +168,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def _new_part(path: Path) -> tuple[Path, IO[bytes]]:
-    """An empty file next to a path, locked for as long as it is written, with the rights that a new file has."""
+    """Create an empty locked file next to a path, with the default permissions of new files."""
     while True:
         try:
             number, name = tempfile.mkstemp(prefix=f".{path.name}{_PART}", suffix=".partial", dir=path.parent)
@@ -178,7 +178,7 @@ def _new_part(path: Path) -> tuple[Path, IO[bytes]]:
         file = os.fdopen(number, "r+b")
         if try_lock(file) is not Lock.HELD and is_at(file, Path(name)):
             break
-        file.close()  # taken for what a killed process left, before it was locked
+        file.close()  # another process took it for a leftover before it was locked
     mask = os.umask(0)
     os.umask(mask)
     with contextlib.suppress(OSError):
@@ -187,7 +187,7 @@ def _new_part(path: Path) -> tuple[Path, IO[bytes]]:
 
 
 def _remove_parts(path: Path) -> None:
-    """Removes what processes that were killed had written of a file."""
+    """Remove the temporary files that killed processes left next to a path."""
     for part in path.parent.glob(f".{glob.escape(path.name)}{_PART}????????.partial"):
         with contextlib.suppress(OSError), open(os.open(part, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)), "r+b") as file:
             if try_lock(file) is Lock.TAKEN:
@@ -195,17 +195,17 @@ def _remove_parts(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a text so that its file never exists in part.
+    """Write a text file atomically.
 
     Raises:
-        SurgeryError: it cannot be written.
+        SurgeryError: the file cannot be written.
     """
     with written_whole(path) as part:
-        part.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate, which JSON can hold
+        part.write_text(text, encoding="utf-8", errors="replace")  # JSON can contain lone surrogates
 
 
 def tree_bytes(folder: Path) -> int:
-    """Bytes the files below ``folder`` occupy on the disk; holes that were never written count nothing."""
+    """Return the disk usage in bytes of the files below a folder; holes of sparse files do not count."""
     total = 0
     for root, _, files in os.walk(folder):
         for file in files:
@@ -215,6 +215,6 @@ def tree_bytes(folder: Path) -> int:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes free on the disk that holds ``path``, or will hold it once it exists."""
+    """Return the free bytes on the disk of a path, which need not exist yet."""
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     return shutil.disk_usage(existing).free

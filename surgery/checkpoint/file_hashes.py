@@ -1,4 +1,4 @@
-"""SHA-256 of the files of a checkpoint, without the cards, which people may edit, and the report of the hashes."""
+"""SHA-256 of a checkpoint's files, except model cards, which users may edit, and the report with the hashes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _THREADS = 4
 
 
 def hash_files(folder: Path, progress: Progress | None = None, names: Iterable[str] | None = None) -> dict[str, str]:
-    """Hash files by their paths in a folder, with slashes.
+    """Hash the files of a folder; returns hex digests by relative path, with slashes.
 
     Args:
-        names: of the files; None for all that are neither hidden nor links to folders.
+        names: files to hash; None for all except hidden files, links to folders and `UNHASHED`.
 
     Raises:
         SurgeryError: a file cannot be read.
@@ -42,7 +42,7 @@ def hash_files(folder: Path, progress: Progress | None = None, names: Iterable[s
 
 
 def hash_file(path: Path) -> str:
-    """Return the hash of one file, in hex."""
+    """Return the SHA-256 of a file in hex."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(_PIECE):

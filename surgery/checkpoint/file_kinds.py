@@ -1,4 +1,4 @@
-"""Kinds of files in a checkpoint's folder, by their names alone: what belongs to it, what runs, and all others."""
+"""Classification of the files in a checkpoint's folder, by name alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from surgery.common.lineage import REPORT
 CARD, SOURCE_CARD = "README.md", "README.source.md"
 CONFIG = "config.json"
 HEALING = "surgery_healing.json"
-"""Record of a healing next to a student that has no conversion's report."""
+"""Healing record of a student without a conversion report."""
 
 
 class Kind(Enum):
@@ -30,12 +30,12 @@ class Kind(Enum):
 
 
 READ_BY_LOADERS = frozenset({Kind.CONFIG, Kind.WEIGHTS, Kind.CODE, Kind.TEMPLATE, Kind.LOADED})
-"""Kinds that change what a checkpoint computes, or run, when it is loaded."""
+"""Kinds that affect the loaded model or contain code that loading runs."""
 CARRIED = frozenset({Kind.TEMPLATE, Kind.LOADED, Kind.DOCUMENT})
-"""Kinds that a result takes over from its source."""
+"""Kinds that are copied to the output checkpoint."""
 
 _CODE_FOLDER, _TEMPLATE_FOLDER = "custom_generate", "additional_chat_templates"
-# Suffixes are compared in lower case, also before a version: x.so.1.
+# Suffixes are compared in lower case, also in front of a version: x.so.1.
 _CODE = (
     *(".py", ".pyc", ".pyo", ".pyd", ".pyw", ".pyi", ".pyx", ".pyz", ".ipynb", ".egg", ".whl", ".so", ".dll"),
     *(".dylib", ".exe", ".com", ".msi", ".jar", ".class", ".wasm", ".cubin", ".ptx", ".hsaco", ".o", ".a", ".sh"),
@@ -60,10 +60,10 @@ _RECORDS = (REPORT, HEALING, "heal.json", "heal.jsonl")
 
 
 def kind_of(name: str) -> Kind:
-    """Kind of a file by its path in the folder, with slashes.
+    """Classify a file by its relative path, with slashes.
 
-    Only names that published checkpoints give to such files are of a kind that is carried; in lower or upper case, a
-    file that some loader or system would run is code.
+    Kinds that are copied match only names that published checkpoints use. A file that any loader or system may run is
+    code, in upper or lower case.
     """
     *folders, file = name.lower().split("/")
     file = file.rstrip(" .")
@@ -87,9 +87,9 @@ def kind_of(name: str) -> Kind:
 
 
 def list_files(folder: Path, *, hidden: bool = False) -> list[str]:
-    """Paths of all files in a folder and its subfolders, with slashes, sorted.
+    """List the relative paths of all files in a folder and its subfolders, with slashes, sorted.
 
-    A link to a folder is one entry and is not followed: with a slash at its end.
+    A link to a folder is not followed; it is listed with a slash at its end.
 
     Raises:
         OSError: a folder cannot be read.
@@ -109,7 +109,7 @@ def list_files(folder: Path, *, hidden: bool = False) -> list[str]:
 
 
 def summary(names: Iterable[str], limit: int = 3) -> list[str]:
-    """Names for people: a folder with more than ``limit``, or a hidden one, is one entry, ``wandb/ (120 files)``."""
+    """Summarize file names; a folder that is hidden or has over ``limit`` files is one entry: ``logs/ (120 files)``."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         top, slash, rest = name.partition("/")
@@ -122,7 +122,7 @@ def summary(names: Iterable[str], limit: int = 3) -> list[str]:
 
 
 def as_text(name: str) -> str:
-    """A file's name with escapes for characters that no text can hold, of names that are not UTF-8."""
+    """Escape the bytes of a file name that are not UTF-8."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 

@@ -1,8 +1,8 @@
-"""A GGUF file and the folder that stands in for it, with config and tokenizer.
+"""Temporary Hugging Face folder for a GGUF file, with config and tokenizer.
 
-Readers take tensors from the file itself. What reads ordinary folders only (transformers) gets one: its small files
-when the checkpoint is opened, its weights from `CheckpointReader.model_folder`. Both are temporary, one a file and
-process, and go when the process ends.
+Readers take tensors from the GGUF file itself. Loaders that need a folder (transformers) get one: config and tokenizer
+are written when the checkpoint is opened, weights by `CheckpointReader.model_folder`. There is one folder per file and
+process; it is removed at process exit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from surgery.common.temporary import TemporaryFolder
 
 @dataclass(frozen=True)
 class GgufFolder:
-    """Contents of a GGUF file, and the folder with its config.json and tokenizer."""
+    """Parsed GGUF file, and the folder with its config.json and tokenizer."""
 
     file: Path
     model: GgufModel
@@ -30,12 +30,12 @@ class GgufFolder:
 
 
 def open_gguf(file: Path) -> GgufFolder:
-    """Reads the header of a GGUF file and writes what stands next to weights; once a process for an unchanged file.
+    """Read the header of a GGUF file and write its config and tokenizer, once per process for an unchanged file.
 
     Raises:
         SurgeryError: the file is damaged, or its model or tokenizer is not supported.
     """
-    file = file.absolute()  # not resolved: in the hub's cache a file is a link to one without its name
+    file = file.absolute()  # not resolved: files in the hub's cache are links to blobs without a name
     status = file.stat()
     return _opened(file, status.st_size, status.st_mtime_ns)
 
@@ -59,6 +59,6 @@ _KEPT: list[TemporaryFolder] = []
 
 
 def temporary_folder() -> Path:
-    """A new folder that is removed when this process ends."""
+    """Create a folder that is removed at process exit."""
     _KEPT.append(TemporaryFolder("gguf"))
     return _KEPT[-1].path

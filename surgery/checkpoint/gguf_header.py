@@ -1,7 +1,7 @@
-"""The header of a GGUF file: metadata, and each tensor's type, shape and place.
+"""GGUF header: metadata, and each tensor's type, shape and offset.
 
-Read here and not by the ``gguf`` package's reader, which takes seconds for the vocabulary of a small model and keeps
-the file mapped. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The ``gguf`` package's reader takes seconds for the vocabulary of a small model and keeps the file mapped. Layout:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from surgery.common.errors import SurgeryError
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-# By the number of a value's type, as struct spells it.
+# struct format by GGUF value type.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _ALIGNMENT = "general.alignment"
 _INSTALL = 'pip install "model-surgery[gguf]"'
@@ -26,14 +26,14 @@ _INSTALL = 'pip install "model-surgery[gguf]"'
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A stored tensor.
+    """Tensor stored in a GGUF file.
 
     Attributes:
-        type: the name of its GGML type, such as Q4_1.
-        shape: as in PyTorch, rows first.
-        columns: numbers of a row; a vector's rows are single numbers.
-        row_bytes: of one stored row; blocks of quantized numbers never cross rows.
-        offset: of its first byte in the file.
+        type: GGML type, such as Q4_1.
+        shape: shape in PyTorch's order, rows first.
+        columns: elements per row; 1 for a vector.
+        row_bytes: bytes per stored row; quantization blocks never cross rows.
+        offset: file offset of the first byte.
     """
 
     type: str
@@ -49,14 +49,14 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Header of a GGUF file: key-value metadata, and tensors by their names in it."""
+    """Header of a GGUF file: key-value metadata, and tensors by GGUF name."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
 
 def require_gguf() -> None:
-    """Raises SurgeryError, with how to get it, where the package is missing that knows GGML's types."""
+    """Raise SurgeryError with the install command if the gguf package is missing."""
     try:
         import gguf  # noqa: F401
     except ImportError:
@@ -64,10 +64,10 @@ def require_gguf() -> None:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Reads the header of a GGUF file, and none of its numbers.
+    """Read the header of a GGUF file, without tensor data.
 
     Raises:
-        SurgeryError: it is no GGUF file, is damaged, or ends before its last tensor does.
+        SurgeryError: the file is not GGUF, is damaged, or is truncated.
     """
     require_gguf()
     with disk_errors(path), open(path, "rb") as file:
@@ -115,7 +115,7 @@ def _placed(start: int, number: int, shape: tuple[int, ...], offset: int) -> Ggu
 
 
 class _Reader:
-    """Values in the order of the file; EOFError where it ends within one."""
+    """Sequential reader of header values; raises EOFError if the file ends within a value."""
 
     def __init__(self, file: BinaryIO, size: int):
         self._file, self._size = file, size
@@ -124,11 +124,10 @@ class _Reader:
         return struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}")))[0]
 
     def pair(self) -> tuple[str, Any]:
-        """A key and its value."""
         return self._string(), self._value(self.scalar("I"))
 
     def tensor(self) -> tuple[str, int, tuple[int, ...], int]:
-        """Name, number of the type, shape and offset from the start of all tensors' data."""
+        """Read a tensor's name, type number, shape, and offset from the start of the tensor data."""
         name, dims = self._string(), self.scalar("I")
         if not 1 <= dims <= 4:
             raise ValueError(f"{name} has {dims} dimensions")
@@ -150,7 +149,7 @@ class _Reader:
         return self._bytes(self.scalar("Q")).decode("utf-8", errors="replace")
 
     def _bytes(self, count: int) -> bytes:
-        # A damaged length must not be allocated first.
+        # Check before reading, so that a damaged length is not allocated.
         if count > self._size - self._file.tell():
             raise EOFError
         return self._file.read(count)

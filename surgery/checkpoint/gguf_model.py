@@ -1,9 +1,9 @@
-"""Hugging Face view of a GGUF file: config.json, tensor names, order of rows, dtype.
+"""Hugging Face view of a GGUF file: config.json, tensor names, row order, dtype.
 
-Names and metadata keys are those of llama.cpp's converter, which also rewrites three things: rows of q and k of Llama's
-relatives are permuted for rotations of neighboring numbers, llama3's RoPE scaling is stored as a tensor of factors, and
-norms of 1 + w as the sum. All are undone. Mistral's files are ``llama`` ones and become Llama checkpoints, which
-compute the same.
+Tensor names and metadata keys follow llama.cpp's converter. The converter makes three changes that are reverted here:
+q and k rows of Llama-like models are permuted for RoPE on adjacent elements, llama3's RoPE scaling becomes a tensor of
+factors, and norm weights w of 1 + w norms become the sum. Mistral models have the architecture ``llama`` in GGUF and
+become Llama checkpoints with equal outputs.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ IN_LAYER = {
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _ROPE_FACTORS = "rope_freqs.weight"
 _OTHERWISE = "give its Hugging Face files"
-# What every model with llama3's scaling has had so far; the factor alone differs.
+# Equal in all published models with llama3 scaling; only the factor differs.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
 class Arch:
-    """An architecture of GGUF, and how its files become a checkpoint.
+    """GGUF architecture, and its mapping to a Hugging Face checkpoint.
 
     Attributes:
-        model_class: the class of its config.
-        model_type: of its config, where that is not the architecture's name.
-        permuted: whether rows of q and k are permuted.
-        fields: further fields of its config.
-        numbers: fields of its config that are numbers of the file, by the key below the architecture's name.
-        biases: fields of its config that say whether a module has a bias, by the module's name in the file.
-        names: modules of a layer whose names are not those of ``IN_LAYER``.
-        norm_offset: what is added to the weights of norms as they are stored.
-        norm_eps: the name that its config has for the eps of its LayerNorms; None where norms are RMS norms.
-        windows: one layer of this many has no sliding window; 0: none has, 1: all have where the file names one.
-        partial: whether its class can rotate a part of a head.
-        large: the number of layers of the model whose query scale follows from the hidden size (Gemma 2 and 3).
+        model_class: entry of ``architectures`` in the config.
+        model_type: model type of the config, if it differs from the GGUF name.
+        permuted: whether q and k rows are permuted.
+        fields: constant config entries.
+        numbers: config entries read from metadata, by the key after the architecture's prefix.
+        biases: boolean config entries, with the GGUF module whose bias they indicate.
+        names: per-layer module names that differ from ``IN_LAYER``.
+        norm_offset: added to the stored norm weights.
+        norm_eps: config entry for the eps of LayerNorms; None for models with RMSNorm.
+        windows: one of this many layers has full attention; 0: no window, 1: all layers if metadata has a window.
+        partial: whether the model class supports partial RoPE.
+        large: number of layers of the model whose query scale derives from the hidden size (Gemma 2 and 3).
     """
 
     model_class: str
@@ -166,15 +166,15 @@ ARCHS = {
 
 @dataclass(frozen=True)
 class GgufModel:
-    """A GGUF file as a checkpoint.
+    """A GGUF file mapped to a Hugging Face checkpoint.
 
     Attributes:
-        config: its config.json.
-        tensors: by their names in a Hugging Face checkpoint.
-        dtype: of the dequantized tensors: what most numbers are stored in, or bfloat16 where that is quantized. Models
-            are trained in bfloat16, and its rounding (2⁻⁹ of a number) is less than that of 8-bit blocks; norms, which
-            GGUF stores in float32 whatever the model's dtype, were bfloat16 numbers before.
-        dequantised_from: the type that most numbers are stored in, where it is a quantized one.
+        config: content of config.json.
+        tensors: stored tensors by Hugging Face name.
+        dtype: dtype of the dequantized tensors: the stored type of most elements, or bfloat16 if that is quantized.
+            Models are trained in bfloat16, and its relative rounding error of 2⁻⁹ is less than that of 8-bit blocks.
+            GGUF stores all norms in float32; they were bfloat16 originally.
+        dequantised_from: the stored type of most elements, if quantized; else None.
     """
 
     config: dict[str, Any]
@@ -184,10 +184,10 @@ class GgufModel:
 
 
 def describe_model(path: Path, header: GgufHeader) -> GgufModel:
-    """Maps the header of a GGUF file.
+    """Map the header of a GGUF file to a Hugging Face checkpoint.
 
     Raises:
-        SurgeryError: its architecture, or something in it, is not supported.
+        SurgeryError: the architecture or one of its settings or tensors is not supported.
     """
     values = _Values(path, header.metadata)
     name = values.text("general.architecture")
@@ -207,7 +207,7 @@ def describe_model(path: Path, header: GgufHeader) -> GgufModel:
 
 
 class _Values:
-    """Metadata by key, with one-line errors."""
+    """Typed access to metadata, with one-line errors."""
 
     def __init__(self, path: Path, metadata: dict[str, Any]):
         self.path, self._metadata = path, metadata
@@ -228,7 +228,7 @@ class _Values:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A float32, as short as it was written: 1e-05, not 9.999999747378752e-06."""
+        """Return a positive float32 in its shortest decimal form: 1e-05, not 9.999999747378752e-06."""
         value = self.get(key, default)
         if type(value) not in (int, float) or not 0 < value < 1e38:
             raise SurgeryError.at(self.path, f"{key} is {value!r} in its metadata, not a positive number")
@@ -236,7 +236,7 @@ class _Values:
 
 
 def _refuse_parts(values: _Values, arch: str) -> None:
-    """Refuses what the mapping would drop silently."""
+    """Refuse features that the mapping would drop silently: split files, experts, unsupported sliding windows."""
     if (count := values.get("split.count", 1)) not in (0, 1):
         raise SurgeryError.at(values.path, f"one of {count} parts of a model; join them (llama-gguf-split --merge)")
     if values.get(f"{arch}.expert_count", 0):
@@ -298,12 +298,12 @@ def _config(path: Path, values: _Values, header: GgufHeader, name: str, dtype: t
     if rope["rope_type"] == "longrope":
         config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     check_sizes(config, str(path))
-    # Classes have ids of their own for padding, which may lie beyond this vocabulary.
+    # The default padding id of a config class can exceed this vocabulary.
     return config | {"pad_token_id": None} | special_tokens(header.metadata)
 
 
 def _windows(values: _Values, name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The window of a config and the layers that have it, which most files leave to the architecture."""
+    """Return the config entries for sliding windows; most files leave the layer pattern to the architecture."""
     every, window = ARCHS[name].windows, f"{name}.attention.sliding_window"
     if not every:
         return {}
@@ -320,14 +320,14 @@ def _windows(values: _Values, name: str, config: dict[str, Any]) -> dict[str, An
 
 
 def special_tokens(metadata: dict[str, Any]) -> dict[str, int]:
-    """The ids that config and generation config name, of those that the file has."""
+    """Return the BOS, EOS and padding ids in the metadata as entries for config and generation config."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {field: metadata.get(f"tokenizer.ggml.{key}_token_id") for field, key in keys.items()}
     return {field: token for field, token in ids.items() if type(token) is int}
 
 
 def _rope(path: Path, values: _Values, header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
-    """RoPE's parameters: plain, linear, of YaRN, by Phi's two lists of factors, or by the factors of llama3."""
+    """Return the RoPE parameters: default, linear, YaRN, LongRoPE (Phi) or llama3 scaling."""
     key = f"{name}.rope.scaling"
     rope = {"rope_type": "default", "rope_theta": values.number(f"{name}.rope.freq_base", 10_000.0)}
     kind = values.get(f"{key}.type", "none")
@@ -350,7 +350,7 @@ def _rope(path: Path, values: _Values, header: GgufHeader, name: str, head_dim: 
 
 
 def _factors(path: Path, stored: GgufTensor) -> list[float]:
-    """A small vector of float32 numbers of the file."""
+    """Read a float32 vector of RoPE factors, of at most 4,096 elements."""
     if stored.type != "F32" or len(stored.shape) != 1 or stored.shape[0] > 4096:
         raise SurgeryError.at(path, f"RoPE factors of type {stored.type}, {list(stored.shape)}, are not supported")
     with disk_errors(path), open(path, "rb") as file:
@@ -359,7 +359,7 @@ def _factors(path: Path, stored: GgufTensor) -> list[float]:
 
 
 def _scaled(path: Path, rope: dict[str, Any], factors: GgufTensor | None, head_dim: int) -> dict[str, Any]:
-    """RoPE's parameters with llama3's scaling where the file has its factors: by what each frequency is divided."""
+    """Add llama3 scaling to the RoPE parameters if the file has its factors, the divisors of the frequencies."""
     if factors is None:
         return rope
     if factors.shape != (head_dim // 2,):
@@ -375,8 +375,7 @@ def _scaled(path: Path, rope: dict[str, Any], factors: GgufTensor | None, head_d
 
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """Return the divisors of each frequency in Llama 3's scaling, [d/2] float32; llama.cpp reads them as
-    ``rope_freqs``."""
+    """Return the divisor of each frequency in Llama 3's RoPE scaling, [d/2] float32: ``rope_freqs`` in llama.cpp."""
     freqs = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * freqs / (2 * math.pi)
@@ -412,6 +411,6 @@ def _tensors(path: Path, header: GgufHeader, config: dict[str, Any], arch: Arch)
 
 
 def _halves(heads: int, head_dim: int) -> Tensor:
-    """The stored row of each row: rotated pairs are neighbors in the file, halves of a head in a checkpoint."""
+    """Return the stored row of each row: RoPE pairs are adjacent in GGUF, half a head apart in a checkpoint."""
     rows = torch.arange(heads * head_dim).view(heads, head_dim // 2, 2)
     return rows.transpose(1, 2).reshape(-1)

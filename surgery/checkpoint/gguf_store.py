@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file under Hugging Face's names, dequantized while they are read."""
+"""GGUF tensors under Hugging Face names, dequantized while reading."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from surgery.common.errors import SurgeryError
 
 @dataclass(frozen=True)
 class Mapped:
-    """A stored tensor and how its rows are to be read: ``order[i]`` is the stored row of row i, None for itself.
-    ``offset`` is added to its numbers."""
+    """Stored tensor with its row order, where ``order[i]`` is the stored row of row i (None: unchanged), and the
+    ``offset`` added to its elements."""
 
     stored: GgufTensor
     order: Tensor | None = None
@@ -32,15 +32,15 @@ class Mapped:
 
 
 class GgufStore:
-    """Dequantizes as much as is asked for, at most 16 MiB (in float32) and two heads at a time, to one dtype.
+    """Store that dequantizes requested ranges to one dtype, in chunks of 16 MiB (in float32) and two heads.
 
     Args:
-        path: the file.
-        tensors: by their names in a Hugging Face checkpoint.
-        dtype: of what is read, whatever the stored type.
+        path: GGUF file.
+        tensors: stored tensors by Hugging Face name.
+        dtype: output dtype, whatever the stored type.
     """
 
-    max_readers = 1  # numpy's dequantization holds the interpreter's lock most of the time
+    max_readers = 1  # numpy's dequantization holds the GIL most of the time
 
     def __init__(self, path: Path, tensors: Mapping[str, Mapped], dtype: torch.dtype):
         self._path, self._tensors, self._dtype = path, tensors, dtype
@@ -64,12 +64,12 @@ class GgufStore:
         return [Place(self._path, stored.offset, stored.nbytes)]
 
     def _rows(self, file: BinaryIO, mapped: Mapped, first: int, after: int) -> Tensor:
-        """Rows [first, after) of a tensor, [after - first, columns], in the store's dtype."""
+        """Read rows [first, after) of a tensor, [after - first, columns], in the store's dtype."""
         from gguf import GGMLQuantizationType, dequantize
 
         stored, picked = mapped.stored, None
         if mapped.order is not None:
-            # Rows move within their head only, so what lies between the first and the last of them is little more.
+            # Rows move only within a head, so reading the span between first and last row adds little.
             picked = mapped.order[first:after]
             first, after = int(picked.min()), int(picked.max()) + 1
         raw = np.empty((after - first, stored.row_bytes), dtype=np.uint8)
@@ -83,7 +83,7 @@ class GgufStore:
 
 
 def _check_type(path: Path, kind: str) -> None:
-    """Refuses a type that the gguf package cannot dequantize, before anything is read."""
+    """Refuse a type that the gguf package cannot dequantize, before any tensor is read."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     number = GGMLQuantizationType[kind]

@@ -1,8 +1,8 @@
-"""The tokenizer of a GGUF file as the files of a Hugging Face tokenizer.
+"""Conversion of a GGUF file's tokenizer to Hugging Face tokenizer files.
 
-Byte-level BPE is built here, because transformers' own conversion cuts every text as GPT-2 does: digits of SmolLM2, for
-one, would come out as tokens that the model has hardly seen. So are Gemma's vocabularies, whose scores do not give the
-order of merges. Other SentencePiece vocabularies are left to transformers.
+Byte-level BPE is built here because transformers' conversion pre-tokenizes every text like GPT-2: the digits of
+SmolLM2, for example, would become tokens that are rare in its training. Gemma's vocabularies are built here because
+their scores do not give the order of merges. Other SentencePiece vocabularies are left to transformers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _MODEL, _CUT, _TEMPLATE = "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"
-_SPACE = "\u2581"  # in place of a space in SentencePiece's vocabularies
-_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens; the others are found by the merges alone
+_SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
+_CONTROL, _USER_DEFINED = 3, 4  # token types that are matched before merges
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -31,7 +31,8 @@ _CASED, _CAPITALS = rf"{_BEFORE}{_UPPER}*{_LOWER}+", rf"{_BEFORE}{_UPPER}+{_LOWE
 _THREE_DIGITS = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
 _ONE_DIGIT = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_REST}"
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
-# How text is cut before merges, by the name that the file gives it; read in llama.cpp's llama-vocab.cpp, not run.
+# Pre-tokenization pattern by ``tokenizer.ggml.pre``; from the source of llama.cpp's llama-vocab.cpp, not verified by
+# running it.
 SPLITS = {
     **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe", "chatglm-bpe"), _THREE_DIGITS),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _ONE_DIGIT),
@@ -42,14 +43,14 @@ SPLITS = {
 }
 _LIKE_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "mellum", "trillion")
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-_WHOLE_FIRST = (*_LLAMA3, "tekken")  # a word that is a token is not merged from parts; BOS unless the file says no
+_WHOLE_FIRST = (*_LLAMA3, "tekken")  # words in the vocabulary skip the merges; BOS by default
 
 
 def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
-    """Writes tokenizer.json, its config and chat_template.jinja into ``folder``, if the file has a tokenizer.
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja to ``folder``, if the file has a tokenizer.
 
     Raises:
-        SurgeryError: it is of a kind that would be cut otherwise than the model was trained with.
+        SurgeryError: the tokenizer is damaged, or its type or pre-tokenizer is not supported.
     """
     kind = metadata.get(_MODEL)
     if kind is None:
@@ -61,7 +62,7 @@ def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
             _write_bpe(path, metadata, folder, _byte_level if kind == "gpt2" else _gemma)
         except SurgeryError:
             raise
-        except Exception as error:  # whatever a damaged vocabulary raises, plain exceptions of Rust among them
+        except Exception as error:  # damaged vocabularies raise various errors, plain exceptions from Rust included
             raise SurgeryError.at(path, f"damaged tokenizer ({error}); convert the model to GGUF again") from None
     else:
         raise SurgeryError.at(path, f"tokenizer of kind {kind!r} is not supported; give the model's Hugging Face files")
@@ -72,7 +73,7 @@ def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
 
 
 def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path, build: Callable) -> None:
-    """Writes the tokenizer that ``build`` makes of the tokens, with what all kinds share: special tokens and BOS."""
+    """Write the tokenizer that ``build`` creates, with the special tokens and BOS that all types share."""
     from tokenizers import AddedToken, processors
 
     tokens = metadata.get("tokenizer.ggml.tokens")
@@ -89,7 +90,7 @@ def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path, build: Callab
         if kind in (_CONTROL, _USER_DEFINED) and token in vocabulary:
             special = kind == _CONTROL
             tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
-    # The ids that the vocabulary gives are the model's; a token that is twice in it would move others.
+    # Token ids must equal the model's; a duplicate token would shift the following ids.
     if tokenizer.get_vocab_size() != len(tokens):
         raise SurgeryError.at(path, f"its tokenizer has {len(tokens)} tokens, some of them twice; convert it again")
     if metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in special_tokens:
@@ -110,7 +111,7 @@ def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path, build: Callab
 
 
 def _byte_level(path: Path, metadata: dict[str, Any], unknown: str | None) -> tuple[Tokenizer, bool]:
-    """A byte-level BPE, and whether its texts begin with BOS where the file does not say so."""
+    """Build a byte-level BPE; also return whether it adds BOS by default."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
     cut, tokens, merges = (metadata.get(key) for key in (_CUT, "tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
@@ -128,9 +129,9 @@ def _byte_level(path: Path, metadata: dict[str, Any], unknown: str | None) -> tu
 
 
 def _gemma(path: Path, metadata: dict[str, Any], unknown: str | None) -> tuple[Tokenizer, bool]:
-    """Gemma's BPE of characters with bytes for others: the earlier a token, the earlier its merge.
+    """Build Gemma's character-level BPE with byte fallback; merges follow the order of tokens.
 
-    Files have a run of spaces as spaces, its vocabulary as the sign that stands for them.
+    Tokens that are runs of spaces become runs of the SentencePiece space symbol. BOS is added by default.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -177,13 +178,13 @@ def _write_sentencepiece(path: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(
             path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever a damaged vocabulary raises
+    except Exception as error:  # damaged vocabularies raise various errors
         reason = " ".join(str(error).split())[:200]
         raise SurgeryError.at(path, f"transformers cannot convert its tokenizer ({reason})") from None
     tokenizer.save_pretrained(folder)
     config = folder / "tokenizer_config.json"
     fields = json.loads(config.read_text(encoding="utf-8"))
-    # Where the file lay, and what transformers made of it for itself.
+    # Local paths and internal entries of transformers.
     for name in ("gguf_file", "name_or_path", "is_local", "local_files_only"):
         fields.pop(name, None)
     config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Checkpoints from the Hugging Face hub, as local folders."""
+"""Download of checkpoints from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from surgery.common.errors import SurgeryError
 _FILES = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.spm", "*.txt", "*.jinja", "*.py", "*.md"]
 _FILES += ["LICENSE*", "NOTICE*", "USE_POLICY*"]
 _PICKLES = ["pytorch_model*.bin"]
-# Second copies of the weights: Mistral's own format, exports in subfolders.
+# Duplicate weights: Mistral's native format, exports in subfolders.
 _UNWANTED = ["consolidated*", "*/*.safetensors", "*/*.bin"]
 
 
 def is_hub_id(source: str) -> bool:
-    """Return whether ``source`` reads like ``org/name``."""
+    """Return whether ``source`` has the form ``org/name``."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source) is not None
 
 
 def is_downloaded(name: str) -> bool:
-    """Return whether :func:`download` fetches a file of a repository, by its path there."""
+    """Return whether :func:`download` fetches a file of a repository, by its path in the repository."""
     return any(fnmatch(name, kind) for kind in _FILES) and not any(fnmatch(name, kind) for kind in _UNWANTED)
 
 
 def download(repo: str, *, revision: str | None, allow_pickle: bool) -> Path:
-    """Downloads a checkpoint's weights, configs, tokenizer and code into the hub's cache and gives its folder.
+    """Download a checkpoint's weights, configs, tokenizer and code to the hub's cache and return its folder.
 
     Raises:
-        SurgeryError: it does not exist, may not be read, or the network fails.
+        SurgeryError: the repository does not exist, access is denied, or the network fails.
     """
     from huggingface_hub import snapshot_download
 
@@ -38,23 +38,23 @@ def download(repo: str, *, revision: str | None, allow_pickle: bool) -> Path:
         if allow_pickle and not any(folder.glob("*.safetensors")):
             names = _FILES + _PICKLES
             folder = Path(snapshot_download(repo, revision=revision, allow_patterns=names, ignore_patterns=_UNWANTED))
-    except Exception as error:  # the hub's own errors, those of its HTTP library, the disk's
+    except Exception as error:  # errors of the hub, its HTTP library or the disk
         raise SurgeryError(f"{repo}: no such folder, and from the hub: {reason(error, revision)}") from error
     return folder
 
 
 def id_of_snapshot(path: Path) -> tuple[str, str] | None:
-    """Name and revision of what lies in the hub's cache at ``models--org--name/snapshots/revision``."""
+    """Return repository and revision of a cache path ``models--org--name/snapshots/revision``; None for other paths."""
     if path.parent.name != "snapshots" or not path.parent.parent.name.startswith("models--"):
         return None
     return path.parent.parent.name.removeprefix("models--").replace("--", "/", 1), path.name
 
 
 def reason(error: Exception, revision: str | None = None) -> str:
-    """An error of the hub, its HTTP library or the disk, in one line."""
+    """Describe an error of the hub, its HTTP library or the disk in one line."""
     from huggingface_hub import errors
 
-    # The gated error is a kind of the not-found error.
+    # GatedRepoError is a subclass of RepositoryNotFoundError.
     if isinstance(error, errors.GatedRepoError):
         return "access is gated; accept its terms on huggingface.co and run `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):

@@ -1,4 +1,4 @@
-"""Elements of a token in the KV cache, layer by layer: read from a config.json, without a model."""
+"""KV-cache elements per token and layer, from a config.json without a model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ DECILM = "nemotron-nas"
 
 
 def kv_widths(config: dict[str, Any]) -> list[int]:
-    """Count the elements that every layer caches per token; 0 for a layer that keeps a state.
+    """Return the elements that each layer caches per token; 0 for linear-attention and Mamba layers.
 
     Args:
-        config: of any class but this package's: MLA, KV heads, or KV heads by layer (DeciLM).
+        config: config of any stock model class: MLA, MHA/GQA, or KV heads by layer (DeciLM).
 
     Raises:
-        KeyError: it does not say a size.
+        KeyError: a size is missing.
     """
     config = with_size_names(config)
     layers = config["num_hidden_layers"]
@@ -29,5 +29,5 @@ def kv_widths(config: dict[str, Any]) -> list[int]:
     width = 2 * (config.get("num_key_value_heads") or heads) * head_dim
     if types := config.get("layer_types"):
         return [0 if kind in ("linear_attention", "mamba") else width for kind in types]
-    interval = config.get("full_attention_interval", 1)  # Qwen3-Next may say how often there is one, not the types
+    interval = config.get("full_attention_interval", 1)  # Qwen3-Next configs may have this instead of layer_types
     return [0 if (layer + 1) % interval else width for layer in range(layers)]

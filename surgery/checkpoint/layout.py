@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder: weights with their index, what belongs next to them, and where links may lead."""
+"""File layout of a checkpoint folder: weights with their index, sidecar files, and allowed links."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ PICKLE_INDEX = "pytorch_model.bin.index.json"
 
 ADAPTER = "adapter_config.json"
 _RANK_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-"""A shard of one rank's own, of torch's distributed checkpoints: transformers prefers those to all other weights."""
+"""Per-rank shard of torch's distributed checkpoints, which transformers prefers to all other weights."""
 
 FOLLOW_LINKS = "SURGERY_FOLLOW_LINKS"
-"""Environment variable of ``--follow-links``, which processes that a command starts inherit."""
+"""Environment variable of ``--follow-links``, inherited by child processes."""
 _HUB_BLOB = re.compile(r".*/models--[^/]+/blobs/[0-9a-f]{40}([0-9a-f]{24})?")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The files that hold a checkpoint's tensors, and the index's file of each tensor where there is an index."""
+    """Weight files of a checkpoint, and the index's map from tensor to file if there is an index."""
 
     files: list[str]
     index: dict[str, str] | None
@@ -40,11 +40,11 @@ class Weights:
 
 
 def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
-    """The weight files of a folder, all of which exist.
+    """Find the weight files of a folder and check that all exist.
 
     Raises:
-        SurgeryError: there are none, a shard is missing, the index is damaged or names a path, or the weights are
-            pickled and ``allow_pickle`` is off; or something else in the folder decides what transformers loads.
+        SurgeryError: there are no weights, a shard is missing, the index is damaged or contains a path, the weights are
+            pickled and ``allow_pickle`` is off, or transformers would load other files.
     """
     _check_rivals(folder)
     weights = _find(folder, WEIGHTS, WEIGHTS_INDEX, pickled=False) or _find(folder, PICKLE, PICKLE_INDEX, pickled=True)
@@ -58,7 +58,7 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
         raise SurgeryError.at(folder, f"its weights are pickled ({PICKLE}); pass --allow-pickle if you trust them")
     try:
         missing = [file for file in weights.files if not (folder / file).is_file()]
-    except (OSError, ValueError) as error:  # too long for a name, or text that cannot be one
+    except (OSError, ValueError) as error:  # too long or invalid as a file name
         raise SurgeryError.at(folder, f"its index names impossible files ({error})") from None
     if missing:
         raise SurgeryError.at(
@@ -71,7 +71,7 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
 
 
 def _check_rivals(folder: Path) -> None:
-    """Refuse a folder with an adapter, or with weights that transformers would load before the others."""
+    """Refuse a folder with an adapter, or with weights that transformers would load instead."""
     if os.path.lexists(folder / ADAPTER):
         raise SurgeryError.at(
             folder,
@@ -89,14 +89,14 @@ def _check_rivals(folder: Path) -> None:
 
 
 def check_links(folder: Path, files: Iterable[Path]) -> None:
-    """Refuse links that lead out of a folder: another file would be read, and copied into results.
+    """Refuse links that lead out of a folder: a foreign file would be read and copied to the output.
 
-    Links into the hub's cache are followed: of a snapshot to the ``blobs`` of its model, and of any folder to a file
-    that is named by its hash in the ``blobs`` of some model, as ``hf download --local-dir`` made them. With the
-    environment variable `FOLLOW_LINKS` all links are.
+    Two kinds of links into the hub's cache are allowed: from a snapshot to its model's ``blobs``, and from any folder
+    to a file named by its hash in the ``blobs`` of any model, as ``hf download --local-dir`` created. The environment
+    variable `FOLLOW_LINKS` allows all links.
 
     Raises:
-        SurgeryError: a file is such a link.
+        SurgeryError: a file is a link to a place that is not allowed.
     """
     if follows_links():
         return
@@ -113,20 +113,19 @@ def check_links(folder: Path, files: Iterable[Path]) -> None:
 
 
 def follows_links() -> bool:
-    """Return whether links to anywhere are followed."""
+    """Return whether all links are allowed."""
     return os.environ.get(FOLLOW_LINKS, "0") != "0"
 
 
 def is_hub_blob(path: Path) -> bool:
-    """Return whether a path, free of links, is a file in the hub's cache that is named by the hash of its content."""
+    """Return whether a resolved path is a file in the hub's cache that is named by its content hash."""
     return _HUB_BLOB.fullmatch(path.as_posix()) is not None
 
 
 def check_index(folder: Path, weights: Weights, infos: Mapping[str, TensorInfo]) -> None:
-    """Checks that each tensor of the index is in the shard the index says.
+    """Check that each tensor of the index is in its shard.
 
-    Tensors of the shards that the index does not name are part of the checkpoint all the same: transformers loads
-    shards whole.
+    Tensors in the shards that are missing in the index belong to the checkpoint: transformers loads whole shards.
 
     Raises:
         SurgeryError: a tensor is in another shard or in none.
@@ -142,12 +141,12 @@ def check_index(folder: Path, weights: Weights, infos: Mapping[str, TensorInfo])
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """The files of a checkpoint's folder that are not its weights, by path in it.
+    """Files of a checkpoint folder other than its weights, by relative path.
 
     Attributes:
-        folder: where they are.
-        sidecars: what belongs to the checkpoint: tokenizer, settings, templates, documents, code, records.
-        strays: all others, and weights of other formats; they are never read.
+        folder: the checkpoint folder.
+        sidecars: files of the checkpoint: tokenizer, settings, templates, documents, code, records.
+        strays: all other files, and weights of other formats; never read.
     """
 
     folder: Path
@@ -161,12 +160,12 @@ class FolderFiles:
 
 
 def find_sidecars(folder: Path, weights: Iterable[str] = ()) -> FolderFiles:
-    """Sort the files of a folder and its subfolders, without hidden ones, config.json and ``weights``.
+    """Classify the files below a folder, except hidden files, config.json, index files and ``weights``.
 
     Links to files count as files; links to folders are not followed.
 
     Raises:
-        SurgeryError: the folder cannot be read, or a sidecar is a link that leads nowhere.
+        SurgeryError: the folder cannot be read, or a sidecar is a broken link.
     """
     read = {CONFIG, WEIGHTS_INDEX, PICKLE_INDEX, *weights}
     with disk_errors(folder):
@@ -182,9 +181,9 @@ def find_sidecars(folder: Path, weights: Iterable[str] = ()) -> FolderFiles:
 
 
 def stamp_of(path: Path) -> dict[str, list[int]]:
-    """Size, inode and times of change of a file, or of all files of a folder that loading its checkpoint may read.
+    """Return size, inode, mtime and ctime of a file, or of all files of a folder that loading may read.
 
-    Equal while nobody touches, adds or removes any. People and tools set a file's time back, but not that of its inode.
+    The stamp is equal as long as no file is modified, added or removed. Tools can reset mtime, but not ctime.
 
     Raises:
         SurgeryError: a file cannot be read.
@@ -202,13 +201,13 @@ def _is_sidecar(name: str) -> bool:
 
 
 def _is_loaded(name: str) -> bool:
-    """Weights in subfolders are those of trainings and exports."""
+    """Return whether loading may read a file; weights in subfolders belong to training runs and exports."""
     kind = kind_of(name)
     return kind in READ_BY_LOADERS and (kind is not Kind.WEIGHTS or "/" not in name)
 
 
 def _find(folder: Path, single: str, index_name: str, *, pickled: bool) -> Weights | None:
-    """The weights of one format, or None; transformers, too, prefers the single file."""
+    """Find the weights of one format, or None; refuse an index beside a stale single file, which transformers loads."""
     has_single = os.path.lexists(folder / single)
     index = _read_index(folder / index_name) if os.path.lexists(folder / index_name) else None
     if index is not None:
@@ -221,12 +220,12 @@ def _find(folder: Path, single: str, index_name: str, *, pickled: bool) -> Weigh
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The weight map of an index file; each value is a plain file name."""
+    """Read the weight map of an index file and check that each value is a plain file name."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SurgeryError.at(path, "has no weight_map; download it again")
     for name, file in weight_map.items():
-        # A shard may itself be a link, as in the hub's cache; the index alone must not reach outside.
+        # A shard may be a link, as in the hub's cache, but the index must not contain paths.
         if not isinstance(file, str) or file in ("", ".", "..") or any(mark in file for mark in "/\\:\0"):
             raise SurgeryError.at(
                 path, f"{name} lies in {file!r}, which is not a plain file name; do not trust this index"

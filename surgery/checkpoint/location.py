@@ -1,4 +1,4 @@
-"""Location of a checkpoint: a folder, a GGUF file, or a model on the hub. Reads first bytes at most, without torch."""
+"""Location of a checkpoint: a folder, a GGUF file, or a model on the hub. Reads at most the first bytes; no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GGUF, MAGIC = ".gguf", b"GGUF"
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file is a GGUF file, by its name or by its first bytes: Ollama's have hashes for names."""
+    """Return whether a file is GGUF, by suffix or magic number: Ollama names its files by hash."""
     if path.suffix.lower() == GGUF:
         return True
     with disk_errors(path), open(path, "rb") as file:
@@ -21,17 +21,17 @@ def is_gguf(path: Path) -> bool:
 
 
 def find_gguf(path: Path) -> list[Path]:
-    """The file itself, or those of a folder that has no config.json."""
+    """List the GGUF files at a path: the file itself, or all in a folder without config.json."""
     if path.is_file():
         return [path] if is_gguf(path) else []
     return [] if (path / CONFIG).exists() else sorted(path.glob(f"*{GGUF}"))
 
 
 def find_local(source: str | Path) -> Path | None:
-    """The folder or GGUF file of that name; None where there is none and it may be a hub id.
+    """Return the local checkpoint folder or GGUF file; None if it does not exist and may be a hub id.
 
     Raises:
-        SurgeryError: it is neither, or no checkpoint.
+        SurgeryError: the path exists but is not a checkpoint, or is neither a path nor a hub id.
     """
     path = existing(source)
     if path is None:
@@ -51,7 +51,7 @@ def find_local(source: str | Path) -> Path | None:
 
 
 def _download_of(name: str) -> str:
-    """Return how to get a GGUF file that is not here."""
+    """Return the hint for downloading a missing GGUF file."""
     repository, _, file = name.rpartition("/")
     if not is_hub_id(repository):
         repository, file = "org/name", "FILE.gguf"
@@ -59,8 +59,7 @@ def _download_of(name: str) -> str:
 
 
 def existing(name: str | Path) -> Path | None:
-    """Return the path if it exists; None where it does not or cannot: a name too long, with null bytes or of an unknown
-    user."""
+    """Return the path if it exists; None also for invalid paths: too long, with null bytes or of an unknown user."""
     try:
         path = Path(name).expanduser()
         return path if path.exists() else None
@@ -69,7 +68,7 @@ def existing(name: str | Path) -> Path | None:
 
 
 def check_folder(path: Path) -> None:
-    """Raises SurgeryError unless a folder holds a checkpoint or a GGUF file."""
+    """Raise SurgeryError unless a folder holds a checkpoint or a GGUF file."""
     if (path / CONFIG).is_file() or find_gguf(path):
         return
     if (path / ADAPTER).is_file():
@@ -78,7 +77,7 @@ def check_folder(path: Path) -> None:
 
 
 def locate(source: str | Path, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
-    """The local folder of a checkpoint or its GGUF file, downloaded first where it is a hub model.
+    """Return the local folder or GGUF file of a checkpoint; downloads hub models.
 
     Raises:
         SurgeryError: there is no such checkpoint.

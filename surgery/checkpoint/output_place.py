@@ -1,4 +1,4 @@
-"""Output path of a command, and the paths that it may not replace. Needs no torch."""
+"""Output paths of commands, and checks that they may be written. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LOCK = ".surgery-lock"
 
 
 def default_output(source: str | Path, target: str) -> Path:
-    """Next to the source, its name with the target after it; in the working folder for a hub id."""
+    """Return the default output path ``SOURCE-TARGET``, next to a local source, in the working folder for a hub id."""
     path = Path(source)
-    if path.name in ("", ".."):  # a folder is called as its place is
+    if path.name in ("", ".."):  # such as "." and "..": use the folder's actual name
         path = Path(os.path.abspath(path))
     if path.is_file():  # a GGUF file
         return path.with_name(f"{path.stem}-{target}")
@@ -25,18 +25,17 @@ def default_output(source: str | Path, target: str) -> Path:
 
 
 def working_output(source: str | Path, ending: str) -> Path:
-    """Return a path in the working folder, named after the source; next to the source where that lies in the working
-    folder."""
+    """Return an output path in the working folder; next to the source if that contains the working folder."""
     beside, folder = default_output(source, ending), Path.cwd()
     place = Path(source).resolve()
     return beside if place in (folder, *folder.parents) else Path(beside.name)
 
 
 def refuse_inside(source: Path, out: Path) -> None:
-    """Refuses an output that would lie among the files of a checkpoint, and be taken for some of them.
+    """Refuse an output inside a checkpoint folder, where it would be taken for a file of the checkpoint.
 
     Raises:
-        SurgeryError: it would.
+        SurgeryError: the output lies inside.
     """
     source, place = source.resolve(), Path(out).resolve()
     if source in (place, *place.parents):
@@ -46,11 +45,11 @@ def refuse_inside(source: Path, out: Path) -> None:
 def settle_output(
     source: str | Path, read: Path | None, out: str | Path | None, target: str, *, overwrite: bool
 ) -> Path:
-    """Settle the output path.
+    """Determine the output path and check that it may be written.
 
     Args:
-        read: the folder or file that ``source`` is read from; None for a hub model that nobody fetched yet.
-        out: as asked for; an empty folder is taken.
+        read: the folder or file that ``source`` is read from; None for a hub model that is not downloaded yet.
+        out: the user's path, which may be an empty folder; None for the default.
 
     Raises:
         SurgeryError: the output exists and may not be replaced, or is the source.
@@ -67,16 +66,16 @@ def settle_output(
 
 @contextmanager
 def kept_apart(place: Path, option: str = "--out") -> Iterator[None]:
-    """Refuses other processes the same output while the block runs, by a locked file that goes with it.
+    """Hold a lock file on an output during the block, so that no other process writes it.
 
-    What SIGKILL leaves of that file is locked by nobody, and goes with the next block.
+    A lock file left by a killed process is unlocked; the next block removes it.
 
     Args:
-        place: a folder, in which the file lies, or the name of a file, next to which it does.
-        option: that names it.
+        place: output folder, which will contain the lock file, or output file, next to which it lies.
+        option: flag that sets the output, for error messages.
 
     Raises:
-        SurgeryError: another process is writing there, or nobody can.
+        SurgeryError: another process is writing there, or the lock file cannot be created.
     """
     path = place / LOCK if place.is_dir() else place.with_name(f".{place.name}{LOCK}")
     try:
@@ -86,6 +85,6 @@ def kept_apart(place: Path, option: str = "--out") -> Iterator[None]:
     try:
         yield
     finally:
-        with file, suppress(OSError):  # Windows removes no open file
+        with file, suppress(OSError):  # Windows cannot remove open files
             if is_at(file, path) and not path.stat().st_size:
                 path.unlink()

@@ -1,4 +1,4 @@
-"""Pictures written as files, whole and with the mark of this program. matplotlib is imported by who draws."""
+"""Saving of figures, atomically and with this program's mark. Callers import matplotlib."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def save_figure(figure: Figure, path: Path, **options: Any) -> Path:
-    """Writes a figure as png, svg or pdf, by the suffix.
+    """Write a figure as png, svg or pdf, by the suffix.
 
     Raises:
-        SurgeryError: the file cannot be written, or its suffix is another.
+        SurgeryError: the file cannot be written, or has another suffix.
     """
     kind = check_picture(path)
     with written_whole(path) as part:

@@ -1,6 +1,6 @@
-"""Image processor of a converted model, loaded as for the source.
+"""Processor class of a converted vision-language model.
 
-transformers finds its class by the model type where no file names it, and a conversion changes that type.
+If no file names the class, transformers derives it from the model type, which a conversion changes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ KEY = "processor_class"
 
 
 def name_processor(source: Path, writer: CheckpointWriter) -> None:
-    """Names the class of a source's processor in the copied tokenizer's config, where no copied file does.
+    """Add the processor class of the source's model type to config.json, unless a copied file names the class.
 
     Args:
-        source: the folder with the source's config.json.
-        writer: has config.json and the copied files already.
+        source: folder with the source's config.json.
+        writer: writer of the output, which has config.json and the copied files already.
     """
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING

@@ -1,4 +1,4 @@
-"""Prefetch of what is needed next into the system's page cache, while this process computes."""
+"""Prefetch of tensors into the page cache while this process computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PIECE = 2**17
-"""Bytes of one request: Linux cuts longer ones to what a disk's settings have it read ahead, 128 KiB by default."""
+"""Bytes per request: Linux truncates longer requests to the disk's read-ahead setting, 128 KiB by default."""
 
 
 class Place(NamedTuple):
@@ -22,22 +22,22 @@ class Place(NamedTuple):
 
 
 class ReadAhead:
-    """Asks for bytes by a thread of its own; what is asked for while it is busy is left out.
+    """Background thread that prefetches byte ranges; requests are dropped while it is busy.
 
-    Nothing depends on it: what cannot be read is reported by who needs it, and systems without such requests get none.
+    This is only a hint: read errors are ignored here, and systems without ``posix_fadvise`` prefetch nothing.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
     def ask(self, places: Iterable[Place]) -> None:
-        """Returns at once."""
+        """Start prefetching byte ranges, without blocking."""
         if hasattr(os, "posix_fadvise") and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=_ask, args=(sorted(set(places)),), daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
-        """Until all was asked for."""
+        """Wait until all requests are sent."""
         if self._thread is not None:
             self._thread.join()
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint tensor by tensor."""
+"""Lazy reader of a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -40,28 +40,27 @@ from surgery.common.errors import SurgeryError
 
 
 class Identity(NamedTuple):
-    """Fingerprint of a checkpoint as plain values, and the stamp that its files had before it was taken."""
+    """Fingerprint of a checkpoint, and the stamp of its files before hashing, as plain values."""
 
     sha256: str
     stamp: dict[str, list[int]]
 
 
 class CheckpointReader:
-    """A checkpoint's config, tensors and sidecar files; made by `open`, which finds every fault of the files.
+    """Config, tensors and sidecar files of a checkpoint; created by `open`, which validates all files.
 
-    Each call holds no more than the tensor it returns, and no safetensors file stays open or mapped after it. Of
-    pickled weights the last shard read stays mapped. Tensors of a GGUF file, and of formats that
-    :mod:`surgery.checkpoint.quantized` knows, are dequantized as they are read.
+    Each call holds at most the tensor that it returns. Safetensors files are not kept open or mapped; the last shard of
+    pickled weights stays mapped. GGUF tensors and formats of :mod:`surgery.checkpoint.quantized` are dequantized while
+    reading.
 
     Attributes:
-        path: the local folder with config.json and tokenizer; of a GGUF file, and of quantized weights, a temporary
-            one that stands in for it.
-        source: what `open` takes again, in any process: the folder, or the GGUF file.
-        config: config.json, parsed, without what chooses the code that runs the model or belongs to no tensor here.
-        stored_names: of tensors that stand for stored ones under other names, and are written back under those.
-        left_out: stored tensors that this is a view without.
-        dequantised_from: what quantized weights are stored in, of a GGUF file most of them, such as Q4_1; None for
-            weights that are read as they are stored.
+        path: local folder with config.json and tokenizer; a temporary folder for GGUF files and quantized weights.
+        source: folder or GGUF file that `open` accepts in any process.
+        config: parsed config.json, without keys that select code or describe a quantization that is absent.
+        stored_names: stored name by name in this view, for renamed tensors; outputs are written under stored names.
+        left_out: stored tensors that this view omits.
+        dequantised_from: quantization format of the weights (in GGUF, of most elements), such as Q4_1; None if the
+            weights are not quantized.
     """
 
     def __init__(
@@ -92,14 +91,14 @@ class CheckpointReader:
 
     @classmethod
     def open(cls, source: str | Path, *, revision: str | None = None, allow_pickle: bool = False) -> CheckpointReader:
-        """Opens a local folder, a GGUF file or, where there is nothing of that name, a hub model such as ``org/name``.
+        """Open a local folder, a GGUF file or, if no such path exists, a hub model such as ``org/name``.
 
-        Reads the config, the index and the shards' headers, and no weights.
+        Reads the config, the index and the shards' headers, but no weights.
 
         Args:
-            source: the folder, the GGUF file or a folder of one, or the hub model's id.
-            revision: the hub's branch, tag or commit.
-            allow_pickle: accept pytorch_model.bin where there is no safetensors file.
+            source: the folder, the GGUF file, a folder with one GGUF file, or the hub id.
+            revision: branch, tag or commit on the hub.
+            allow_pickle: accept pytorch_model.bin if there is no safetensors file.
 
         Raises:
             SurgeryError: there is no such checkpoint, or it is incomplete, damaged or contradictory.
@@ -108,7 +107,7 @@ class CheckpointReader:
             path = locate(source, revision=revision, allow_pickle=allow_pickle)
             if files := find_gguf(path):
                 return cls._of_gguf(path, files)
-            stamp = stamp_of(path)  # before anything is read, so that whatever changes later shows
+            stamp = stamp_of(path)  # before reading, so that later changes are detected
             check_links(path, [path / CONFIG])
             config = read_config(path / CONFIG)
             weights = find_weights(path, allow_pickle=allow_pickle)
@@ -142,12 +141,11 @@ class CheckpointReader:
     def seen_as(
         self, config: dict[str, Any], parts: Mapping[str, Mapping[str, int]], *, put_back: bool = False
     ) -> CheckpointReader:
-        """Return a view of the same weights with another config, some tensors being rows of stored ones (see
-        :class:`RowSliceStore`).
+        """Return a view of the weights with another config, in which parts of stored tensors are separate tensors.
 
-        Its ``path`` is a temporary folder with that config and links to the sidecars, but for remote code, which is
-        that of the stored names. With ``put_back`` each part is a whole tensor under another name, and what is made
-        of it is written as the stored one.
+        See :class:`RowSliceStore` for ``parts``. The view's ``path`` is a temporary folder with the new config and
+        links to the sidecars except remote code, which belongs to the stored names. With ``put_back`` each part must be
+        a whole tensor under a new name, and outputs are written under the stored name.
         """
         view = self._view(config, RowSliceStore(self._store, parts), self.dequantised_from, code=False)
         view.left_out = tuple(stored for stored, names in parts.items() if not names)
@@ -156,9 +154,10 @@ class CheckpointReader:
         return view
 
     def corrected(self, config: dict[str, Any]) -> CheckpointReader:
-        """Return the same checkpoint with another config.json; itself if that is equal.
+        """Return a view of the checkpoint with another config.json; the reader itself if the config is equal.
 
-        Its fingerprint is that of the files. Its ``path`` is a temporary folder with that config and links to the rest.
+        The fingerprint remains that of the files. ``path`` is a temporary folder with the new config and links to all
+        other files.
         """
         if config == self.config:
             return self
@@ -174,12 +173,12 @@ class CheckpointReader:
         return view
 
     def _cleaned(self) -> CheckpointReader:
-        """A view without what config.json says of code to run, or of a quantization that no stored tensor has."""
+        """Drop config keys that select code, and a quantization config if no stored tensor is quantized."""
         quantized = is_quantized(self._store)
         return self.corrected(without_keys(self.config, RUN_CHOICES + ("quantization_config",) * (not quantized)))
 
     def _dequantized(self) -> CheckpointReader:
-        """A view of quantized weights without quantization; itself, where there are none that can be read."""
+        """Return a dequantized view of quantized weights; the reader itself if there is no supported quantization."""
         quantization = quantization_of(self.config, self._store)
         if quantization is None:
             return self
@@ -187,7 +186,7 @@ class CheckpointReader:
         return self._view(config, DequantizedStore(self._store, quantization.matrices), quantization.name, code=True)
 
     def in_dtype(self, dtype: torch.dtype) -> CheckpointReader:
-        """Return the same weights, rounded to a dtype as they are read; itself if they have it."""
+        """Return a view that casts the weights to a dtype while reading; the reader itself if they have this dtype."""
         store = CastStore(self._store, dtype)
         if store.infos == self._store.infos:
             return self
@@ -196,7 +195,7 @@ class CheckpointReader:
     def _view(
         self, config: dict[str, Any], store: Store, dequantised_from: str | None, *, code: bool
     ) -> CheckpointReader:
-        """Return the same checkpoint with another config and tensors; with its remote code, or without."""
+        """Create a reader with another config and store, and a temporary folder with links to the sidecars."""
         folder = temporary_folder() / self.name
         with disk_errors(folder):
             folder.mkdir()
@@ -213,43 +212,41 @@ class CheckpointReader:
 
     @property
     def name(self) -> str:
-        """The folder's or the GGUF file's name."""
+        """Name of the folder or GGUF file."""
         return self.source.name if self.source.is_file() else self.source.resolve().name
 
     @property
     def stored_config(self) -> dict[str, Any]:
-        """config.json of the files, where this is a view of them with another."""
+        """config.json of the stored checkpoint, if this reader is a view with another config."""
         return self.config if self._behind is None else self._behind.config
 
     @property
     def stored_path(self) -> Path:
-        """The folder with that config and the tokenizer."""
+        """Folder with the stored config and the tokenizer."""
         return self.path if self._behind is None else self._behind.path
 
     @property
     def stored_as(self) -> str | None:
-        """The model type of the files, where this is a view of them as another (see :meth:`seen_as`)."""
+        """Model type of the stored checkpoint if it differs from this view's (see :meth:`seen_as`), else None."""
         kind = None if self._behind is None else self._behind.config.get("model_type")
         return kind if kind != self.config.get("model_type") else None
 
     @property
     def as_stored(self) -> CheckpointReader:
-        """The same checkpoint without dequantization; a GGUF file is always dequantized."""
+        """Reader of the same checkpoint without dequantization; GGUF files are always dequantized."""
         return self._behind if isinstance(self._store, DequantizedStore) and self._behind is not None else self
 
     def stored_parts(self, name: str) -> dict[str, TensorInfo]:
-        """Return the parts of a quantized matrix in :attr:`as_stored`; none for tensors that are read as they are
-        stored."""
+        """Return the stored tensors of a quantized matrix, as in :attr:`as_stored`; empty for other tensors."""
         return self._store.parts(name) if isinstance(self._store, DequantizedStore) else {}
 
     def model_folder(self) -> Path:
-        """A folder that transformers can load: ``path``, or of quantized or cast weights a temporary copy.
+        """Return a folder that transformers can load: ``path``, or a temporary copy of quantized or cast weights.
 
-        The copy takes 2 bytes a parameter (4 where numbers are float32) in the folder for temporary files, and goes
-        when the process ends.
+        The copy takes 2 bytes per parameter (4 in float32) in the folder for temporary files until the process exits.
 
         Raises:
-            SurgeryError: the file cannot be read, or the disk is too full.
+            SurgeryError: the file cannot be read, or the disk is full.
         """
         if isinstance(self._store, GgufStore | DequantizedStore | CastStore):
             from surgery.checkpoint.dequantized_copy import dequantized_copy
@@ -261,11 +258,11 @@ class CheckpointReader:
         return name in self._store.infos
 
     def names(self) -> list[str]:
-        """All tensors' names: the shards in the order of their file names, in each its own order."""
+        """List all tensor names, by shard file name and then in the order of the shard."""
         return list(self._store.infos)
 
     def info(self, name: str) -> TensorInfo:
-        """Dtype, shape, size in bytes and file of a tensor, without loading it.
+        """Return dtype, shape, size in bytes and file of a tensor, without loading it.
 
         Raises:
             SurgeryError: there is no such tensor.
@@ -276,7 +273,7 @@ class CheckpointReader:
             raise SurgeryError.at(self.path, f"no tensor {name}; check the model family and the weights") from None
 
     def tensor(self, name: str) -> Tensor:
-        """Loads one tensor onto the CPU in its stored dtype; the caller owns it.
+        """Load a tensor to the CPU in its stored dtype; the caller owns the memory.
 
         Raises:
             SurgeryError: there is no such tensor, or the file cannot be read.
@@ -287,11 +284,11 @@ class CheckpointReader:
         return out.view(info.dtype).reshape(info.shape)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Loads the tensors of a module by their full names; ``model.layers.1`` leaves out ``model.layers.10``."""
+        """Load the tensors of a module by full name; ``model.layers.1`` does not match ``model.layers.10``."""
         return {name: self.tensor(name) for name in self._names_of(prefix)}
 
     def read_ahead(self, prefix: str) -> None:
-        """Prefetch the tensors of a module while this process does something else; return at once."""
+        """Prefetch the tensors of a module in the background."""
         self._ahead.ask(place for name in self._names_of(prefix) for place in self._store.places(name))
 
     def _names_of(self, prefix: str) -> list[str]:
@@ -299,11 +296,11 @@ class CheckpointReader:
         return [name for name in self.names() if name.startswith(module)]
 
     def rows(self, name: str, index: Tensor) -> Tensor:
-        """Rows of a matrix [R, C] as [*index.shape, C]; only they are read, each once.
+        """Gather rows of a matrix [R, C] as [*index.shape, C]; reads only these rows, each once.
 
         Args:
-            name: a 2-D tensor.
-            index: int64 row numbers of any shape, in any order, repeated or not.
+            name: a 2D tensor.
+            index: int64 row indices of any shape and order, with or without repetitions.
 
         Raises:
             SurgeryError: there is no such matrix, or a row number is out of range.
@@ -321,20 +318,20 @@ class CheckpointReader:
         ranges = [(start * row_bytes, stop * row_bytes) for start, stop in _runs(unique)]
         buffer = torch.empty(len(unique), row_bytes, dtype=torch.uint8)
         self._store.read(name, ranges, buffer.reshape(-1))
-        # Gathered as bytes, which every release of torch can index, unlike the rarer dtypes.
+        # Gathered as uint8, since older torch versions cannot index all dtypes.
         rows = buffer if index.ndim == 1 and torch.equal(unique, index.cpu()) else buffer[inverse.reshape(-1)]
         return rows.view(info.dtype).reshape(*index.shape, info.shape[1])
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """The values of a tensor in order, flat, in pieces of at most 16 MiB.
+        """Yield the elements of a tensor in order, flat, in chunks of at most 16 MiB.
 
-        The pieces share their memory: each is good until the next one is asked for.
+        The chunks share memory: each is valid until the next is requested.
 
         Raises:
             SurgeryError: there is no such tensor, or the file cannot be read.
         """
         info = self.info(name)
-        # One buffer for all: allocations of this size, freed and made again by several threads, pile up in malloc.
+        # One reused buffer: repeated allocations of this size from several threads accumulate in malloc's arenas.
         buffer = torch.empty(min(CHUNK_BYTES, info.nbytes), dtype=torch.uint8)
         for start in range(0, info.nbytes, CHUNK_BYTES):
             piece = buffer[: info.nbytes - start]
@@ -343,19 +340,19 @@ class CheckpointReader:
 
     @property
     def files(self) -> FolderFiles:
-        """Files next to weights and config.json in the folder that was opened, or that a GGUF file stands for."""
+        """Sidecar and stray files of the opened folder, or of the temporary folder of a GGUF file."""
         return self._files if self._behind is None else self._behind.files
 
     def sidecars(self) -> list[Path]:
-        """Full paths of the files that belong to the checkpoint next to weights and config.json, code among them."""
+        """List the full paths of the checkpoint's files besides weights and config.json, code included."""
         return self._files.paths
 
     def stamp(self) -> dict[str, list[int]]:
-        """Size, inode and times of change of the files that loading reads, now (see :func:`stamp_of`)."""
+        """Return the current stamp of the files that loading reads (see :func:`stamp_of`)."""
         return self._behind.stamp() if self._behind is not None else stamp_of(self.source)
 
     def check_untouched(self) -> None:
-        """Raises SurgeryError: a file was touched, added or removed since they were opened, and no hash is of it."""
+        """Raise SurgeryError if a file was modified, added or removed since opening; does not hash contents."""
         if self._behind is not None:
             self._behind.check_untouched()
         elif self._stamp != (now := self.stamp()):
@@ -364,12 +361,12 @@ class CheckpointReader:
             raise SurgeryError(f"{changed}: was changed while it was read; start again")
 
     def fingerprint(self, progress: Callable[[int], None] | None = None) -> str:
-        """SHA-256, in hex, over the config and every tensor's name, dtype, shape and bytes, read once by a reader.
+        """Return the SHA-256 in hex over the config and every tensor's name, dtype, shape and bytes; computed once.
 
-        The same for the same content however it is split into shards.
+        It does not depend on the split into shards.
 
         Args:
-            progress: called after each tensor with the number of its bytes, from the calling thread.
+            progress: called in the calling thread after each tensor with its size in bytes.
 
         Raises:
             SurgeryError: a file cannot be read.
@@ -377,7 +374,7 @@ class CheckpointReader:
         return self.identity(progress).sha256
 
     def identity(self, progress: Callable[[int], None] | None = None) -> Identity:
-        """The fingerprint, and the stamp that the files had when they were opened; arguments are `fingerprint`'s."""
+        """Return the fingerprint and the stamp of the files when opened; takes the argument of `fingerprint`."""
         if self._behind is not None:
             return self._behind.identity(progress)
         if self._identity is None:
@@ -385,7 +382,7 @@ class CheckpointReader:
         return self._identity
 
     def recall(self, identity: Identity | None) -> bool:
-        """Return whether the fingerprint needs no read: known, or from an earlier run of files with this stamp."""
+        """Reuse an identity of an earlier run if the stamp is unchanged; return whether the fingerprint is known."""
         if self._behind is not None:
             return self._behind.recall(identity)
         if self._identity is None and identity is not None and identity.stamp == self._stamp == self.stamp():
@@ -393,13 +390,10 @@ class CheckpointReader:
         return self._identity is not None
 
     def check_unchanged(self) -> None:
-        """Raises SurgeryError: config or weights are others than those that the fingerprint was taken of.
-
-        They are read again only where somebody has touched the files.
-        """
+        """Raise SurgeryError if config or weights changed since the fingerprint; rehashes only if the stamp changed."""
         identity = self.identity()
         if self.stamp() != identity.stamp:
-            now = CheckpointReader.open(self.source, allow_pickle=True)  # the config as it is there now
+            now = CheckpointReader.open(self.source, allow_pickle=True)  # with the current config
             if now.fingerprint() != identity.sha256:
                 raise SurgeryError(f"{self.source}: was changed while it was read; start again")
 
@@ -424,7 +418,7 @@ class CheckpointReader:
 
 
 def _runs(rows: Tensor) -> list[tuple[int, int]]:
-    """Ascending row numbers as ranges [start, stop) of neighbors: 1 2 3 7 gives (1, 4), (7, 8)."""
+    """Merge ascending row indices into ranges [start, stop): 1 2 3 7 gives (1, 4), (7, 8)."""
     if not len(rows):
         return []
     breaks = (rows.diff() != 1).nonzero().flatten() + 1

@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint stores as one, such as queries, keys and values, read by a name for each."""
+"""Fused tensors of a checkpoint, such as QKV projections, read as separate tensors."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ from surgery.common.rows import Rows
 
 @dataclass(frozen=True)
 class _Slice:
-    """A stored tensor, and what of it is read."""
-
     stored: str
     rows: Rows
 
 
 class RowSliceStore:
-    """A store in which some tensors are rows of others.
+    """Store that exposes rows of stored tensors as separate tensors.
 
     Args:
-        store: what the tensors are stored in.
-        parts: of a stored tensor, the names that stand in its place and the rows of each, or how many follow those of
-            the one before. A tensor without names is left out.
+        store: store of the tensors.
+        parts: by stored tensor: the names that replace it, each with its rows, or with the number of rows that follow
+            the part before. A tensor with no parts is left out.
 
     Raises:
-        SurgeryError: a tensor has other rows than its parts.
+        SurgeryError: the rows of the parts do not add up to those of the tensor.
     """
 
     def __init__(self, store: Store, parts: Mapping[str, Mapping[str, int | Rows]]):
@@ -72,7 +70,7 @@ class RowSliceStore:
             self._store.read(part.stored, list(_within(part.rows, row, ranges)), out)
 
     def places(self, name: str) -> list[Place]:
-        """Return the byte ranges as :meth:`Store.places` does: those of the whole tensor whose rows it is."""
+        """Return the byte ranges of the whole stored tensor, as :meth:`Store.places` does."""
         return self._store.places(self._slices[name].stored if name in self._slices else name)
 
     def _transposed(self, stored: str) -> Tensor:
@@ -83,7 +81,7 @@ class RowSliceStore:
 
 
 def _within(rows: Rows, row: int, ranges: ByteRanges) -> Iterator[tuple[int, int]]:
-    """Map bytes [start, stop) of consecutive rows, each of ``row`` bytes, to bytes of the tensor that holds them."""
+    """Map byte ranges [start, stop) of the selected rows, each of ``row`` bytes, to ranges of the stored tensor."""
     for start, stop in ranges:
         before = 0
         for first, last in rows.runs:

@@ -1,7 +1,7 @@
-"""The header of a safetensors file, read and written.
+"""Reading and writing of safetensors headers.
 
-A file is eight bytes of little-endian header length, a JSON header that gives each tensor's dtype, shape and range of
-bytes, and the tensors' bytes, without holes.
+A file consists of the header length (8 bytes, little-endian), a JSON header with each tensor's dtype, shape and byte
+range, and the tensors' bytes without gaps.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _METADATA = "__metadata__"
 
 
 def read_header(folder: Path, file: str) -> dict[str, tuple[TensorInfo, int]]:
-    """Each tensor of a safetensors file in the header's order, with the offset of its first byte in the file.
+    """Read the header of a safetensors file: each tensor's info and file offset, in the header's order.
 
     Raises:
-        SurgeryError: the header is no safetensors header, or the file is shorter or longer than it says.
+        SurgeryError: the header is invalid, or the file size does not match it.
     """
     path = folder / file
     with disk_errors(path), open(path, "rb") as handle:
@@ -55,7 +55,7 @@ def read_header(folder: Path, file: str) -> dict[str, tuple[TensorInfo, int]]:
 
 
 def encode_header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a file that holds ``tensors`` one after the other, and each tensor's offset in the file.
+    """Encode the header for consecutive ``tensors``; return its bytes and each tensor's offset in the file.
 
     Raises:
         SurgeryError: the header is longer than readers accept.
@@ -79,7 +79,7 @@ def encode_header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys may not repeat: json alone would keep the last of two tensors silently."""
+    """Build a JSON object and reject duplicate keys, of which json would silently keep the last."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
         names = [name for name, _ in pairs]
@@ -88,12 +88,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(name: str, entry: Any, file: str) -> tuple[TensorInfo, int]:
-    """One header entry as an info and the offset of its first byte in the data; ValueError where it makes no sense."""
+    """Parse a header entry to an info and its offset in the data; raise ValueError if it is inconsistent."""
     dtype = DTYPE_OF_NAME.get(entry["dtype"])
     if dtype is None:
         raise ValueError(f"{name} has dtype {entry['dtype']}, which is not supported")
     shape, (start, stop) = entry["shape"], entry["data_offsets"]
-    # JSON's true would pass for 1 under isinstance.
+    # isinstance would accept JSON's true as 1.
     if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
         raise ValueError(f"{name} has shape {shape} at {[start, stop]}")
     nbytes = math.prod(shape) * dtype.itemsize
@@ -103,7 +103,7 @@ def _entry(name: str, entry: Any, file: str) -> tuple[TensorInfo, int]:
 
 
 def _end_of_data(ranges: list[tuple[int, int]]) -> int:
-    """Return the end of the last tensor; ValueError where (start, length) ranges overlap or leave holes."""
+    """Return the end of the last tensor; raise ValueError if (start, length) ranges overlap or leave gaps."""
     end = 0
     for start, length in sorted(ranges):
         if start != end:

@@ -1,9 +1,8 @@
-"""States of long loops, by the loop's name, from which the same work goes on after its process was killed.
+"""Snapshots of long loops, from which a killed process resumes.
 
-A state is a zip archive, as torch writes them, which holds the CRC-32 of its own contents and next to them those of the
-files that it speaks of. Against what disks and copies do these tell as surely as SHA-256, at four times its speed
-(4 GiB/s against 0.8 on one core): a disk that takes the same activations is slower. Nobody is kept out by them, and who
-may write here may write the result.
+A state is a zip archive written by torch.save, with the CRC-32 of its contents and of the files that it refers to.
+CRC-32 detects disk and copy errors as reliably as SHA-256 and is faster than the disk (4 GiB/s against 0.8 on one
+core). It is no protection against attackers: whoever can write here can write the output.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ import torch
 from surgery.checkpoint.disk import disk_errors, sync_tree, written_whole
 
 INTERVAL = 20.0
-"""Seconds of work that may be lost: a state is as large as the activations, and takes time to write."""
+"""Seconds between snapshots, the work that may be lost: a state is as large as the activations and takes time."""
 _PIECE = 2**22
 
 
 class Snapshots:
-    """The last state of every loop, one file each, replaced whole.
+    """Last state of every loop, one file per loop, replaced atomically.
 
     Args:
-        folder: where they lie, and in folders there the files that they speak of, which stay unchanged from then on;
-            None keeps nothing.
+        folder: folder of the states; its subfolders contain the files that states refer to, which must not change
+            afterwards. None disables snapshots.
     """
 
     def __init__(self, folder: Path | None = None):
         self.folder, self._written = folder, time.monotonic()
-        self._known: dict[Path, tuple[tuple[int, int], int]] = {}  # size and time of change, and checksum
+        self._known: dict[Path, tuple[tuple[int, int], int]] = {}  # (size, mtime) and checksum
 
     def last(self, loop: str, *types: type) -> dict[str, Any] | None:
-        """The last state that was taken in this loop; None without one.
+        """Load the last state of a loop; None if there is none.
 
         Args:
-            types: classes in it, next to tensors and plain values.
+            types: classes in the state besides tensors and plain values.
         """
         if self.folder is None or not (path := self._path(loop)).is_file():
             return None
@@ -49,12 +48,12 @@ class Snapshots:
             return torch.load(path, weights_only=True, mmap=True)
 
     def discard_damaged(self) -> list[str]:
-        """Removes states that are no longer what was written, or whose files are not; and files that no state is of.
+        """Remove damaged states, states with damaged files, and files that no state refers to.
 
-        Loops without a state begin from scratch, behind what is left of those before them.
+        The affected loops start from scratch, after the remaining state of earlier loops.
 
         Returns:
-            Names of the loops.
+            Names of the loops with damaged states.
         """
         damaged, spoken_of = [], set()
         for path in sorted(self.folder.glob("*.state")):
@@ -66,18 +65,16 @@ class Snapshots:
                     spoken_of |= files.keys()
         with disk_errors(self.folder):
             for path in self._files():
-                if self._name(path) not in spoken_of:  # as a killed run left it, perhaps in part
+                if self._name(path) not in spoken_of:  # from a killed run, perhaps incomplete
                     path.unlink()
         return damaged
 
     def due(self) -> bool:
-        """Return whether the last state of any loop is old enough for another."""
+        """Return whether `INTERVAL` has passed since the last state of any loop."""
         return self.folder is not None and time.monotonic() - self._written >= INTERVAL
 
     def take(self, loop: str, state: Callable[[], dict[str, Any]]) -> None:
-        """Keeps a state, if the last one of any loop is old enough.
-
-        Whatever lies in the folder is on the disk before the state that may speak of it.
+        """Write a state if one is due; flushes the files in the folder to disk first, as the state may refer to them.
 
         Raises:
             SurgeryError: the disk is full.
@@ -93,14 +90,14 @@ class Snapshots:
         self._written = time.monotonic()
 
     def has_state(self, loop: str = "*") -> bool:
-        """Return whether there is a state of this loop; without a name, of any."""
+        """Return whether there is a state of this loop, or of any loop by default."""
         return self.folder is not None and any(self.folder.glob(f"{loop}.state"))
 
     def _path(self, loop: str) -> Path:
         return self.folder / f"{loop}.state"
 
     def _sound(self, path: Path) -> dict[str, int] | None:
-        """Checksums of the files that a state speaks of, by name; None where these or the state were damaged."""
+        """Return the checksums, by name, of the files that a state refers to; None if they or the state are damaged."""
         try:
             with zipfile.ZipFile(path) as archive:
                 if archive.testzip() is not None:
@@ -111,7 +108,7 @@ class Snapshots:
         return files if files.items() <= self._checksums().items() else None
 
     def _checksums(self) -> dict[str, int]:
-        """CRC-32 of every file, each read once as long as nobody writes to it."""
+        """Return the CRC-32 of every file; cached by size and mtime."""
         for path in self._files():
             status = path.stat()
             stamp = status.st_size, status.st_mtime_ns
@@ -127,7 +124,7 @@ class Snapshots:
 
 
 def _list_in(archive: zipfile.ZipFile) -> str:
-    """The name that the list of files has: torch reads no archive with files outside its one folder."""
+    """Return the archive path of the checksums; torch rejects archives with files outside its single folder."""
     return f"{archive.namelist()[0].partition('/')[0]}/files.json"
 
 

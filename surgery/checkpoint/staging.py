@@ -1,8 +1,8 @@
-"""An output folder that appears whole or not at all.
+"""Atomic creation of an output folder.
 
-Everything is written to ``<out>.partial`` and renamed at the end. A ledger in it names every file before it is
-written, so that clean-up removes nothing else, and carries a lock while a process is at work. A folder in it, which
-never becomes part of the output, holds what an interrupted run resumes from.
+All files are written to ``<out>.partial``, which is renamed at the end. Its ledger lists every file before it is
+written, so that cleanup removes only these, and is locked while a process works. A subfolder, which never becomes part
+of the output, holds the state from which an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from surgery.common.ownership import (
 MARKER = ".surgery-partial"
 UNFINISHED = ".surgery-unfinished"
 WORK_FILES = ("facts.json", "*.state", "*/[0-9]*", ".*.partial", "*/.*.partial")
-"""Files in the folder of unfinished work: what it was begun from, states of loops, one file a layer."""
+"""Files in the folder of unfinished work: its facts, loop states, one file per layer, and temporary files."""
 _FORGOTTEN = ".surgery-forgotten"
 _REPLACED, _REPLACED_MARKER = ".replaced-", ".surgery-replaced"
-# For what is not planned to the byte: tokenizer, report, plots.
+# Margin for files of unknown size: tokenizer, report, plots.
 _SPARE_BYTES = 64 * 10**6
-# Windows neither renames nor removes a folder with an open file in it, and has none of these locks.
+# Windows cannot rename or remove a folder with an open file, and does not support these locks.
 _CLOSED_FIRST = os.name == "nt"
 
 
 def check_output(source: Path, out: Path) -> None:
-    """Refuses an output that would destroy the checkpoint it is made from.
+    """Refuse an output that would overwrite its source.
 
     Raises:
         SurgeryError: ``out`` (or the ``.partial`` folder next to it) is the source, lies inside it or contains it.
@@ -66,20 +66,20 @@ def check_output(source: Path, out: Path) -> None:
 
 
 class NoSpace(SurgeryError):
-    """A disk has less room than the result needs."""
+    """The disk has less free space than the output needs."""
 
 
 class Staging:
-    """The folder ``partial`` on its way to becoming ``out``.
+    """The staging folder ``partial`` that becomes ``out``.
 
-    The constructor refuses what cannot end well and changes nothing; `create`, then `commit` or `discard`.
+    The constructor only checks and changes nothing. Then call `create`, and `commit` or `discard`.
 
     Raises:
         SurgeryError: ``out`` exists, is not empty and may not be replaced, or ``out.partial`` is not ours.
     """
 
     def __init__(self, out: Path, *, overwrite: bool):
-        # Resolved, so that a link to a folder has its target replaced, on the target's disk.
+        # Resolved: for a link to a folder the target is replaced, on the target's disk.
         self.out = Path(out).expanduser().resolve()
         if not self.out.name:
             raise SurgeryError.at(out, "cannot be an output folder; choose another --out")
@@ -94,9 +94,9 @@ class Staging:
             self._check_leftover()
 
     def check_space(self, needed: int) -> None:
-        """Raises NoSpace where the disk has no room for ``needed`` bytes and some to spare."""
+        """Raise NoSpace if the disk has less free space than ``needed`` bytes plus a margin."""
         with disk_errors(self.out):
-            # A leftover goes before anything is written.
+            # A leftover is removed before writing.
             free = free_bytes(self.out.parent) + tree_bytes(self.partial) - tree_bytes(self.partial / UNFINISHED)
         if needed + _SPARE_BYTES > free:
             raise NoSpace(
@@ -105,22 +105,22 @@ class Staging:
             )
 
     def claim(self, *names: str) -> None:
-        """Announces files of the output, by their paths in it, before they are written."""
+        """Record files of the output, by relative path, before they are written."""
         with disk_errors(self.partial):
             self._ledger.claim_files(*names)
 
     def claim_like(self, folder: Path, *patterns: str) -> None:
-        """Announces files with the names of those in a folder, and files that match patterns."""
+        """Record files with the same relative paths as those of a folder, and files that match patterns."""
         with disk_errors(self.partial):
             names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
             self._ledger.claim_files(*names)
             self._ledger.claim(*patterns)
 
     def create(self, *, keep_unfinished: bool = False) -> None:
-        """Makes the empty partial folder, in place of a leftover, of which one folder may stay, and missing parents.
+        """Create the empty partial folder and missing parents; clears a leftover, except unfinished work if kept.
 
         Raises:
-            SurgeryError: the leftover holds a file that no run has written, or the disk refuses.
+            SurgeryError: the leftover contains a file that no run of this program wrote, or a disk error occurs.
         """
         try:
             with disk_errors(self.partial):
@@ -129,7 +129,7 @@ class Staging:
                     parent.mkdir()
                     self._made_parents.insert(0, parent)
                 self.partial.mkdir(exist_ok=True)
-                # Locked before anything goes: another process may have looked as soon as this one.
+                # Locked before removing anything: another process may have passed the same checks.
                 self._lock = hold(self.partial / MARKER, self.partial)
                 self._refuse_foreign()
                 self._created = True
@@ -140,17 +140,17 @@ class Staging:
         except BaseException:
             if not self._created:
                 with contextlib.suppress(OSError):
-                    self.partial.rmdir()  # refused where somebody else has put something in
+                    self.partial.rmdir()  # fails if another process has added files
             self.discard(keep_unfinished=keep_unfinished)
             raise
 
     def sync(self) -> None:
-        """Flushes the partial folder to the disk."""
+        """Flush the partial folder to disk."""
         with disk_errors(self.partial):
             sync_tree(self.partial)
 
     def commit(self) -> None:
-        """Flushes the partial folder to the disk and renames it to ``out``; an old output goes only then."""
+        """Flush the partial folder to disk and rename it to ``out``; an old output is removed only after that."""
         with disk_errors(self.out):
             self._check_out()  # again: the conversion may have taken hours
             self._forget()
@@ -161,9 +161,9 @@ class Staging:
                 self._replace()
             else:
                 if self.out.exists():
-                    self.out.rmdir()  # refused, as it should be, once others put something in
+                    self.out.rmdir()  # fails, as intended, if another process has added files
                 os.rename(self.partial, self.out)
-            # Only now: without it, what is still called partial would be nobody's.
+            # Only now: without its marker, a partial folder belongs to no run.
             with contextlib.suppress(OSError):
                 (self.out / MARKER).unlink()
             self._created = False
@@ -171,10 +171,10 @@ class Staging:
             sync_folder(self.out.parent)
 
     def discard(self, *, keep_unfinished: bool = False) -> None:
-        """Removes what `create` made and nothing else, also after an interruption half-way; nothing after a commit."""
+        """Remove what `create` and later writes made, also after an interruption; does nothing after a commit."""
         if _CLOSED_FIRST:
             self._unlock()
-        # Errors are not worth hiding the one that led here: the marker lets the next run clear the rest.
+        # Suppressed so as not to hide the original error; with the marker, the next run can remove the rest.
         with contextlib.suppress(OSError):
             if self._created and self._empty(keep_unfinished=keep_unfinished):
                 (self.partial / MARKER).unlink()
@@ -182,20 +182,20 @@ class Staging:
         self._unlock()
         with contextlib.suppress(OSError):
             for parent in self._made_parents:
-                parent.rmdir()  # refused, as it should be, once others put something in
+                parent.rmdir()  # fails, as intended, if another process has added files
 
     def _check_out(self) -> None:
         check_out(self.out, overwrite=self._overwrite)
 
     def _check_leftover(self) -> None:
-        """Refuses a partial folder that somebody else made, put a file in or is still writing."""
+        """Refuse a partial folder that is not ours, contains a foreign file, or that another process is writing."""
         if not os.path.lexists(self.partial):
             return
         if self.partial.is_symlink() or not self.partial.is_dir():
             raise SurgeryError.at(self.partial, "is in the way and not ours; remove it or choose another --out")
         marker = self.partial / MARKER
         if marker.is_symlink() or not marker.is_file():
-            # A run killed between making the folder and its marker leaves an empty one.
+            # A run killed between creating the folder and its marker leaves an empty folder.
             if any(self.partial.iterdir()):
                 raise SurgeryError.at(self.partial, "is in the way and not ours; remove it or choose another --out")
             return
@@ -212,15 +212,15 @@ class Staging:
             )
 
     def _owned(self, *more: str, besides: str = "") -> IsOwned:
-        """Owns what runs have announced, and some names more; not what lies in a folder."""
+        """Return a predicate that owns the recorded files and additional names, except files in folder ``besides``."""
         is_listed, is_more = self._ledger.owned(), matching(more)
         return lambda path: is_more(path) or (is_listed(path) and not (besides and path.startswith(f"{besides}/")))
 
     def _empty(self, *, keep_unfinished: bool) -> bool:
-        """Removes what runs have put into the partial folder but the ledger, which lists what an interruption leaves.
+        """Remove all files of runs from the partial folder except the ledger, which still lists them if interrupted.
 
         Returns:
-            Whether nothing but the ledger is left.
+            Whether only the ledger is left.
         """
         if not keep_unfinished:
             self._forget()
@@ -228,7 +228,7 @@ class Staging:
         return [path.name for path in self.partial.iterdir()] == [MARKER]
 
     def _forget(self) -> None:
-        """Removes what a run resumes from. It loses its name at once: who is killed here leaves nobody a part of it."""
+        """Remove unfinished work. It is renamed first, so that no run resumes from a half-removed state."""
         forgotten, is_owned = self.partial / _FORGOTTEN, matching(WORK_FILES)
         if os.path.lexists(forgotten):
             remove_owned(forgotten, is_owned)
@@ -237,7 +237,7 @@ class Staging:
             remove_owned(forgotten, is_owned)
 
     def _replace(self) -> None:
-        """Swaps the old output for the new one; the old one is back where it was if that fails."""
+        """Replace the old output with the new one; restore the old one on failure."""
         old = self.out.with_name(f"{self.out.name}{_REPLACED}{os.getpid()}")
         while os.path.lexists(old):
             old = old.with_name(f"{old.name}0")
@@ -245,7 +245,7 @@ class Staging:
         try:
             os.rename(self.partial, self.out)
         finally:
-            # Also where a signal came while the disk renamed: what has the name now decides.
+            # After a signal during the rename, the existing name tells whether it happened.
             if self.out.exists():
                 (old / _REPLACED_MARKER).touch()
                 self._remove_replaced()
@@ -253,7 +253,7 @@ class Staging:
                 os.rename(old, self.out)
 
     def _remove_replaced(self) -> None:
-        """Removes outputs that were replaced, also those that a process left that was killed before it could."""
+        """Remove replaced outputs, also those left by killed processes."""
         for old in self.out.parent.glob(f"{glob.escape(self.out.name)}{_REPLACED}[0-9]*"):
             marker = old / _REPLACED_MARKER
             if old.is_symlink() or not marker.is_file():
@@ -264,7 +264,7 @@ class Staging:
             except OSError as error:
                 stays = str(error)
             if stays is not None:
-                # The new output is good, so this is no failure of the run.
+                # The new output is complete, so this is not an error.
                 warnings.warn(f"{old}: the replaced output could not be removed ({stays}); remove it", stacklevel=2)
 
     def _unlock(self) -> None:
@@ -275,10 +275,10 @@ class Staging:
 
 
 def check_out(out: Path, *, overwrite: bool) -> None:
-    """Refuses an output folder that may not be made or replaced.
+    """Refuse an output folder that may not be created or replaced.
 
     Raises:
-        SurgeryError: it is a file, is there and ``overwrite`` is not set, or holds what no run of this program wrote.
+        SurgeryError: it is a file, exists without ``overwrite``, or contains files that this program did not write.
     """
     if not os.path.lexists(out):
         return
@@ -291,7 +291,7 @@ def check_out(out: Path, *, overwrite: bool) -> None:
 
 
 def owned_partial(partial: Path) -> IsOwned:
-    """Owns what runs have put into a partial folder, and its ledger."""
+    """Return a predicate that owns the recorded files of a partial folder, and its ledger."""
     is_listed, is_marker = Ledger(partial / MARKER).owned(), matching([MARKER])
     return lambda path: is_listed(path) or is_marker(path)
 

@@ -1,6 +1,6 @@
-"""Stores of tensors' bytes: safetensors files or, on request, pickled state dicts.
+"""Stores of tensor bytes: safetensors files or, if allowed, pickled state dicts.
 
-A store has ``infos``, every tensor by name in the files' order, and ``read``, which copies ranges of a tensor's bytes.
+A store has ``infos``, the infos of all tensors in the order of the files, and ``read``, which copies byte ranges.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ ByteRanges = Sequence[tuple[int, int]]
 
 
 class Store(Protocol):
-    """Tensors by name, and their bytes; ``max_readers`` is how many threads may usefully read at once."""
+    """Tensor infos by name and access to the bytes; ``max_readers`` is the useful number of concurrent readers."""
 
     max_readers: int
     infos: dict[str, TensorInfo]
 
     def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
-        """Fills ``out``, uint8, with the bytes [start, stop) of a tensor for each of ``ranges``, in turn."""
+        """Fill ``out`` (uint8) with consecutive byte ranges [start, stop) of a tensor."""
         ...
 
     def places(self, name: str) -> list[Place]:
-        """Return the byte ranges that a tensor is read from; none where prefetching does not help."""
+        """Return the file ranges of a tensor, for prefetching; empty if prefetching does not help."""
         ...
 
 
 def read_rows(ranges: ByteRanges, columns: int, itemsize: int, rows: Callable[[int, int], Tensor], out: Tensor) -> None:
-    """Read ranges of a matrix like :meth:`Store.read`, from ``rows`` [first, after), a chunk of float32 at a time."""
+    """Implement :meth:`Store.read` with a function that returns rows [first, after), in float32 chunks of 16 MiB."""
     row_bytes, step = columns * itemsize, max(1, CHUNK_BYTES // (4 * columns))
     for start, stop in ranges:
         last = -(-stop // row_bytes)
@@ -51,9 +51,9 @@ def read_rows(ranges: ByteRanges, columns: int, itemsize: int, rows: Callable[[i
 
 
 class SafetensorsStore:
-    """Reads plainly from files. Memory maps would stay resident, and a conversion would grow to the model's size."""
+    """Store of safetensors files, read without memory maps: those stay resident and would grow to the model's size."""
 
-    max_readers = 4  # each hashes about as fast as a disk reads
+    max_readers = 4  # one thread hashes about as fast as a disk reads
 
     def __init__(self, folder: Path, files: Sequence[str]):
         self._folder = folder
@@ -79,9 +79,9 @@ class SafetensorsStore:
 
 
 class PickleStore:
-    """Reads ``torch.save`` files with ``weights_only``, one shard in (mapped) memory at a time."""
+    """Store of ``torch.save`` files, loaded with ``weights_only``, one memory-mapped shard at a time."""
 
-    max_readers = 1  # several could need several shards at once
+    max_readers = 1  # several readers could need several shards in memory
 
     def __init__(self, folder: Path, files: Sequence[str]):
         self._folder = folder
@@ -104,16 +104,16 @@ class PickleStore:
     def _shard(self, file: str) -> dict[str, Tensor]:
         loaded, state = self._loaded
         if loaded != file:
-            self._loaded = ("", {})  # frees the previous shard before the next one is loaded
+            self._loaded = ("", {})  # free the previous shard before loading the next
             state = _load_pickle(self._folder / file)
             self._loaded = (file, state)
         return state
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
-    """The state dict in a ``torch.save`` file; SurgeryError where it is anything else."""
+    """Load the state dict in a ``torch.save`` file; raise SurgeryError for any other content."""
     try:
-        # Files of before torch 1.6 are no zip archives and cannot be mapped; they are loaded whole.
+        # Files from before torch 1.6 are not zip archives and cannot be mapped.
         archived = zipfile.is_zipfile(path)
         if archived:
             _check_archive(path)
@@ -122,7 +122,7 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         raise
     except Exception as error:  # a damaged or hostile pickle can raise anything
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        # What torch says before it names the code in there is how to have it run.
+        # Skip torch's advice on how to execute the pickled code.
         reason = next((line for line in lines if "GLOBAL" in line), lines[0]).rpartition("error: ")[2].strip()
         raise SurgeryError.at(path, f"torch.load(weights_only=True) refuses it: {reason}") from error
     if not isinstance(state, dict):
@@ -144,7 +144,7 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _check_archive(path: Path) -> None:
-    """Refuses what may become more bytes than the file has: torch.save stores plainly, and everything once."""
+    """Refuse archives that unpack to more bytes than the file: torch.save stores uncompressed and without overlaps."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)

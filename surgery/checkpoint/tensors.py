@@ -1,4 +1,4 @@
-"""Stored tensors: dtype, shape and bytes."""
+"""Dtypes, shapes and bytes of stored tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Bytes of a tensor that are handled at a time wherever it need not be whole.
+# Chunk size in bytes for streaming a tensor.
 CHUNK_BYTES = 16 * 2**20
 _PIECE = 2**20
 
@@ -33,7 +33,7 @@ _DTYPE_NAMES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-# Older releases of torch lack the rarer ones.
+# Older torch versions lack some fp8 and unsigned dtypes.
 DTYPE_OF_NAME = {
     name: getattr(torch, attribute) for name, attribute in _DTYPE_NAMES.items() if hasattr(torch, attribute)
 }
@@ -41,7 +41,7 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPE_OF_NAME.items()}
 
 
 class Described(Protocol):
-    """Anything with a dtype and a shape: a `TensorSpec`, a `TensorInfo`, a tensor on the meta device."""
+    """Object with a dtype and a shape: a `TensorSpec`, a `TensorInfo`, a tensor on the meta device."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -52,20 +52,20 @@ class Described(Protocol):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that is going to be written."""
+    """Dtype and shape of a planned tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor that is stored: ``nbytes`` bytes in ``file``, a file name relative to the checkpoint's folder."""
+    """Dtype, shape and size of a stored tensor, and its ``file`` relative to the checkpoint's folder."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -74,21 +74,21 @@ class TensorInfo:
 
 
 def describe(tensor: Described) -> str:
-    """Dtype and shape for a message: ``bfloat16 [4096, 1024]``."""
+    """Format dtype and shape: ``bfloat16 [4096, 1024]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A flat uint8 view of a contiguous tensor on the CPU."""
+    """Return a flat uint8 view of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether a contiguous tensor holds neither NaN nor infinity; true for every integer and bool tensor."""
+    """Return whether a contiguous tensor has no NaN or infinity; True for integer and bool tensors."""
     if not tensor.dtype.is_floating_point or tensor.numel() == 0:
         return True
     flat = tensor.reshape(-1)
-    # Most fp8 kinds have no reductions of their own; widened a piece at a time, they take little memory.
+    # Most fp8 dtypes lack reductions; upcast in chunks to save memory.
     pieces = (piece.float() for piece in flat.split(_PIECE)) if tensor.dtype.itemsize == 1 else (flat,)
-    # Extremes pass NaN and infinity on. Far faster than isfinite, which makes temporaries as large as its input.
+    # aminmax propagates NaN and infinity, and avoids the input-sized temporaries of isfinite.
     return all(bool(torch.isfinite(torch.stack(piece.aminmax())).all()) for piece in pieces)

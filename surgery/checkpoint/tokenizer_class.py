@@ -1,8 +1,8 @@
-"""Tokenizer class of a converted checkpoint, chosen so that text is cut into the source's tokens.
+"""Tokenizer class of a converted checkpoint, chosen so that it tokenizes like the source.
 
-transformers chooses the class of a tokenizer by the model type too: for some types, qwen2 among them, it takes a class
-of its own whatever ``tokenizer_config.json`` names, because published ones name a wrong one (DeepSeek's distillations
-into Qwen2 say Llama). A conversion changes the model type, and the named class would be taken at its word.
+transformers also chooses the tokenizer class by model type: for some types, qwen2 among them, it ignores the class in
+``tokenizer_config.json``, since published configs name a wrong one (DeepSeek's distillations into Qwen2 say Llama).
+A conversion changes the model type, and the wrong class would be used.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SAMPLES = (
 
 
 def keep_tokens(source: Path, writer: CheckpointWriter) -> None:
-    """Names the class that transformers takes for the source, where it would now take another that cuts otherwise.
+    """Set the tokenizer class that transformers uses for the source, if the output would tokenize differently.
 
     Args:
-        source: the folder with the source's tokenizer and config.json.
-        writer: has config.json and the copied tokenizer already.
+        source: folder with the source's tokenizer and config.json.
+        writer: writer of the output, which has config.json and the copied tokenizer already.
 
     Raises:
-        SurgeryError: the copy cuts text otherwise with that class too.
+        SurgeryError: the output tokenizes differently with that class too.
     """
     expected = _cutting(source)
     if expected is None or _cuts_alike(writer.partial, expected):
@@ -52,7 +52,7 @@ def keep_tokens(source: Path, writer: CheckpointWriter) -> None:
 
 
 def _copy_as_loaded(source: Path, writer: CheckpointWriter) -> None:
-    """Writes how the source's class cuts into tokenizer.json, for types whose named class transformers overrules."""
+    """Save the source's loaded tokenizer as tokenizer.json, for types whose named class transformers overrides."""
     with TemporaryDirectory() as folder:
         _loaded(source).save_pretrained(folder)
         if (saved := Path(folder) / TOKENIZER).exists():
@@ -60,7 +60,7 @@ def _copy_as_loaded(source: Path, writer: CheckpointWriter) -> None:
 
 
 class Cutting(NamedTuple):
-    """Tokenizer's class name, and the ids that it makes of the samples."""
+    """Class name of a tokenizer, and its token ids for the samples."""
 
     name: str
     ids: list[list[int]]
@@ -72,12 +72,11 @@ def _cuts_alike(folder: Path, expected: Cutting) -> bool:
 
 
 _KNOWN: dict[str, Cutting | None] = {}
-"""Cuttings by `_key`: loading a tokenizer takes a second, and conversions of one source in one process ask for the
-same."""
+"""Results by `_key`, since loading a tokenizer takes a second and conversions in one process repeat sources."""
 
 
 def _cutting(folder: Path) -> Cutting | None:
-    """Return the tokens of a folder's tokenizer; None where there is none that transformers can read."""
+    """Tokenize the samples with a folder's tokenizer; None if transformers cannot load one."""
     key = _key(folder)
     if key not in _KNOWN:
         _KNOWN[key] = _measured(folder)
@@ -95,12 +94,12 @@ def _measured(folder: Path) -> Cutting | None:
         tokenizer = _loaded(folder)
         return Cutting(type(tokenizer).__name__, [tokenizer(text).input_ids for text in SAMPLES])
     except Exception:
-        # Whatever a damaged or foreign tokenizer raises: it is copied unchanged, and calibration says what is wrong.
+        # Damaged or unknown tokenizers raise various errors. They are copied unchanged; calibration reports errors.
         return None
 
 
 def _key(folder: Path) -> str:
-    """Hash of all files but weights and hidden ones; of config.json of what says which class a tokenizer gets."""
+    """Hash all files except weights and hidden files; of config.json only the keys that select the tokenizer class."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in WEIGHTS or path.name.startswith(".") or not path.is_file():

@@ -1,7 +1,6 @@
-"""Unfinished conversion: the finished parts of an interrupted one, from which the same conversion resumes.
+"""Unfinished conversions: the state of an interrupted conversion, from which the same command resumes.
 
-It lies in the ``.partial`` folder of the output, which is locked from the beginning: two conversions to one output are
-kept apart.
+The state lies in the output's ``.partial`` folder, which is locked against a second conversion to the same output.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ _FACTS = "facts.json"
 
 
 class Unfinished:
-    """A context manager: the output's staging and the folder in it where work lies until there is an output.
+    """Context manager over an output's staging folder and the folder for unfinished work in it.
 
-    Work with a snapshot stays when it is interrupted, and when a run that resumed it fails. It goes once the output is
-    there, or by ``restart``. A first run that ends in an error would end so again, and leaves nothing.
+    Work with a snapshot is kept on interruption, and on errors of a run that resumed it. It is removed when the output
+    is complete, or by ``restart``. A first run that fails leaves nothing, since it would fail again.
 
     Args:
-        source: what the work begins with, known by its fingerprint, which is taken here. Of files that nobody touched
-            since the work was begun, it is the one that was taken then.
-        facts: all else that the work follows from, as plain values. What was begun on other facts or another source,
-            or by another torch, is refused.
-        progress: for the hash and lines for people.
-        overwrite: as of `Staging`.
-        restart: discard what is there and begin from scratch.
+        source: source checkpoint, identified by its fingerprint. The fingerprint is taken from the earlier run if the
+            files are untouched since.
+        facts: all other inputs of the work, as plain values. Work with other facts, another source or another torch
+            version is refused.
+        progress: reporter for hashing and notes.
+        overwrite: as in `Staging`.
+        restart: discard existing work and start from scratch.
 
     Attributes:
-        staging: of the output.
-        folder: where the work lies, once the context is entered.
-        snapshots: states of the work's loops.
-        resumed: whether there was something to resume from.
+        staging: staging of the output.
+        folder: folder for unfinished work, inside the context.
+        snapshots: states of the loops.
+        resumed: whether earlier work is resumed.
 
     Raises:
-        SurgeryError: the output may not be written, another process is writing it, or what is there is other work.
+        SurgeryError: the output may not be written, another process is writing it, or the existing work is different.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Unfinished:
     ):
         self.staging = Staging(out, overwrite=overwrite)
         self.folder = self.staging.partial / UNFINISHED
-        # As read back, for comparison.
+        # Normalized by JSON for comparison with the stored facts.
         self._facts = json.loads(json.dumps({**facts, "torch": torch.__version__}, default=str))
         self._source, self._progress = source, progress
         self._threads, self._restart = torch.get_num_threads(), restart
@@ -96,10 +95,10 @@ class Unfinished:
             self._progress.note(f"{self.staging.partial} keeps what was finished; --restart discards it")
 
     def _same_work(self) -> bool:
-        """Return whether the unfinished work was begun on the same source and facts.
+        """Return whether the existing work has the same source and facts.
 
         Raises:
-            SurgeryError: it was not, and holds something to resume from.
+            SurgeryError: it differs and has a state to resume from.
         """
         record, facts, threads = self._begun()
         if not self._source.recall(record):
@@ -120,7 +119,7 @@ class Unfinished:
         return True
 
     def _others(self, record: Identity, facts: Any) -> list[str]:
-        """Names in what the work that is there differs from this."""
+        """Describe the differences between the existing work and this work."""
         others = [] if record.sha256 == self._source.fingerprint() else ["another source"]
         before, now = ({"settings": {}, **each, **(each.get("settings") or {})} for each in (facts, self._facts))
         names = [name for name in {**before, **now} if name != "settings" and before.get(name) != now.get(name)]
@@ -130,7 +129,7 @@ class Unfinished:
         ]
 
     def _begun(self) -> tuple[Identity | None, Any, Any]:
-        """Source, facts and threads of what is there; None for what is to be left."""
+        """Read source, facts and threads of the existing work; None if missing, invalid or to be discarded."""
         path = self.folder / _FACTS
         if self._restart or not path.is_file():
             return None, None, None

@@ -1,4 +1,4 @@
-"""Checks a written checkpoint against what was meant to be written."""
+"""Verification of a written checkpoint against its plan."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _SHOWN = 5
 
 
 def verify_files(path: str | Path, plan: Mapping[str, Described]) -> None:
-    """Reopens a folder and checks that it holds the planned tensors and no others, with finite values.
+    """Check that a folder contains exactly the planned tensors, with finite values, and a valid config.json.
 
-    Reads every byte of every float tensor; config.json must load.
+    Reads every byte of every float tensor.
 
     Args:
         path: the folder, ``.partial`` or final.
         plan: dtype and shape of each tensor.
 
     Raises:
-        SurgeryError: the folder cannot be opened, or the first few differences.
+        SurgeryError: the folder cannot be opened or differs from the plan; lists the first differences.
     """
     reader = CheckpointReader.open(Path(path))
     faults = [f"{name} is missing" for name in plan if name not in reader]

@@ -1,6 +1,6 @@
-"""A folder of unfinished work next to an output, such as ``<out>.healing``: marked, and cleared of nothing but its own.
+"""Folder for unfinished work next to an output, such as ``<out>.healing``. Needs no torch.
 
-Needs no torch.
+A marker identifies the folder, and only files of this program are removed from it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ MARKER = ".surgery-work"
 
 
 class WorkFolder:
-    """A folder that a marker tells from a user's.
+    """Folder with a marker that distinguishes it from a user's folder.
 
     Args:
-        path: of the folder.
-        owned: gives what runs have written in it so far, besides marker and lock.
-        proof: subfolders by which the folder of a version without markers is known.
+        path: path of the folder.
+        owned: returns the predicate of files that runs have written so far, besides marker and lock.
+        proof: subfolders that identify the folder of a version without markers.
     """
 
     def __init__(self, path: Path, owned: Callable[[], IsOwned], proof: tuple[str, ...]):
         self.path, self._owned, self._proof = path, owned, proof
 
     def open(self) -> None:
-        """Makes the folder, or goes on with that of an earlier run.
+        """Create the folder, or reuse that of an earlier run.
 
         Raises:
-            SurgeryError: it is somebody else's, or cannot be made.
+            SurgeryError: the folder is not ours, or cannot be created.
         """
         marker = self.path / MARKER
         with disk_errors(self.path):
@@ -45,10 +45,10 @@ class WorkFolder:
             write_whole(marker, json.dumps(owner()) + "\n")
 
     def clear(self) -> None:
-        """Removes what earlier runs have written, for a run from scratch.
+        """Remove the files of earlier runs, to start from scratch.
 
         Raises:
-            SurgeryError: the folder holds a file that none has written; nothing is removed.
+            SurgeryError: the folder contains a foreign file; nothing is removed.
         """
         with disk_errors(self.path):
             if (foreign := first_foreign(self.path, self._all())) is not None:
@@ -56,7 +56,7 @@ class WorkFolder:
             remove_owned(self.path, self._owned())
 
     def remove(self) -> str | None:
-        """Removes the folder; returns the first path that stays, because somebody else put it there."""
+        """Remove the folder; return the first foreign path, which stays, or None."""
         with disk_errors(self.path):
             return remove_owned(self.path, self._all())
 

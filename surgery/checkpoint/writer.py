@@ -1,4 +1,4 @@
-"""Writes a checkpoint tensor by tensor, in any order, to a plan that is known beforehand."""
+"""Streaming writer of a checkpoint: tensors in any order, to a plan that is fixed at the start."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """Streams tensors into ``<out>.partial``, which `commit` turns into ``out``; a context manager.
+    """Context manager that streams tensors to ``<out>.partial``, which `commit` renames to ``out``.
 
-    Leaving the context without a commit, for whatever reason, removes everything that was written.
+    Leaving the context without a commit removes everything that was written.
 
     Args:
-        out: the folder to make.
-        plan: dtype and shape of every tensor; its order is the order in the files.
-        max_shard_size: bytes of tensors in one file, or ``5GB``, ``500MiB``; a larger tensor gets a file of its own.
-        overwrite: replace ``out`` where it is a result of this program or empty.
-        metadata: of each safetensors file; ``{"format": "pt"}``, which transformers asks for, if not given.
-        staging: of ``out``, made by the caller, who discards it too.
-        stored_names: in the files, of tensors that the plan calls otherwise.
-        parts: of quantized matrices that are copied as they are stored, by their names in the plan: what that is.
+        out: the output folder.
+        plan: dtype and shape of every tensor, in the order of the files.
+        max_shard_size: bytes of tensors per file, or ``5GB``, ``500MiB``; a larger tensor gets a separate file.
+        overwrite: replace ``out`` if it is a result of this program or empty.
+        metadata: metadata of each safetensors file; default ``{"format": "pt"}``, which transformers requires.
+        staging: staging of ``out``, created and discarded by the caller.
+        stored_names: names in the files, for tensors with other names in the plan.
+        parts: stored tensors of quantized matrices that are copied without dequantization, by name in the plan.
 
     Attributes:
-        out: where the checkpoint will be.
-        partial: where it is until `commit`.
-        plan: the plan.
+        out: the final folder.
+        partial: the folder until `commit`.
+        plan: dtype and shape of every tensor.
 
     Raises:
-        SurgeryError: the plan cannot be stored, ``out`` may not be written, or the disk is too full. The constructor
-            has then written nothing.
+        SurgeryError: the plan cannot be stored, ``out`` may not be written, or the disk is too full. Nothing has been
+            written in this case.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class CheckpointWriter:
             self._staging.discard()
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes a planned tensor, from any device.
+        """Write a planned tensor, from any device.
 
         Raises:
-            SurgeryError: it is not in the plan, was written before, has another dtype or shape, holds NaN or infinity,
-                or the disk is full.
+            SurgeryError: the tensor is not in the plan, was written before, has another dtype or shape, holds NaN or
+                infinity, or the disk is full.
         """
         self._admit(name, tensor)
         if name in self._parts:
@@ -111,10 +111,10 @@ class CheckpointWriter:
         self._written.add(name)
 
     def copy(self, name: str, reader: CheckpointReader) -> None:
-        """Writes a planned tensor with the bytes it has in another checkpoint.
+        """Copy the bytes of a planned tensor from another checkpoint.
 
         Raises:
-            SurgeryError: as `write`, and where the other checkpoint has no such tensor or cannot be read.
+            SurgeryError: as `write`, or the other checkpoint lacks the tensor or cannot be read.
         """
         self._admit(name, reader.info(name))
         stored = reader.as_stored if name in self._parts else reader
@@ -126,31 +126,31 @@ class CheckpointWriter:
         self._written.add(name)
 
     def write_json(self, name: str, value: Any) -> None:
-        """Writes a JSON file, indented, such as ``config.json``; an earlier one of that name is replaced."""
+        """Write an indented JSON file such as ``config.json``; replaces an earlier file of that name."""
         self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Writes a UTF-8 file; ``name`` may have folders, and an earlier file of that name is replaced."""
+        """Write a UTF-8 text file; ``name`` may contain folders. Replaces an earlier file of that name."""
         path = self._beside(name)
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8", newline="\n")
 
     def copy_file(self, source: str | Path, relative: str | Path) -> None:
-        """Copies a file's content, through links, to the path ``relative`` in the output."""
+        """Copy a file's content, following links, to a relative path in the output."""
         path = self._beside(relative)
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, path)
 
     def missing(self) -> list[str]:
-        """Planned tensors that were not written yet."""
+        """List the planned tensors that are not written yet."""
         return [name for name in self.plan if name not in self._written]
 
     def finish(self) -> None:
-        """Flushes the weights to the disk, after which ``partial`` can be opened by readers.
+        """Flush the weights to disk; ``partial`` can then be opened by readers.
 
-        Other files may still be added; `commit` finishes by itself where this was not called.
+        Other files may still be added. `commit` calls this method.
 
         Raises:
             SurgeryError: planned tensors were not written, or the disk is full.
@@ -161,17 +161,17 @@ class CheckpointWriter:
         self._staging.sync()
 
     def commit(self) -> None:
-        """Renames ``partial`` to ``out``; an older checkpoint there is removed once that has succeeded.
+        """Rename ``partial`` to ``out``; an older checkpoint is removed after that.
 
         Raises:
-            SurgeryError: as `finish`, or the rename failed; an older checkpoint is then where it was.
+            SurgeryError: as `finish`, or the rename failed; an older checkpoint is then restored.
         """
         self.finish()
         self._staging.commit()
         self._open = False
 
     def _create_files(self) -> None:
-        """Makes every shard with its header and its full length, and the index."""
+        """Create every shard with its header and full size, and the index."""
         files = _shard_names(len(self._shards))
         self._staging.claim(*files, WEIGHTS_INDEX)
         for file, specs in zip(files, self._shards, strict=True):
@@ -190,14 +190,14 @@ class CheckpointWriter:
 
     @property
     def stored_plan(self) -> dict[str, TensorSpec]:
-        """The plan by the names in the files."""
+        """Plan by stored name."""
         return {self._stored(name): spec for name, spec in self.plan.items()}
 
     def _stored(self, name: str) -> str:
         return self._stored_names.get(name, name)
 
     def _admit(self, name: str, tensor: Described) -> None:
-        """Checks a tensor against the plan."""
+        """Check a tensor against the plan."""
         self._require_open()
         spec = self.plan.get(name)
         if spec is None:
@@ -208,7 +208,7 @@ class CheckpointWriter:
             raise SurgeryError.at(self.out, f"{name} is planned as {describe(spec)} and given as {describe(tensor)}")
 
     def _put(self, name: str, piece: Tensor, offset: int) -> None:
-        """Writes a contiguous piece of a tensor, ``offset`` bytes into it."""
+        """Write a contiguous chunk of a tensor at a byte offset."""
         if not all_finite(piece):
             raise SurgeryError.at(self.out, f"{name} holds NaN or infinity; nothing is kept of this output")
         path, start = self._places[name]
@@ -216,7 +216,7 @@ class CheckpointWriter:
             write_at(path, start + offset, memoryview(as_bytes(piece).numpy()))
 
     def _beside(self, relative: str | Path) -> Path:
-        """The place of a file that is not weights; it may not leave the output or replace what the writer made."""
+        """Return the path for a sidecar file; refuse paths outside the output and files of the writer."""
         self._require_open()
         path = PurePosixPath(relative)
         ours = {MARKER, WEIGHTS_INDEX, *(place.name for place, _ in self._places.values())}
@@ -231,7 +231,7 @@ class CheckpointWriter:
 
 
 def in_parts(plan: Mapping[str, Described], parts: Mapping[str, Mapping[str, Described]]) -> dict[str, Described]:
-    """The tensors of the files: those of a plan, but for what is written in parts."""
+    """Replace the quantized matrices of a plan with their stored parts."""
     return {each: spec for name, whole in plan.items() for each, spec in parts.get(name, {name: whole}).items()}
 
 
@@ -244,7 +244,7 @@ def _checked_spec(name: str, tensor: Described) -> TensorSpec:
 
 
 def _lay_out(plan: Mapping[str, TensorSpec], max_bytes: int) -> list[dict[str, TensorSpec]]:
-    """Splits the plan into shards of at most ``max_bytes`` of tensors, in its order."""
+    """Split the plan, in order, into shards of at most ``max_bytes`` of tensors."""
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, spec in plan.items():
@@ -253,8 +253,8 @@ def _lay_out(plan: Mapping[str, TensorSpec], max_bytes: int) -> list[dict[str, T
             filled = 0
         shards[-1][name] = spec
         filled += spec.nbytes
-    # Wider dtypes come first in a shard: the format has no padding, and readers view tensors in place, which must
-    # then be aligned. Of one dtype, the plan's order stays.
+    # Wider dtypes first in each shard: the format has no padding, and readers need aligned views. Within a dtype the
+    # plan's order is kept.
     return [dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize)) for shard in shards]
 
 

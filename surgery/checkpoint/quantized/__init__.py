@@ -1,4 +1,4 @@
-"""Formats of quantized checkpoints that are read: how matrices are stored, by config.json and the tensors' names."""
+"""Supported formats of quantized checkpoints, detected by config.json and tensor names."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ READERS: dict[str, Callable[[dict[str, Any], Store, torch.dtype], Quantization |
     "fp8": fp8,
     "gptq": gptq,
 }
-"""Readers by ``quant_method``. Arguments: ``quantization_config``, the stored tensors, the dtype to which values are
-rounded."""
+"""Readers by ``quant_method``. Arguments: ``quantization_config``, store, dtype of the dequantized values."""
 
 
 PACKED = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32)
 
 
 def is_quantized(store: Store) -> bool:
-    """Return whether some stored tensor is packed in integers or a float of less than 16 bits, as in every format."""
+    """Return whether any tensor has an integer dtype of packed values or an 8-bit float dtype."""
     dtypes = {info.dtype for info in store.infos.values()}
     return any(dtype in PACKED or (dtype.is_floating_point and dtype.itemsize < 2) for dtype in dtypes)
 
 
 def quantization_of(config: Mapping[str, Any], store: Store) -> Quantization | None:
-    """Return the quantization of a checkpoint's matrices; None without one, or for a format that is not read here.
+    """Return the quantization of a checkpoint's matrices; None for an unquantized or unsupported checkpoint.
 
     Raises:
-        SurgeryError: a format that is read, but tensors that do not fit it.
+        SurgeryError: the format is supported, but tensors do not match it.
     """
     config_entry = config.get("quantization_config")
     if not isinstance(config_entry, dict) or (method := config_entry.get("quant_method")) not in tuple(READERS):

@@ -1,10 +1,10 @@
-"""bitsandbytes: 4 bits with a table of numbers for the codes, and int8 with a scale for each row.
+"""bitsandbytes format: 4 bits with a lookup table, and int8 with a scale per row.
 
-- 4 bits, nf4 or fp4: ``X.weight`` in uint8, row after row, two codes a byte and the first in its upper half;
-  ``X.weight.quant_map`` the numbers of the codes; ``X.weight.absmax`` a factor for each block; the rest in JSON,
-  ``X.weight.quant_state.bitsandbytes__nf4``. Nested: factors are codes of a table of 256 themselves, times one of
-  ``nested_absmax`` for each block of them, plus ``nested_offset``. Dettmers et al., arXiv:2305.14314.
-- int8: ``X.weight`` in int8, ``X.SCB`` the largest number of each row. Dettmers et al., arXiv:2208.07339.
+- 4 bits, nf4 or fp4: ``X.weight`` in uint8, row-major, two codes per byte with the first in the upper half;
+  ``X.weight.quant_map`` the lookup table; ``X.weight.absmax`` a scale per block; metadata as JSON in
+  ``X.weight.quant_state.bitsandbytes__nf4``. Double quantization: the scales are codes of a table of 256 values, times
+  ``nested_absmax`` per block of scales, plus ``nested_offset``. Dettmers et al., arXiv:2305.14314.
+- int8: ``X.weight`` in int8, ``X.SCB`` the absolute maximum per row. Dettmers et al., arXiv:2208.07339.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MAX_STATE_BYTES = 1 << 16
 
 
 def bitsandbytes(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization:
-    """Read models that bitsandbytes quantized, as transformers saves them.
+    """Read the format in which transformers saves bitsandbytes models.
 
     Raises:
-        SurgeryError: tensors that do not fit each other.
+        SurgeryError: tensors of a matrix do not match.
     """
     matrices: dict[str, Matrix] = {}
     for kind in KINDS:
@@ -45,12 +45,12 @@ def bitsandbytes(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Qua
 
 @dataclass(frozen=True)
 class ByTable:
-    """A matrix whose codes of 4 bits a table makes numbers of.
+    """Matrix of 4-bit codes with a lookup table.
 
     Attributes:
-        block: numbers that share a factor.
-        nested_block: factors that share one of theirs; None where factors are stored as they are.
-        offset: of nested factors.
+        block: elements that share a scale.
+        nested_block: scales that share a nested scale; None without double quantization.
+        offset: offset of double-quantized scales.
     """
 
     module: str
@@ -89,7 +89,7 @@ class ByTable:
 
 @dataclass(frozen=True)
 class ByRow:
-    """A matrix in int8, of which 127 is the largest number of a row."""
+    """Matrix in int8 with a scale per row: the row's absolute maximum / 127."""
 
     module: str
     shape: tuple[int, int]
@@ -123,7 +123,7 @@ def _table_matrix(module: str, kind: str, store: Store, dtype: torch.dtype) -> B
 
 
 def _state(module: str, kind: str, store: Store) -> tuple[dict[str, Any], tuple[int, int], int, int | None]:
-    """Read the JSON state: all of it, the matrix's shape, elements of a block, and factors of a nested block."""
+    """Read the JSON state; return it with the matrix's shape, elements per block and scales per nested block."""
     name, info = module + STATE + kind, beside(module, STATE + kind, store)
     raw = torch.empty(min(info.nbytes, MAX_STATE_BYTES), dtype=torch.uint8)
     store.read(name, [(0, len(raw))], raw)

@@ -1,15 +1,15 @@
-"""GPTQ and AWQ: a matrix stored transposed, its codes packed in int32 and grouped along the inputs.
+"""GPTQ and AWQ formats: matrices stored transposed, packed in int32, with groups along the input dimension.
 
-A number is scale · (code - zero), of one scale and zero for each output and group of inputs. With ``bits`` of a code:
+An element is scale · (code - zero point), with a scale and a zero point per output and group of inputs. Layouts:
 
-- GPTQ: ``X.qweight`` [in · bits / 32, out], one input after the other from the least significant bit on;
-  ``X.g_idx`` [in] says the group of every input where they were reordered; ``X.qzeros`` [groups, out · bits / 32] holds
-  zeros less one (``checkpoint_format`` gptq_v2: the zeros themselves); ``X.scales`` [groups, out].
-- AWQ ("gemm", 4 bits): ``X.qweight`` [in, out / 8] and ``X.qzeros`` [groups, out / 8], of eight outputs first the even
-  ones and then the odd ones; ``X.scales`` [groups, out].
+- GPTQ: ``X.qweight`` [in · bits / 32, out], consecutive inputs in a word from the least significant bit;
+  ``X.g_idx`` [in], the group of each input (with act-order); ``X.qzeros`` [groups, out · bits / 32], zero points minus
+  one (``checkpoint_format`` gptq_v2: zero points); ``X.scales`` [groups, out].
+- AWQ ("gemm", 4 bits): ``X.qweight`` [in, out / 8] and ``X.qzeros`` [groups, out / 8], eight outputs per word, even
+  outputs first, then odd; ``X.scales`` [groups, out].
 
-GPTQ: Frantar et al., arXiv:2210.17323; AWQ: Lin et al., arXiv:2306.00978. Codes are packed as AutoGPTQ, GPTQModel
-and AutoAWQ do.
+GPTQ: Frantar et al., arXiv:2210.17323; AWQ: Lin et al., arXiv:2306.00978. Packing follows AutoGPTQ, GPTQModel and
+AutoAWQ.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from surgery.common.errors import SurgeryError
 WORDS, ZEROS, SCALES, GROUPS, BIAS = "qweight", "qzeros", "scales", "g_idx", "bias"
 BITS = (2, 3, 4, 8)
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Output of each of the eight codes in a word."""
+"""Position of each of eight outputs in a word."""
 
 
 def gptq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization:
     """Read the format of AutoGPTQ and GPTQModel.
 
     Raises:
-        SurgeryError: a format of them that is not read, or tensors that do not fit each other.
+        SurgeryError: a variant of the format is not supported, or tensors of a matrix do not match.
     """
     form = str(entry.get("checkpoint_format") or entry.get("format") or "gptq").lower()
     if form not in ("gptq", "gptq_v2"):
@@ -55,7 +55,7 @@ def awq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization
     """Read the format of AutoAWQ for its "gemm" kernels.
 
     Raises:
-        SurgeryError: the packing of other kernels, or tensors that do not fit each other.
+        SurgeryError: the packing is for other kernels, or tensors of a matrix do not match.
     """
     form = str(entry.get("version") or entry.get("format") or "gemm").lower()
     if form != "gemm":
@@ -65,16 +65,17 @@ def awq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization
 
 @dataclass(frozen=True)
 class PackedColumns:
-    """A matrix whose outputs are the columns of what is stored.
+    """Matrix stored transposed, with outputs as columns.
 
     Attributes:
-        module: whose tensors they are, with its last dot.
-        shape: of the matrix, outputs and inputs.
-        groups: of inputs, and ``group_size`` inputs in each, where ``reordered`` does not have ``g_idx`` say it.
-        along_inputs: whether a word holds codes of one output, not of one input.
-        plus: to be added to stored zeros.
-        places: of eight outputs in a word, None for one after the other.
-        no_bias: its bias is no part of the model: AutoGPTQ stored one of zeros next to every matrix that had none.
+        module: name prefix of the tensors, with its final dot.
+        shape: [outputs, inputs].
+        groups: number of groups, of ``group_size`` consecutive inputs each unless ``reordered``.
+        reordered: whether ``g_idx`` maps inputs to groups.
+        along_inputs: whether a word holds codes of one output (GPTQ) rather than of one input (AWQ).
+        plus: added to stored zero points.
+        places: position of each of eight outputs in a word; None for consecutive order.
+        no_bias: whether to drop the stored bias: AutoGPTQ stores a zero bias for each linear layer without one.
     """
 
     module: str
@@ -95,7 +96,7 @@ class PackedColumns:
         return tuple(self.module + part for part in (WORDS, ZEROS, SCALES, *others))
 
     def rows(self, read: ReadRows, first: int, after: int) -> Tensor:
-        """Outputs [first, after), [after - first, inputs], in float32; all codes are read, which lie in columns."""
+        """Dequantize outputs [first, after), [after - first, inputs], in float32; reads the codes of all outputs."""
         inputs = self.shape[1]
         words = read(self.module + WORDS, 0, inputs * self.bits // 32 if self.along_inputs else inputs)
         if self.along_inputs:
@@ -112,10 +113,10 @@ class PackedColumns:
         return ((codes - zeros[group]).float() * scales[group]).T.contiguous()
 
     def _zeros(self, words: Tensor, first: int, after: int) -> Tensor:
-        """Zeros [groups, after - first] of words [groups, outputs · bits / 32].
+        """Unpack zero points [groups, after - first] from words [groups, outputs · bits / 32].
 
-        GPTQModel took one from each zero by a subtraction from whole words, in which a zero of 0 borrowed from the
-        next: the same addition gives it back. Of 3 bits, which cross words, it took one from each by itself.
+        GPTQModel subtracts one from the zero points in whole words, so that a zero point of 0 borrows from the next:
+        adding to whole words reverts it. 3-bit zero points cross words; it subtracts from each separately.
         """
         if self.plus and 32 % self.bits == 0:
             ones = sum(self.plus << place for place in range(0, 32, self.bits))
@@ -123,7 +124,7 @@ class PackedColumns:
         return (self._outputs(words, first, after) + self.plus) & (2**self.bits - 1)
 
     def _outputs(self, words: Tensor, first: int, after: int) -> Tensor:
-        """Codes [·, after - first] of words [·, outputs · bits / 32]."""
+        """Unpack codes [·, after - first] from words [·, outputs · bits / 32]."""
         numbers = torch.arange(first, after)
         if self.places is not None:
             numbers = numbers // 8 * 8 + torch.tensor(self.places)[numbers % 8]
@@ -131,10 +132,9 @@ class PackedColumns:
 
 
 def unpacked(words: Tensor, numbers: Tensor, bits: int) -> Tensor:
-    """Codes in int64, of those ``numbers``, [R, N], that lie one after the other in rows of int32 [R, W].
+    """Unpack the codes at indices ``numbers`` as int64 [R, N] from rows of int32 words [R, W].
 
-    The least significant bit is first; a code of 3 bits may begin in one word and end in the next. Words in int64 count
-    modulo 2³².
+    The least significant bit comes first; a 3-bit code may cross words. int64 words are taken modulo 2³².
     """
     start = numbers * bits
     word, shift = start // 32, start % 32
@@ -147,7 +147,7 @@ def _gptq_matrix(module: str, entry: dict[str, Any], store: Store, plus: int, dt
     words, scales, zeros = (beside(module, part, store) for part in (WORDS, SCALES, ZEROS))
     order = store.infos.get(module + GROUPS)
     rows, outputs = words.shape if len(words.shape) == 2 else (0, 0)
-    # Groups of modules may have bits of their own, which the order of the inputs tells.
+    # Modules may differ in bit width, which follows from the length of ``g_idx``.
     bits = entry.get("bits") if order is None else 32 * rows / max(order.nbytes // order.dtype.itemsize, 1)
     if bits not in BITS or 32 * rows % bits or not rows or not outputs:
         raise SurgeryError(f"{module}{WORDS}: {describe(words)} of {bits} bits a code; {BITS} are read")

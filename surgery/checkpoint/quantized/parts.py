@@ -1,4 +1,4 @@
-"""Parts that the readers of quantized formats share: a matrix's tensors, and checks of them."""
+"""Helpers shared by the readers of quantized formats."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Quantization:
     """Quantization of a checkpoint.
 
     Attributes:
-        name: of the codes, for people.
-        matrices: by the names that they have in an unquantized checkpoint.
+        name: display name of the format.
+        matrices: quantized matrices by their names in an unquantized checkpoint.
     """
 
     name: str
@@ -26,15 +26,15 @@ class Quantization:
 
 
 def modules(store: Store, part: str) -> list[str]:
-    """Names of the modules that have a tensor of that name, each with its last dot."""
+    """List the modules that have a tensor named ``part``, each with its final dot."""
     return [name.removesuffix(part) for name in store.infos if name.endswith("." + part)]
 
 
 def beside(module: str, part: str, store: Store) -> TensorInfo:
-    """A tensor that a module must have.
+    """Return the info of a required tensor of a module.
 
     Raises:
-        SurgeryError: it has none.
+        SurgeryError: the tensor is missing.
     """
     if module + part not in store.infos:
         raise SurgeryError(f"{module}{part}: missing from the checkpoint, whose config says how it is quantized")
@@ -42,5 +42,5 @@ def beside(module: str, part: str, store: Store) -> TensorInfo:
 
 
 def misfit(name: str, codes: TensorInfo, beside: TensorInfo, called: str = "scales") -> SurgeryError:
-    """Codes and scales, or what else stands next to them, of sizes or dtypes that do not belong together."""
+    """Build the error for codes whose shape or dtype does not match their scales (or other companion tensor)."""
     return SurgeryError(f"{name}: {describe(codes)} does not fit its {called}, {describe(beside)}")

@@ -1,8 +1,8 @@
-"""Symmetric formats, in which a number is its code times a scale.
+"""Symmetric quantization formats: an element is its code times a scale.
 
-- fp8 with ``weight_block_size``, DeepSeek's: ``X.weight`` in e4m3, ``X.weight_scale_inv`` a float for each block;
-- compressed-tensors, pack-quantized: ``X.weight_packed``, codes of 4 or 8 bits plus 2^(bits - 1) in int32, the least
-  significant first along a row; ``X.weight_scale`` by row and group of columns; ``X.weight_shape``;
+- fp8 with ``weight_block_size``, DeepSeek's: ``X.weight`` in e4m3, ``X.weight_scale_inv`` a scale per block;
+- compressed-tensors, pack-quantized: ``X.weight_packed``, 4- or 8-bit codes plus 2^(bits - 1) in int32 along a row,
+  least significant first; ``X.weight_scale`` by row and group of columns; ``X.weight_shape``;
 - compressed-tensors, int- and float-quantized: ``X.weight`` in int8 or e4m3, ``X.weight_scale``.
 """
 
@@ -22,15 +22,15 @@ from surgery.common.errors import SurgeryError
 
 PACKED, SCALE, SHAPE, INVERSE = "weight_packed", "weight_scale", "weight_shape", "weight_scale_inv"
 UNKNOWN = ("weight_zero_point", "weight_g_idx", "weight_global_scale", "input_scale", "input_zero_point")
-"""Tensors of asymmetric, reordered and two-level formats, and those of activations in fixed steps."""
+"""Tensors of unsupported variants: asymmetric, reordered, with global scales, or with static activation scales."""
 
 PACKED_BITS = ("4", "8")
 FORMATS = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
-"""Formats of compressed-tensors, by its names; in a mixed one each group has its own."""
+"""Supported formats of compressed-tensors; in mixed-precision each group has a format."""
 
 
 def fp8(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization | None:
-    """Read block-quantized FP8 models; None where the config states no blocks."""
+    """Read block-quantized FP8 models; None if the config has no block size."""
     if (block := _block(entry)) is None:
         return None
     matrices = {module + WEIGHT: _by_block(module, store, block) for module in modules(store, INVERSE)}
@@ -41,7 +41,7 @@ def compressed_tensors(entry: dict[str, Any], store: Store, dtype: torch.dtype) 
     """Read the format of the compressed-tensors package.
 
     Raises:
-        SurgeryError: a format of it that is not read.
+        SurgeryError: the variant of the format is not supported.
     """
     _check_compressed(entry)
     packed = modules(store, PACKED)
@@ -54,13 +54,13 @@ def compressed_tensors(entry: dict[str, Any], store: Store, dtype: torch.dtype) 
 
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix of codes, each times the scale of its block of rows and columns.
+    """Matrix of codes with a scale per block of rows and columns.
 
     Attributes:
-        codes, scale: names of the stored tensors, ``others`` of those that say nothing more.
+        codes, scale: names of the stored tensors; ``others`` are redundant tensors.
         block: rows and columns that share a scale.
-        scales: of the stored scales, rows and columns.
-        bits: of codes that are packed in int32; None for one code a number.
+        scales: shape of the stored scales, [rows, columns].
+        bits: bit width of codes packed in int32; None for unpacked codes.
     """
 
     codes: str
@@ -82,7 +82,7 @@ class Scaled:
         codes = read(self.codes, first, after)
         values = codes.float() if self.bits is None else self._unpacked(codes)
         low, high = first // self.block[0], -(-after // self.block[0])
-        flat = self.scales[0] == 1  # may be stored without dimensions, or with one
+        flat = self.scales[0] == 1  # may be stored as a scalar or a vector
         scale = read(self.scale, 0, 1).view(1, -1) if flat else read(self.scale, low, high).view(high - low, -1)
         of_row = torch.arange(first, after) // self.block[0] - (0 if flat else low)
         of_column = torch.arange(self.shape[1]) // self.block[1]
@@ -128,7 +128,7 @@ def _plain(module: str, store: Store, dtype: torch.dtype) -> Scaled:
 def _scales(
     module: str, codes: TensorInfo, shape: tuple[int, ...], scale: TensorInfo
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The block of a scale, and how many scales there are: for all, for each row, or for a group in a row."""
+    """Return block shape and scale shape: one scale per tensor, per row, or per group in a row."""
     rows, columns = scale.shape if len(scale.shape) == 2 else (1, 1)
     fits = scale.nbytes == rows * columns * scale.dtype.itemsize > 0 and scale.dtype.is_floating_point
     if not fits or 0 in shape or rows not in (1, shape[0]) or shape[1] % columns:
@@ -137,7 +137,7 @@ def _scales(
 
 
 def _complete(matrices: dict[str, Scaled], store: Store) -> dict[str, Matrix]:
-    """Return the same matrices after checking that no tensor of an unknown part of the format is left."""
+    """Check that no tensor of an unsupported variant and no fp8 tensor without scale is left; return the matrices."""
     parts = {part for matrix in matrices.values() for part in matrix.parts}
     for name, info in store.infos.items():
         if name.endswith(UNKNOWN):
@@ -155,10 +155,10 @@ def _block(entry: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def _check_compressed(entry: dict[str, Any]) -> None:
-    """Refuses what compressed-tensors may say besides of how numbers are stored, or how the model is to be changed.
+    """Refuse compressed-tensors configs with unsupported formats, sparsity or weight transforms.
 
     Raises:
-        SurgeryError: names it.
+        SurgeryError: names the unsupported feature.
     """
     groups = entry.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, dict) else []
@@ -173,10 +173,10 @@ def _check_compressed(entry: dict[str, Any]) -> None:
 
 
 def _bits(entry: dict[str, Any]) -> int:
-    """Return the bits of packed weights, one number for all groups of modules.
+    """Return the bit width of packed weights, which must be equal in all config groups.
 
     Raises:
-        SurgeryError: it says several, or others than are read.
+        SurgeryError: the bit widths differ or are not supported.
     """
     groups = entry.get("config_groups")
     groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
