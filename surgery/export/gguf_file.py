@@ -1,4 +1,4 @@
-"""``surgery export --engine llama.cpp``: a checkpoint as one GGUF file, written tensor by tensor."""
+"""``surgery export --engine llama.cpp``: export of a checkpoint to a GGUF file, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from surgery.running.source_check import open_source
 ENGINE = "llama.cpp"
 WEIGHTS = ("bf16", "f16", "q8_0", "f32")
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-# Numbers of a row that q8_0 gives one scale.
+# Elements of a row that share a scale in q8_0.
 BLOCK = 32
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A written file.
+    """An exported GGUF file.
 
     Attributes:
-        architecture: by llama.cpp's name.
-        weights: the type of the large tensors.
-        tokenizer: where it came from.
-        command: what serves it.
+        architecture: llama.cpp's name of the architecture.
+        weights: type of the large tensors.
+        tokenizer: origin of the tokenizer.
+        command: command that serves the file.
     """
 
     path: Path
@@ -60,18 +60,19 @@ def export_checkpoint(
     tokenizer_from: str | Path | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Writes the file that an engine loads; it appears whole or not at all.
+    """Export a checkpoint to the file that an engine loads; the file is written atomically.
 
     Args:
         checkpoint: local folder or hub id.
         engine: "llama.cpp".
-        out: file to write; the checkpoint's name with ".gguf" after it, next to it.
-        weights: type of the large tensors, one of WEIGHTS; vectors are float32, and so are latents too small for f16.
-        tokenizer_from: a GGUF whose tokenizer is copied; None: the checkpoint's tokenizer.json.
+        out: file to write; default: the checkpoint's name with ".gguf" appended, next to it.
+        weights: type of the large tensors, one of WEIGHTS. Vectors are float32; projections to latents too small for
+            f16 are bf16 or f32.
+        tokenizer_from: a GGUF file whose tokenizer is copied; None: the checkpoint's tokenizer.json.
         overwrite: replace an existing file.
 
     Raises:
-        SurgeryError: the engine would compute something else, or has no such tokenizer; nothing is left behind.
+        SurgeryError: the engine would compute different outputs, or lacks the tokenizer; no file is left behind.
     """
     if engine != ENGINE:
         raise SurgeryError(f"--engine {engine}: only {ENGINE} needs a file of its own; see surgery doctor")
@@ -120,11 +121,11 @@ def _output(checkpoint: str | Path, out: str | Path | None, *, overwrite: bool) 
 
 
 def _write_tensors(gguf, writer, tensors: list[GGUFTensor], weights: str) -> None:
-    """First all names and sizes, then the numbers, one tensor in memory at a time."""
+    """Write all names and shapes, then the data with one tensor in memory at a time."""
     types = [gguf.GGMLQuantizationType[_type(tensor, weights).upper()] for tensor in tensors]
     for tensor, kind in zip(tensors, types, strict=True):
         stored = gguf.quant_shape_to_byte_shape(tensor.shape, kind)
-        # The writer wants shapes in bytes, and takes them for that where the numbers are said to be bytes.
+        # The writer accepts byte shapes of quantized types only for dtype uint8.
         writer.add_tensor_info(tensor.name, stored, np.dtype(np.uint8), math.prod(stored), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -144,7 +145,7 @@ def _type(tensor: GGUFTensor, weights: str) -> str:
     if len(tensor.shape) == 1:
         return "f32"
     if tensor.tiny and weights in ("f16", "q8_0"):
-        # f16, also as a block's scale, has no numbers that small.
+        # Below the range of f16, which is also the dtype of q8_0's scales.
         return "bf16" if tensor.dtype == torch.bfloat16 else "f32"
     if weights == "q8_0" and tensor.shape[-1] % BLOCK:
         return "f16"

@@ -1,8 +1,8 @@
-"""Keys and tensors of a checkpoint by the names that llama.cpp reads.
+"""Mapping of a checkpoint to llama.cpp's metadata keys and tensor names.
 
-Stock MLA is its ``deepseek2`` in the absorbed form, one KV head as wide as latent and rotary dimensions, with the
-up-projection split in ``attn_k_b`` (transposed) and ``attn_v_b``. Llamas are its ``llama``, or ``deci`` where layers
-have different numbers of KV heads; both rotate neighboring numbers, so rows of queries and keys are permuted.
+Stock MLA becomes ``deepseek2`` in the absorbed form: one KV head of latent and rotary dimensions, with the
+up-projection split into ``attn_k_b`` (transposed) and ``attn_v_b``. Llama models become ``llama``, or ``deci`` if KV
+heads differ by layer; both apply RoPE to adjacent elements, so q and k rows are permuted.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor that is read when it is written.
+    """Output tensor that is loaded lazily.
 
     Attributes:
-        shape: as in PyTorch, rows first.
-        dtype: of the checkpoint.
-        tiny: holds numbers below what f16 can.
+        shape: shape in PyTorch's order, rows first.
+        dtype: dtype in the checkpoint.
+        tiny: whether values are below the range of f16.
     """
 
     name: str
@@ -52,16 +52,16 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """A checkpoint on its way into a GGUF."""
+    """GGUF view of a checkpoint: architecture, metadata and tensors."""
 
     reader: CheckpointReader
 
     @classmethod
     def of(cls, reader: CheckpointReader) -> GGUFModel:
-        """Refuses what none of the three architectures holds.
+        """Create the view; refuse checkpoints that do not fit one of the three architectures.
 
         Raises:
-            SurgeryError: another family, a rotation that llama.cpp does not read, a tensor without a place.
+            SurgeryError: the model type, the RoPE type or a tensor is not supported.
         """
         model, config = cls(reader), reader.config
         kind = config.get("model_type")
@@ -104,7 +104,7 @@ class GGUFModel:
         return config.get("num_key_value_heads") or heads
 
     def write_keys(self, writer) -> None:
-        """Hyperparameters, into a ``gguf.GGUFWriter``."""
+        """Write the hyperparameters to a ``gguf.GGUFWriter``."""
         config = self.reader.config
         writer.add_block_count(self._layers)
         writer.add_context_length(config["max_position_embeddings"])
@@ -142,20 +142,20 @@ class GGUFModel:
         writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
         writer.add_value_length_mla(config["v_head_dim"])
         writer.add_kv_lora_rank(rank)
-        # Wanted of all but two numbers of layers; 0 is a plain query projection.
+        # Required for all but two layer counts; 0 means a plain query projection.
         writer.add_q_lora_rank(0)
         writer.add_rope_dimension_count(rope)
         writer.add_feed_forward_length(config["intermediate_size"])
-        # All layers are dense; what describes experts is wanted all the same.
+        # All layers are dense, but keys of experts are required.
         writer.add_leading_dense_block_count(self._layers)
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_expert_shared_count(0)
 
     def tensors(self) -> Iterator[GGUFTensor]:
-        """All of them, in the order of the file.
+        """Yield all tensors in the order of the file.
 
         Raises:
-            SurgeryError: one has no place in the architecture.
+            SurgeryError: the architecture lacks a tensor of the checkpoint.
         """
         tied = bool(self.reader.config.get("tie_word_embeddings"))
         if self.rope["rope_type"] == "llama3":
@@ -186,14 +186,14 @@ class GGUFModel:
         yield GGUFTensor(new, tuple(info.shape), info.dtype, read, self._is_tiny(layer, part))
 
     def _is_tiny(self, layer: int, part: str) -> bool:
-        """Return whether a tensor makes latents as small as earlier versions wrote them."""
+        """Return whether a tensor projects to the tiny latents of earlier versions."""
         if part != "self_attn.kv_a_proj_with_mqa":
             return False
         norm = recognized_norm(self.reader.tensor(f"model.layers.{layer}.self_attn.kv_a_layernorm.weight"), None)
         return norm is not None and norm.scale == OLD_SCALE
 
     def _neighboring(self, read: Callable[[], Tensor]) -> Tensor:
-        """Rows of each head from half-split pairs to neighboring ones."""
+        """Permute the rows of each head from half-split to adjacent RoPE pairs."""
         tensor = read()
         rows = tensor.unflatten(0, (-1, self._head_dim))
         return rows[:, interleaving(self._head_dim)].flatten(0, 1)

@@ -1,7 +1,7 @@
-"""A tokenizer as GGUF keys: from tokenizer.json, or copied from another GGUF.
+"""Tokenizer metadata for GGUF, from tokenizer.json or copied from another GGUF file.
 
-llama.cpp knows pre-tokenizers by name. Of a tokenizer.json the name is found by what it splits at, and refused where
-that is none of those that were compared here; a GGUF of the source model has the right one by itself.
+llama.cpp identifies pre-tokenizers by name. For a tokenizer.json the name is found by its split pattern; unknown
+patterns are refused. A GGUF file of the source model contains the right name.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Keys below ``tokenizer.``, each with its value, its type and that of its items, as gguf calls them."""
+    """Metadata keys that begin with ``tokenizer.``, each with its value, GGUF type and item type."""
 
     keys: dict[str, tuple[Any, Any, Any]]
     origin: str
 
     def write(self, writer) -> None:
-        """Into a ``gguf.GGUFWriter``."""
+        """Write the keys to a ``gguf.GGUFWriter``."""
         for key, (value, kind, items) in self.keys.items():
             writer.add_key_value(key, value, kind, sub_type=items)
 
 
 def copied_tokenizer(path: Path, vocabulary: int) -> Tokenizer:
-    """The tokenizer of another GGUF with as many tokens.
+    """Copy the tokenizer of another GGUF file with the same number of tokens.
 
     Raises:
-        SurgeryError: it cannot be read, or has another vocabulary.
+        SurgeryError: the file cannot be read, or its vocabulary has another size.
     """
     gguf = import_module("gguf")
     try:
@@ -58,10 +58,10 @@ def copied_tokenizer(path: Path, vocabulary: int) -> Tokenizer:
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
-    """The byte-level BPE of a checkpoint's tokenizer.json.
+    """Convert the byte-level BPE in a checkpoint's tokenizer.json.
 
     Raises:
-        SurgeryError: there is none, or llama.cpp is not known to split text as it does.
+        SurgeryError: there is no such tokenizer, or llama.cpp has no known pre-tokenizer that splits text equally.
     """
     kinds = import_module("gguf").GGUFValueType
     path = folder / "tokenizer.json"
@@ -97,7 +97,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
 
 def _pre_tokenizer(path: Path, document: dict[str, Any]) -> str:
-    """llama.cpp's name of how text is split."""
+    """Return llama.cpp's name of the pre-tokenizer."""
     model, pre = document["model"], document.get("pre_tokenizer") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise SurgeryError.at(path, f"is no byte-level BPE; {OTHERWISE}")
@@ -133,7 +133,7 @@ def _tokens(path: Path, document: dict[str, Any], vocabulary: int) -> tuple[list
 
 
 def _adds_first_token(document: dict[str, Any]) -> bool:
-    """Return whether every text begins with a special token."""
+    """Return whether the tokenizer adds a special token at the start."""
     post = document.get("post_processor") or {}
     templates = [step.get("single") for step in post.get("processors", [post]) if step.get("single")]
     return any("SpecialToken" in template[0] for template in templates)
