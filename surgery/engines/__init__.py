@@ -1,5 +1,5 @@
-"""Serving engines and the checkpoints that they load: one model of them for every report, card and command.
+"""Compatibility of checkpoints with serving engines, shared by all reports, cards and commands.
 
-A verdict is "loads" only where a test of ours ran that kind of checkpoint in that engine, or where the engine's own
-check function accepts it; what nobody tried is "not tried" (:mod:`surgery.engines.trials`).
+A verdict is "loads" only if one of our tests ran this kind of checkpoint in the engine, or if the engine's own check
+function accepts it; otherwise it is "not tried" (:mod:`surgery.engines.trials`).
 """

@@ -1,9 +1,9 @@
-"""The KV cache formats that engines have without a conversion, and the flags that ask for them.
+"""KV cache formats that engines support without a conversion, and the server flags that select them.
 
-Formats have the names of :data:`surgery.eval.variants.engine_cache.FORMATS`, which has their arithmetic. The tables
-lack what is not simulated: SGLang's fp4_mx_block16, mlx-lm's --kv-bits, calibrated scales, and formats that only a
-branch of an engine has. Flags of vLLM are those of its 0.32 (``config/cache.py``). The flags of llama.cpp, SGLang and
-TensorRT-LLM (#11487) were neither read in their sources nor given to a server: not tried.
+Names are those of :data:`surgery.eval.variants.engine_cache.FORMATS`, which simulates their arithmetic. Formats that
+are not simulated are missing: SGLang's fp4_mx_block16, mlx-lm's --kv-bits, calibrated scales, and formats of unmerged
+branches. vLLM's flags are those of version 0.32 (``config/cache.py``). The flags of llama.cpp, SGLang and TensorRT-LLM
+(#11487) were neither verified in the source nor passed to a server: not tried.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from surgery.engines.limits import ENGINES
 from surgery.engines.trials import LLAMA_CPP, VLLM_CPU
 
 TENSORRT_LLM = "trtllm"
-"""An engine of which nothing but its cache formats is known here."""
+"""Engine for which only cache formats are listed."""
 Server = Literal["vllm", "sglang", "llama.cpp", "mlx", "all", "trtllm"]
 
 COMPARED_VLLM = f"arithmetic compared with vLLM {VLLM_CPU.version}'s own"
@@ -26,13 +26,13 @@ NOT_TRIED = "not tried"
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """One format of one engine.
+    """Cache format of an engine.
 
     Attributes:
-        keys, values: the format of either side of the cache.
-        flags: of the engine's server.
-        status: how its arithmetic was checked.
-        skips_layers: whether the engine leaves layers of the user's choice in full precision.
+        keys, values: format of keys and of values.
+        flags: server flags that select it.
+        status: verification of the simulated arithmetic.
+        skips_layers: whether chosen layers can stay in full precision.
     """
 
     keys: str
@@ -43,7 +43,7 @@ class CacheFormat:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Display name."""
         return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
 
 
@@ -79,10 +79,10 @@ CACHE_FORMATS: dict[str, tuple[CacheFormat, ...]] = {
 
 
 def cache_formats(engine: str) -> tuple[CacheFormat, ...]:
-    """The formats of an engine.
+    """Return the cache formats of an engine.
 
     Raises:
-        SurgeryError: it has none that is simulated.
+        SurgeryError: no format of the engine is simulated.
     """
     if engine == "all":
         raise SurgeryError("every engine has cache formats of its own: name one engine", setting="engine")
@@ -95,9 +95,9 @@ def cache_formats(engine: str) -> tuple[CacheFormat, ...]:
 
 
 def cache_dtype_flags(engine: str, bits: int | str) -> str:
-    """An engine's own quantized cache nearest to ``bits``, those of ``--to quantized``.
+    """Return the command that serves CKPT with the engine's quantized cache closest to ``bits`` of ``--to quantized``.
 
-    As their sources name it; none of them was tried.
+    Flags follow the engines' sources; none was tried.
     """
     if engine not in ENGINES:
         raise SurgeryError(f"engine {engine!r} is unknown: choose {', '.join(ENGINES)}", setting="engine")

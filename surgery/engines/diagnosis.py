@@ -1,4 +1,4 @@
-"""``surgery doctor``: a checkpoint's table of engines."""
+"""``surgery doctor``: compatibility of a checkpoint with all engines."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from surgery.engines.verdict import Verdict
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Verdicts of the engines on one checkpoint.
+    """Verdicts of all engines on one checkpoint.
 
     Attributes:
-        ruined_by: formats of weights or cache in which it computes nonsense, as far as its tensors show.
+        ruined_by: weight or cache formats in which the checkpoint produces garbage, as far as its tensors show.
     """
 
     path: str
@@ -34,10 +34,10 @@ class Diagnosis:
 
 
 def diagnose(checkpoint: str | Path) -> Diagnosis:
-    """Reads a checkpoint's config.json, and of stock MLA what makes its latents, and asks every engine.
+    """Collect the engines' verdicts from config.json, and for stock MLA ruinous formats from the latent projections.
 
     Raises:
-        SurgeryError: there is no checkpoint, or its config does not say what engines want to know.
+        SurgeryError: there is no checkpoint, or its config lacks an entry that the verdicts need.
     """
     opened = CheckpointReader.open(checkpoint)
     reader = opened.as_stored

@@ -1,4 +1,4 @@
-"""Facts of a checkpoint that decide whether an engine loads it, read from its config.json."""
+"""Properties of a checkpoint's config.json that determine whether an engine loads it."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from surgery_vllm.structure import SERVED, NotServed, attention_of_layers, windo
 
 MLA, HEADS, OWN = "deepseek_v3", "heads", "surgery"
 PICTURES = "surgery_pictures"
-"""The custom model class inside of a vision-language model."""
+"""Model type of the custom model class inside a vision-language model."""
 OWN_CLASSES = OWN, PICTURES
 
 PLAIN = ("llama", "mistral")
-"""Families whose attention is queries, keys, values and RoPE, which every engine's MLA carries."""
+"""Families whose attention is plain QKV with RoPE, so that a conversion to MLA runs in every engine."""
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A checkpoint as engines see it.
+    """Properties of a checkpoint that engines depend on.
 
     Attributes:
-        structure: MLA (stock ``deepseek_v3``), HEADS (a family's own class), DECILM, or OWN, this package's class.
-        family: model_type of the config; ``base``: of the own class, its source's.
-        cached_numbers: per token, all layers, at an infinite window; None for structures of the own class that no
-            engine but transformers runs.
-        packed_bytes: per token beside them, all layers, in any dtype: rows of MLA and low rank in bits.
-        unpacked_numbers: per token beside them, of one layer: what kernels unpack of MLA in bits on CUDA.
-        streamed_numbers: per request beside them: what streaming heads see of one that is longer, and first tokens in
-            full precision.
-        number_bytes: of a weight.
-        head_sizes: of MLA, (nope, rope, value) numbers of a head.
-        width: of MLA, numbers that a layer caches per token, rank and rope.
-        biases: of MLA, on the attention's projections.
-        frequency_list: of MLA, rotation by frequencies that are no grid of default RoPE, and none of YaRN.
-        yarn: of MLA, rotation by YaRN: DeepSeek's own models, and what was made of them.
-        real_experts: of MLA, some layers are mixtures of experts: such models again.
-        tied: the embeddings are the output head too.
-        rope_beside: how it rotates is said beside ``rope_parameters`` too, in the keys of transformers 4.
-        windowed: some layers have an attention window.
-        quantized: the weights are stored quantized, which took no part in any trial.
-        pictures: a vision-language model, whose language model has the cache.
-        served: of the own class, the name under which trials of our plugin for vLLM are kept.
-        not_served: of the own class, what that plugin has no code for; None if it has.
+        structure: MLA (stock ``deepseek_v3``), HEADS (a family's stock class), DECILM, or OWN, this package's class.
+        family: model_type of the config; ``base``: for the custom model class, that of its source.
+        cached_numbers: elements per token over all layers, with unlimited windows; None for structures of the custom
+            model class that only transformers runs.
+        packed_bytes: additional bytes per token over all layers, in any dtype: packed rows of MLA and low rank in bits.
+        unpacked_numbers: additional elements per token of one layer, which CUDA kernels unpack from MLA in bits.
+        streamed_numbers: additional elements per request: sinks and window of streaming heads in a longer request, and
+            first tokens in full precision.
+        number_bytes: bytes per weight element.
+        head_sizes: MLA only: (nope, rope, value) dims of a head.
+        width: MLA only: elements per token and layer in the cache, rank + rope dims.
+        biases: MLA only: whether the attention projections have biases.
+        frequency_list: MLA only: whether RoPE frequencies are a list, neither default RoPE nor YaRN.
+        yarn: MLA only: whether RoPE is YaRN: DeepSeek's models, and conversions of them.
+        real_experts: MLA only: whether there are MoE layers: also DeepSeek's models, and conversions of them.
+        tied: whether the output head is tied to the embeddings.
+        rope_beside: whether RoPE is also given in transformers 4's keys, next to ``rope_parameters``.
+        windowed: whether any layer has a sliding window.
+        quantized: whether weights are stored quantized, which no trial covers.
+        pictures: whether this is a vision-language model; its language model has the cache.
+        served: custom model class only: name of its trials in our vLLM plugin.
+        not_served: custom model class only: feature that the plugin lacks; None if it serves the checkpoint.
     """
 
     structure: str
@@ -78,7 +78,7 @@ class Facts:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Facts:
-        """Reads a config.json."""
+        """Derive the facts from a config.json."""
         config = with_size_names(config)
         family = config.get("model_type", "")
         if isinstance(config.get("text_config"), dict):
@@ -113,13 +113,13 @@ class Facts:
                 real_experts=config.get("first_k_dense_replace", 0) < layers,
                 **common,
             )
-        latent = bool(config.get("kv_lora_rank"))  # MLA in a class of its own
+        latent = bool(config.get("kv_lora_rank"))  # MLA in another model class
         has_windows = not latent and windowed(SimpleNamespace(**config))
         return cls(cached_numbers=sum(kv_widths(config)), windowed=has_windows, **common)
 
     @property
     def kind(self) -> str:
-        """The name under which trials of such checkpoints are kept."""
+        """Name of this kind of checkpoint in the trials."""
         return f"{self._kind}, quantized" if self.quantized else self._kind
 
     @property
@@ -132,23 +132,21 @@ class Facts:
         return self.structure
 
     def again(self, flags: str) -> str | None:
-        """The conversion of its source that an engine may take; None of a source that is MLA itself, or whose attention
-        has more than Llama's."""
+        """Return the conversion of the source that an engine may load; None if the source is MLA or not in PLAIN."""
         stock = self.structure == MLA and not self.real_experts
         return f"convert --to mla {flags}" if stock or (self.structure == OWN and self.base in PLAIN) else None
 
     def again_for(self, engine: str, with_biases: str | None = None) -> str | None:
-        """Return how to convert again by ``--engine``, or, for one with biases, which are mostly the source's, by
-        another flag where there is one that helps."""
+        """Return the conversion by ``--engine``, or by ``with_biases`` if there are biases, mostly the source's."""
         flags = with_biases if self.biases else f"--engine {engine}"
         return flags and self.again(flags)
 
     def cache(self, number_bytes: int, *, unpacks: bool = False) -> dict[str, int | None]:
-        """Return the facts of a verdict on the cache of all layers at so many bytes an element.
+        """Return the cache sizes for a verdict, over all layers.
 
         Args:
-            number_bytes: of an element.
-            unpacks: whether kernels have memory in it for one layer's unpacked tokens.
+            number_bytes: bytes per element.
+            unpacks: whether the engine allocates memory for the unpacked tokens of one layer.
         """
         if self.cached_numbers is None:
             return {}
@@ -161,7 +159,7 @@ class Facts:
 
 
 def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
-    """The whole configuration of a language model: LLaVA's files say what differs from its class alone."""
+    """Complete a text config with the defaults of its class: LLaVA's files contain only the differences."""
     if "num_hidden_layers" in text:
         return text
     from transformers import CONFIG_MAPPING
@@ -171,7 +169,7 @@ def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the plugin's verdict for vLLM on a checkpoint of the custom model class."""
+    """Return the cache sizes of a custom model class in our vLLM plugin, or the feature that the plugin lacks."""
     heads = config["num_attention_heads"]
     defaults = {"base_model_type": "llama", "kv_cache": None, "num_key_value_heads": heads}
     defaults |= {"max_position_embeddings": 0, "attention_layers": [None] * config["num_hidden_layers"]}

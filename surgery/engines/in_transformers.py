@@ -1,4 +1,4 @@
-"""transformers: loads everything that conversions write but DeciLM."""
+"""Verdict for transformers, which loads all conversions except DeciLM."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdi
 
 NAME = "transformers"
 EAGER = ("gemma2",)
-"""Families that some version computes otherwise by its own choice of attention: 5.19 takes SDPA, which has no cap."""
+"""Families that need eager attention: the default of 5.19, SDPA, ignores logit softcapping."""
 PICTURES = "AutoModelForImageTextToText"
-"""Class that loads a vision-language model."""
+"""Auto class for vision-language models."""
 EAGERLY = ', attn_implementation="eager"'
 
 
 def verdict(facts: Facts, path: str) -> Verdict:
-    """A plain ``from_pretrained``; the cache is in the dtype of the weights."""
+    """Return the verdict for ``from_pretrained``; the cache has the dtype of the weights."""
     fields = {"engine": NAME, "version": TRANSFORMERS.version, "device": TRANSFORMERS.device}
     if facts.structure == DECILM:
         reason, remedy = "it has no such class", "convert --to gqa --carrier own"

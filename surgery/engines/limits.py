@@ -1,8 +1,8 @@
-"""Limits of ``convert --engine``: the sizes that an engine's kernels for MLA are built for.
+"""Limits of ``convert --engine``: sizes that an engine's MLA kernels support.
 
-vLLM on CUDA before Blackwell runs the prompt by FlashAttention, for some sizes of heads only
-(``FlashAttnPrefillBackend.supports_mla_dimensions``). FlashMLA, the fastest for decoding there and in SGLang, reads 576
-numbers per token, as does llama.cpp's flash attention on CUDA; vLLM's Triton kernel reads any.
+On CUDA before Blackwell, vLLM's MLA prefill uses FlashAttention, which supports certain head sizes
+(``FlashAttnPrefillBackend.supports_mla_dimensions``). FlashMLA, the fastest decode kernel there and in SGLang, requires
+576 elements per token, as does llama.cpp's flash attention on CUDA; vLLM's Triton kernel supports any number.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FAST_WIDTH, FAST_ROPE = 576, 64
 
 @dataclass(frozen=True)
 class MLALimits:
-    """Limits of one engine, for heads of one size.
+    """MLA limits of an engine for a given head size.
 
     Attributes:
-        head_sizes: (nope, rope, value) numbers of a head that the weights are padded to, and so the rotary dimensions
-            that are cached; None: as they are.
-        width: r + rope at which the fastest kernels run, FAST_ROPE of them rotated; budgets beyond it are not spent.
-            None: any is as good.
-        tied: whether its class takes embeddings that are the output head too.
+        head_sizes: (nope, rope, value) dims of a head to which weights are padded, which fixes the cached rotary dims;
+            None: no padding.
+        width: rank + rope dims of the fastest kernels, FAST_ROPE of them rotary; larger budgets are not used. None:
+            any width.
+        tied: whether the engine's class supports tied embeddings.
     """
 
     head_sizes: tuple[int, int, int] | None = None
@@ -37,10 +37,10 @@ class MLALimits:
 
 
 def mla_limits(engine: str, head_dim: int, value_dim: int) -> MLALimits:
-    """Return an engine's limits of MLA with heads of ``head_dim`` unrotated and ``value_dim`` value dims.
+    """Return an engine's MLA limits for heads of ``head_dim`` nope dims and ``value_dim`` value dims.
 
     Raises:
-        SurgeryError: the heads are wider than any that it takes.
+        SurgeryError: the heads are larger than the engine supports.
     """
     tied = engine not in ("mlx", "all")
     if engine in ("llama.cpp", "mlx"):

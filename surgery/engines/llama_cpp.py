@@ -1,4 +1,4 @@
-"""llama.cpp, through the GGUF that ``surgery export`` writes."""
+"""Verdict for llama.cpp, with GGUF files written by ``surgery export``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LLAMAS = ("llama", "mistral")
 
 
 def obstacle(facts: Facts) -> str | None:
-    """Return why a checkpoint cannot become a GGUF that computes the same; None if it can."""
+    """Return why a checkpoint cannot be exported to GGUF with equal outputs; None if it can."""
     if facts.structure == OWN:
         return "the model class of this package"
     if facts.structure == MLA:
@@ -30,7 +30,7 @@ def obstacle(facts: Facts) -> str | None:
 
 
 def verdict(facts: Facts, path: str) -> Verdict:
-    """The cache is in f16 unless told otherwise, of MLA the latents alone."""
+    """Return the verdict for llama.cpp; its cache is f16 by default, for MLA only latents."""
     fields = {"engine": NAME, "version": LLAMA_CPP.version, "device": LLAMA_CPP.device}
     problem = obstacle(facts)
     if problem:
@@ -42,7 +42,7 @@ def verdict(facts: Facts, path: str) -> Verdict:
         reason = "surgery export writes Llama-class models only; llama.cpp's own converter was not tried"
         return Verdict(**fields, status=NOT_TRIED, command=command, reason=reason)
     called = name_of(path)
-    stem = path if called == path else Path(path).name  # of a model that ships, in the working folder
+    stem = path if called == path else Path(path).name  # a model of this package exports to the working folder
     command = f"surgery export {called} --engine llama.cpp && llama-server -m {stem}.gguf"
     if facts.kind not in LLAMA_CPP.kinds:
         return Verdict(**fields, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")

@@ -1,4 +1,4 @@
-"""mlx-lm, by its backend for CPUs; on Apple silicon nothing was run."""
+"""Verdict for mlx-lm, tested with its CPU backend; nothing was run on Apple silicon."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAME = "mlx-lm"
 
 
 def obstacle(facts: Facts) -> str | None:
-    """Return why it would not load a checkpoint, or compute something else; None if no obstacle is known."""
+    """Return why mlx-lm would refuse a checkpoint or compute different outputs; None if no obstacle is known."""
     if facts.structure == OWN:
         return "the model class of this package"
     if facts.structure == MLA and facts.frequency_list:
@@ -21,7 +21,7 @@ def obstacle(facts: Facts) -> str | None:
 
 
 def verdict(facts: Facts, path: str) -> Verdict:
-    """Its ``deepseek_v3.py`` honors biases, and caches the latents."""
+    """Return the verdict for mlx-lm, whose ``deepseek_v3.py`` supports biases and caches latents."""
     fields = {"engine": NAME, "version": MLX.version, "device": MLX.device}
     if problem := obstacle(facts):
         return Verdict(**fields, status=REFUSED, command=None, reason=problem, remedy=facts.again("--engine mlx"))

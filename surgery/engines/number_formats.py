@@ -1,7 +1,7 @@
-"""Number formats that turn parts of a stock MLA checkpoint into zeros or infinities, by its tensors.
+"""Number formats in which parts of a stock MLA checkpoint underflow or overflow, detected from its tensors.
 
-Rows that make a latent may be far smaller than what a format holds beside the rotary rows of the same tensor, or than
-the scale of a quantizer's block. Results of earlier versions scale them by 2^-30.
+The down-projection rows of a latent may be much smaller than the rotary rows of the same tensor, and underflow in a
+low-precision format or in a quantizer's block scale. Earlier versions scaled them by 2^-30.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from surgery.checkpoint import CheckpointReader
 from surgery.engines.facts import MLA
 
 LARGEST_ERROR = 0.25
-"""Relative error of the latents' weights from which a format ruins them; Q4_0 and fp8 cause less than a tenth."""
+"""Relative error of the latents' weights above which a format ruins them; Q4_0 and fp8 cause less than a tenth."""
 FP8_MAX = 448.0
 
 
 def _by_blocks(size: int, divisor: float) -> Callable[[Tensor], Tensor]:
-    """The weights with the rounding alone that the float16 scales of blocks of a row cause."""
+    """Return a function that applies only the rounding error of float16 block scales to weights."""
 
     def rounded(weight: Tensor) -> Tensor:
         blocks = torch.nn.functional.pad(weight, (0, -weight.shape[1] % size)).unflatten(1, (-1, size))
@@ -43,14 +43,14 @@ FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_K": _by_blocks(256, 15 * 63 / 2),
     "fp8 weights with one scale": _fp8,
 }
-"""Rounding of a weight [n, m], float64, to each format."""
+"""Rounding of a float64 weight [n, m] by format."""
 FP8_CACHE = "an fp8 KV cache"
 
 
 def ruinous_formats(reader: CheckpointReader) -> list[str]:
-    """Formats in which a checkpoint computes nonsense; empty where none is known, and of other classes.
+    """List the formats in which a stock MLA checkpoint produces garbage; empty for other models and GGUF sources.
 
-    Reads what makes latents, and the norms and biases of these.
+    Reads the latent projections with their norms and biases.
     """
     config = reader.config
     if config.get("model_type") != MLA or reader.dequantised_from is not None:
@@ -62,12 +62,12 @@ def ruinous_formats(reader: CheckpointReader) -> list[str]:
         if prefix + "q_a_proj.weight" in reader:
             rows = reader.info(prefix + "q_a_proj.weight").shape[0]
             of_queries = _ruin(reader, prefix + "q_a_proj", rows, prefix + "q_a_layernorm.weight")
-            ruined |= dict.fromkeys(name for name in of_queries if name != FP8_CACHE)  # they are never cached
+            ruined |= dict.fromkeys(name for name in of_queries if name != FP8_CACHE)  # queries are not cached
     return [name for name in (*FORMATS, FP8_CACHE) if name in ruined]
 
 
 def _ruin(reader: CheckpointReader, module: str, width: int, norm: str) -> list[str]:
-    """Formats that ruin the first rows of a projection, its bias or the norm behind it."""
+    """List the formats that ruin the first ``width`` rows of a projection, its bias or the following norm."""
     weight, norm = reader.tensor(module + ".weight").double(), reader.tensor(norm).double()
     bias = reader.tensor(module + ".bias").double() if module + ".bias" in reader else weight.new_zeros(len(weight))
     formats = []
@@ -76,7 +76,7 @@ def _ruin(reader: CheckpointReader, module: str, width: int, norm: str) -> list[
         overflows = name == "float16" and not bool(torch.cat([norm, bias]).half().isfinite().all())
         if overflows or not error <= LARGEST_ERROR * weight[:width].norm():
             formats.append(name)
-    # Where one channel dwarfs all others the norm leaves √width of it, times its weight.
+    # If one channel dominates, RMSNorm outputs √width times its weight.
     largest = int(bias[:width].abs().argmax())
     if bias[largest].abs() > FP8_MAX and norm[largest].abs() * width**0.5 > FP8_MAX:
         formats.append(FP8_CACHE)

@@ -1,4 +1,4 @@
-"""SGLang, whose code was read; nothing was run."""
+"""Verdict for SGLang, from its source code; nothing was run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAME, VERSION = "SGLang", "0.5.23"
 
 
 def verdict(facts: Facts, path: str) -> Verdict:
-    """Its ``deepseek_v2.py`` has no biases and makes every rotation but the default one YaRN."""
+    """Return the verdict for SGLang, whose ``deepseek_v2.py`` drops biases and treats non-default RoPE as YaRN."""
     fields = {"engine": NAME, "version": VERSION, "device": "CUDA"}
     obstacles = []
     if facts.structure == OWN:

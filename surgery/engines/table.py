@@ -1,4 +1,4 @@
-"""Every engine's verdict on a checkpoint."""
+"""Table of all engines' verdicts on a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from surgery.engines.facts import Facts
 from surgery.engines.verdict import NOT_TRIED, REFUSED, Verdict
 
 ANY = "CKPT"
-"""Name of the checkpoint in commands of reports, as it may be moved."""
+"""Placeholder for the checkpoint in the commands of reports, since checkpoints move."""
 
 ASKED = {
     "vllm": (vllm.CUDA,),
@@ -20,11 +20,11 @@ ASKED = {
     "mlx": (mlx.NAME,),
     "all": (vllm.CUDA, sglang.NAME, llama_cpp.NAME, mlx.NAME),
 }
-"""Rows of the table that ``--engine`` needs."""
+"""Rows of the table that each value of ``--engine`` requires."""
 
 
 def verdicts(config: dict[str, Any], path: str = ANY) -> list[Verdict]:
-    """Return every engine's verdict on a checkpoint of this config.json; commands name ``path``."""
+    """Return all engines' verdicts for a config.json; commands refer to ``path``."""
     facts = Facts.of(config)
     results = [
         in_transformers.verdict(facts, path),
@@ -39,20 +39,20 @@ def verdicts(config: dict[str, Any], path: str = ANY) -> list[Verdict]:
 
 
 def engine_table(config: dict[str, Any], path: str = ANY) -> dict[str, dict[str, Any]]:
-    """The verdicts by engine, as plain values for reports."""
+    """Return the verdicts by engine as plain values for reports."""
     return {verdict.engine: verdict.to_dict() for verdict in verdicts(config, path)}
 
 
 def spoken(engines: dict[str, Any]) -> dict[str, str]:
-    """A report's table in one line an engine; reports of earlier versions hold the lines themselves."""
+    """Format a report's table as one line per engine; reports of earlier versions contain these lines."""
     return {engine: entry if isinstance(entry, str) else entry["text"] for engine, entry in engines.items()}
 
 
 def refuse_unless_loadable(engine: str, config: dict[str, Any]) -> None:
-    """Refuses a result that the engine asked for does not take.
+    """Check that the engine of ``--engine`` can serve a result.
 
     Raises:
-        SurgeryError: it is refused there, or its own class would compute something else.
+        SurgeryError: the engine refuses it, or its own class would compute different outputs.
     """
     for verdict in verdicts(config):
         if verdict.engine in ASKED[engine] and (verdict.status == REFUSED or verdict.remedy):

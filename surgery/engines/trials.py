@@ -1,10 +1,10 @@
-"""Trials: the kinds of checkpoints that tests ran in each engine.
+"""Trials: kinds of checkpoints that our tests ran in each engine.
 
-transformers, without this package, in tests/test_convert*.py and tests/families; llama.cpp, mlx-lm and vLLM's CPU build
-(its own classes, and our plugin) in tests/engines, greedy tokens and log-probabilities compared with transformers'.
+transformers runs without this package in tests/test_convert*.py and tests/families. llama.cpp, mlx-lm and vLLM's CPU
+build (its own classes, and our plugin) run in tests/engines, which compare greedy tokens and log-probabilities with
+transformers.
 
-A kind is :attr:`surgery.engines.facts.Facts.kind`. Nothing gets in here without a test; a test fails if a kind that is
-in here has no case of its own.
+A kind is :attr:`surgery.engines.facts.Facts.kind`. Every entry needs a test; a test fails if a kind has no case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Trial:
-    """An engine's version and device, and the kinds of checkpoints that ran there."""
+    """Version and device of an engine, and the kinds of checkpoints that ran there."""
 
     version: str
     device: str
@@ -57,12 +57,12 @@ MLX_DIFFERS = {
         "it attends to all tokens where this model has windows",
     ),
 }
-"""Families that run there and compute something else, and why; tests saw other tokens than transformers'."""
+"""Families that load in mlx-lm but compute different outputs, with the reason; tests saw other tokens."""
 VLLM_CPU = Trial("0.32.0", "CPU", frozenset({"mla", "llama", "mistral", "qwen2"}))
 FAMILIES = ("llama", "mistral", "qwen2")
 LATENTS = ("mla", "mla in bits", "low rank", "low rank in bits", "mla + low rank", "hybrid heads")
 MERGED = ("KV heads by layer", "mla + KV heads by layer", "low rank + KV heads by layer")
-# Checkpoints of the own class, by Facts.served, through the plugin surgery_vllm; in tests/engines too.
+# Checkpoints of the custom model class, by Facts.served, with the plugin surgery_vllm; also in tests/engines.
 VLLM_PLUGIN = Trial(
     "0.32.0",
     "CPU",
@@ -74,6 +74,6 @@ VLLM_PLUGIN = Trial(
     ),
 )
 
-# All that vLLM's own check, FlashAttnPrefillBackend.supports_mla_dimensions, accepts; a test calls it.
+# All sizes that vLLM's FlashAttnPrefillBackend.supports_mla_dimensions accepts; a test calls it.
 VLLM_MLA_HEADS = ((64, 64, 128), (128, 64, 128), (192, 64, 256), (256, 0, 256))
 VLLM_CHECKED = "0.32.0"

@@ -8,24 +8,24 @@ from typing import Any
 
 LOADS, LOADS_WITH, REFUSED, NOT_TRIED = "loads", "loads with its command", "refused", "not tried"
 OPEN = "open"
-"""Status in a dry run where the outcomes of the conversion differ in it."""
+"""Status in a dry run if the possible outcomes of the conversion differ."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One engine's answer; plain values only.
+    """An engine's verdict on a checkpoint; plain values only.
 
     Attributes:
-        engine: its name, with the device where that decides.
-        version: that was tried or read; ``device``: on which.
-        status: LOADS, LOADS_WITH (the flags in the command are needed), REFUSED, NOT_TRIED or OPEN.
-        command: what serves the checkpoint there; None where nothing does.
-        reason: who says so: the trial behind a yes, what stands in the way of it.
-        cache_bytes_per_token: that the engine allocates for all layers, unless told to store other numbers.
-        cache_bytes_per_request: beside them, whatever its length: the first and last tokens of streaming heads, and
-            first tokens in full precision; None if there are none. Engines round up to whole blocks, and add the tokens
-            of streaming heads that are under way.
-        remedy: flag of a conversion that changes a refusal.
+        engine: name of the engine, with the device if the verdict depends on it.
+        version: version that was tried or read; ``device``: the device.
+        status: LOADS, LOADS_WITH (the flags in the command are required), REFUSED, NOT_TRIED or OPEN.
+        command: command that serves the checkpoint; None if there is none.
+        reason: the trial or check behind a yes, or the obstacle.
+        cache_bytes_per_token: bytes that the engine allocates per token over all layers, at its default cache dtype.
+        cache_bytes_per_request: additional bytes per request of any length: first and last tokens of streaming heads,
+            and first tokens in full precision; None if there are none. Engines round up to whole blocks, and add the
+            tokens of streaming heads that are being processed.
+        remedy: flags of a conversion that the engine would load.
     """
 
     engine: str
@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """Text of one line."""
+        """One-line summary."""
         remedy = f"; {self.remedy}" if self.remedy else ""
         return f"{self.status}: {self.reason}{remedy}"
 
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def merged(tables: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Tables of the possible outcomes as one: the last, with OPEN where the outcomes differ in status."""
+    """Merge the tables of possible outcomes: the last table, with OPEN for engines whose status differs."""
     rows = {}
     for engine, last in tables[-1].items():
         statuses = {table[engine]["status"] for table in tables}
@@ -67,12 +67,12 @@ def merged(tables: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[
 
 
 def loads(verdict: Mapping[str, Any]) -> bool:
-    """Return whether a verdict, as plain values, is a yes."""
+    """Return whether a verdict, as plain values, is positive."""
     return verdict["status"] in (LOADS, LOADS_WITH)
 
 
 def ran(verdict: Mapping[str, Any]) -> bool:
-    """Return whether a verdict is that of a test, not of the engine's own check."""
+    """Return whether a positive verdict comes from a test, not from the engine's own check."""
     return loads(verdict) and verdict["reason"].startswith("ran in")
 
 
@@ -83,5 +83,5 @@ OVERRIDE = (
 
 
 def told_ruin(formats: Iterable[str]) -> str:
-    """A sentence on formats that ruin a checkpoint."""
+    """Format a sentence about the formats that ruin a checkpoint."""
     return f"Ruined by {', '.join(formats)}: {OVERRIDE}."

