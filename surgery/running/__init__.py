@@ -1,1 +1,1 @@
-"""A model as it runs: one layer at a time from its checkpoint, or loaded, with its attention tapped."""
+"""Execution of models: layer by layer from the checkpoint, or loaded whole, with hooks into attention."""

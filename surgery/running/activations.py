@@ -1,7 +1,7 @@
-"""Activations of many tokens, in memory up to a limit and past it in files that are mapped.
+"""Memory for the activations of many tokens: RAM up to a limit, memory-mapped files beyond it.
 
-A mapped tensor computes as any other, to the same bits: what lies in the file are its own bytes, in its own dtype. Its
-pages are the system's to drop and read again, and :func:`give_back` has it drop them at once.
+A mapped tensor gives bitwise equal results, since the file holds its bytes in its dtype. The system can drop and reread
+its pages; :func:`give_back` drops them immediately.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch import Tensor
 from surgery.checkpoint.disk import disk_errors
 
 _MAPS: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-"""Memory maps of the tensors that lie in a file, by the address of their storage."""
+"""Memory maps of file-backed tensors by storage address."""
 
 
 class ActivationMemory:
-    """Gives out memory for activations and counts what is still in use.
+    """Allocator for activations that counts the bytes in use.
 
     Args:
-        limit: bytes that may be in memory at a time; None: any number.
-        folder: of the files beyond, which have no name there and are gone with their tensors or the process.
+        limit: maximum bytes in RAM; None: unlimited.
+        folder: folder for spill files, which are unnamed and vanish with their tensors or the process.
 
     Attributes:
-        used: bytes in memory that were given out under a limit and are in use.
-        spilled: bytes in files that are in use.
+        used: bytes in RAM in use, counted only under a limit.
+        spilled: bytes in files in use.
     """
 
     def __init__(self, limit: int | None, folder: Path):
@@ -43,7 +43,7 @@ class ActivationMemory:
         self.used = self.spilled = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """Room for a tensor, on the device where there is no limit and on the host where there is one.
+        """Allocate an uninitialized tensor, on ``device`` without a limit and on the host with a limit.
 
         Raises:
             SurgeryError: the disk is full.
@@ -56,7 +56,7 @@ class ActivationMemory:
             buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             with disk_errors(self._folder), tempfile.TemporaryFile(dir=self._folder) as file:
-                # Without its blocks, writing to a map on a full disk would end the process.
+                # Allocate the blocks: writing to a map on a full disk kills the process.
                 os.posix_fallocate(file.fileno(), 0, size)
                 buffer = mmap.mmap(file.fileno(), size)
         self._count(place, size)
@@ -67,11 +67,11 @@ class ActivationMemory:
         return tensor
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the host; itself where there is no limit and it is there already."""
+        """Copy a tensor to the host within the limit; without a limit, a tensor on the host is returned unchanged."""
         return tensor.cpu() if self._limit is None else self.copy(tensor)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Copy the tensor within the limit, and give back the pages of the source."""
+        """Copy a tensor within the limit, and drop the pages of the source."""
         target = self.empty(tensor.shape, tensor.dtype, tensor.device)
         for rows, source in zip(target, tensor, strict=True):
             rows.copy_(source)
@@ -83,7 +83,7 @@ class ActivationMemory:
 
 
 def map_file(path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Numbers of a file as a tensor, for reading: what is written to it stays out of the file and may be forgotten."""
+    """Map part of a file as a tensor for reading; writes do not reach the file and may be lost."""
     with open(path, "rb") as file:
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     tensor = torch.frombuffer(buffer, dtype=dtype, offset=offset, count=math.prod(shape)).view(*shape)
@@ -92,12 +92,12 @@ def map_file(path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype) 
 
 
 def in_file(tensor: Tensor) -> bool:
-    """Return whether a tensor was past the limit."""
+    """Return whether a tensor is file-backed."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _MAPS
 
 
 def give_back(*tensors: Tensor) -> None:
-    """Takes the pages of tensors that lie in files, or of which these are parts, out of this process's memory."""
+    """Drop the pages of file-backed tensors, or of the tensors that they are views of, from RAM."""
     if sys.platform == "linux":
         for tensor in tensors:
             if in_file(tensor):
@@ -105,10 +105,10 @@ def give_back(*tensors: Tensor) -> None:
 
 
 def give_back_freed() -> None:
-    """Takes what was freed out of this process's memory, where glibc keeps it: tensors of less than 32 MiB, mostly.
+    """Return freed memory that glibc retains, mostly tensors below 32 MiB, to the system.
 
-    A layer of experts and its gradients leave hundreds of MiB behind that the next one finds no room in.
+    An MoE layer and its gradients leave hundreds of MiB in gaps that the next layer does not fit in.
     """
     if sys.platform == "linux":
-        with suppress(AttributeError, OSError):  # other libraries of C have no such function
+        with suppress(AttributeError, OSError):  # other C libraries lack malloc_trim
             ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
-"""Lets a function stand in for the attention of a loaded model: see queries, keys and masks, change what comes out.
+"""Hook that replaces the attention function of a loaded model, to observe queries, keys and masks or change outputs.
 
-transformers looks attention up by name in every forward pass, in the stock classes and in the project's own alike. What
-is registered here under a name of its own hands each call to the function of the model's tap, whatever the family.
+transformers looks up the attention function by name in every forward pass, in stock and custom model classes. The
+function registered here passes each call to the model's tap, whatever the family.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ NAME = "surgery_tap"
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention of one layer: what it was called with.
+    """Arguments of a call of a layer's attention function.
 
     Attributes:
-        layer: its index in the model.
-        query: [B, H, T, d], rotated; query heads of one KV head stand together.
-        key, value: [B, G, S, d] and [B, G, S, v], the tokens of the cache and the new ones.
-        mask: which keys each query sees, bool [B or 1, 1, T, S]; None for causal attention with T = S.
-        scaling: factor of the scores before the softmax.
+        layer: layer index in the model.
+        query: [B, H, T, d] after RoPE; query heads of one KV head are adjacent.
+        key, value: [B, G, S, d] and [B, G, S, v], cached tokens followed by new ones.
+        mask: keys visible to each query, bool [B or 1, 1, T, S]; None for causal attention with T = S.
+        scaling: scale of the scores before the softmax.
         softcap, sinks: as in :class:`surgery.families.softmax.Softmax`.
-        places: of the queries among the keys, [T]; None where they are the last T.
+        places: positions [T] of the queries among the keys; None for the last T.
     """
 
     layer: int
@@ -51,16 +51,16 @@ class AttentionCall:
 
     @property
     def kv_heads(self) -> int:
-        """G."""
+        """Number of KV heads, G."""
         return self.key.shape[1]
 
     @property
     def softmax(self) -> Softmax:
-        """Softmax: how products of queries and keys become weights."""
+        """Softmax with the scaling, softcap and sinks of this call."""
         return Softmax(self.scaling, self.softcap, self.sinks)
 
     def visible(self) -> BoolTensor:
-        """The mask, spelled out where it is causal: [B or 1, 1, T, S]."""
+        """Return the mask [B or 1, 1, T, S], materialized if it is causal."""
         if self.mask is not None:
             return self.mask
         queries, keys = self.query.shape[2], self.key.shape[2]
@@ -68,7 +68,7 @@ class AttentionCall:
         return everything.tril(keys - queries)[None, None]
 
     def of_heads(self, start: int, stop: int) -> AttentionCall:
-        """Return the same call for KV heads ``start`` to ``stop`` - 1 and their query heads."""
+        """Select KV heads [start, stop) and their query heads."""
         group = self.query.shape[1] // self.kv_heads
         queries = slice(start * group, stop * group)
         return replace(
@@ -80,7 +80,7 @@ class AttentionCall:
         )
 
     def at(self, places: LongTensor) -> AttentionCall:
-        """Return the same call for the queries at some positions, of a call with T = S."""
+        """Select the queries at given positions; requires T = S."""
         places = places.to(self.query.device)
         if self.mask is None:
             mask = (torch.arange(self.key.shape[2], device=places.device) <= places[:, None])[None, None]
@@ -94,21 +94,21 @@ class AttentionCall:
 
 
 AttentionFunction = Callable[[AttentionCall], Tensor]
-"""Gives the output [B, T, H, v] of a call; `AttentionCall.output` is unchanged attention."""
+"""Function that returns the output [B, T, H, v] of a call; `AttentionCall.output` is the original attention."""
 
 
 @contextmanager
 def tapped(model: PreTrainedModel, function: AttentionFunction, places: LongTensor | None = None) -> Iterator[None]:
-    """Let ``function`` compute every attention of ``model`` for the length of a ``with`` block.
+    """Let ``function`` compute the attention of all layers of ``model`` in a ``with`` block.
 
-    It is called again where gradient checkpointing computes a layer again. Dropout is left out.
+    Gradient checkpointing calls it again on recomputation. Dropout is omitted.
 
     Args:
-        places: of the tokens at which what the model puts out is read, in calls with T = S: the last layer computes
-            nothing else. None for all.
+        places: positions of the tokens whose outputs are needed, in calls with T = S: the last layer computes only
+            these. None for all.
 
     Raises:
-        SurgeryError: the model takes no attention function.
+        SurgeryError: the model does not support attention functions.
     """
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     from transformers.modeling_utils import AttentionInterface
@@ -119,12 +119,12 @@ def tapped(model: PreTrainedModel, function: AttentionFunction, places: LongTens
     before = [(config, config._attn_implementation) for config in configs.values()]
     try:
         attentions = [layer.self_attn for layer in model.base_model.layers]
-        if None in attentions:  # Granite 4's, where a layer keeps a state
+        if None in attentions:  # Mamba layers of Granite 4
             raise ValueError("not every layer attends")
         model.set_attn_implementation(NAME)
     except (ValueError, AttributeError) as error:
         raise SurgeryError(f"{type(model).__name__} takes no attention function of ours ({error})") from None
-    # transformers 5.19 changes a model inside of another once only, where the two have configs of two classes.
+    # transformers 5.19 does not always update nested models with other config classes.
     model.base_model.config._attn_implementation = NAME
     for attention in attentions:
         attention.config._attn_implementation = NAME
@@ -140,17 +140,16 @@ def tapped(model: PreTrainedModel, function: AttentionFunction, places: LongTens
             hook.remove()
         for attention in attentions:
             del attention.surgery_tap
-        for config, implementation in before:  # those of models inside of others come later, and have the last word
+        for config, implementation in before:  # nested configs come later and override
             config._attn_implementation = implementation
 
 
 def _at_places(function: AttentionFunction, places: LongTensor, call: AttentionCall) -> Tensor:
-    """The output of ``function`` for the queries at some places, zeros for the others."""
     return _spread(function(call.at(places)), places, call.query.shape[2])
 
 
 def _at_places_alone(module: nn.Module | None, places: LongTensor) -> list[RemovableHandle]:
-    """Restrict a module that takes tokens one by one, [B, T, D], to some positions; the others get zeros."""
+    """Restrict a per-token module [B, T, D] to given positions; outputs elsewhere are zero."""
     if module is None:
         return []
     length = 0
@@ -161,7 +160,7 @@ def _at_places_alone(module: nn.Module | None, places: LongTensor) -> list[Remov
         return args[0][:, places.to(args[0].device)], *args[1:]
 
     def spread(module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple) -> Tensor | tuple:
-        if isinstance(output, tuple):  # gpt-oss gives scores of its experts too
+        if isinstance(output, tuple):  # gpt-oss also returns router scores
             return _spread(output[0], places, length), *output[1:]
         return _spread(output, places, length)
 
@@ -169,7 +168,7 @@ def _at_places_alone(module: nn.Module | None, places: LongTensor) -> list[Remov
 
 
 def _spread(output: Tensor, places: LongTensor, length: int) -> Tensor:
-    """[B, n, ...] at their places among [B, length, ...], zeros elsewhere."""
+    """Scatter [B, n, ...] to its positions in [B, length, ...], zero elsewhere."""
     everywhere = output.new_zeros(len(output), length, *output.shape[2:])
     return everywhere.index_copy(1, places.to(output.device), output)
 

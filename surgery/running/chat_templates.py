@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a process of their own that is stopped at a limit of time, memory or output."""
+"""Rendering of chat templates in a separate process with limits on time, memory and output."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SECONDS = 20
-"""Time for one conversation. Templates of published models take milliseconds."""
+"""Time limit per conversation. Templates of published models take milliseconds."""
 START_SECONDS = 300
-"""Time for the process to start, on a disk that is slow or busy."""
+"""Time limit for the process to start, on a slow or busy disk."""
 MEMORY = 2**30
-"""Bytes that the process may take more than it has when it is ready."""
+"""Bytes that the process may allocate after it has started."""
 LONGEST = 2**26
-"""Characters of one conversation."""
+"""Maximum characters of a rendered conversation."""
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. Its process starts with the first conversation and ends with this object."""
+    """Chat template of a tokenizer. The process starts with the first conversation and ends with this object."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -48,7 +48,7 @@ class ChatTemplate:
         """Render one conversation as ``tokenizer.apply_chat_template(..., tokenize=False)`` does.
 
         Raises:
-            SurgeryError: there is no template, it refuses the conversation, or it reaches a limit.
+            SurgeryError: there is no template, it rejects the conversation, or a limit is reached.
         """
         try:
             template = self._tokenizer.get_chat_template(tools=tools)
@@ -56,7 +56,7 @@ class ChatTemplate:
             raise SurgeryError(f"{self._name}: {' '.join(str(error).split())[:200]}") from None
         request = {
             **self._tokenizer.special_tokens_map,
-            # Templates take a missing key for granted where they would write None.
+            # Templates handle missing keys, but would print None.
             "conversations": [[{key: value for key, value in turn.items() if value is not None} for turn in messages]],
             "tools": tools,
             "chat_template": template,
@@ -92,20 +92,20 @@ class ChatTemplate:
             process.stdin.write(content)
             process.stdin.flush()
             line = process.stdout.readline()
-        except OSError:  # it ended while it was written to
+        except OSError:  # the process ended during the write
             line = b""
         finally:
             timer.cancel()
         if line.endswith(b"\n"):
             return json.loads(line)
         self._stop()
-        # Memory that ends outside of Python's reach ends the process.
+        # Out of memory outside of Python kills the process.
         return {"limit": "time" if overdue.is_set() else "memory"}
 
     def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._owner != os.getpid():  # a fork shares no pipes
+        if self._process is None or self._owner != os.getpid():  # after a fork, start another process
             command = [sys.executable, str(Path(__file__).with_name("chat_worker.py")), str(SECONDS), str(MEMORY)]
-            # Of a session of its own: a terminal's Ctrl-C is for this process, which then ends the other.
+            # In a new session: Ctrl-C reaches only this process, which then ends the other.
             self._process = process = subprocess.Popen(
                 [*command, str(LONGEST)],
                 stdin=subprocess.PIPE,
@@ -136,5 +136,5 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # what was not written
+        with suppress(OSError):  # unflushed data
             pipe.close()

@@ -1,7 +1,7 @@
-"""Script of the process that renders chat templates; it imports neither torch nor this package.
+"""Worker script that renders chat templates; imports neither torch nor this package.
 
-A template is a program of a stranger. Jinja's sandbox keeps it from files and from Python, not from taking time and
-memory. :mod:`surgery.running.chat_templates` starts this script and stops it at the limits.
+A template is untrusted code. Jinja's sandbox protects files and Python, but not time and memory:
+:mod:`surgery.running.chat_templates` starts this script and kills it at the limits.
 """
 
 import json
@@ -10,13 +10,13 @@ import signal
 import sys
 from contextlib import suppress
 
-sys.path.pop(0)  # this folder, whose modules have names that others have too
+sys.path.pop(0)  # this folder's modules would shadow others of the same name
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
 
 def limit_memory(spare: int) -> None:
-    """Let this process grow by so many bytes, where the system has such a limit."""
+    """Limit the growth of this process's address space to a number of bytes, if the system supports it."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -27,7 +27,7 @@ def limit_memory(spare: int) -> None:
 
 
 def answer(request: dict, longest: int) -> dict:
-    """Text of a conversation, or what stood in the way."""
+    """Render a conversation; return its text, the reached limit or the error."""
     try:
         (text,), _ = render_jinja_template(**request)
         if len(text) > longest:
@@ -49,7 +49,7 @@ def main() -> None:
         except EOFError:
             return
         if hasattr(signal, "alarm"):
-            signal.alarm(seconds + 5)  # ends this process where the one that started it is gone
+            signal.alarm(seconds + 5)  # ends this process if its parent has died
         reply = answer(request, longest)
         if hasattr(signal, "alarm"):
             signal.alarm(0)

@@ -1,7 +1,7 @@
-"""MLA's attention by PyTorch's fused kernels on a CPU.
+"""MLA attention with PyTorch's fused CPU kernels.
 
-Keys and values of MLA differ in width, and the fused kernels for CPUs want one: otherwise PyTorch computes and keeps
-all attention weights, several times slower. Zeros after the narrower one change nothing but that.
+Keys and values of MLA differ in width, but the fused CPU kernels require equal widths; otherwise PyTorch materializes
+all attention weights, several times slower. Values are therefore padded with zeros.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ NAME = "surgery_equal_widths"
 def equal_widths_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """transformers' SDPA attention: query [B, H, T, e], key [B, K, S, e], value [B, K, S, v] → [B, T, H, v], None."""
+    """Run transformers' SDPA: query [B, H, T, e], key [B, K, S, e], value [B, K, S, v] → ([B, T, H, v], None)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
-    if missing > 0 and query.shape[2] > 1:  # one query has few weights, and the cache would be copied for it
+    if missing > 0 and query.shape[2] > 1:  # for a decode step, padding would copy the whole cache
         value = pad(value, (0, missing))
     out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return out[..., :width], None
 
 
 def takes_attention_functions(model: PreTrainedModel) -> bool:
-    """Return whether a model's attention, loaded as PyTorch's, may be another function."""
+    """Return whether the attention function of a model loaded with SDPA can be replaced."""
     return getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
 
 
 def use_equal_widths(model: PreTrainedModel) -> bool:
-    """Let a model attend by `equal_widths_attention`, and return whether it does: not if it takes no such functions."""
+    """Switch a model to `equal_widths_attention`; return False if it does not support attention functions."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -1,4 +1,4 @@
-"""Number of experts of a mixture that tokens reach."""
+"""Expected expert coverage of MoE models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def share_of_experts(config: Any, tokens: int = 1) -> float:
-    """The expected share of experts that `tokens` tokens reach: a token misses any one with probability 1 - k / n."""
+    """Compute the expected share of a layer's experts that tokens activate: 1 - (1 - k / n) ** tokens."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     count = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     used = getattr(config, "num_experts_per_tok", None)

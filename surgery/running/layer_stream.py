@@ -1,8 +1,8 @@
-"""Runs a causal language model one decoder layer at a time, straight from its checkpoint.
+"""Execution of a causal language model one decoder layer at a time, directly from its checkpoint.
 
-Memory is bounded by one layer and one slice of the vocabulary, or by `SMALL`, whatever the model's size. A layer runs
-in the model's own transformers class: a one-layer model is built around its tensors, so masks, position embeddings and
-expert kernels are transformers', for source and converted checkpoints alike.
+Memory is bounded by one layer and one slice of the vocabulary, or by `SMALL`, whatever the model's size. Each layer
+runs as a one-layer model of its transformers class, so masks, position embeddings and expert kernels are those of
+transformers, for source and converted checkpoints alike.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from surgery.running.loading import causal_class, loading, with_standard_names, 
 from surgery.running.overflow import check_hidden, check_sizes, overflow, size_of
 
 SMALL = 2**26
-"""Layers of a model that are no more bytes together stay loaded: to load them would take longer than to run them."""
+"""Bytes of all layers up to which they stay loaded, since loading takes longer than running."""
 VOCABULARY_SLICE = 16_384
 TOKEN_SLICE = 2_048
 NORM_BIAS = "model.norm.bias"
 POSITIONS = "model.embed_positions.weight"
-"""Learned, and added to embeddings of tokens."""
+"""Learned position embeddings, added to token embeddings."""
 
 
 class LayerStream:
-    """A causal model whose layers are loaded when they are run and, but for a small model's, dropped afterwards.
+    """Causal model whose layers are loaded to run and then dropped, except those of a model up to `SMALL`.
 
     Args:
-        reader: an open checkpoint.
+        reader: open checkpoint.
         config: its transformers config.
-        single_layer_config: gives the config of a one-layer model that stands for layer ``i``.
-        device: where layers run.
-        dtype: what they run in; weights are cast from the checkpoint's dtype.
+        single_layer_config: returns the config of a one-layer model with layer ``i``.
+        device: device of the layers.
+        dtype: compute dtype, to which weights are cast.
     """
 
     def __init__(
@@ -72,10 +72,11 @@ class LayerStream:
         return self.config.num_hidden_layers
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token embeddings [N, T, D] of ids [N, T].
+        """Embed token ids [N, T] to [N, T, D].
 
         Raises:
-            SurgeryError: the texts reach scaled queries, other frequencies or a second chunk, which is not simulated.
+            SurgeryError: the texts are so long that query scaling, other LongRoPE frequencies or a second attention
+                chunk would apply, which are not simulated.
         """
         unchanged = unchanged_length(self.config)
         if unchanged is not None and tokens.shape[1] > unchanged:
@@ -101,7 +102,7 @@ class LayerStream:
 
     @contextlib.contextmanager
     def layer(self, index: int) -> Iterator[StreamedLayer]:
-        """Loads layer ``index`` for the length of a ``with`` block."""
+        """Load layer ``index`` for a ``with`` block."""
         streamed = StreamedLayer(self._model(index, index + 1))
         try:
             yield streamed
@@ -110,10 +111,10 @@ class LayerStream:
 
     @contextlib.contextmanager
     def block(self, start: int, stop: int) -> Iterator[StreamedBlock]:
-        """Loads layers ``start`` to ``stop`` - 1 as one model, for the length of a ``with`` block.
+        """Load layers [start, stop) as one model for a ``with`` block.
 
-        Layers that share something (a cross-layer basis, latents of earlier layers) can be run in no other way. Their
-        entries in ``attention_layers`` must name each other by place in the group, not by index in the model.
+        Required for layers that share a cross-layer basis or latents. Their entries in ``attention_layers`` must refer
+        to each other by index in the group, not in the model.
         """
         streamed = StreamedBlock(self._model(start, stop))
         try:
@@ -122,14 +123,14 @@ class LayerStream:
             self._drop(streamed)
 
     def _drop(self, streamed: StreamedLayer) -> None:
-        streamed.model = None  # the caller's name for it outlives the block, into the loading of the next one
+        streamed.model = None  # the caller's variable outlives the block and would keep the layer in memory
         if self._loaded is None:
             give_back_freed()
 
     def _model(self, start: int, stop: int) -> nn.Module:
         if self._loaded is None:
             model = self._load(start, stop)
-            give_back_freed()  # what was read, and cast or joined
+            give_back_freed()  # temporaries of reading and casting
             self._read_ahead(start, stop)
             return model
         if (start, stop) not in self._loaded:
@@ -137,14 +138,14 @@ class LayerStream:
         return self._loaded[start, stop]
 
     def _read_ahead(self, start: int, stop: int) -> None:
-        """Asks for the layer that a sweep in the direction of this one comes to next."""
+        """Prefetch the next layer, in the current direction of the sweep."""
         following = stop if start >= self._before else start - 1
         self._before = start
         if 0 <= following < self.num_layers:
             self.reader.read_ahead(LAYER_PREFIX.format(layer=following))
 
     def _load(self, start: int, stop: int) -> nn.Module:
-        """A decoder of layers ``start`` to ``stop`` - 1, without vocabulary and final norm."""
+        """Load a decoder of layers [start, stop), without vocabulary and final norm."""
         state: dict[str, Tensor] = {}
         for index in range(start, stop):
             prefix, place = LAYER_PREFIX.format(layer=index), LAYER_PREFIX.format(layer=index - start)
@@ -157,7 +158,7 @@ class LayerStream:
         state["model.norm.weight"] = torch.ones(hidden)
         if NORM_BIAS in self.reader:
             state[NORM_BIAS] = torch.zeros(hidden)
-        if POSITIONS in self.reader:  # `embed` has added them
+        if POSITIONS in self.reader:  # `embed` adds them
             state[POSITIONS] = torch.zeros(self.reader.info(POSITIONS).shape)
         state["lm_head.weight"] = torch.zeros(1, hidden)
         config = _joined([self._single_layer_config(self.config, index) for index in range(start, stop)])
@@ -165,17 +166,17 @@ class LayerStream:
         if self.device.type == "cpu":
             use_equal_widths(causal)
         model = causal.model.to(self.device)
-        state.clear()  # what was cast to another dtype would stay in memory twice
+        state.clear()  # otherwise cast weights would be in memory twice
         return model
 
     def run_layer(self, layer: StreamedLayer, hidden: Tensor, batch_size: int, attention=None) -> Tensor:
-        """Applies a layer to [N, T, D] in batches, in place (the input's memory is reused)."""
+        """Apply a layer to hidden states [N, T, D] in batches, in place."""
         sizes = []
         with torch.no_grad():
             for start in range(0, len(hidden), batch_size):
                 batch = hidden[start : start + batch_size].to(self.device, self.dtype)
                 output = layer(batch, attention)
-                if attention is None:  # simulated ones may overflow where the model does not
+                if attention is None:  # simulated attention may overflow although the model does not
                     sizes.append(size_of(output))
                 hidden[start : start + batch_size] = output.to(hidden)
                 give_back(hidden)
@@ -183,7 +184,7 @@ class LayerStream:
         return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """The norm before the output projection, applied to [..., D], and the factor on what that gives."""
+        """Apply the final norm to hidden states [..., D], and the family's scale of its output."""
         weight = self.reader.tensor("model.norm.weight").to(self.device, self.dtype)
         bias = self.reader.tensor(NORM_BIAS).to(weight) if NORM_BIAS in self.reader else None
         normed = self.normalize(hidden, weight + self.family.norm_offset, bias)
@@ -191,14 +192,14 @@ class LayerStream:
         return normed if factor == 1.0 else normed * factor
 
     def normalize(self, hidden: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """Hidden states [..., D] through a norm of the family's kind."""
+        """Apply a LayerNorm or RMSNorm, as in the family, to hidden states [..., D]."""
         if self.family.layer_norm:
             eps = getattr(self.config, self.family.norm_eps)
             return nn.functional.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
         return nn.functional.rms_norm(hidden, hidden.shape[-1:], weight, self.config.rms_norm_eps)
 
     def input_norm(self, layer: int) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias [D] of the norm before a layer's attention, as stored; None where there is no norm."""
+        """Return weight (with the family's offset) and bias [D] of the norm before attention; None without a norm."""
         weight, bias = (f"{LAYER_PREFIX.format(layer=layer)}input_layernorm.{kind}" for kind in ("weight", "bias"))
         if weight not in self.reader:
             return None
@@ -207,24 +208,24 @@ class LayerStream:
 
     @property
     def output_name(self) -> str:
-        """The tensor of the output projection: the embeddings' where they are tied."""
+        """Name of the output projection's tensor; that of the embeddings if they are tied."""
         return "lm_head.weight" if "lm_head.weight" in self.reader else "model.embed_tokens.weight"
 
     def output_slices(self) -> Iterator[tuple[int, Tensor]]:
-        """The output projection in slices of rows: (first token id, weight [n, D])."""
+        """Yield slices of the output projection: (first token id, weight [n, D])."""
         vocabulary = self.reader.info(self.output_name).shape[0]
         for start in range(0, vocabulary, VOCABULARY_SLICE):
             ids = torch.arange(start, min(start + VOCABULARY_SLICE, vocabulary))
             yield start, self.reader.rows(self.output_name, ids).to(self.device, self.dtype)
 
     def slice_logits(self, normed: Tensor, weight: Tensor) -> Tensor:
-        """Logits [..., n] of normed states [..., D] for a slice [n, D] of the output projection, below a cap."""
+        """Compute softcapped logits [..., n] of normed states [..., D] for rows [n, D] of the output projection."""
         logits, cap = normed @ weight.T, logit_cap(self.config)
         return logits if cap is None else (logits / cap).tanh() * cap
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of final hidden states [..., D] before the norm; meant for few tokens."""
+        """Compute logits [..., V] of final hidden states [..., D] before the norm; meant for few tokens."""
         normed = self.final_norm(hidden)
         logits = torch.cat([self.slice_logits(normed, weight) for _, weight in self.output_slices()], dim=-1)
         check_hidden(logits, self.reader, "logits")
@@ -232,7 +233,7 @@ class LayerStream:
 
     @torch.no_grad()
     def loss(self, hidden: Tensor, tokens: Tensor) -> float:
-        """Mean cross-entropy in nats per predicted token, of final hidden states [N, T, D] before the norm."""
+        """Compute the mean cross-entropy in nats per predicted token of final states [N, T, D] before the norm."""
         loss = self.token_losses(hidden, tokens).mean().item()
         if not math.isfinite(loss):
             raise overflow(self.reader, "logits")
@@ -240,7 +241,7 @@ class LayerStream:
 
     @torch.no_grad()
     def token_losses(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Cross-entropies [N (T - 1)] in nats, fp64, of final hidden states [N, T, D] before the norm."""
+        """Compute cross-entropies [N (T - 1)] in nats, float64, of final states [N, T, D] before the norm."""
         normed = self.final_norm(hidden[:, :-1].to(self.device, self.dtype)).flatten(0, 1)
         labels = tokens[:, 1:].flatten().to(self.device)
         normalizer = torch.full((len(labels),), -torch.inf, device=self.device)
@@ -257,12 +258,12 @@ class LayerStream:
 
     @torch.no_grad()
     def sampled_loss_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
-        """Gradient of the summed cross-entropy at ``hidden`` [N, T, D], labels drawn from the model itself.
+        """Compute the gradient of the summed cross-entropy at ``hidden`` [N, T, D], with labels sampled from the model.
 
-        With such labels the second moment of gradients is the true Fisher information, not the empirical one.
-        One pass over the vocabulary in slices, so that logits never exist whole and are computed once: the softmax of
-        what was seen so far grows with every slice, as in FlashAttention (arXiv:2205.14135), and a slice takes the
-        label over from those before with the chance of its share of that.
+        With sampled labels the second moment of gradients is the true Fisher information, not the empirical one. One
+        pass over the vocabulary in slices, so that full logits never exist: the softmax is accumulated online, as in
+        FlashAttention (arXiv:2205.14135), and each slice replaces the sampled label with the probability of its share
+        of the softmax mass so far.
         """
         with torch.enable_grad():
             leaf = hidden.to(self.device, self.dtype).detach().requires_grad_()
@@ -279,7 +280,7 @@ class LayerStream:
                 probability = (logits - maximum[rows, None]).exp_()
                 share = (own - maximum[rows]).double().exp()
                 takes = chance[rows] < share
-                # What decided is uniform again between the bounds that it lay in.
+                # Given the decision, the number is uniform within its bounds; rescale it to [0, 1).
                 low, width = torch.where(takes, 0, share), torch.where(takes, share, 1 - share)
                 chance[rows] = (chance[rows] - low) / width
                 cumulative = probability.cumsum(-1)
@@ -300,18 +301,18 @@ class LayerStream:
 
 
 def sampling_numbers(count: int, generator: torch.Generator) -> Tensor:
-    """Two uniform numbers for each of so many tokens whose labels are drawn, [2, count] float64."""
+    """Draw two uniform numbers per token for label sampling, [2, count] float64."""
     return torch.rand(2, count, generator=generator, dtype=torch.float64)
 
 
 @dataclass
 class StreamedLayer:
-    """One loaded decoder layer, callable on hidden states [B, T, D] as long as it is loaded."""
+    """A loaded decoder layer, callable on hidden states [B, T, D] while it is loaded."""
 
     model: nn.Module | None
 
     def __call__(self, hidden: Tensor, attention: nn.Module | None = None) -> Tensor:
-        """The layer's output for a causal prompt; ``attention`` stands in for its own attention if given."""
+        """Compute the layer's output for a causal prompt; ``attention`` replaces its attention module if given."""
         return self._run(hidden, None if attention is None else [attention])
 
     def _run(self, hidden: Tensor, attention: Sequence[nn.Module] | None) -> Tensor:
@@ -326,12 +327,12 @@ class StreamedLayer:
                 layer.self_attn = module
 
     def attention_inputs(self, hidden: Tensor) -> Tensor:
-        """Return the inputs of the layer's attention, [B, T, D]: normalized, where the family has a norm before it."""
+        """Return the attention inputs [B, T, D], after the input norm if the family has one."""
         norm = getattr(self.model.layers[0], "input_layernorm", None)
         return hidden if norm is None else norm(hidden)
 
     def decode(self, hidden: Tensor, prompt: int, cache) -> Tensor:
-        """Return the same output through a live cache: the first ``prompt`` tokens at once, then one by one."""
+        """Compute the layer's output with a KV cache: prefill of ``prompt`` tokens, then one decode step per token."""
         pieces = [hidden[:, :prompt], *hidden[:, prompt:].split(1, dim=1)]
         outputs = [
             self.model(inputs_embeds=piece, use_cache=True, **{CACHE: cache}) for piece in pieces if piece.shape[1]
@@ -345,16 +346,15 @@ class StreamedLayer:
 
 @dataclass
 class StreamedBlock(StreamedLayer):
-    """Adjacent decoder layers, loaded together."""
+    """Consecutive decoder layers, loaded together."""
 
     def __call__(self, hidden: Tensor, attention: Sequence[nn.Module] | None = None) -> Tensor:
-        """The last layer's output for a causal prompt [B, T, D]; ``attention`` has a surrogate module for every
-        layer."""
+        """Compute the last layer's output for a causal prompt [B, T, D]; ``attention`` replaces each layer's."""
         return self._run(hidden, attention)
 
 
 def _joined(singles: list):
-    """One config of several layers from the configs of each."""
+    """Merge single-layer configs to a config of several layers."""
     config, count = singles[0], len(singles)
     own = [name for name in ("attention_layers", "kv_cache") if isinstance(getattr(config, name, None), list)]
     for name in (*per_layer(config), *own):
@@ -363,19 +363,19 @@ def _joined(singles: list):
         config.mlp_only_layers = [place for place, single in enumerate(singles) if single.mlp_only_layers]
     if getattr(config, "first_k_dense_replace", None) is not None:  # dense layers come first
         config.first_k_dense_replace = sum(bool(single.first_k_dense_replace) for single in singles)
-    if hasattr(config, "scale_depth"):  # MiniCPM3 divides it by the root of its layers
+    if hasattr(config, "scale_depth"):  # MiniCPM3 divides it by the square root of the number of layers
         config.scale_depth *= math.sqrt(count)
     config.num_hidden_layers = count
     return config
 
 
 def family_behind(config) -> Family:
-    """The family of a config, or that a custom-class config was made from; a Llama where there is none."""
+    """Return the family of a config, or of the source of a custom-class config; Llama if unknown."""
     return family_around(getattr(config, "base_model_type", config.model_type)) or LLAMA
 
 
 def single_layer_config(config, layer: int):
-    """A one-layer copy of a converted checkpoint's config (stock MLA or the custom model class)."""
+    """Return a one-layer copy of a converted checkpoint's config (stock MLA or the custom model class)."""
     single = family_behind(config).single_layer_config(config, layer)
     if getattr(config, "attention_layers", None):
         single.attention_layers = [config.attention_layers[layer]]
@@ -385,11 +385,11 @@ def single_layer_config(config, layer: int):
 
 
 def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    """A one-layer model without final norm, its weights taken from ``state`` by transformers' own loading rules."""
+    """Build a model without final norm from ``state`` by transformers' loading rules."""
     from transformers.utils import logging
 
-    # Loading through transformers applies its checkpoint conversions (fused experts), which a plain
-    # load_state_dict would miss. Its bar would print once a layer.
+    # from_pretrained applies checkpoint conversions (fused experts) that load_state_dict would miss. Its progress bar
+    # would print once per layer.
     config = with_standard_names(config)
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -416,9 +416,9 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
 
 
 def blocks_of(config) -> list[tuple[int, int]]:
-    """The first layer, and the one after the last, of layers that can only be run together.
+    """Return ranges [start, stop) of layers that must run together.
 
-    Single layers, but for those of the custom model class that share latents or a cache.
+    These are single layers, except in custom-class models whose layers share latents or a cache.
     """
     starts = [layer for layer, entry in enumerate(entries_of(config)) if not entry.joined]
     return list(zip(starts, [*starts[1:], config.num_hidden_layers], strict=True))

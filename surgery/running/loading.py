@@ -1,4 +1,4 @@
-"""Configs and tokenizers of checkpoints; what transformers raises where it cannot load something, as one line."""
+"""Loading of configs and tokenizers, with transformers' errors as one line."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PARTS = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
-"""Language models for which transformers has no class by themselves."""
+"""Text model types without a causal language model class in transformers."""
 
 DRAWN = ("kaiming_uniform_", "normal_", "uniform_")
-"""Functions of `torch.nn.init` by which linear layers and embeddings begin."""
+"""Functions of `torch.nn.init` that initialize linear layers and embeddings."""
 
 LOADING = (
     ValueError,
@@ -34,20 +34,20 @@ LOADING = (
     ImportError,
     AttributeError,
     RuntimeError,
-    StrictDataclassError,  # a config whose values are impossible, or contradict each other
+    StrictDataclassError,  # a config with invalid or contradictory values
 )
 
 
 def is_of_loading(error: Exception) -> bool:
-    """Return whether an error is of transformers' kinds, or of tokenizers, whose Rust raises plain exceptions."""
+    """Return whether an error may come from loading by transformers or by tokenizers, which raises plain exceptions."""
     return isinstance(error, LOADING) or type(error) is Exception
 
 
 def causal_class(config: Any) -> type[PreTrainedModel]:
-    """The class of a config's language model; Mistral Small 4's is named among vision-language models alone.
+    """Return the language model class for a config; Mistral Small 4's is listed only as vision-language.
 
     Raises:
-        KeyError: there is none.
+        KeyError: there is no such class.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -57,10 +57,10 @@ def causal_class(config: Any) -> type[PreTrainedModel]:
 
 @contextmanager
 def loading(what: str, remedy: str = "") -> Iterator[None]:
-    """Turns what transformers raises in the block, which loads ``what``, into one line.
+    """Convert transformers' errors in a block that loads ``what`` to a one-line SurgeryError.
 
     Raises:
-        SurgeryError: it cannot be loaded; ``remedy`` says what to do then.
+        SurgeryError: loading failed; ``remedy`` is appended to the message.
     """
     try:
         yield
@@ -74,9 +74,9 @@ def loading(what: str, remedy: str = "") -> Iterator[None]:
 
 @contextmanager
 def without_initial_values() -> Iterator[None]:
-    """Draw no initial values of parameters without memory, which PyTorch does in Python, a millisecond for each.
+    """Skip the random initialization of meta tensors, which PyTorch does in Python at a millisecond each.
 
-    Unlike under transformers' `no_init_weights`, weights are tied, and those that have memory are drawn.
+    Unlike in transformers' `no_init_weights`, weights are tied, and tensors with memory are initialized.
     """
     originals = {name: getattr(nn.init, name) for name in DRAWN}
     for name, original in originals.items():
@@ -93,7 +93,7 @@ def _draw(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **options
 
 
 def model_type_of(path: Path) -> str | None:
-    """``model_type`` in a folder's config.json."""
+    """Return the ``model_type`` in a folder's config.json."""
     from transformers import PreTrainedConfig
 
     config, _ = PreTrainedConfig.get_config_dict(path, local_files_only=True)
@@ -101,13 +101,13 @@ def model_type_of(path: Path) -> str | None:
 
 
 def attention_of(path: Path) -> dict[str, str]:
-    """Return the arguments with which transformers gives a folder's model its family's attention; mostly none."""
+    """Return the from_pretrained arguments that a folder's family needs for its attention; mostly none."""
     family = FAMILIES.get(model_type_of(path))
     return {"attn_implementation": "eager"} if family is not None and family.eager else {}
 
 
 def with_standard_names(config):
-    """A transformers config, or that of the custom class where a family has other names, or no class by itself."""
+    """Convert a config to the custom model class if the family has other tensor names or no text-only class."""
     from transformers.conversion_mapping import (
         get_checkpoint_conversion_mapping,
         register_checkpoint_conversion_mapping,
@@ -116,7 +116,7 @@ def with_standard_names(config):
     from surgery import model as own_model
 
     if "qwen3_vl_moe_text" in (config.model_type, getattr(config, "base_model_type", None)):
-        # Published experts are turned the other way, which transformers knows of the whole model alone.
+        # Published expert weights are transposed; transformers registers the conversion only for the whole model.
         turned = get_checkpoint_conversion_mapping("qwen3_vl_moe")
         register_checkpoint_conversion_mapping("qwen3_vl_moe_text", turned, overwrite=True)
     if config.model_type not in (*own_model.DECODERS, *PARTS):
@@ -126,10 +126,10 @@ def with_standard_names(config):
 
 
 def load_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The transformers config of a folder; runs no code that lies in it unless that is trusted.
+    """Load the transformers config of a folder; runs remote code only if trusted.
 
     Raises:
-        SurgeryError: transformers refuses it.
+        SurgeryError: transformers cannot load it.
     """
     from transformers import AutoConfig
 
@@ -143,17 +143,17 @@ def load_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedCon
 def load_tokenizer(
     path: Path, *, called: str | None = None, trust_remote_code: bool = False, remedy: str = ""
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder; runs no code that lies in it unless that is trusted.
+    """Load the tokenizer of a folder; runs remote code only if trusted.
 
     Args:
-        called: what a refusal calls the folder; None: its path.
+        called: name of the folder in error messages; None: its path.
 
     Raises:
-        SurgeryError: there is none that transformers can read; ``remedy`` says what to do then.
+        SurgeryError: transformers cannot load a tokenizer; ``remedy`` is appended to the message.
     """
     from transformers import AutoTokenizer
 
     with loading(f"tokenizer of {called or path}", remedy):
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-        tokenizer("a")  # some damaged ones load, and fail when they are used
+        tokenizer("a")  # some damaged tokenizers load but fail in use
         return tokenizer

@@ -1,4 +1,4 @@
-"""Models of checkpoints, whole, as transformers computes them."""
+"""Loading of whole models through transformers."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 def causal_model(
     reader: CheckpointReader, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a checkpoint's language model on the CPU: the whole model, or what `language_model` made a view of.
+    """Load a checkpoint's language model on the CPU: the whole model, or the view that `language_model` returned.
 
-    One whose modules have other names in its own class is of the project's.
+    Families with other module names load as the custom model class.
 
     Raises:
-        SurgeryError: transformers cannot load it, or its files were touched since they were opened.
+        SurgeryError: transformers cannot load it, or its files were modified since they were opened.
     """
     try:
         return causal_model_unchecked(reader, dtype=dtype, trust_remote_code=trust_remote_code)
-    finally:  # also where loading failed: that may be why
+    finally:  # also on failure, of which this may be the cause
         reader.check_untouched()
 
 
@@ -46,7 +46,7 @@ def tokenizer_of(reader: CheckpointReader, **options: Any) -> PreTrainedTokenize
     """Load a checkpoint's tokenizer; options are those of :func:`surgery.running.loading.load_tokenizer`.
 
     Raises:
-        SurgeryError: there is none that transformers can read, or files were touched since they were opened.
+        SurgeryError: transformers cannot load a tokenizer, or files were modified since they were opened.
     """
     if reader.source.is_file() and not (reader.path / "tokenizer_config.json").is_file():  # a GGUF file
         remedy = options.get("remedy") or "give the model's Hugging Face files"
@@ -60,7 +60,7 @@ def tokenizer_of(reader: CheckpointReader, **options: Any) -> PreTrainedTokenize
 def causal_model_unchecked(
     reader: CheckpointReader, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load as `causal_model`, for callers that check by hashes whether the files are still the same."""
+    """Load as `causal_model`, for callers that verify the files by hash."""
     renamed = reader.config.get("model_type") in own_model.DECODERS
     if not reader.stored_names and not renamed:
         return whole_model(reader.model_folder(), dtype=dtype, trust_remote_code=trust_remote_code)
@@ -68,13 +68,13 @@ def causal_model_unchecked(
     config = with_standard_names(load_config(reader.path))
     logging.disable_progress_bar()
     with loading(str(reader.source)):
-        return causal_class(config).from_pretrained(  # the auto class asks for a folder
+        return causal_class(config).from_pretrained(  # the auto class requires a folder
             None, config=config, state_dict=weights, dtype=dtype, **attention_of(reader.path)
         )
 
 
 def whole_model(folder: Path, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a folder on the CPU, in evaluation mode; a vision-language one with all that it sees by.
+    """Load the model of a folder on the CPU in evaluation mode; vision-language models include the vision tower.
 
     Raises:
         SurgeryError: transformers cannot load it.
@@ -82,7 +82,7 @@ def whole_model(folder: Path, *, dtype: torch.dtype | str = "auto", trust_remote
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     own_model.register()
-    logging.disable_progress_bar()  # of tensors, in the middle of ours
+    logging.disable_progress_bar()  # transformers' bar would interrupt ours
     with loading(str(folder)):
         auto = AutoModelForImageTextToText if model_type_of(folder) in MULTIMODAL else AutoModelForCausalLM
         return auto.from_pretrained(

@@ -1,4 +1,4 @@
-"""Device and dtype in which second moments are summed and factorized, by the device of the activations.
+"""Devices and dtypes for sums and factorizations of second moments, by the device of the activations.
 
 ============================  =====================  ========================  ==========================
 device of the activations     products of a batch    sums over batches         eigenvalues and Cholesky
@@ -9,12 +9,12 @@ other CUDA                    activations' dtype     float64, on the device    f
 other accelerators (MPS)      activations' dtype     float64, on the CPU       float64, on the CPU
 ============================  =====================  ========================  ==========================
 
-The activations' dtype is float32 at least, and TF32, of three digits, stays off, as torch has it. Data-center GPUs have
-fast float64, at half of the rate of float32 or more; others have a 32nd or a 64th of it.
+The activations' dtype is at least float32. TF32, with three significant digits, stays off, which is torch's default.
+Data-center GPUs have fast float64, at half the rate of float32 or more; others have a 32nd or a 64th.
 
-On CUDA the sums of one layer are there twice, of one part of the text and of all: 2·8·(2 n² + D²) bytes with n keys and
-values a token and hidden size D, 0.4 GB for Llama-3-8B (n = 2,048, D = 4,096), 2.4 GB for Llama-2-7B (n = 8,192). Where
-they would take over half of the free memory, they are summed on the CPU.
+On CUDA the sums of one layer exist twice, for a part of the text and for all of it: 2·8·(2 n² + D²) bytes with n key or
+value elements per token and hidden size D: 0.4 GB for Llama-3-8B (n = 2,048, D = 4,096), 2.4 GB for Llama-2-7B
+(n = 8,192). If they would take over half of the free memory, they are summed on the CPU.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 """Compute capabilities of GPUs with fast float64: P100, V100, A100, H100 and H200, B200."""
 
 SMALLEST = 512
-"""Rows of a matrix from which on another device than its own factorizes it; smaller ones are soon done where they are.
+"""Matrix size from which a factorization moves to another device; smaller ones are fast on their own device.
 A guess: no GPU has been measured."""
 
 WITH_FLOAT64 = ("cpu", "cuda")
-"""Kinds of devices that surely have it."""
+"""Device types that support float64."""
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class MomentPrecision:
-    """The choice for activations on one device.
+    """Precision and devices for activations on one device.
 
     Attributes:
-        products: dtype of products of a batch, unless the activations' own is wider.
-        sums: the device of sums, which are in float64.
-        solver: the device of factorizations.
+        products: minimum dtype for the products of a batch.
+        sums: device of the float64 sums.
+        solver: device of factorizations.
     """
 
     products: torch.dtype = torch.float32
@@ -55,10 +55,10 @@ class MomentPrecision:
 
     @classmethod
     def of(cls, device: str | torch.device, sums_bytes: int = 0) -> MomentPrecision:
-        """Choose for activations on a device.
+        """Choose precision and devices for activations on a device.
 
         Args:
-            sums_bytes: of all sums at once.
+            sums_bytes: bytes of all sums that exist at the same time.
         """
         device = torch.device(device)
         if device.type != "cuda":
@@ -68,20 +68,20 @@ class MomentPrecision:
         return cls(torch.float64 if fast else torch.float32, device if fits else CPU, device if fast and fits else CPU)
 
     def gram(self, rows: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Sum ``w x xᵀ`` over rows [m, n]: [n, n] in float64, where the sums are."""
+        """Compute the Gram matrix Σ w x xᵀ of rows [m, n], [n, n] in float64, on the device of the sums."""
         x = self.widened(rows)
         return self.kept(x.mT @ (x if weight is None else x * weight[:, None].to(x)))
 
     def total(self, values: Tensor, dims: int | tuple[int, ...] = 0) -> Tensor:
-        """Sum values over dimensions, in float64, where the sums are."""
+        """Sum values over dimensions in float64, on the device of the sums."""
         return self.kept((values.double() if values.device.type in WITH_FLOAT64 else values.float()).sum(dims))
 
     def widened(self, rows: Tensor) -> Tensor:
-        """Return rows in the dtype of products."""
+        """Upcast rows to the dtype of products."""
         return rows.to(torch.promote_types(rows.dtype, self.products))
 
     def kept(self, values: Tensor) -> Tensor:
-        """Return values in float64 (or complex128) where the sums are."""
+        """Move values to the device of the sums, in float64 or complex128."""
         dtype = torch.complex128 if values.is_complex() else torch.float64
         if values.device.type not in WITH_FLOAT64:
             return values.cpu().to(dtype)
@@ -93,7 +93,7 @@ _solver = CPU
 
 @contextmanager
 def factorizing_on(device: str | torch.device) -> Iterator[None]:
-    """Have large matrices of the CPU factorized on a device in a ``with`` block, if it has fast float64."""
+    """Factorize large CPU matrices on a device in a ``with`` block, if it has fast float64."""
     global _solver
     before, _solver = _solver, MomentPrecision.of(device).solver
     try:
@@ -103,11 +103,11 @@ def factorizing_on(device: str | torch.device) -> Iterator[None]:
 
 
 def solver_of(matrix: Tensor) -> torch.device:
-    """Return the device that factorizes a matrix [..., n, n]: its own, or for large ones that of `factorizing_on`."""
+    """Return the device to factorize a matrix [..., n, n]: its own, or for large CPU ones that of `factorizing_on`."""
     return _solver if matrix.device.type == "cpu" and matrix.shape[-1] >= SMALLEST else matrix.device
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the bytes that torch can still hand out: those of the device, and those that it holds and does not use."""
+    """Return the bytes that torch can allocate: free device memory, and unused memory in its caching allocator."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

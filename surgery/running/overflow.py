@@ -1,4 +1,4 @@
-"""Values of a running model that overflow, and the tensor of the checkpoint to blame."""
+"""Detection of overflow in a running model, and of the responsible tensor in the checkpoint."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from surgery.checkpoint.tensors import all_finite
 from surgery.common.errors import SurgeryError
 
 LARGEST = 1e19
-"""Hidden states beyond this are lost: norms square them, and the square of 2e19 is no float32."""
+"""Limit for hidden states: norms square them, and the square of 2e19 overflows float32."""
 
 
 def check_hidden(hidden: Tensor, reader: CheckpointReader, what: str) -> None:
-    """Check hidden states that ``what`` names.
+    """Check hidden states for overflow; ``what`` describes them in the error.
 
     Raises:
-        SurgeryError: one is NaN, infinite or too large to be squared; the line names the tensor to blame.
+        SurgeryError: a value is NaN, infinite or too large to be squared; names the responsible tensor.
     """
     if hidden.numel():
         check_sizes([size_of(hidden)], reader, what)
 
 
 def size_of(hidden: Tensor) -> Tensor:
-    """Return the largest absolute value of hidden states, NaN where one is, still on their device."""
+    """Return the largest absolute value of hidden states, or NaN, as a scalar on their device."""
     return torch.stack(hidden.aminmax()).abs().max()
 
 
 def check_sizes(sizes: Sequence[Tensor], reader: CheckpointReader, what: str) -> None:
-    """Check what `size_of` gave for several hidden states; the host waits for their device once."""
-    if sizes and not float(torch.stack(list(sizes)).max()) <= LARGEST:  # nor is NaN
+    """Check the results of `size_of` for several hidden states with a single device synchronization."""
+    if sizes and not float(torch.stack(list(sizes)).max()) <= LARGEST:  # also catches NaN
         raise overflow(reader, what)
 
 
 def overflow(reader: CheckpointReader, what: str) -> SurgeryError:
-    """Name the first tensor with NaN or infinity, else the one with the largest value; reads the whole checkpoint."""
+    """Build an error that names the first tensor with NaN or infinity, else that with the largest absolute value.
+
+    Reads the whole checkpoint.
+    """
     largest, culprit = 0.0, ""
     for name in reader.names():
         for piece in reader.chunks(name):

@@ -1,10 +1,10 @@
-"""Plain decoders: models that config.json and the names of tensors describe whole, without a class of transformers.
+"""Plain decoders: models that config.json and tensor names fully describe, without a transformers class.
 
-transformers takes as long to import the config class of a family as torch does to import, and as long again for the
-model. The commonest checkpoints need neither to be described: those of a Llama, or of a family that differs from it by
-biases or by norms of queries and keys, without windows, with a config.json that states every size and exactly the
-tensors that follow from it. :func:`plain_config` and :func:`is_plain` recognize these, key by key and tensor by tensor.
-What they do not recognize is left to transformers, and refused by it where it is damaged.
+Importing the config class of a family in transformers takes as long as importing torch, and importing the model class
+as long again. The most common checkpoints need neither: Llama, and families that differ only by biases or QK norms,
+without windows, whose config.json states every size and whose tensors are exactly those that follow from it.
+:func:`plain_config` and :func:`is_plain` check every key and tensor; everything else is left to transformers, which
+also reports damage.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class PlainFamily:
     """Family of plain decoders.
 
     Attributes:
-        class_name: of its causal language model.
-        required: keys that its config.json has to state besides sizes, as the class has a default of its own.
-        optional: further keys that its class declares.
-        biases: projections of its attention that have one.
-        has_norms: whether each head's queries and keys pass a norm.
+        class_name: name of its causal language model class.
+        required: config keys that must be present besides sizes, since the class has non-trivial defaults.
+        optional: additional config keys of the class.
+        biases: attention projections with a bias.
+        has_norms: whether queries and keys have a norm per head.
     """
 
     class_name: str
@@ -44,7 +44,7 @@ class PlainFamily:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys that config.json may have besides those of all."""
+        """Config keys of this family in addition to the common ones."""
         return self.required + self.optional
 
 
@@ -64,7 +64,7 @@ SIZES = (
 REQUIRED = (*SIZES, "rms_norm_eps", "hidden_act")
 ROPE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 CONVERTED = ("attention_layers", "kv_cache", "base_model_type", "auto_map")
-"""Keys of a custom-class config.json that are not its source's."""
+"""Keys that a custom-class config.json adds to its source's."""
 
 
 def _is_count(value: Any) -> bool:
@@ -115,30 +115,30 @@ RULES: dict[str, Callable[[Any], bool]] = {
     "pretraining_tp": lambda value: value == 1,
     "architectures": lambda value: isinstance(value, list),
 }
-"""Values of a plain decoder's config.json by key; one with any other key is none."""
+"""Validators of a plain decoder's config values by key; a config with any other key is not plain."""
 
 OF_FAMILIES = {key for family in FAMILIES.values() for key in family.keys}
 
 
 class PlainConfig(PreTrainedConfig):
-    """Config of a plain decoder, with the attributes that its family's class would give it."""
+    """Config of a plain decoder, with the attributes that its family's config class would have."""
 
     vocab_size: int | None = None
     hidden_size: int | None = None
     num_attention_heads: int | None = None
-    max_position_embeddings: int | None = None  # transformers reads these while it reads what rotates
+    max_position_embeddings: int | None = None  # transformers reads these to standardize RoPE parameters
     rope_parameters: dict | None = None
     use_cache: bool = True
 
 
 class PlainConfigOfHeads(PlainConfig):
-    """The same of a family whose class declares the width of heads."""
+    """Config of a plain decoder whose config class declares ``head_dim``."""
 
     head_dim: int | None = None
 
 
 class PlainConvertedConfig(PlainConfig):
-    """The same with converted attention, in place of a `SurgeryConfig`."""
+    """Config of a plain decoder with converted attention, in place of a `SurgeryConfig`."""
 
     base_model_type: str = "llama"
     attention_layers: list | None = None
@@ -147,7 +147,7 @@ class PlainConvertedConfig(PlainConfig):
 
 
 def plain_config(config: Mapping[str, Any]) -> PlainConfig | None:
-    """Read the config.json of a plain decoder; None where only transformers' class knows all that it says."""
+    """Build the config of a plain decoder; None if it needs the transformers class."""
     values = _stated(config)
     if values is None:
         return None
@@ -161,10 +161,10 @@ def _config_class(model_type: str) -> type[PlainConfig]:
 
 
 def plain_converted_config(config: Mapping[str, Any]) -> PlainConvertedConfig | None:
-    """Read the config.json of a plain decoder with converted attention, whose entries it checks.
+    """Build and check the config of a plain decoder with converted attention; None if the source is not plain.
 
     Raises:
-        ValueError: an entry that no model can be made of.
+        ValueError: an entry is invalid.
     """
     own = {name: config[name] for name in CONVERTED if name in config and name != "auto_map"}
     source = {name: value for name, value in config.items() if name not in (*CONVERTED, "architectures")}
@@ -177,7 +177,7 @@ def plain_converted_config(config: Mapping[str, Any]) -> PlainConvertedConfig | 
 
 
 def _stated(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The attributes of a config of a plain decoder; None where it is none."""
+    """Return the attributes for a plain decoder's config; None if the config is not plain."""
     family = FAMILIES.get(config["model_type"]) if _is_text(config.get("model_type")) else None
     if family is None or not {*REQUIRED, *family.required} <= config.keys():
         return None
@@ -203,7 +203,7 @@ def _stated(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def is_plain(reader: CheckpointReader) -> bool:
-    """Return whether a checkpoint is a plain decoder's, and its tensors are those of its class, each in its shape."""
+    """Return whether a checkpoint is a plain decoder with exactly the tensors and shapes of its class."""
     config = plain_config(reader.config)
     if config is None:
         return False
@@ -214,7 +214,7 @@ def is_plain(reader: CheckpointReader) -> bool:
 
 
 def _shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors by name."""
+    """Return the shapes of all tensors by name."""
     family, hidden, wide = FAMILIES[config.model_type], config.hidden_size, config.intermediate_size
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim

@@ -1,7 +1,7 @@
-"""Measuring over several processes: every batch is done by one of them, and all of them end with all results.
+"""Distribution of measurements over processes: each batch is processed once, and all processes get all results.
 
-Batches are made before they are dealt out, so that a batch holds the same samples whatever the number of processes, and
-results come back in the order of the batches. Two processes therefore give the numbers of one.
+Batches are formed before they are distributed, so that a batch contains the same samples whatever the number of
+processes, and results are returned in the order of the batches. Results thus do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -28,52 +28,52 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 JOINING = 600.0
-"""Seconds in which the process that the others meet at must answer."""
+"""Seconds in which the rendezvous at MASTER_ADDR must answer."""
 PATIENCE = timedelta(weeks=4)
-"""Time for which a process waits for the others. The default of minutes would end a run while one of them measures
-alone; a process that died ends the others through their launcher."""
+"""Timeout of collectives. With the default of minutes, a run would fail while one process works alone; if a process
+dies, the launcher ends the others."""
 
 
 class Processes:
-    """The processes that `accelerate launch` or `torchrun` started, or this one alone.
+    """Process group started by `accelerate launch` or `torchrun`, or this process alone.
 
     Attributes:
-        rank: number of this process, from 0.
-        count: how many there are.
+        rank: rank of this process.
+        count: world size.
     """
 
     def __init__(self, *, cpu: bool = False, alone: bool = False) -> None:
-        """Joins them.
+        """Join the process group.
 
         Args:
-            cpu: keeps them off the accelerators.
-            alone: whether this one works by itself, whatever others there are.
+            cpu: use no accelerators.
+            alone: ignore other processes.
         """
         self.rank, self.count = 0, 1
         self._state = None
         if not alone and world_size() > 1:
             check_launch()
-            # Without an accelerator, accelerate takes several processes for one each unless it is told.
+            # Without an accelerator, accelerate forms no process group unless cpu is set.
             self._state = partial_state()(cpu=cpu or not torch.accelerator.is_available(), timeout=PATIENCE)
             self.rank, self.count = self._state.process_index, self._state.num_processes
             if self._state.backend == "gloo":
-                # Its threads abort a process that ends before them, now and then.
+                # gloo's threads occasionally abort a process at exit.
                 atexit.register(leave)
 
     @property
     def is_main(self) -> bool:
-        """Return whether this process prints and writes."""
+        """Whether this process prints and writes: rank 0."""
         return self.rank == 0
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], advance: Callable[[], Any] = int) -> list:
-        """`function` of every item, in order, on every process; each process computes its share.
+        """Apply `function` to all items, distributed over processes; return all results in order on every process.
 
         Args:
-            function: its results must pickle; tensors should be on the CPU.
-            advance: called after every item of this process, and for those that others did meanwhile.
+            function: returns picklable results; tensors should be on the CPU.
+            advance: called once per finished item, with the items of other processes estimated.
 
         Raises:
-            SurgeryError: `function` did in some process; every process raises that of the lowest rank.
+            SurgeryError: raised by `function` on any process; every process raises that of the lowest rank.
         """
         mine: list[tuple[int, Any]] = []
         refusal = None
@@ -99,12 +99,12 @@ class Processes:
         ]
 
     def in_turn(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-        """Yield the results of `map` one after the other, for large ones: no process holds more than two of them.
+        """Yield the results of `map` one by one, for large results: no process holds more than two.
 
         Every process has to take all of them.
 
         Raises:
-            SurgeryError: `function` did in some process, in place of its result.
+            SurgeryError: raised by `function` on any process, in place of its result.
         """
         for start in range(0, len(items), self.count):
             outcome: tuple[Any, SurgeryError | None] = (None, None)
@@ -117,10 +117,10 @@ class Processes:
                 yield self._from(rank, outcome)
 
     def from_main(self, function: Callable[[], Result]) -> Result:
-        """Return the result of `function` on the main process; the others wait for it and do not call it.
+        """Call `function` on the main process only and return its result on all.
 
         Raises:
-            SurgeryError: `function` did; every process raises it, so that all can go on with what comes next.
+            SurgeryError: raised by `function`; every process raises it, so that all can continue in step.
         """
         if self._state is None:
             return function()
@@ -133,17 +133,17 @@ class Processes:
         return self._from(0, outcome)
 
     def first_on_main(self, function: Callable[[], Result]) -> Result:
-        """Return the result of `function` on each process, once it went well on the main one.
+        """Call `function` on the main process, then, if it succeeded, on all others; return each process's result.
 
         Raises:
-            SurgeryError: `function` did on the main process; every process raises it.
+            SurgeryError: raised by `function` on the main process; every process raises it.
         """
         results: list[Result] = []
         self.from_main(lambda: results.append(function()))
         return results[0] if results else function()
 
     def _from(self, rank: int, outcome: tuple[Any, SurgeryError | None]) -> Any:
-        """The result that one process has; where it has a refusal, all raise that."""
+        """Broadcast the outcome of a process: return its result or raise its error."""
         if self._state is not None:
             from accelerate.utils import broadcast_object_list
 
@@ -155,7 +155,7 @@ class Processes:
         return result
 
     def _refusal(self, error: Exception) -> SurgeryError:
-        """Return the error to raise on all processes; raises an error that is no refusal."""
+        """Return the error to raise on all processes; reraise it if it is no SurgeryError and no machine fault."""
         if self._state is None:
             raise error
         if not isinstance(error, SurgeryError):
@@ -167,7 +167,7 @@ class Processes:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Fail on all processes of a collective block where one of them has ended."""
+        """Convert the failure of a collective operation to ProcessLost."""
         try:
             yield
         except RuntimeError as error:
@@ -175,9 +175,9 @@ class Processes:
             raise ProcessLost(f"one of {self.count} processes has ended before its work was done ({reason})") from error
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of every process's `tensor` of one shape, the same to the last bit on all of them.
+        """Average `tensor` over all processes, bitwise equal on each.
 
-        For small ones: they are pickled, and added in the order of the processes' ranks.
+        For small tensors: they are pickled, and added in rank order.
         """
         if self._state is None:
             return tensor
@@ -190,21 +190,21 @@ class Processes:
         return (total / self.count).to(tensor.device)
 
     def sendable(self, value: Any) -> Any:
-        """Return a result as other processes can take it: a tensor on the CPU, where there are others."""
+        """Move a tensor to the CPU if there are other processes to send it to."""
         return value.cpu() if self.count > 1 and isinstance(value, Tensor) else value
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait for all processes."""
         if self._state is not None:
             with self._together():
                 self._state.wait_for_everyone()
 
 
 def world_size() -> int:
-    """Return how many processes a launcher started, as it says in ``WORLD_SIZE``; 1 without one.
+    """Return the world size from ``WORLD_SIZE``; 1 without a launcher.
 
     Raises:
-        SurgeryError: that is no number.
+        SurgeryError: ``WORLD_SIZE`` is not a number.
     """
     size = os.environ.get("WORLD_SIZE") or "1"
     if not size.isdecimal():
@@ -213,10 +213,10 @@ def world_size() -> int:
 
 
 def check_launch() -> None:
-    """Check what a launcher tells processes of each other, and that they can meet, before they wait for weeks.
+    """Check the launcher's environment variables, and that the rendezvous is reachable, before the long timeout.
 
     Raises:
-        SurgeryError: a variable is missing, or nothing answers where all processes meet.
+        SurgeryError: a variable is missing or invalid, or the rendezvous does not answer.
     """
     size = os.environ["WORLD_SIZE"]
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
@@ -232,7 +232,7 @@ def check_launch() -> None:
         try:
             socket.create_connection((address, int(port)), timeout=min(30.0, JOINING)).close()
             return
-        except ConnectionRefusedError as error:  # it is there; the first process listens later itself
+        except ConnectionRefusedError as error:  # the host is reachable; the first process listens later
             if is_first:
                 return
             reason: Exception = error
@@ -247,14 +247,14 @@ def check_launch() -> None:
 
 
 def partial_state() -> type[PartialState]:
-    """accelerate's, which takes a second to load."""
+    """Import accelerate's PartialState, which takes a second."""
     from accelerate import PartialState
 
     return PartialState
 
 
 def leave() -> None:
-    """Ends what this process has in common with others; where these wait for it, they miss it."""
+    """Destroy the process group; other processes that wait for this one then fail."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

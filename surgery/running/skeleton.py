@@ -1,4 +1,4 @@
-"""A model of the custom model class without memory: what shapes and bytes are asked of before anything is written."""
+"""Custom-class models on the meta device, to compute shapes and bytes before anything is written."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:
-    """The model of a config.json, on the meta device.
+    """Build the model of a config.json on the meta device.
 
     Raises:
-        SurgeryError: it is impossible.
+        SurgeryError: the config is invalid.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""An opened source checkpoint: its files, its family, and the means to run it layer by layer."""
+"""Opened source checkpoints: files, family and layer-wise execution."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 OUTPUT = re.compile(r"model\.layers\.\d+\.self_attn\.o_proj\.weight")
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-"""Sizes that a config has to state: transformers would take its family's own for a missing one."""
+"""Sizes that a config must contain; for a missing one transformers would use the default of the config class."""
 
 
 class RunSettings(Protocol):
-    """Device and dtype of the layers that run: the names of a device, or "auto", and of a dtype."""
+    """Device and dtype in which layers run: names of a device, or "auto", and of a dtype."""
 
     device: str
     dtype: str
 
 
 class Opened:
-    """Facts of an opened checkpoint, whatever it is."""
+    """Base class of opened checkpoints."""
 
     reader: CheckpointReader
     config: object
@@ -55,7 +55,7 @@ class Opened:
 
 @dataclass
 class Source(Opened):
-    """An opened source checkpoint with all that its family says about it."""
+    """An opened source checkpoint of a supported family."""
 
     reader: CheckpointReader
     family: Family
@@ -64,10 +64,10 @@ class Source(Opened):
 
     @classmethod
     def open(cls, source: str | Path, settings: RunSettings, *, allow_pickle: bool = False) -> Source:
-        """Opens and checks a checkpoint.
+        """Open and check a checkpoint.
 
         Raises:
-            SurgeryError: it cannot be read, or its family, RoPE or weights are not supported.
+            SurgeryError: the checkpoint cannot be read, or its family, RoPE or weights are not supported.
         """
         return cls.of(open_model(source, allow_pickle=allow_pickle), settings)
 
@@ -79,11 +79,11 @@ class Source(Opened):
         family: Family | None = None,
         config: PreTrainedConfig | None = None,
     ) -> Source:
-        """Open the source of a checkpoint whose files are open.
+        """Build a source from an open reader.
 
         Args:
-            family: None for that of its config, among those of keys and values of heads.
-            config: None for what transformers reads, by which layers can run.
+            family: None for the family of its config, among those with KV heads.
+            config: None for the config that transformers loads, which is needed to run layers.
         """
         family = family or family_of(reader.config)
         config = config or load_config(reader.path)
@@ -107,10 +107,10 @@ class Source(Opened):
         return cls(reader, family, config, stream)
 
     def anatomy(self, layer: int) -> AttentionAnatomy:
-        """The anatomy of one layer.
+        """Return the anatomy of a layer.
 
         Raises:
-            SurgeryError: one of its weights is not finite.
+            SurgeryError: a weight is not finite.
         """
         anatomy = self.family.anatomy(self.reader, self.config, layer)
         if name := anatomy.damaged():
@@ -119,39 +119,38 @@ class Source(Opened):
 
     @property
     def first_layer(self) -> int:
-        """The first that keeps keys and values, and need not stay."""
+        """First layer that can be converted: has keys and values and is not fixed by its family."""
         return next(layer for layer in range(self.layers) if layer not in self.fixed)
 
     @cached_property
     def first(self) -> AttentionAnatomy:
-        """The anatomy of :attr:`first_layer`, whose shapes are those of all layers that have one; weights are on the
-        meta device, as everything asks for it."""
+        """Anatomy of :attr:`first_layer` on the meta device; all convertible layers have these shapes."""
         return self.anatomy(self.first_layer).shapes()
 
     @property
     def stateful(self) -> frozenset[int]:
-        """Layers that keep a state in place of keys and values; they have no anatomy."""
+        """Layers with a recurrent state instead of keys and values (Mamba, linear attention); they have no anatomy."""
         return frozenset(layer for layer in range(self.layers) if keeps_state(self.config, layer))
 
     @property
     def fixed(self) -> frozenset[int]:
-        """Layers that no other class can hold: those that keep a state, and those that their family says stay."""
+        """Layers that cannot be converted: those with a recurrent state, and those that the family excludes."""
         staying = (layer for layer in range(self.layers) if self.family.stays(self.config, layer))
         return self.stateful.union(staying)
 
     @property
     def qk_norm(self) -> bool:
-        """Return whether queries and keys of some layer pass a norm."""
+        """Whether any layer has QK norms."""
         unweighted = (self.family.unit_norm(self.config, layer) for layer in range(self.layers))
         return any(name.endswith(".q_norm.weight") for name in self.reader.names()) or any(unweighted)
 
     @property
     def mlp_bias(self) -> bool:
-        """Return whether feed-forward layers have biases."""
+        """Whether feed-forward layers have biases."""
         return any(".mlp." in name and name.endswith(".bias") for name in self.reader.names())
 
     def input_scale(self, layer: int) -> Tensor:
-        """The weight of the norm before a layer's attention, [D]; ones where there is none."""
+        """Return the weight [D] of the norm before a layer's attention; ones if there is no norm."""
         norm = self.stream.input_norm(layer)
         return torch.ones(self.config.hidden_size, dtype=self.weight_dtype) if norm is None else norm[0]
 
@@ -163,7 +162,7 @@ class Source(Opened):
 
 @dataclass
 class OwnSource(Opened):
-    """An opened checkpoint that was converted before: the custom model class, or stock MLA."""
+    """An opened checkpoint that is already converted: the custom model class, or stock MLA."""
 
     reader: CheckpointReader
     config: object
@@ -171,7 +170,7 @@ class OwnSource(Opened):
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: RunSettings) -> OwnSource:
-        """Raises SurgeryError where transformers refuses its config, or there is no such device."""
+        """Build a source from an open reader; raise SurgeryError for an invalid config or a missing device."""
         config = load_config(reader.path)
         device, dtype = checked_device(settings.device), getattr(torch, settings.dtype)
         return cls(reader, config, LayerStream(reader, config, single_layer_config, device=device, dtype=dtype))
@@ -184,15 +183,15 @@ class OwnSource(Opened):
 
 
 def attention_dtype(reader: CheckpointReader) -> torch.dtype:
-    """Return the dtype of the attention's tensors, in the first layer that has them."""
+    """Return the dtype of the first attention output projection."""
     return reader.info(next(filter(OUTPUT.fullmatch, reader.names()))).dtype
 
 
 def open_any(reader: CheckpointReader, settings: RunSettings) -> Source | OwnSource:
-    """Opens a checkpoint of a family, or one that was converted before.
+    """Open a checkpoint of a supported family, or one that is already converted.
 
     Raises:
-        SurgeryError: it is neither, or is damaged.
+        SurgeryError: the checkpoint is neither, or is damaged.
     """
     if reader.config.get("model_type") in FAMILIES:
         return Source.of(reader, settings)
@@ -200,7 +199,7 @@ def open_any(reader: CheckpointReader, settings: RunSettings) -> Source | OwnSou
 
 
 def is_absent(device: str) -> bool:
-    """Return whether a device is of a kind that torch knows, and not on this machine."""
+    """Return whether a device name is valid, but this machine lacks the device."""
     try:
         torch.device("cpu" if device == "auto" else device)
         checked_device(device)
@@ -212,10 +211,10 @@ def is_absent(device: str) -> bool:
 
 
 def checked_device(name: str) -> torch.device:
-    """The device of that name; "auto" is a CUDA device if there is one.
+    """Return the device of a name; "auto" selects a CUDA device if available.
 
     Raises:
-        SurgeryError: there is no such device on this machine.
+        SurgeryError: this machine lacks the device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -229,11 +228,10 @@ def checked_device(name: str) -> torch.device:
 
 
 def process_device(name: str, processes: Processes) -> torch.device:
-    """The device of that name for one of several processes: on a machine with accelerators each has its own,
-    where there are as many.
+    """Return the device for this process; CUDA devices are assigned round-robin by ``LOCAL_RANK``.
 
     Raises:
-        SurgeryError: there is no such device on this machine.
+        SurgeryError: this machine lacks the device.
     """
     device = checked_device(name)
     if device.type == "cuda" and processes.count > 1:

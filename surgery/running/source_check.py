@@ -1,7 +1,7 @@
-"""Opens a checkpoint whose tensors are those that its config.json describes.
+"""Check that a checkpoint's tensors are those that its config.json describes.
 
-transformers fills what a checkpoint lacks with random values and leaves out what its class does not have, with no more
-than a warning. So the class is built without memory, and compared with the stored tensors, before any work.
+transformers fills missing tensors with random values and drops unexpected ones, with only a warning. Therefore the
+class is built on the meta device and compared with the stored tensors, before any work.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROWS = 16_384
-"""Rows of embedding and head that are compared at once."""
+"""Rows of embedding and head that are compared at a time."""
 
 
 def open_source(source: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> CheckpointReader:
-    """Open a checkpoint and compare it with its class. Every command that reads a model begins with it.
+    """Open a checkpoint and compare it with its class. Every command that reads a model calls this first.
 
     Args:
         source: a folder, a GGUF file or a hub id.
-        allow_pickle: accept pytorch_model.bin where there is no safetensors file.
-        trust_remote_code: leave out the comparison where code next to the weights is the class.
+        allow_pickle: accept pytorch_model.bin if there is no safetensors file.
+        trust_remote_code: skip the comparison if the class is remote code.
 
     Raises:
-        SurgeryError: it cannot be read, or its tensors are not those that its config.json describes.
+        SurgeryError: the checkpoint cannot be read, or its tensors are not those that its config.json describes.
     """
     reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
     return reader if trust_remote_code and "auto_map" in reader.config else checked(reader)
 
 
 def checked(reader: CheckpointReader) -> CheckpointReader:
-    """Compare a checkpoint with its class; give it with the config.json that its tensors show it to have.
+    """Compare a checkpoint with its class; return it with its config.json corrected from the tensors.
 
-    It is returned as it is where its tensors are those of a plain decoder, where transformers has no class for it, its
-    family is refused by name, or its weights are quantized in a format that is not read here.
+    It is returned unchanged if it is a plain decoder, if transformers lacks the class, if its family is refused by
+    name, or if its weights have an unsupported quantization.
 
     Raises:
-        SurgeryError: they contradict each other.
+        SurgeryError: config and tensors contradict each other.
     """
     if is_plain(reader):
         return reader
@@ -68,7 +68,7 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
         model_class = _class_of(config)
     except KeyError:
         return reader
-    if config.model_type != model_type:  # Mistral with layer_types, which is Ministral
+    if config.model_type != model_type:  # Mistral with layer_types loads as Ministral
         names = {"model_type": config.model_type, "architectures": [model_class.__name__]}
         reader = reader.corrected({**reader.config, **names})
     with loading(f"{reader.source}/config.json"):
@@ -81,16 +81,16 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
 
 
 def _is_refused(model_type: str) -> bool:
-    """Return whether families have a message of their own for a model type."""
+    """Return whether a model type is refused with a specific message."""
     family = LATENT_FAMILIES.get(model_type)
     return model_type in WHY_NOT or (family is not None and family.inside is not None)
 
 
 def _class_of(config: Any) -> type[PreTrainedModel]:
-    """The class by which a checkpoint is loaded as a whole.
+    """Return the class of the whole checkpoint.
 
     Raises:
-        KeyError: there is none.
+        KeyError: there is no such class.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -100,7 +100,7 @@ def _class_of(config: Any) -> type[PreTrainedModel]:
 
 
 def _compare(reader: CheckpointReader, model_class: type[PreTrainedModel], config: Any) -> Comparison:
-    """Load a checkpoint's names and shapes, without values, by transformers' own rules of names and fused experts."""
+    """Compare names and shapes with the class, by transformers' loading rules for renamed tensors and fused experts."""
     infos = ((name, reader.info(name)) for name in reader.names())
     stored = tuple((name, tuple(info.shape), info.dtype) for name, info in infos)
     return _compare_stored(_Stored(stored, model_class, config.to_json_string(use_diff=False), config))
@@ -108,7 +108,7 @@ def _compare(reader: CheckpointReader, model_class: type[PreTrainedModel], confi
 
 @dataclass(frozen=True)
 class _Stored:
-    """Names, shapes and dtypes of stored tensors, and the class and the config that they are compared with."""
+    """Stored tensors with the class and config that they are compared with, hashable for the cache."""
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     model_class: type[PreTrainedModel]
@@ -126,7 +126,7 @@ def _compare_stored(stored: _Stored) -> Comparison:
     state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in stored.tensors}
     with torch.device("meta"), without_initial_values():
         model = model_class._from_config(stored.config)
-    # `from_pretrained` would do the same, but takes a device only where accelerate is installed.
+    # `from_pretrained` does the same, but accepts a device only if accelerate is installed.
     settings = LoadStateDictConfig(
         ignore_mismatched_sizes=True,
         device_map={"": torch.device("meta")},
@@ -155,7 +155,7 @@ def _compare_stored(stored: _Stored) -> Comparison:
 
 
 def _untied(reader: CheckpointReader, comparison: Comparison) -> CheckpointReader:
-    """A view whose config.json does not tie a head that is stored and is not the embedding."""
+    """Untie head and embedding in config.json if both are stored and differ."""
     for pair in comparison.tied:
         stored = [_stored_name(reader, name) for name in pair]
         if None in stored or _equal(reader, *stored):
@@ -168,14 +168,14 @@ def _untied(reader: CheckpointReader, comparison: Comparison) -> CheckpointReade
 
 
 def _stored_name(reader: CheckpointReader, name: str) -> str | None:
-    """The stored tensor of a parameter, under the same name or with another prefix; None where that is unclear."""
+    """Find the stored tensor of a parameter, with the same or another prefix; None if ambiguous."""
     ending = ".".join(name.split(".")[-2:])
     names = [each for each in reader.names() if each == name or f".{each}".endswith(f".{ending}")]
     return names[0] if len(names) == 1 else None
 
 
 def _equal(reader: CheckpointReader, name: str, other: str) -> bool:
-    """Return whether two matrices hold the same values, whatever their dtypes."""
+    """Return whether two matrices have equal values, whatever their dtypes."""
     rows = reader.info(name).shape[0]
     slices = (torch.arange(start, min(start + ROWS, rows)) for start in range(0, rows, ROWS))
     return all(torch.equal(reader.rows(name, index).float(), reader.rows(other, index).float()) for index in slices)

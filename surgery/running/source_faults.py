@@ -1,4 +1,4 @@
-"""Contradictions between a checkpoint's config.json and its tensors: each is reported with its cause and its remedy."""
+"""Contradictions between a checkpoint's config.json and its tensors, reported with cause and remedy."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 LAYER = re.compile(r"^(?:(?:model|language_model|transformer|gpt_neox)\.)*(?:layers|h)\.(\d{1,9})\.")
 BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")
-"""Causal masks that early checkpoints of GPT-2 and GPT-NeoX hold."""
+"""Causal-mask buffers in early checkpoints of GPT-2 and GPT-NeoX."""
 WHOLE = "give the config.json that belongs to these weights"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences between the tensors of a class and the stored ones, by the names of the class.
+    """Differences between the stored tensors and those of a class, by the class's names.
 
     Attributes:
-        class_name: of the class.
+        class_name: name of the class.
         missing: tensors of the class that are not stored.
         unexpected: stored tensors that the class neither has nor ignores.
-        mismatched: names with the stored shape and the shape of the class.
-        unfit: names of tensors of the class whose stored parts do not fit together.
-        tied: pairs of names that are one tensor in the class, and are both stored.
+        mismatched: names with the stored shape and the class's shape.
+        unfit: tensors of the class whose stored parts cannot be merged.
+        tied: pairs of tensors that are tied in the class, but both stored.
     """
 
     class_name: str
@@ -44,13 +44,13 @@ class Comparison:
 
 
 def check_stored(reader: CheckpointReader, text: Any) -> None:
-    """Check what is seen before the class is built.
+    """Check the stored dtypes and the number of layers, before the class is built.
 
     Args:
-        text: the config of the language model.
+        text: config of the language model.
 
     Raises:
-        SurgeryError: a weight is no floating-point number of 16 bits or more, or there are more layers than tensors.
+        SurgeryError: a weight is not floating-point with at least 16 bits, or there are more layers than tensors.
     """
     for name in reader.names():
         dtype = reader.info(name).dtype
@@ -65,10 +65,10 @@ def check_stored(reader: CheckpointReader, text: Any) -> None:
 
 
 def check_class(reader: CheckpointReader, model_class: type[PreTrainedModel]) -> None:
-    """Check that ``architectures`` does not name another class of transformers than ``model_type``.
+    """Check that ``architectures`` agrees with ``model_type``.
 
     Raises:
-        SurgeryError: it does.
+        SurgeryError: ``architectures`` names another class of transformers.
     """
     architectures = reader.config.get("architectures") or []
     if not isinstance(architectures, list) or model_class.__name__ in architectures:
@@ -85,7 +85,7 @@ def check_comparison(reader: CheckpointReader, text: Any, comparison: Comparison
     """Check that the stored tensors are those of the class.
 
     Raises:
-        SurgeryError: they are not; the first cause that applies is reported.
+        SurgeryError: they differ; reports the first cause that applies.
     """
     for cause in CAUSES:
         if message := cause(reader, text, comparison):
@@ -101,7 +101,7 @@ def _is_packed(dtype: Any) -> bool:
 
 
 def _prefix(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
-    """Names with something before them, or without what belongs there."""
+    """Report tensor names with a missing or additional prefix."""
     names = reader.names()
     if "embed_tokens.weight" in names:
         return (
@@ -124,13 +124,13 @@ def _prefix(reader: CheckpointReader, text: Any, comparison: Comparison) -> str 
 
 
 def _sharded(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
-    """Tensors without values, as ZeRO-3 leaves them."""
+    """Report empty tensors, as saved under ZeRO-3."""
     empty = next((name for name, stored, _ in comparison.mismatched if 0 in stored), None)
     return empty and f"{reader.source}: {empty} is empty, as ZeRO-3 leaves it; gather the weights (zero_to_fp32.py)"
 
 
 def _layers(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
-    """More or fewer layers than ``num_hidden_layers``."""
+    """Report a number of layers other than ``num_hidden_layers``."""
     layers = text.num_hidden_layers
     mtp_layers = reader.config.get(MTP_LAYERS) or 0
     last = max(map(_layer, comparison.unexpected), default=-1)
@@ -145,7 +145,7 @@ def _layers(reader: CheckpointReader, text: Any, comparison: Comparison) -> str 
 
 
 def _vocabulary(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
-    """Rows of the embedding or the head that ``vocab_size`` does not say."""
+    """Report a number of embedding or head rows other than ``vocab_size``."""
     size = getattr(text, "vocab_size", None)
     rows = {
         stored[0]
@@ -162,7 +162,7 @@ def _vocabulary(reader: CheckpointReader, text: Any, comparison: Comparison) -> 
 
 
 def _shape(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
-    """Any other shape."""
+    """Report any other mismatched shape."""
     if comparison.unfit:
         return f"{reader.source}: parts of {comparison.unfit[0]} do not fit together; download the checkpoint again"
     for name, stored, shape in comparison.mismatched:
@@ -174,7 +174,7 @@ def _shape(reader: CheckpointReader, text: Any, comparison: Comparison) -> str |
 
 
 def _head(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
-    """No output head but the embedding, and a config that does not tie them."""
+    """Report a missing output head without tied embeddings in the config."""
     if comparison.missing != ("lm_head.weight",):
         return None
     return (
@@ -184,7 +184,7 @@ def _head(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | 
 
 
 def _missing(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
-    """Tensors of the class that are not there."""
+    """Report missing tensors."""
     if not comparison.missing:
         return None
     return (
@@ -194,7 +194,7 @@ def _missing(reader: CheckpointReader, text: Any, comparison: Comparison) -> str
 
 
 def _unexpected(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
-    """Tensors of a layer that the class would leave out."""
+    """Report tensors in a layer that the class would drop."""
     names = [name for name in comparison.unexpected if -1 < _layer(name) < text.num_hidden_layers]
     names = [name for name in names if not BUFFERS.search(name)]
     if not names:
@@ -206,7 +206,7 @@ def _unexpected(reader: CheckpointReader, text: Any, comparison: Comparison) -> 
 
 
 def _layer(name: str) -> int:
-    """The index of the decoder layer that a tensor belongs to; -1 for others."""
+    """Return the index of the decoder layer of a tensor; -1 for other tensors."""
     match = LAYER.search(name)
     return int(match[1]) if match else -1
 
@@ -218,4 +218,4 @@ def _more(count: int) -> str:
 CAUSES: tuple[Callable[[CheckpointReader, Any, Comparison], str | None], ...] = (
     *(_prefix, _sharded, _layers, _vocabulary, _shape, _head, _missing, _unexpected),
 )
-"""Causes, from the one that explains most."""
+"""Checks for causes, from the most to the least specific."""

@@ -1,4 +1,4 @@
-"""Number of threads of torch's operators on a processor."""
+"""Number of intra-op threads of torch on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 def torch_threads(count: int) -> Iterator[None]:
     """Set torch's number of threads in the block, and restore it afterwards.
 
-    Products of other threads of this process take so many too meanwhile, which changes their last digits.
+    This also affects operators in other Python threads meanwhile, which changes their last digits.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count)

@@ -1,7 +1,4 @@
-"""A checkpoint of fused projections, or of a language model next to others, seen as one of the family that it is.
-
-Likewise one whose tensors have other names than those of most families.
-"""
+"""Views of checkpoints under standard names: fused projections split, language models extracted, tensors renamed."""
 
 from __future__ import annotations
 
@@ -20,25 +17,25 @@ from surgery.running.source_check import open_source
 
 
 def open_model(source: str | Path, *, allow_pickle: bool = False, dtype: str | None = None) -> CheckpointReader:
-    """Opens a checkpoint as :func:`unfused` sees it; what every command begins with that reads a model's attention.
+    """Open a checkpoint as a view by :func:`unfused`; every command that reads attention weights calls this first.
 
     Args:
-        dtype: name of the one that weights are rounded to as they are read; None: they are read as they are stored.
+        dtype: name of the dtype to which weights are cast while reading; None: the stored dtype.
 
     Raises:
-        SurgeryError: it cannot be read, or has something that its family has not.
+        SurgeryError: the checkpoint cannot be read, or has a feature that its family does not support.
     """
     reader = open_source(source, allow_pickle=allow_pickle)
     return unfused(reader if dtype is None else reader.in_dtype(getattr(torch, dtype)))
 
 
 def unfused(reader: CheckpointReader) -> CheckpointReader:
-    """The reader itself, or a view of it under the names and with the config of the family that its model is read as.
+    """Return the reader, or a view with the names and config of the family as which the model is read.
 
-    MTP layers, after the model's own, are not in it: they read what other layers cache.
+    MTP layers after the model's layers are left out, since they read the cache of other layers.
 
     Raises:
-        SurgeryError: the model has something that this family has not.
+        SurgeryError: the model has a feature that this family does not support.
     """
     reader = language_model(reader)
     model_type = reader.config.get("model_type")
@@ -58,12 +55,13 @@ def unfused(reader: CheckpointReader) -> CheckpointReader:
 
 
 def language_model(reader: CheckpointReader) -> CheckpointReader:
-    """The reader itself, or of a vision-language model a view of its language model.
+    """Return the reader, or for a vision-language model a view of its language model.
 
-    Tensors of the other parts keep their names. A family's whose names are other ones are seen under the names of all.
+    Tensors of vision tower and projector keep their names. Families with other tensor names appear under the standard
+    names.
 
     Raises:
-        SurgeryError: the language model is of no supported kind.
+        SurgeryError: the language model is not supported.
     """
     model_type = reader.config.get("model_type")
     if (family := FAMILIES.get(model_type)) is not None and family.renamed is not None:
