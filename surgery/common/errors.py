@@ -53,4 +53,4 @@ class SurgeryError(Exception):
 
 
 class ProcessLost(SurgeryError):
-    """A worker process that ended before its work was done; a retry may succeed."""
+    """Failure of one of several processes before its work was done; the same command may resume the work."""

@@ -47,7 +47,7 @@ def seconds_of(text: str | float, option: str) -> float:
 
 
 def count(value: float) -> str:
-    """Format a number with a unit of thousands: ``5.5M``, ``8.0B``, ``1.2T``; below a thousand as a whole number."""
+    """Abbreviate a large number: ``5.5M``, ``8.0B``, ``1.2T``; below a thousand as a whole number."""
     for unit, scale in (("P", 10**15), ("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if value >= scale:
             return f"{value / scale:,.1f}{unit}"
@@ -145,7 +145,7 @@ def in_code(text: object) -> str:
 
 
 def formats_of(kv_cache: dict | list) -> str:
-    """Format the ``kv_cache`` entry of a config: the format of all layers, or the formats used by layer."""
+    """List the formats in a config's ``kv_cache`` entry, which is one for all layers or a list by layer."""
     if isinstance(kv_cache, dict):
         return kv_cache["format"]
     return f"{', '.join(sorted({entry['format'] if entry else 'exact' for entry in kv_cache}))} by layer"

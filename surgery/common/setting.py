@@ -69,7 +69,7 @@ class FieldInfo:
 
 
 def setting(default: Any = MISSING, help: str = "", *, factory: Any = MISSING, **info: Any) -> Any:
-    """Create a dataclass field with `FieldInfo` metadata; without help, they override those of the base class."""
+    """Create a dataclass field with `FieldInfo`; without help, the entries given override those of the base class."""
     return field(default=default, default_factory=factory, metadata={"info": FieldInfo(help, **info)})
 
 

@@ -25,7 +25,7 @@ class Verdict:
         cache_bytes_per_request: additional bytes per request of any length: first and last tokens of streaming heads,
             and first tokens in full precision; None if there are none. Engines round up to whole blocks, and add the
             tokens of streaming heads that are being processed.
-        remedy: flags of a conversion that the engine would load.
+        remedy: conversion command whose result the engine would load.
     """
 
     engine: str

@@ -124,7 +124,7 @@ def tapped(model: PreTrainedModel, function: AttentionFunction, places: LongTens
         model.set_attn_implementation(NAME)
     except (ValueError, AttributeError) as error:
         raise SurgeryError(f"{type(model).__name__} takes no attention function of ours ({error})") from None
-    # transformers 5.19 does not always update nested models with other config classes.
+    # transformers 5.19 updates a nested model with another config class only once.
     model.base_model.config._attn_implementation = NAME
     for attention in attentions:
         attention.config._attn_implementation = NAME

@@ -30,7 +30,7 @@ class PlainFamily:
 
     Attributes:
         class_name: name of its causal language model class.
-        required: config keys that must be present besides sizes, since the class has non-trivial defaults.
+        required: config keys that must be present besides sizes, since the class has defaults for them.
         optional: additional config keys of the class.
         biases: attention projections with a bias.
         has_norms: whether queries and keys have a norm per head.
@@ -214,7 +214,6 @@ def is_plain(reader: CheckpointReader) -> bool:
 
 
 def _shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors by name."""
     family, hidden, wide = FAMILIES[config.model_type], config.hidden_size, config.intermediate_size
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim

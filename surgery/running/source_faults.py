@@ -184,7 +184,6 @@ def _head(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | 
 
 
 def _missing(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
-    """Report missing tensors."""
     if not comparison.missing:
         return None
     return (
