@@ -67,7 +67,7 @@ class CarriedFiles:
                 for name in (*names, *records):
                     content = _content(files.folder / name)
                     if not keep_code and name in names and (entries := _names_of_code(content, name)):
-                        content = _without(content, entries)
+                        content = _without_keys(content, entries)
                         left_out |= {f"{name}: {entry}" for entry in entries}
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     (folder / name).write_bytes(content)
@@ -159,7 +159,7 @@ def _names_of_code(content: bytes, name: str) -> list[str]:
     return [entry for entry in NAMES_CODE if isinstance(value, dict) and entry in value]
 
 
-def _without(content: bytes, entries: Collection[str]) -> bytes:
+def _without_keys(content: bytes, entries: Collection[str]) -> bytes:
     value = {name: each for name, each in json.loads(content).items() if name not in entries}
     return (json.dumps(value, indent=2) + "\n").encode()
 

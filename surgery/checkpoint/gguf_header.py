@@ -90,7 +90,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
             if alignment < 1:
                 raise ValueError(f"an alignment of {alignment}")
             start = math.ceil(file.tell() / alignment) * alignment
-            tensors = {name: _placed(start, *entry) for name, *entry in entries}
+            tensors = {name: _tensor_of(start, *entry) for name, *entry in entries}
         except EOFError:
             raise SurgeryError.at(path, f"truncated at {size} bytes, inside its header; download it again") from None
         except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError, struct.error) as error:
@@ -103,7 +103,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     return GgufHeader(metadata, tensors)
 
 
-def _placed(start: int, number: int, shape: tuple[int, ...], offset: int) -> GgufTensor:
+def _tensor_of(start: int, number: int, shape: tuple[int, ...], offset: int) -> GgufTensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     kind = GGMLQuantizationType(number)

@@ -403,14 +403,14 @@ def _tensors(path: Path, header: GgufHeader, config: dict[str, Any], arch: Arch)
                 heads, head_dim = config[permuted[module]], config["head_dim"]
                 if stored.shape[0] != heads * head_dim:
                     raise SurgeryError.at(path, f"{name} has {stored.shape[0]} rows, not {heads} heads of {head_dim}")
-                order = _halves(heads, head_dim)
+                order = _stored_rows(heads, head_dim)
             mapped[f"model.layers.{match[1]}.{module}.{match[3]}"] = Mapped(stored, order, offset)
         else:
             raise SurgeryError.at(path, f"holds a tensor {name}, which is not part of a {config['model_type']} model")
     return mapped
 
 
-def _halves(heads: int, head_dim: int) -> Tensor:
+def _stored_rows(heads: int, head_dim: int) -> Tensor:
     """Return the stored row of each row: RoPE pairs are adjacent in GGUF, half a head apart in a checkpoint."""
     rows = torch.arange(heads * head_dim).view(heads, head_dim // 2, 2)
     return rows.transpose(1, 2).reshape(-1)

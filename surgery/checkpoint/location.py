@@ -38,7 +38,7 @@ def find_local(source: str | Path) -> Path | None:
         if existing(f"{source}{GGUF}"):
             raise SurgeryError(f"{source}: no such folder; did you mean {source}{GGUF}?")
         if str(source).lower().endswith(GGUF):
-            raise SurgeryError(f"{source}: no such file; {_download_of(str(source))}")
+            raise SurgeryError(f"{source}: no such file; {_download_hint(str(source))}")
         if is_hub_id(str(source)):
             return None
         raise SurgeryError(f"{source}: no such folder; give a checkpoint's folder or a hub id such as org/name")
@@ -50,7 +50,7 @@ def find_local(source: str | Path) -> Path | None:
     raise SurgeryError.at(path, f"is a file; give the folder of the checkpoint, or a {GGUF} file")
 
 
-def _download_of(name: str) -> str:
+def _download_hint(name: str) -> str:
     """Return the hint for downloading a missing GGUF file."""
     repository, _, file = name.rpartition("/")
     if not is_hub_id(repository):

@@ -33,7 +33,7 @@ class ReadAhead:
     def ask(self, places: Iterable[Place]) -> None:
         """Start prefetching byte ranges, without blocking."""
         if hasattr(os, "posix_fadvise") and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=_ask, args=(sorted(set(places)),), daemon=True)
+            self._thread = threading.Thread(target=_prefetch, args=(sorted(set(places)),), daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
@@ -42,7 +42,7 @@ class ReadAhead:
             self._thread.join()
 
 
-def _ask(places: list[Place]) -> None:
+def _prefetch(places: list[Place]) -> None:
     for place in places:
         with suppress(OSError), open(place.file, "rb", buffering=0) as file:
             for offset in range(place.offset, place.offset + place.size, PIECE):

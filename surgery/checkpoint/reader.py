@@ -72,7 +72,7 @@ class CheckpointReader:
         *,
         source: Path | None = None,
         dequantised_from: str | None = None,
-        behind: CheckpointReader | None = None,
+        underlying: CheckpointReader | None = None,
         stamp: dict[str, list[int]] | None = None,
     ):
         self.path = path
@@ -81,7 +81,7 @@ class CheckpointReader:
         self.dequantised_from = dequantised_from
         self._store = store
         self._files = files
-        self._behind = behind
+        self._underlying = underlying
         self._stamp = stamp
         self._ahead = ReadAhead()
         self._identity: Identity | None = None
@@ -162,7 +162,7 @@ class CheckpointReader:
         if config == self.config:
             return self
         view = self._view(config, self._store, self.dequantised_from, code=True)
-        view._behind, view._hashed_config = self._behind, self._hashed_config
+        view._underlying, view._hashed_config = self._underlying, self._hashed_config
         view._files, view._stamp = self._files, self._stamp
         if isinstance(self._store, SafetensorsStore | PickleStore):
             files = {info.file for info in self._store.infos.values()}
@@ -207,7 +207,7 @@ class CheckpointReader:
                     link.symlink_to((self.path / name).absolute())
         files = find_sidecars(folder)
         return CheckpointReader(
-            folder, config, store, files, source=self.source, dequantised_from=dequantised_from, behind=self
+            folder, config, store, files, source=self.source, dequantised_from=dequantised_from, underlying=self
         )
 
     @property
@@ -218,23 +218,23 @@ class CheckpointReader:
     @property
     def stored_config(self) -> dict[str, Any]:
         """config.json of the stored checkpoint, if this reader is a view with another config."""
-        return self.config if self._behind is None else self._behind.config
+        return self.config if self._underlying is None else self._underlying.config
 
     @property
     def stored_path(self) -> Path:
         """Folder with the stored config and the tokenizer."""
-        return self.path if self._behind is None else self._behind.path
+        return self.path if self._underlying is None else self._underlying.path
 
     @property
     def stored_as(self) -> str | None:
         """Model type of the stored checkpoint if it differs from this view's (see :meth:`seen_as`), else None."""
-        kind = None if self._behind is None else self._behind.config.get("model_type")
+        kind = None if self._underlying is None else self._underlying.config.get("model_type")
         return kind if kind != self.config.get("model_type") else None
 
     @property
     def as_stored(self) -> CheckpointReader:
         """Reader of the same checkpoint without dequantization; GGUF files are always dequantized."""
-        return self._behind if isinstance(self._store, DequantizedStore) and self._behind is not None else self
+        return self._underlying if isinstance(self._store, DequantizedStore) and self._underlying is not None else self
 
     def stored_parts(self, name: str) -> dict[str, TensorInfo]:
         """Return the stored tensors of a quantized matrix, as in :attr:`as_stored`; empty for other tensors."""
@@ -252,7 +252,7 @@ class CheckpointReader:
             from surgery.checkpoint.dequantized_copy import dequantized_copy
 
             return dequantized_copy(self)
-        return self.path if self._behind is None else self._behind.model_folder()
+        return self.path if self._underlying is None else self._underlying.model_folder()
 
     def __contains__(self, name: object) -> bool:
         return name in self._store.infos
@@ -341,7 +341,7 @@ class CheckpointReader:
     @property
     def files(self) -> FolderFiles:
         """Sidecar and stray files of the opened folder, or of the temporary folder of a GGUF file."""
-        return self._files if self._behind is None else self._behind.files
+        return self._files if self._underlying is None else self._underlying.files
 
     def sidecars(self) -> list[Path]:
         """List the full paths of the checkpoint's files besides weights and config.json, code included."""
@@ -349,12 +349,12 @@ class CheckpointReader:
 
     def stamp(self) -> dict[str, list[int]]:
         """Return the current stamp of the files that loading reads (see :func:`stamp_of`)."""
-        return self._behind.stamp() if self._behind is not None else stamp_of(self.source)
+        return self._underlying.stamp() if self._underlying is not None else stamp_of(self.source)
 
     def check_untouched(self) -> None:
         """Raise SurgeryError if a file was modified, added or removed since opening; does not hash contents."""
-        if self._behind is not None:
-            self._behind.check_untouched()
+        if self._underlying is not None:
+            self._underlying.check_untouched()
         elif self._stamp != (now := self.stamp()):
             before = self._stamp or {}
             changed = next(name for name in sorted({*before, *now}) if before.get(name) != now.get(name))
@@ -375,16 +375,16 @@ class CheckpointReader:
 
     def identity(self, progress: Callable[[int], None] | None = None) -> Identity:
         """Return the fingerprint and the stamp of the files when opened; takes the argument of `fingerprint`."""
-        if self._behind is not None:
-            return self._behind.identity(progress)
+        if self._underlying is not None:
+            return self._underlying.identity(progress)
         if self._identity is None:
             self._identity = Identity(self._hashed(progress), self._stamp or self.stamp())
         return self._identity
 
     def recall(self, identity: Identity | None) -> bool:
         """Reuse an identity of an earlier run if the stamp is unchanged; return whether the fingerprint is known."""
-        if self._behind is not None:
-            return self._behind.recall(identity)
+        if self._underlying is not None:
+            return self._underlying.recall(identity)
         if self._identity is None and identity is not None and identity.stamp == self._stamp == self.stamp():
             self._identity = identity
         return self._identity is not None

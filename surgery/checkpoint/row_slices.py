@@ -67,7 +67,7 @@ class RowSliceStore:
             selected = torch.cat([flat[start:stop] for start, stop in ranges])
             out[: len(selected)] = selected
         else:
-            self._store.read(part.stored, list(_within(part.rows, row, ranges)), out)
+            self._store.read(part.stored, list(_stored_ranges(part.rows, row, ranges)), out)
 
     def places(self, name: str) -> list[Place]:
         """Return the byte ranges of the whole stored tensor, as :meth:`Store.places` does."""
@@ -80,7 +80,7 @@ class RowSliceStore:
         return buffer.view(info.dtype).reshape(info.shape).T
 
 
-def _within(rows: Rows, row: int, ranges: ByteRanges) -> Iterator[tuple[int, int]]:
+def _stored_ranges(rows: Rows, row: int, ranges: ByteRanges) -> Iterator[tuple[int, int]]:
     """Map byte ranges [start, stop) of the selected rows, each of ``row`` bytes, to ranges of the stored tensor."""
     for start, stop in ranges:
         before = 0

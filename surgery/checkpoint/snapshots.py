@@ -55,17 +55,17 @@ class Snapshots:
         Returns:
             Names of the loops with damaged states.
         """
-        damaged, spoken_of = [], set()
+        damaged, referenced = [], set()
         for path in sorted(self.folder.glob("*.state")):
             with disk_errors(path):
-                if (files := self._sound(path)) is None:
+                if (files := self._intact_checksums(path)) is None:
                     damaged.append(path.stem)
                     path.unlink()
                 else:
-                    spoken_of |= files.keys()
+                    referenced |= files.keys()
         with disk_errors(self.folder):
             for path in self._files():
-                if self._name(path) not in spoken_of:  # from a killed run, perhaps incomplete
+                if self._name(path) not in referenced:  # from a killed run, perhaps incomplete
                     path.unlink()
         return damaged
 
@@ -86,7 +86,7 @@ class Snapshots:
             sync_tree(self.folder)
             torch.save(state(), part)
             with zipfile.ZipFile(part, "a") as archive:
-                archive.writestr(_list_in(archive), json.dumps(self._checksums()))
+                archive.writestr(_checksums_path(archive), json.dumps(self._checksums()))
         self._written = time.monotonic()
 
     def has_state(self, loop: str = "*") -> bool:
@@ -96,13 +96,13 @@ class Snapshots:
     def _path(self, loop: str) -> Path:
         return self.folder / f"{loop}.state"
 
-    def _sound(self, path: Path) -> dict[str, int] | None:
+    def _intact_checksums(self, path: Path) -> dict[str, int] | None:
         """Return the checksums, by name, of the files that a state refers to; None if they or the state are damaged."""
         try:
             with zipfile.ZipFile(path) as archive:
                 if archive.testzip() is not None:
                     return None
-                files = json.loads(archive.read(_list_in(archive)))
+                files = json.loads(archive.read(_checksums_path(archive)))
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, LookupError, ValueError):
             return None
         return files if files.items() <= self._checksums().items() else None
@@ -123,7 +123,7 @@ class Snapshots:
         return path.relative_to(self.folder).as_posix()
 
 
-def _list_in(archive: zipfile.ZipFile) -> str:
+def _checksums_path(archive: zipfile.ZipFile) -> str:
     """Return the archive path of the checksums; torch rejects archives with files outside its single folder."""
     return f"{archive.namelist()[0].partition('/')[0]}/files.json"
 

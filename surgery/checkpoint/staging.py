@@ -134,7 +134,7 @@ class Staging:
                 self._refuse_foreign()
                 self._created = True
                 resumes_from(self.partial)
-                self._empty(keep_unfinished=keep_unfinished)
+                self._clear(keep_unfinished=keep_unfinished)
                 self._ledger.open(self._lock)
                 self._ledger.claim(*(f"{folder}/{name}" for folder in (UNFINISHED, _FORGOTTEN) for name in WORK_FILES))
         except BaseException:
@@ -153,7 +153,7 @@ class Staging:
         """Flush the partial folder to disk and rename it to ``out``; an old output is removed only after that."""
         with disk_errors(self.out):
             self._check_out()  # again: the conversion may have taken hours
-            self._forget()
+            self._remove_unfinished()
             self.sync()  # again: files may have been added
             if _CLOSED_FIRST:
                 self._unlock()
@@ -176,7 +176,7 @@ class Staging:
             self._unlock()
         # Suppressed so as not to hide the original error; with the marker, the next run can remove the rest.
         with contextlib.suppress(OSError):
-            if self._created and self._empty(keep_unfinished=keep_unfinished):
+            if self._created and self._clear(keep_unfinished=keep_unfinished):
                 (self.partial / MARKER).unlink()
                 self.partial.rmdir()
         self._unlock()
@@ -216,18 +216,18 @@ class Staging:
         is_listed, is_more = self._ledger.owned(), matching(more)
         return lambda path: is_more(path) or (is_listed(path) and not (besides and path.startswith(f"{besides}/")))
 
-    def _empty(self, *, keep_unfinished: bool) -> bool:
+    def _clear(self, *, keep_unfinished: bool) -> bool:
         """Remove all files of runs from the partial folder except the ledger, which still lists them if interrupted.
 
         Returns:
             Whether only the ledger is left.
         """
         if not keep_unfinished:
-            self._forget()
+            self._remove_unfinished()
         remove_owned(self.partial, self._owned(besides=UNFINISHED if keep_unfinished else ""))
         return [path.name for path in self.partial.iterdir()] == [MARKER]
 
-    def _forget(self) -> None:
+    def _remove_unfinished(self) -> None:
         """Remove unfinished work. It is renamed first, so that no run resumes from a half-removed state."""
         forgotten, is_owned = self.partial / _FORGOTTEN, matching(WORK_FILES)
         if os.path.lexists(forgotten):

@@ -100,35 +100,35 @@ class Unfinished:
         Raises:
             SurgeryError: it differs and has a state to resume from.
         """
-        record, facts, threads = self._begun()
+        record, facts, threads = self._read_record()
         if not self._source.recall(record):
             size = sum(self._source.info(name).nbytes for name in self._source.names())
             with self._progress.phase("hash the source", size, "B") as advance:
                 self._source.identity(advance)
-        others = ["no readable list of settings"] if record is None else self._others(record, facts)
-        if others and not self._restart and Snapshots(self.folder).has_state():
+        differences = ["no readable list of settings"] if record is None else self._differences(record, facts)
+        if differences and not self._restart and Snapshots(self.folder).has_state():
             raise SurgeryError.at(
                 self.staging.partial,
-                f"holds unfinished work of {', '.join(others)}; ask for the same to resume it,"
+                f"holds unfinished work of {', '.join(differences)}; ask for the same to resume it,"
                 " pass --restart to discard it, or choose another --out",
             )
-        if others:
+        if differences:
             return False
         if warning := other_threads(threads, self._threads):
             self._progress.note(f"{self.staging.partial}: {warning}")
         return True
 
-    def _others(self, record: Identity, facts: Any) -> list[str]:
+    def _differences(self, record: Identity, facts: Any) -> list[str]:
         """Describe the differences between the existing work and this work."""
-        others = [] if record.sha256 == self._source.fingerprint() else ["another source"]
+        differences = [] if record.sha256 == self._source.fingerprint() else ["another source"]
         before, now = ({"settings": {}, **each, **(each.get("settings") or {})} for each in (facts, self._facts))
         names = [name for name in {**before, **now} if name != "settings" and before.get(name) != now.get(name)]
-        return others + [
+        return differences + [
             "another text" if name == "texts" else f"{name} {_shown(before.get(name))}, not {_shown(now.get(name))}"
             for name in names
         ]
 
-    def _begun(self) -> tuple[Identity | None, Any, Any]:
+    def _read_record(self) -> tuple[Identity | None, Any, Any]:
         """Read source, facts and threads of the existing work; None if missing, invalid or to be discarded."""
         path = self.folder / _FACTS
         if self._restart or not path.is_file():

@@ -64,10 +64,10 @@ class CheckpointWriter:
             raise SurgeryError.at(out, "no tensors are planned for it")
         self._parts = dict(parts or {})
         files = {name: _checked_spec(name, tensor) for name, tensor in in_parts(self.plan, self._parts).items()}
-        self._shards = _lay_out(files, parse_size(max_shard_size))
+        self._shards = _split_into_shards(files, parse_size(max_shard_size))
         self._stored_names = dict(stored_names or {})
         self._metadata = {"format": "pt"} if metadata is None else metadata
-        self._lent, self._staging = staging is not None, staging or Staging(Path(out), overwrite=overwrite)
+        self._external_staging, self._staging = staging is not None, staging or Staging(Path(out), overwrite=overwrite)
         self.out, self.partial = self._staging.out, self._staging.partial
         self._total_bytes = sum(spec.nbytes for spec in files.values())
         self._staging.check_space(self._total_bytes)
@@ -76,7 +76,7 @@ class CheckpointWriter:
         self._open = False
 
     def __enter__(self) -> CheckpointWriter:
-        if not self._lent:
+        if not self._external_staging:
             self._staging.create()
         try:
             self._create_files()
@@ -93,7 +93,7 @@ class CheckpointWriter:
         self._discard()
 
     def _discard(self) -> None:
-        if not self._lent:
+        if not self._external_staging:
             self._staging.discard()
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -103,11 +103,11 @@ class CheckpointWriter:
             SurgeryError: the tensor is not in the plan, was written before, has another dtype or shape, holds NaN or
                 infinity, or the disk is full.
         """
-        self._admit(name, tensor)
+        self._check_planned(name, tensor)
         if name in self._parts:
             raise SurgeryError.at(self.out, f"{name} has to change, and is to stay as stored; drop --keep-quantised")
         tensor = tensor.detach().cpu().contiguous()
-        self._put(name, tensor, offset=0)
+        self._write_chunk(name, tensor, offset=0)
         self._written.add(name)
 
     def copy(self, name: str, reader: CheckpointReader) -> None:
@@ -116,12 +116,12 @@ class CheckpointWriter:
         Raises:
             SurgeryError: as `write`, or the other checkpoint lacks the tensor or cannot be read.
         """
-        self._admit(name, reader.info(name))
+        self._check_planned(name, reader.info(name))
         stored = reader.as_stored if name in self._parts else reader
         for part in self._parts.get(name, (name,)):
             offset = 0
             for piece in stored.chunks(part):
-                self._put(part, piece, offset)
+                self._write_chunk(part, piece, offset)
                 offset += piece.nbytes
         self._written.add(name)
 
@@ -131,14 +131,14 @@ class CheckpointWriter:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a UTF-8 text file; ``name`` may contain folders. Replaces an earlier file of that name."""
-        path = self._beside(name)
+        path = self._sidecar_path(name)
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8", newline="\n")
 
     def copy_file(self, source: str | Path, relative: str | Path) -> None:
         """Copy a file's content, following links, to a relative path in the output."""
-        path = self._beside(relative)
+        path = self._sidecar_path(relative)
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, path)
@@ -196,7 +196,7 @@ class CheckpointWriter:
     def _stored(self, name: str) -> str:
         return self._stored_names.get(name, name)
 
-    def _admit(self, name: str, tensor: Described) -> None:
+    def _check_planned(self, name: str, tensor: Described) -> None:
         """Check a tensor against the plan."""
         self._require_open()
         spec = self.plan.get(name)
@@ -207,7 +207,7 @@ class CheckpointWriter:
         if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
             raise SurgeryError.at(self.out, f"{name} is planned as {describe(spec)} and given as {describe(tensor)}")
 
-    def _put(self, name: str, piece: Tensor, offset: int) -> None:
+    def _write_chunk(self, name: str, piece: Tensor, offset: int) -> None:
         """Write a contiguous chunk of a tensor at a byte offset."""
         if not all_finite(piece):
             raise SurgeryError.at(self.out, f"{name} holds NaN or infinity; nothing is kept of this output")
@@ -215,7 +215,7 @@ class CheckpointWriter:
         with disk_errors(path):
             write_at(path, start + offset, memoryview(as_bytes(piece).numpy()))
 
-    def _beside(self, relative: str | Path) -> Path:
+    def _sidecar_path(self, relative: str | Path) -> Path:
         """Return the path for a sidecar file; refuse paths outside the output and files of the writer."""
         self._require_open()
         path = PurePosixPath(relative)
@@ -243,7 +243,7 @@ def _checked_spec(name: str, tensor: Described) -> TensorSpec:
     return TensorSpec(tensor.dtype, tuple(tensor.shape))
 
 
-def _lay_out(plan: Mapping[str, TensorSpec], max_bytes: int) -> list[dict[str, TensorSpec]]:
+def _split_into_shards(plan: Mapping[str, TensorSpec], max_bytes: int) -> list[dict[str, TensorSpec]]:
     """Split the plan, in order, into shards of at most ``max_bytes`` of tensors."""
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0

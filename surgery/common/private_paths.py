@@ -45,7 +45,7 @@ def without_folders(value: Any, field: str = "") -> Any:
     if field == "command":
         return command_without_folders(value)
     if field in PATH_FIELDS:
-        return _in_parts(value, _word)
+        return _in_parts(value, _short_word)
     return text_without_folders(value)
 
 
@@ -55,15 +55,15 @@ def settings_without_folders(value: Any) -> Any:
         return {name: settings_without_folders(each) for name, each in value.items()}
     if isinstance(value, list):
         return [settings_without_folders(each) for each in value]
-    return _last(value) if isinstance(value, str) and _DEEP.fullmatch(value) else value
+    return _last_component(value) if isinstance(value, str) and _DEEP.fullmatch(value) else value
 
 
 def text_without_folders(text: str) -> str:
     """Remove the folders from the absolute paths in a text."""
     if _DEEP.fullmatch(text):
-        return _last(text)
-    text = _QUOTED.sub(lambda match: f"{match[1]}{_last(match[2])}{match[1]}", text)
-    return _INSIDE.sub(lambda match: _last(match[0]), text)
+        return _last_component(text)
+    text = _QUOTED.sub(lambda match: f"{match[1]}{_last_component(match[2])}{match[1]}", text)
+    return _INSIDE.sub(lambda match: _last_component(match[0]), text)
 
 
 def command_without_folders(command: str) -> str:
@@ -78,7 +78,7 @@ def command_without_folders(command: str) -> str:
         words = list(lexer)
     except ValueError:  # a quote that does not end
         words = command.split()
-    names = [_in_parts(word, _word) for word in words]
+    names = [_in_parts(word, _short_word) for word in words]
     return command if names == words else shlex.join(names)
 
 
@@ -89,12 +89,12 @@ def _in_parts(value: str, change: Callable[[str], str]) -> str:
     return "".join(change(each) if each not in (",", "=") else each for each in re.split(r"([=,])", value))
 
 
-def _word(word: str) -> str:
+def _short_word(word: str) -> str:
     if _is_absolute(word) or _RELATIVE.fullmatch(word):
-        return _last(word)
+        return _last_component(word)
     if _URL.match(word):
         return word
-    return _last(word) if _NESTED.fullmatch(word) or _exists(word) else text_without_folders(word)
+    return _last_component(word) if _NESTED.fullmatch(word) or _exists(word) else text_without_folders(word)
 
 
 def _exists(word: str) -> bool:
@@ -110,6 +110,6 @@ def _is_absolute(text: str) -> bool:
     return _WHOLE.fullmatch(text) is not None
 
 
-def _last(path: str) -> str:
+def _last_component(path: str) -> str:
     """Return the last component of a path; the drive letter or "." for a root."""
     return re.split(r"[\\/]+", path.rstrip("\\/ "))[-1].removesuffix(":") or "."

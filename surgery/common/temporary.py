@@ -36,7 +36,7 @@ class TemporaryFolder:
         _remove_abandoned()
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-"))
         try:
-            lock = _locked(self.path)
+            lock = _create_lock(self.path)
         except BaseException:
             self.path.rmdir()
             raise
@@ -51,10 +51,10 @@ class TemporaryFolder:
 
 def is_temporary(path: Path) -> bool:
     """Return whether a path lies in a temporary folder of this program."""
-    return any(each.name.startswith(PREFIX) for each in (path, *path.parents) if each.parent == _place())
+    return any(each.name.startswith(PREFIX) for each in (path, *path.parents) if each.parent == _temporary_root())
 
 
-def _place() -> Path:
+def _temporary_root() -> Path:
     return Path(tempfile.gettempdir())
 
 
@@ -62,7 +62,7 @@ def _lock_of(folder: Path) -> Path:
     return folder.with_name(folder.name + LOCK)
 
 
-def _locked(folder: Path) -> TextIO | None:
+def _create_lock(folder: Path) -> TextIO | None:
     """Create the locked marker; it gets its name only when locked and written, so that no process finds it unlocked.
 
     None on systems without locks: the folders of killed processes then stay.
@@ -101,7 +101,7 @@ def _remove(folder: Path, lock: TextIO | None, process: int) -> None:
 
 def _remove_abandoned() -> None:
     """Remove folders of this program and user whose process has ended."""
-    for path in _place().glob(f"{PREFIX}*{LOCK}"):
+    for path in _temporary_root().glob(f"{PREFIX}*{LOCK}"):
         folder = path.with_name(path.name.removesuffix(LOCK))
         if (handle := _try_lock(path)) is not None:
             marker = _read(handle)

@@ -97,9 +97,9 @@ class Facts:
         }
         layers = config["num_hidden_layers"]
         if family == PICTURES:
-            return cls(**_own(config) | {"not_served": "vision-language models"}, **common)
+            return cls(**_custom_class_facts(config) | {"not_served": "vision-language models"}, **common)
         if structure == OWN:
-            return cls(**_own(config), **common)
+            return cls(**_custom_class_facts(config), **common)
         if structure == MLA:
             rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
             kind = rope.get("rope_type", rope.get("type", "default"))
@@ -168,7 +168,7 @@ def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
     return {**CONFIG_MAPPING[text["model_type"]]().to_dict(), **text} if is_registered else text
 
 
-def _own(config: dict[str, Any]) -> dict[str, Any]:
+def _custom_class_facts(config: dict[str, Any]) -> dict[str, Any]:
     """Return the cache sizes of a custom model class in our vLLM plugin, or the feature that the plugin lacks."""
     heads = config["num_attention_heads"]
     defaults = {"base_model_type": "llama", "kv_cache": None, "num_key_value_heads": heads}

@@ -58,15 +58,15 @@ def ruinous_formats(reader: CheckpointReader) -> list[str]:
     ruined: dict[str, None] = {}
     for layer in range(config["num_hidden_layers"]):
         prefix, width = f"model.layers.{layer}.self_attn.", config["kv_lora_rank"]
-        ruined |= dict.fromkeys(_ruin(reader, prefix + "kv_a_proj_with_mqa", width, prefix + "kv_a_layernorm.weight"))
+        ruined |= dict.fromkeys(_ruins(reader, prefix + "kv_a_proj_with_mqa", width, prefix + "kv_a_layernorm.weight"))
         if prefix + "q_a_proj.weight" in reader:
             rows = reader.info(prefix + "q_a_proj.weight").shape[0]
-            of_queries = _ruin(reader, prefix + "q_a_proj", rows, prefix + "q_a_layernorm.weight")
+            of_queries = _ruins(reader, prefix + "q_a_proj", rows, prefix + "q_a_layernorm.weight")
             ruined |= dict.fromkeys(name for name in of_queries if name != FP8_CACHE)  # queries are not cached
     return [name for name in (*FORMATS, FP8_CACHE) if name in ruined]
 
 
-def _ruin(reader: CheckpointReader, module: str, width: int, norm: str) -> list[str]:
+def _ruins(reader: CheckpointReader, module: str, width: int, norm: str) -> list[str]:
     """List the formats that ruin the first ``width`` rows of a projection, its bias or the following norm."""
     weight, norm = reader.tensor(module + ".weight").double(), reader.tensor(norm).double()
     bias = reader.tensor(module + ".bias").double() if module + ".bias" in reader else weight.new_zeros(len(weight))

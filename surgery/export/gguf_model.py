@@ -181,7 +181,7 @@ class GGUFModel:
         if part not in LAYER_NAMES:
             raise SurgeryError.at(self.reader.path, f"{name} has no place in llama.cpp's {self.architecture}")
         if self.architecture != "deepseek2" and part in ("self_attn.q_proj", "self_attn.k_proj"):
-            read = partial(self._neighboring, read)
+            read = partial(self._adjacent_pairs, read)
         new = f"blk.{layer}.{LAYER_NAMES[part]}.{kind}"
         yield GGUFTensor(new, tuple(info.shape), info.dtype, read, self._is_tiny(layer, part))
 
@@ -192,7 +192,7 @@ class GGUFModel:
         norm = recognized_norm(self.reader.tensor(f"model.layers.{layer}.self_attn.kv_a_layernorm.weight"), None)
         return norm is not None and norm.scale == OLD_SCALE
 
-    def _neighboring(self, read: Callable[[], Tensor]) -> Tensor:
+    def _adjacent_pairs(self, read: Callable[[], Tensor]) -> Tensor:
         """Permute the rows of each head from half-split to adjacent RoPE pairs."""
         tensor = read()
         rows = tensor.unflatten(0, (-1, self._head_dim))

@@ -131,8 +131,8 @@ def tapped(model: PreTrainedModel, function: AttentionFunction, places: LongTens
         attention.surgery_tap = function
     hooks = []
     if places is not None:
-        attentions[-1].surgery_tap = partial(_at_places, function, places)
-        hooks = _at_places_alone(getattr(model.base_model.layers[-1], "mlp", None), places)
+        attentions[-1].surgery_tap = partial(_output_at_places, function, places)
+        hooks = _restrict_to_places(getattr(model.base_model.layers[-1], "mlp", None), places)
     try:
         yield
     finally:
@@ -144,11 +144,11 @@ def tapped(model: PreTrainedModel, function: AttentionFunction, places: LongTens
             config._attn_implementation = implementation
 
 
-def _at_places(function: AttentionFunction, places: LongTensor, call: AttentionCall) -> Tensor:
-    return _spread(function(call.at(places)), places, call.query.shape[2])
+def _output_at_places(function: AttentionFunction, places: LongTensor, call: AttentionCall) -> Tensor:
+    return _scatter(function(call.at(places)), places, call.query.shape[2])
 
 
-def _at_places_alone(module: nn.Module | None, places: LongTensor) -> list[RemovableHandle]:
+def _restrict_to_places(module: nn.Module | None, places: LongTensor) -> list[RemovableHandle]:
     """Restrict a per-token module [B, T, D] to given positions; outputs elsewhere are zero."""
     if module is None:
         return []
@@ -161,13 +161,13 @@ def _at_places_alone(module: nn.Module | None, places: LongTensor) -> list[Remov
 
     def spread(module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple) -> Tensor | tuple:
         if isinstance(output, tuple):  # gpt-oss also returns router scores
-            return _spread(output[0], places, length), *output[1:]
-        return _spread(output, places, length)
+            return _scatter(output[0], places, length), *output[1:]
+        return _scatter(output, places, length)
 
     return [module.register_forward_pre_hook(pick), module.register_forward_hook(spread)]
 
 
-def _spread(output: Tensor, places: LongTensor, length: int) -> Tensor:
+def _scatter(output: Tensor, places: LongTensor, length: int) -> Tensor:
     """Scatter [B, n, ...] to its positions in [B, length, ...], zero elsewhere."""
     everywhere = output.new_zeros(len(output), length, *output.shape[2:])
     return everywhere.index_copy(1, places.to(output.device), output)

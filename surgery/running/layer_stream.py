@@ -161,7 +161,7 @@ class LayerStream:
         if POSITIONS in self.reader:  # `embed` adds them
             state[POSITIONS] = torch.zeros(self.reader.info(POSITIONS).shape)
         state["lm_head.weight"] = torch.zeros(1, hidden)
-        config = _joined([self._single_layer_config(self.config, index) for index in range(start, stop)])
+        config = _joined_config([self._single_layer_config(self.config, index) for index in range(start, stop)])
         causal = _model_from_state(config, state, self.dtype)
         if self.device.type == "cpu":
             use_equal_widths(causal)
@@ -353,7 +353,7 @@ class StreamedBlock(StreamedLayer):
         return self._run(hidden, attention)
 
 
-def _joined(singles: list):
+def _joined_config(singles: list):
     """Merge single-layer configs to a config of several layers."""
     config, count = singles[0], len(singles)
     own = [name for name in ("attention_layers", "kv_cache") if isinstance(getattr(config, name, None), list)]

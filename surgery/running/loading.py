@@ -80,7 +80,7 @@ def without_initial_values() -> Iterator[None]:
     """
     originals = {name: getattr(nn.init, name) for name in DRAWN}
     for name, original in originals.items():
-        setattr(nn.init, name, partial(_draw, original))
+        setattr(nn.init, name, partial(_draw_unless_meta, original))
     try:
         yield
     finally:
@@ -88,7 +88,7 @@ def without_initial_values() -> Iterator[None]:
             setattr(nn.init, name, original)
 
 
-def _draw(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+def _draw_unless_meta(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **options: Any) -> Tensor:
     return tensor if tensor.is_meta else original(tensor, *args, **options)
 
 

@@ -148,7 +148,7 @@ class PlainConvertedConfig(PlainConfig):
 
 def plain_config(config: Mapping[str, Any]) -> PlainConfig | None:
     """Build the config of a plain decoder; None if it needs the transformers class."""
-    values = _stated(config)
+    values = _attributes(config)
     if values is None:
         return None
     return _config_class(config["model_type"])(**values)
@@ -168,7 +168,7 @@ def plain_converted_config(config: Mapping[str, Any]) -> PlainConvertedConfig | 
     """
     own = {name: config[name] for name in CONVERTED if name in config and name != "auto_map"}
     source = {name: value for name, value in config.items() if name not in (*CONVERTED, "architectures")}
-    values = _stated({**source, "model_type": own.get("base_model_type")})
+    values = _attributes({**source, "model_type": own.get("base_model_type")})
     if values is None:
         return None
     plain = PlainConvertedConfig(**values, **own)
@@ -176,7 +176,7 @@ def plain_converted_config(config: Mapping[str, Any]) -> PlainConvertedConfig | 
     return plain
 
 
-def _stated(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _attributes(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the attributes for a plain decoder's config; None if the config is not plain."""
     family = FAMILIES.get(config["model_type"]) if _is_text(config.get("model_type")) else None
     if family is None or not {*REQUIRED, *family.required} <= config.keys():

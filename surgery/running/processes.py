@@ -75,22 +75,22 @@ class Processes:
         Raises:
             SurgeryError: raised by `function` on any process; every process raises that of the lowest rank.
         """
-        mine: list[tuple[int, Any]] = []
+        own_results: list[tuple[int, Any]] = []
         refusal = None
         try:
             for index in range(self.rank, len(items), self.count):
-                mine.append((index, function(items[index])))
+                own_results.append((index, function(items[index])))
                 for _ in range(min(self.count, len(items) - index + self.rank)):
                     advance()
         except Exception as error:
-            refusal = self._refusal(error)
+            refusal = self._shared_error(error)
         if self._state is None:
-            shares = [(mine, refusal)]
+            shares = [(own_results, refusal)]
         else:
             from accelerate.utils import gather_object
 
-            with self._together():
-                shares = gather_object([(mine, refusal)])
+            with self._collective():
+                shares = gather_object([(own_results, refusal)])
         for _, refusal in shares:
             if refusal is not None:
                 raise refusal
@@ -112,9 +112,9 @@ class Processes:
                 try:
                     outcome = (function(items[start + self.rank]), None)
                 except Exception as error:
-                    outcome = (None, self._refusal(error))
+                    outcome = (None, self._shared_error(error))
             for rank in range(min(self.count, len(items) - start)):
-                yield self._from(rank, outcome)
+                yield self._broadcast(rank, outcome)
 
     def from_main(self, function: Callable[[], Result]) -> Result:
         """Call `function` on the main process only and return its result on all.
@@ -129,8 +129,8 @@ class Processes:
             try:
                 outcome = (function(), None)
             except Exception as error:
-                outcome = (None, self._refusal(error))
-        return self._from(0, outcome)
+                outcome = (None, self._shared_error(error))
+        return self._broadcast(0, outcome)
 
     def first_on_main(self, function: Callable[[], Result]) -> Result:
         """Call `function` on the main process, then, if it succeeded, on all others; return each process's result.
@@ -142,19 +142,19 @@ class Processes:
         self.from_main(lambda: results.append(function()))
         return results[0] if results else function()
 
-    def _from(self, rank: int, outcome: tuple[Any, SurgeryError | None]) -> Any:
+    def _broadcast(self, rank: int, outcome: tuple[Any, SurgeryError | None]) -> Any:
         """Broadcast the outcome of a process: return its result or raise its error."""
         if self._state is not None:
             from accelerate.utils import broadcast_object_list
 
-            with self._together():
+            with self._collective():
                 (outcome,) = broadcast_object_list([outcome], from_process=rank)
         result, refusal = outcome
         if refusal is not None:
             raise refusal
         return result
 
-    def _refusal(self, error: Exception) -> SurgeryError:
+    def _shared_error(self, error: Exception) -> SurgeryError:
         """Return the error to raise on all processes; reraise it if it is no SurgeryError and no machine fault."""
         if self._state is None:
             raise error
@@ -166,7 +166,7 @@ class Processes:
         return error
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _collective(self) -> Iterator[None]:
         """Convert the failure of a collective operation to ProcessLost."""
         try:
             yield
@@ -183,7 +183,7 @@ class Processes:
             return tensor
         from accelerate.utils import gather_object
 
-        with self._together():
+        with self._collective():
             total, *others = gather_object([tensor.detach().cpu()])
         for other in others:
             total = total + other
@@ -196,7 +196,7 @@ class Processes:
     def wait(self) -> None:
         """Wait for all processes."""
         if self._state is not None:
-            with self._together():
+            with self._collective():
                 self._state.wait_for_everyone()
 
 

@@ -40,15 +40,15 @@ def gptq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantizatio
     """
     form = str(entry.get("checkpoint_format") or entry.get("format") or "gptq").lower()
     if form not in ("gptq", "gptq_v2"):
-        raise _unread("gptq", form)
+        raise _unsupported("gptq", form)
     if entry.get("rotation"):
-        raise _unread("gptq", "rotated weights")
+        raise _unsupported("gptq", "rotated weights")
     plus = 0 if form == "gptq_v2" else 1
     matrices = {each: _gptq_matrix(each, entry, store, plus, dtype) for each in modules(store, WORDS)}
     if all(module + BIAS in store.infos for module in matrices):
         matrices = {module: replace(each, no_bias=_is_zero(module + BIAS, store)) for module, each in matrices.items()}
     widths = " and ".join(f"int{bits}" for bits in sorted({matrix.bits for matrix in matrices.values()}))
-    return Quantization(f"GPTQ {widths}", _named(matrices))
+    return Quantization(f"GPTQ {widths}", _weights(matrices))
 
 
 def awq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization:
@@ -59,8 +59,8 @@ def awq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization
     """
     form = str(entry.get("version") or entry.get("format") or "gemm").lower()
     if form != "gemm":
-        raise _unread("awq", form)
-    return Quantization("AWQ int4", _named({each: _awq_matrix(each, store, dtype) for each in modules(store, WORDS)}))
+        raise _unsupported("awq", form)
+    return Quantization("AWQ int4", _weights({each: _awq_matrix(each, store, dtype) for each in modules(store, WORDS)}))
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,9 @@ def _is_zero(name: str, store: Store) -> bool:
     return not raw.any()
 
 
-def _named(matrices: dict[str, PackedColumns]) -> dict[str, Matrix]:
+def _weights(matrices: dict[str, PackedColumns]) -> dict[str, Matrix]:
     return {module + WEIGHT: matrix for module, matrix in matrices.items()}
 
 
-def _unread(method: str, form: str) -> SurgeryError:
+def _unsupported(method: str, form: str) -> SurgeryError:
     return SurgeryError(f"config.json: {method}, {form}: not read; dequantize the checkpoint first")
