@@ -16,7 +16,7 @@ KEY = "processor_class"
 
 
 def name_processor(source: Path, writer: CheckpointWriter) -> None:
-    """Add the processor class of the source's model type to config.json, unless a copied file names the class.
+    """Add the source's processor class to tokenizer_config.json, unless a file of the output names the class.
 
     Args:
         source: folder with the source's config.json.

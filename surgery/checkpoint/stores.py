@@ -51,7 +51,7 @@ def read_rows(ranges: ByteRanges, columns: int, itemsize: int, rows: Callable[[i
 
 
 class SafetensorsStore:
-    """Store of safetensors files, read without memory maps: those stay resident and would grow to the model's size."""
+    """Store of safetensors files, read without memory maps, whose pages would stay resident up to the model's size."""
 
     max_readers = 4  # one thread hashes about as fast as a disk reads
 

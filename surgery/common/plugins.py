@@ -38,7 +38,7 @@ def added(kind: str) -> tuple[str, ...]:
 
 
 class Registry(Mapping[str, Kind], Generic[Kind]):
-    """Read-only mapping from names to the plug-ins of one kind.
+    """Mapping from names to the plug-ins of one kind.
 
     Args:
         kind: plural noun, as in the entry-point group ``model_surgery.KIND``.

@@ -43,7 +43,7 @@ class Facts:
         biases: MLA only: whether the attention projections have biases.
         frequency_list: MLA only: whether RoPE frequencies are a list, neither default RoPE nor YaRN.
         yarn: MLA only: whether RoPE is YaRN: DeepSeek's models, and conversions of them.
-        real_experts: MLA only: whether there are MoE layers: also DeepSeek's models, and conversions of them.
+        real_experts: MLA only: whether there are MoE layers; again DeepSeek's models, and conversions of them.
         tied: whether the output head is tied to the embeddings.
         rope_beside: whether RoPE is also given in transformers 4's keys, next to ``rope_parameters``.
         windowed: whether any layer has a sliding window.
@@ -137,7 +137,7 @@ class Facts:
         return f"convert --to mla {flags}" if stock or (self.structure == OWN and self.base in PLAIN) else None
 
     def again_for(self, engine: str, with_biases: str | None = None) -> str | None:
-        """Return the conversion by ``--engine``, or by ``with_biases`` if there are biases, mostly the source's."""
+        """Return the conversion by ``--engine``; by flag ``with_biases`` for biases, which mostly are the source's."""
         flags = with_biases if self.biases else f"--engine {engine}"
         return flags and self.again(flags)
 

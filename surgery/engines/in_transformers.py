@@ -8,7 +8,7 @@ from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdi
 
 NAME = "transformers"
 EAGER = ("gemma2",)
-"""Families that need eager attention: the default of 5.19, SDPA, ignores logit softcapping."""
+"""Families that need eager attention: the default of 5.19, SDPA, ignores the softcap of attention scores."""
 PICTURES = "AutoModelForImageTextToText"
 """Auto class for vision-language models."""
 EAGERLY = ', attn_implementation="eager"'

@@ -48,7 +48,7 @@ FP8_CACHE = "an fp8 KV cache"
 
 
 def ruinous_formats(reader: CheckpointReader) -> list[str]:
-    """List the formats in which a stock MLA checkpoint produces garbage; empty for other models and GGUF sources.
+    """List the formats in which a stock MLA checkpoint produces garbage; empty for other models and quantized weights.
 
     Reads the latent projections with their norms and biases.
     """

@@ -27,7 +27,7 @@ NUMBER_BYTES = 2
 
 
 def cuda(facts: Facts, path: str) -> Verdict:
-    """Return the verdict for GPUs before Blackwell; none was run, so a yes means that vLLM's own check accepts."""
+    """Return the verdict for GPUs before Blackwell. None was run: a yes is that of vLLM's own check."""
     fields = {"engine": CUDA, "version": VLLM_CHECKED, "device": "CUDA before Blackwell"}
     if facts.structure == OWN:
         return _plugin(facts, path, fields)

@@ -31,7 +31,7 @@ def equal_widths_attention(
 
 
 def takes_attention_functions(model: PreTrainedModel) -> bool:
-    """Return whether the attention function of a model loaded with SDPA can be replaced."""
+    """Return whether a model is loaded with SDPA and supports other attention functions."""
     return getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
 
 

@@ -184,7 +184,7 @@ class LayerStream:
         return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm to hidden states [..., D], and the family's scale of its output."""
+        """Apply the final norm to hidden states [..., D], and the family's scale of the logits."""
         weight = self.reader.tensor("model.norm.weight").to(self.device, self.dtype)
         bias = self.reader.tensor(NORM_BIAS).to(weight) if NORM_BIAS in self.reader else None
         normed = self.normalize(hidden, weight + self.family.norm_offset, bias)

@@ -101,7 +101,7 @@ class Processes:
     def in_turn(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
         """Yield the results of `map` one by one, for large results: no process holds more than two.
 
-        Every process has to take all of them.
+        Every process must consume all results.
 
         Raises:
             SurgeryError: raised by `function` on any process, in place of its result.

@@ -49,7 +49,7 @@ class Opened:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Dtype of the attention's tensors."""
+        """Dtype of the attention weights."""
         return attention_dtype(self.reader)
 
 
@@ -156,7 +156,7 @@ class Source(Opened):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of every layer, or None."""
+        """Sliding window of each layer; None for full attention."""
         return tuple(self.family.window(self.config, layer) for layer in range(self.layers))
 
 
@@ -177,7 +177,7 @@ class OwnSource(Opened):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of every layer, or None."""
+        """Sliding window of each layer; None for full attention."""
         family = FAMILIES.get(getattr(self.config, "base_model_type", None))
         return tuple(family.window(self.config, layer) if family else None for layer in range(self.layers))
 

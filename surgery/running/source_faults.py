@@ -217,4 +217,4 @@ def _more(count: int) -> str:
 CAUSES: tuple[Callable[[CheckpointReader, Any, Comparison], str | None], ...] = (
     *(_prefix, _sharded, _layers, _vocabulary, _shape, _head, _missing, _unexpected),
 )
-"""Checks for causes, from the most to the least specific."""
+"""Checks for causes, the most explanatory first."""

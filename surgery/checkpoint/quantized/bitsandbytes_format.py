@@ -67,7 +67,7 @@ class ByTable:
         return tuple(self.module + part for part in (WEIGHT, FACTORS, TABLE, *nested, STATE + self.kind))
 
     def rows(self, read: ReadRows, first: int, after: int) -> Tensor:
-        """Rows [first, after), [after - first, columns], in float32."""
+        """Dequantize rows [first, after) to float32 [after - first, columns]."""
         columns = self.shape[1]
         start, stop = first * columns, after * columns
         packed = read(self.module + WEIGHT, start // 2, -(-stop // 2)).flatten()
@@ -102,7 +102,7 @@ class ByRow:
         return self.module + WEIGHT, self.module + LARGEST, *self.others
 
     def rows(self, read: ReadRows, first: int, after: int) -> Tensor:
-        """Rows [first, after), [after - first, columns], in float32."""
+        """Dequantize rows [first, after) to float32 [after - first, columns]."""
         largest = read(self.module + LARGEST, first, after).float()
         return read(self.module + WEIGHT, first, after).float() * (largest / 127)[:, None]
 

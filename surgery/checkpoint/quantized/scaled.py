@@ -78,7 +78,7 @@ class Scaled:
         return self.codes, self.scale, *self.others
 
     def rows(self, read: ReadRows, first: int, after: int) -> Tensor:
-        """Rows [first, after), [after - first, columns], in float32."""
+        """Dequantize rows [first, after) to float32 [after - first, columns]."""
         codes = read(self.codes, first, after)
         values = codes.float() if self.bits is None else self._unpacked(codes)
         low, high = first // self.block[0], -(-after // self.block[0])
