@@ -1,4 +1,4 @@
-"""Confidence intervals of paired differences, by bootstrap over samples (Efron 1979; Koehn 2004 for paired systems)."""
+"""Bootstrap confidence intervals of paired differences over samples (Efron 1979; Koehn 2004 for paired systems)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of a measured value minus that of the baseline on the same samples, with a 95% percentile interval.
+    """Mean difference from the baseline on the same samples, with a 95% percentile interval.
 
-    The interval covers the choice of samples only: not the seed of a calibration, nor other texts than those sampled.
-    A single sample says nothing of the choice: ``low`` and ``high`` are None.
+    The interval covers the sampling error only, neither the calibration seed nor the choice of text. With a single
+    sample there is no interval: ``low`` and ``high`` are None.
     """
 
     difference: float
@@ -28,10 +28,10 @@ class Difference:
 
 
 def paired_difference(measured: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Difference:
-    """Bootstraps the mean of `measured - baseline`, sample by sample.
+    """Bootstrap the mean of the per-sample differences `measured - baseline`.
 
     Raises:
-        SurgeryError: the two have different numbers of samples, or none.
+        SurgeryError: the numbers of samples differ or are 0.
     """
     if len(measured) != len(baseline) or not len(measured):
         raise SurgeryError(f"no paired comparison of {len(measured)} with {len(baseline)} samples")
@@ -40,7 +40,7 @@ def paired_difference(measured: Sequence[float], baseline: Sequence[float], seed
         return Difference(float(differences[0]), None, None, 1)
     rng = np.random.default_rng(seed)
     means = np.empty(RESAMPLES)
-    # A thousand resamples at a time: ten thousand of many samples would be gigabytes.
+    # In chunks of 1,000 resamples: all 10,000 of many samples would take gigabytes.
     for start in range(0, RESAMPLES, 1000):
         indices = rng.integers(len(differences), size=(1000, len(differences)))
         means[start : start + 1000] = differences[indices].mean(axis=1)

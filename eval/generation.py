@@ -1,8 +1,8 @@
-"""Greedy completions of many prompts: batched, and shared between processes.
+"""Batched greedy generation, distributed over processes.
 
-Prompts are batched by length and padded on the left. A batch's other rows and its padding decide in which order sums
-are rounded, so a prompt may complete differently in other company. That is why batches are formed before anything is
-dealt out: a run that is shared by several processes gives what one process gives.
+Prompts are sorted by length, batched and padded on the left. The composition of a batch and its padding affect
+floating-point rounding, so the completion of a prompt may depend on its batch. Batches are therefore formed before
+they are distributed: the results do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from surgery.eval.logits import evaluation_mode
 from surgery.eval.session import Session, device_of
 
 CACHE_POLICY = ("cache_implementation", "cache_config")
-"""What is kept of a checkpoint's generation config: which cache it decodes with is the model's, not the sampling's."""
+"""Fields kept from the checkpoint's generation config: the cache belongs to the model, not to the sampling."""
 
 
 def complete(
     model: PreTrainedModel, session: Session, prompts: Sequence[Sequence[int]], new_tokens: int, label: str
 ) -> list[list[int]]:
-    """Decodes every prompt greedily.
+    """Complete every prompt by greedy decoding.
 
-    Whatever sampling the checkpoint asks for in its generation config is ignored. Prompts longer than the model's
-    context are decoded like others.
+    The sampling parameters of the checkpoint's generation config are ignored. Prompts may exceed the model's context
+    length.
 
     Args:
-        prompts: token ids of each, of any lengths, nothing added to them.
-        new_tokens: at most this many are decoded.
-        label: what the progress bar says.
+        prompts: token ids of each prompt; used unchanged, no bos is added.
+        new_tokens: maximum number of decoded tokens per prompt.
+        label: label of the progress bar.
 
     Returns:
-        Token ids of each completion, in the order of `prompts`, on every process: without the prompt, cut before the
-        first end-of-sequence token, which is any that the generation config or the tokenizer names.
+        Token ids of the completions, in the order of `prompts`, on every process: without the prompt, cut before the
+        first eos token of the generation config or the tokenizer.
 
     Raises:
         SurgeryError: a prompt is empty.
@@ -95,7 +95,7 @@ def _before_eos(tokens: list[int], eos: list[int]) -> list[int]:
 
 @contextmanager
 def _generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Replaces the model's own generation config: `generate` fills from it whatever the one it is given leaves out."""
+    """Replace `model.generation_config`, from which `generate` fills the fields that its argument leaves unset."""
     own = model.generation_config
     model.generation_config = config
     try:

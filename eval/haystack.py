@@ -1,4 +1,4 @@
-"""Text to hide facts in, and how much of it fits in a prompt of a given length."""
+"""Haystack texts, and a search for the largest haystack that fits a prompt length."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from functools import cache
 from surgery.common.errors import SurgeryError
 
 REPEATED_SENTENCE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""The noise of RULER (arXiv:2404.06654) and of passkey retrieval before it (Mohtashami & Jaggi, arXiv:2305.16300)."""
+"""Noise text of RULER (arXiv:2404.06654) and of passkey retrieval (Mohtashami & Jaggi, arXiv:2305.16300)."""
 
 
 @dataclass(frozen=True)
 class Haystack:
-    """A text as a ring of small units, from which passages of any size are cut.
+    """Text as a circular sequence of units, from which passages of any size are cut.
 
     Attributes:
-        units: words, or lines with their ends.
-        separator: what joins units, and sentences: a space or nothing.
-        ends: for each unit, whether a sentence ends with it; a fact is only ever put after such a unit.
+        units: words, or lines with their newline.
+        separator: string that joins units and sentences: a space or empty.
+        ends: for each unit, whether it ends a sentence; facts are inserted only after such units.
     """
 
     units: tuple[str, ...]
@@ -29,7 +29,7 @@ class Haystack:
 
     @classmethod
     def of_words(cls, text: str) -> Haystack:
-        """Prose: units are words, and sentences end with a full stop, a question or an exclamation mark.
+        """Split prose into words; sentences end with a period, a question mark or an exclamation mark.
 
         Raises:
             SurgeryError: the text is empty.
@@ -39,7 +39,7 @@ class Haystack:
 
     @classmethod
     def of_lines(cls, text: str) -> Haystack:
-        """Source code: units and sentences are lines that are not blank.
+        """Split source code into its non-blank lines, each of which is a unit and a sentence.
 
         Raises:
             SurgeryError: the text is empty.
@@ -48,10 +48,10 @@ class Haystack:
         return cls(_some(lines), "", (True,) * len(lines))
 
     def sentences(self, start: int, count: int) -> list[str]:
-        """`count` units as sentences, the last one possibly cut short; after the last unit comes the first again.
+        """Return `count` consecutive units as sentences; the last sentence may be cut short.
 
-        They start at the first sentence from unit `start` on, a number of any size. A longer passage starts with the
-        shorter one.
+        The passage begins at the first sentence start at or after unit `start` and wraps around at the end of the
+        text, so `start` may be any integer. With the same `start`, a shorter passage is a prefix of a longer one.
         """
         size = len(self.units)
         start = next((place for place in range(start, start + size) if self.ends[(place - 1) % size]), start)
@@ -66,10 +66,10 @@ class Haystack:
 
 @cache
 def python_reference() -> str:
-    """English prose that is on every machine: the Python language reference, as `help()` carries it.
+    """Return the Python language reference that ships with `help()`, as English prose that needs no download.
 
-    About 165 kB in sentences, without headings, grammars and examples; copyright Python Software Foundation. It differs
-    between minor versions of Python, so results state its hash.
+    About 165 kB of sentences, without headings, grammars and examples; copyright Python Software Foundation. The text
+    differs between minor versions of Python, so results record its hash.
     """
     from pydoc_data.topics import topics
 
@@ -79,16 +79,17 @@ def python_reference() -> str:
 
 
 def largest_fit(measure: Callable[[int], int], room: int, least: int, start: int, slack: int = 0) -> int:
-    """The largest size from `least` on whose measure is at most `room`, where `measure` grows with the size.
+    """Find the largest size >= `least` for which `measure(size) <= room`; `measure` must not decrease.
 
-    The search ends for every function: the bracket narrows at each step by interpolation and at every third step by
-    half, and a measure that stops growing ends the search for an upper bound. What is returned was measured to fit.
+    The bracket narrows by interpolation, and by bisection at every third step, so the search always terminates. A
+    measure that stops growing ends the search for an upper bound. The returned size was measured to fit.
 
     Args:
-        measure: for example the tokens of a prompt with that much haystack.
-        least: known to fit.
-        start: a guess.
-        slack: a size whose measure falls short of `room` by no more than this is taken as well.
+        measure: size to cost, such as the number of prompt tokens with that much haystack.
+        room: the largest cost that fits.
+        least: smallest size, known to fit.
+        start: initial guess.
+        slack: stop early at a size whose measure is at least `room - slack`.
     """
     fits, fits_at = least, measure(least)
     over = over_at = None
@@ -97,7 +98,7 @@ def largest_fit(measure: Callable[[int], int], room: int, least: int, start: int
         measured = measure(probe)
         if measured <= room:
             if measured <= fits_at and probe >= least + 64 + 4 * room:
-                return probe  # more haystack makes no longer prompt
+                return probe  # the prompt no longer grows with the haystack
             slope = (measured - fits_at) / (probe - fits)
             fits, fits_at = probe, measured
         else:
@@ -111,7 +112,7 @@ def largest_fit(measure: Callable[[int], int], room: int, least: int, start: int
             probe = (fits + over) // 2
         else:
             ahead = (room - fits_at) / (over_at - fits_at) * (over - fits)
-            # Just past the estimate on the far side, so that both ends of the bracket close in.
+            # Probe slightly beyond the estimate, on the side of the farther end, so that both ends close in.
             nearer = 1 + ahead / 16 if ahead < (over - fits) / 2 else -(over - fits - ahead) / 16
             probe = min(max(fits + int(ahead + nearer), fits + 1), over - 1)
     return fits

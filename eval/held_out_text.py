@@ -1,4 +1,4 @@
-"""Held-out text as windows of tokens, each token knowing which text it is from and how many bytes it stands for."""
+"""Held-out text as windows of tokens, with the source and the UTF-8 bytes of each token."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Document:
-    """One long text.
+    """One long text with named sections.
 
     Attributes:
-        text: the text.
-        sections: where its parts begin, as (first character, name of the source), in order, the first at 0.
+        text: full text.
+        sections: (first character, name of the source) of each section, in order, the first at 0.
     """
 
     text: str
@@ -34,14 +34,14 @@ class Document:
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Windows of text to measure losses on.
+    """Token windows for loss evaluation.
 
     Attributes:
-        tokens: [N, T] int64, every window starting with the tokenizer's bos if it has one.
-        source: [N, T] int64, index into `sources` of every token.
-        bytes: [N, T] int64, UTF-8 bytes that every token stands for; 0 for a bos.
-        sources: names of the texts.
-        ids: [L] int64, the tokens of all text in its order, from which the windows were drawn.
+        tokens: [N, T] int64; every window starts with the tokenizer's bos if it has one.
+        source: [N, T] int64, index into `sources` for every token.
+        bytes: [N, T] int64, UTF-8 bytes of every token; 0 for bos.
+        sources: names of the sources.
+        ids: [L] int64, tokens of the whole text in order, from which the windows are drawn.
     """
 
     tokens: LongTensor
@@ -52,24 +52,25 @@ class HeldOutText:
 
     @property
     def sha256(self) -> str:
-        """Hash of the windows: equal hashes are equal data."""
+        """Hash of the windows; equal hashes mean equal data."""
         return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
 
     def first(self, count: int | None) -> HeldOutText:
-        """The first `count` windows; all for None."""
+        """Return the first `count` windows; None returns all."""
         return HeldOutText(self.tokens[:count], self.source[:count], self.bytes[:count], self.sources, self.ids)
 
 
 def held_out_text(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], windows: int, length: int, seed: int
 ) -> HeldOutText:
-    """Draws random windows from the documents, one after the other as one long text.
+    """Draw random windows from the concatenated documents.
 
-    Between documents stands the tokenizer's eos, if it has one. Windows may overlap, so intervals computed from them
-    are a little too narrow where many are drawn from a short text.
+    The tokenizer's eos separates documents, if it has one. Windows may overlap, so confidence intervals are slightly
+    too narrow if many windows are drawn from a short text.
 
     Args:
-        windows: N. length: T, bos included.
+        windows: number of windows N.
+        length: tokens per window T, bos included.
 
     Raises:
         SurgeryError: no documents, or too little text.
@@ -89,7 +90,7 @@ def held_out_text(
     ids, source, size = np.concatenate(parts, axis=1)
     bos = tokenizer.bos_token_id
     tokens = random_windows(ids, windows, length, seed, bos)
-    # Indices are drawn by the same draw, so that they lie next to their tokens.
+    # The same seed draws the same windows, so `index` aligns with `tokens`.
     index = random_windows(np.arange(len(ids)), windows, length, seed, None if bos is None else -1)
     text = index >= 0
     return HeldOutText(
@@ -102,14 +103,15 @@ def held_out_text(
 
 
 def _tokens_and_ends(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
-    """Token ids of a text, and the character after which each ends."""
+    """Return the token ids of a text and the end character offset (exclusive) of each token."""
     if not tokenizer.is_fast:
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        # Without offsets: the lengths of the pieces, good to a character or two where a piece is part of one.
+        # Slow tokenizers give no offsets. Lengths of decoded tokens are off by a character or two if a token holds
+        # only part of a character.
         ends = np.minimum(np.cumsum([len(tokenizer.decode([i])) for i in ids]), len(text))
         return ids, ends.tolist()
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    # A character of several tokens ends with its last one.
+    # A character that spans several tokens is counted at its last token.
     ends = np.maximum.accumulate([end for _, end in encoded.offset_mapping] or [0])
     return encoded.input_ids, ends.tolist()
 

@@ -1,4 +1,4 @@
-"""Bytes of a model's KV cache: counted in a live cache object, never computed from a config."""
+"""Bytes of a model's KV cache, counted in a live cache object instead of computed from the config."""
 
 import inspect
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.model.cache_argument import cache_for, returned_cache
 
 GROWTH_STEPS = 64
-"""Decoded tokens over which the growth of a cache is taken: a quantized cache may pack 32 or more tokens at a time."""
+"""Decode steps over which cache growth is averaged; quantized caches may pack 32 or more tokens at a time."""
 
 
 @dataclass(frozen=True)
 class KVUse:
-    """Contents of a model's live cache.
+    """Measured size of a model's live KV cache.
 
     Attributes:
-        context: tokens of each sequence in the cache.
-        batch: sequences.
-        held_bytes: of the whole cache at exactly `context` tokens.
-        bytes_per_token: `held_bytes` over all tokens of all sequences.
-        growth_per_token: bytes by which one sequence's cache grew per token, over the last decoded tokens. It differs
-            from `bytes_per_token` where some layers keep only a window, or old tokens take fewer bytes than new ones.
-        dtype: of the model, as in "bfloat16".
+        context: cached tokens per sequence.
+        batch: number of sequences.
+        held_bytes: bytes of the whole cache at exactly `context` tokens.
+        bytes_per_token: `held_bytes` divided by the tokens of all sequences.
+        growth_per_token: bytes added per token and sequence, averaged over the last decode steps. Differs from
+            `bytes_per_token` if layers keep only a window, or if old tokens take fewer bytes than new ones.
+        dtype: dtype of the model, such as "bfloat16".
     """
 
     context: int
@@ -40,12 +40,12 @@ class KVUse:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of every tensor that a live cache holds.
+    """Count the bytes of all tensors in a live cache.
 
-    Keys, values and whatever else its layers keep (latents, quantized values and their scales, indexer keys, recurrent
-    states) are found by walking the object, so that a cache class of anyone's is counted in full. Only integer scalars
-    are left out: they are position counters. Tensors that share a storage are counted once, views of it by their own
-    elements: a key expanded to many heads counts as one, the window of a sliding layer as its window.
+    Keys, values and other state of the layers (latents, quantized values and their scales, indexer keys, recurrent
+    states) are found by walking the object graph, so third-party cache classes are counted in full. Integer scalars
+    are skipped: they are position counters. Tensors that share a storage are counted once, and views by their own
+    elements: a key expanded over heads counts as one head, a slice of a larger buffer as the slice.
     """
     tensors = plain_tensors(cache)
     return storage_bytes(tensor for tensor in tensors if tensor.ndim > 0 or tensor.is_floating_point())
@@ -53,15 +53,15 @@ def cache_bytes(cache: Any) -> int:
 
 @torch.no_grad()
 def measure_kv(model: nn.Module, context: int, batch: int = 1) -> KVUse:
-    """Fills the cache that a model makes for itself with `context` random tokens, and counts what it holds.
+    """Fill the model's default cache with `context` random tokens and count its bytes.
 
-    All but the last 64 tokens are prefilled in one pass, and those are decoded one by one, so that what is counted is
-    the cache of a model that generates. (With fewer than 65 tokens, the first one is prefilled.)
+    All but the last 64 tokens are prefilled in one pass and the last 64 are decoded one by one, as in generation. For
+    contexts below 65, only the first token is prefilled.
 
     Args:
-        model: any causal model that returns its cache.
-        context: tokens of each sequence, at least 2.
-        batch: sequences.
+        model: causal model that returns its cache.
+        context: tokens per sequence, at least 2.
+        batch: number of sequences.
 
     Raises:
         SurgeryError: the model returns no cache.
@@ -79,20 +79,20 @@ def measure_kv(model: nn.Module, context: int, batch: int = 1) -> KVUse:
 
 
 def random_tokens(model: nn.Module, batch: int, length: int, seed: int = 0) -> LongTensor:
-    """Uniformly random token ids [batch, length], int64, where the model's inputs go; equal seeds give equal ones."""
+    """Draw uniformly random token ids [batch, length], int64, on the device of the model's inputs."""
     embedding = model.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(embedding.shape[0], (batch, length), generator=generator).to(embedding.device)
 
 
 def forward_with_cache(model: nn.Module, tokens: LongTensor, cache: Any) -> tuple[Any, Any]:
-    """One pass over `tokens` [B, T] after what is cached (None: nothing yet), as `generate` does it.
+    """Run one forward pass over `tokens` [B, T] with the given cache, or with a new one for None, as `generate` does.
 
-    Only the last position's logits are made if the model can leave out the others: those of a long prompt can take more
-    memory than all else.
+    Computes only the logits of the last position if the model supports `logits_to_keep`: the logits of a long prompt
+    can take more memory than everything else.
 
     Returns:
-        What the model returned, and the live cache in it.
+        The model's output and its live cache.
 
     Raises:
         SurgeryError: the model returns no cache.
@@ -105,10 +105,10 @@ def forward_with_cache(model: nn.Module, tokens: LongTensor, cache: Any) -> tupl
 
 
 def dtype_name(model: nn.Module) -> str:
-    """The dtype of a model's floating-point parameters, as in "bfloat16"; where they differ, the one of most of them.
+    """Return the dtype of most floating-point parameter elements, such as "bfloat16".
 
     Raises:
-        SurgeryError: there are none.
+        SurgeryError: the model has no floating-point parameters.
     """
     counts: dict[torch.dtype, int] = {}
     for parameter in model.parameters():

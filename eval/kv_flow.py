@@ -1,9 +1,9 @@
-"""Memory flow of keys and values during a text, and the share of full attention computed: measured on a live model.
+"""Peak KV memory and KV footprint, measured on a live model.
 
-A cache that is small once a prompt is read may have been large while it was read, and heads that are called streaming
-may still have looked at everything. So three numbers belong together: the bytes that the cache holds while it decodes
-(:func:`surgery.eval.kv_cache.measure_kv`), the most that keys and values took on the way there, and the share of full
-causal attention that was looked at, the KV footprint of PruLong (Bhaskar et al., arXiv:2506.17121).
+A cache that is small after prefill may have been large during prefill, and streaming heads may still have attended to
+the full context. Three figures therefore belong together: the cache bytes while decoding
+(:func:`surgery.eval.kv_cache.measure_kv`), the peak bytes of keys and values, and the share of full causal attention
+that was computed, which is the KV footprint of PruLong (Bhaskar et al., arXiv:2506.17121).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def measure_peak(model: PreTrainedModel, prompt: int, steps: int, chunk: int | None = None) -> int | None:
-    """The most bytes that keys and values take while a prompt of random tokens is read and continued, batch 1.
+    """Measure the peak bytes of keys and values while a random prompt is prefilled and continued, batch size 1.
 
-    Looked at after every `update` of a cache layer: what the whole cache holds, and the tensors that this update
-    returned as far as they are others, such as dequantized tokens, or a window and new tokens joined.
+    Sampled after every `update` of a cache layer: the bytes of the whole cache plus the returned tensors that do not
+    share its storage, such as dequantized tokens or a window concatenated with new tokens.
 
     Args:
-        model: any causal model that returns its cache.
-        prompt: tokens of it.
-        steps: tokens decoded after it, one by one.
-        chunk: tokens of the prompt in one pass; None: all.
+        model: causal model that returns its cache.
+        prompt: number of prompt tokens.
+        steps: number of tokens decoded one by one after the prompt.
+        chunk: prompt tokens per forward pass; None prefills in one pass.
 
     Returns:
-        Bytes; None where a cache is filled in another way than by updates of its layers.
+        Bytes; None if the cache is not filled through the `update` of its layers.
 
     Raises:
         SurgeryError: the model returns no cache.
@@ -55,12 +55,12 @@ def measure_peak(model: PreTrainedModel, prompt: int, steps: int, chunk: int | N
 
 @torch.no_grad()
 def measure_footprint(model: PreTrainedModel, prompt: int, steps: int, chunk: int | None = None) -> float | None:
-    """Pairs of a query of one head and a key that it could see, over those of full causal attention.
+    """Measure the share of full causal attention's query-key pairs that are visited over prefill and decoding.
 
-    Over the whole of reading a prompt and decoding; arguments and errors as of `measure_peak`.
+    Takes the arguments of `measure_peak`.
 
     Returns:
-        The share; None where the model's attention takes no function of ours.
+        Share in [0, 1]; None if the attention of the model cannot be replaced, or the model returns no cache.
     """
     counter, past = EntryCounter(), None
     pieces = _pieces(model, prompt, steps, chunk)
@@ -81,16 +81,16 @@ def _pieces(model: PreTrainedModel, prompt: int, steps: int, chunk: int | None) 
 
 
 def causal_entries(tokens: int) -> int:
-    """Pairs of a query and a key that it sees in one head of full causal attention."""
+    """Count the query-key pairs of one head of full causal attention."""
     return tokens * (tokens + 1) // 2
 
 
 @dataclass
 class EntryCounter:
-    """An attention function for `tapped` that counts the pairs of a query of one head and a key that it may see.
+    """Attention function for `tapped` that counts the visible query-key pairs over all query heads.
 
     Attributes:
-        entries: so far.
+        entries: pairs counted so far.
     """
 
     entries: int = 0
@@ -106,10 +106,10 @@ class EntryCounter:
 
 @dataclass
 class UpdateWatch:
-    """Bytes of all cache layers that are updated while `updates` is open.
+    """Recorder of the bytes of all cache layers that are updated while `updates` is open.
 
     Attributes:
-        peak: the most that they held at an update, with what it returned.
+        peak: maximum bytes over all updates, including the tensors that the update returned.
     """
 
     peak: int = 0
@@ -119,12 +119,12 @@ class UpdateWatch:
 
     @property
     def held(self) -> int:
-        """Bytes that the layers hold now."""
+        """Current bytes of the updated layers."""
         return sum(cache_bytes(layer) for layer, _ in self._layers.values())
 
     @contextmanager
     def updates(self) -> Iterator[None]:
-        """Watches every update of a cache layer of any class."""
+        """Patch the `update` method of every cache layer class to record bytes."""
         original = {cls: cls.__dict__["update"] for cls in _subclasses(CacheLayerMixin) if "update" in cls.__dict__}
         for cls, update in original.items():
             cls.update = self._watched(update)
@@ -142,7 +142,7 @@ class UpdateWatch:
                 returned = update(layer, *args, **kwargs)
             finally:
                 self._depth -= 1
-            if not self._depth:  # a layer may call that of another inside
+            if not self._depth:  # an update may call the update of another layer
                 self._note(layer, returned)
             return returned
 
@@ -150,9 +150,9 @@ class UpdateWatch:
 
     def _note(self, layer: Any, returned: Any) -> None:
         if self._last is not None:
-            # What a layer lends to the attention of this pass only is given back by now.
+            # The previous layer has freed by now the tensors that it returned to attention.
             self._layers[id(self._last)] = self._last, cache_bytes(self._last)
-        self._layers[id(layer)] = layer, cache_bytes([layer, returned])  # kept alive, so that no other gets its id
+        self._layers[id(layer)] = layer, cache_bytes([layer, returned])  # a reference keeps the id unique
         self._last = layer
         self.peak = max(self.peak, sum(size for _, size in self._layers.values()))
 

@@ -1,9 +1,9 @@
-"""Any task of EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), on a model that
-is already loaded, with the numbers that the harness' own command line gives.
+"""Tasks of EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness) on a loaded model.
 
-A task is run by the main process alone, while the others wait. The harness shards only models that it loaded itself,
-and its shards would batch other requests together, which changes rounding: two processes would not give the numbers of
-one. An interrupted task starts from scratch, for the same reason: the harness' cache keeps requests one by one.
+Results equal those of the `lm_eval` command line. A task runs on the main process only, while the other processes
+wait: the harness shards only models that it loaded itself, and sharding changes the batches and with them the
+rounding, so results would depend on the number of processes. For the same reason an interrupted task starts from
+scratch: the cache of the harness stores single requests.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 def task_identity(task: str, include_path: Path | None) -> dict[str, Any]:
-    """Return the facts that tell one version of a task from another, without loading its data.
+    """Return the version of a task without loading its data.
 
     Returns:
-        `folder_sha256` of all files under `include_path` (None without one), data and code of user tasks included;
-        `lm_eval`, the harness' version, which decides its own tasks. Data from the Hub is not part of it: the harness
-        takes the newest unless a task pins a revision.
+        `folder_sha256`: hash of all files under `include_path`, data and code of user tasks included; None without a
+        path. `lm_eval`: version of the harness, which determines its built-in tasks. Data from the Hub is not
+        included: the harness downloads the latest revision unless a task pins one.
 
     Raises:
         SurgeryError: the harness is not installed, the folder does not exist, or there is no such task.
@@ -57,25 +57,26 @@ def task_identity(task: str, include_path: Path | None) -> dict[str, Any]:
 def evaluate(
     model: PreTrainedModel, session: Session, task: str, include_path: Path | None, num_fewshot: int | None
 ) -> dict[str, Any]:
-    """Runs one task, group or tag of the harness on a loaded model, with the seeds of its command line.
+    """Run one task, group or tag of the harness on a loaded model, with the seeds of its command line.
 
-    The model is neither moved nor cast nor changed. The harness takes the longest context from the model's config.
+    The model is not moved, cast or modified. The harness reads the maximum context length from the model's config.
 
     Args:
-        task: as the harness names it.
-        include_path: folder of the user's own tasks, searched besides the harness'. Data files that its YAML names by
-            a relative path are looked for in the working directory, as by the harness itself.
-        num_fewshot: examples in each prompt; None for what the task says.
+        task: name in the harness.
+        include_path: folder of user tasks, searched in addition to the built-in ones. As in the harness, relative
+            paths of data files in a task's YAML refer to the working directory.
+        num_fewshot: few-shot examples per prompt; None for the task's default.
 
     Returns:
-        `metrics`: name to `value`, `stderr` (None where the harness has none) and `higher_is_better`; those of a
-        group's subtasks are called `subtask/metric` and follow the group's own. A filter other than "none" is part
-        of the name, as in `exact_match,strict-match`. Then `versions` by task; `n_shot`, None if subtasks differ;
-        `n_samples` of all subtasks together; and `lm_eval`, the harness' version. On every process.
+        On every process: `metrics`, a map from name to `value`, `stderr` (None if the harness gives none) and
+        `higher_is_better`; the metrics of a group's subtasks are named `subtask/metric` and follow those of the
+        group. A filter other than "none" is part of the name, as in `exact_match,strict-match`. Then `versions` by
+        task; `n_shot`, None if subtasks differ; `n_samples`, the sum over subtasks; and `lm_eval`, the version of the
+        harness.
 
     Raises:
-        SurgeryError: see `task_identity`; or the harness failed, for instance because data is neither here nor to be
-            downloaded, or because the task runs code that a model wrote.
+        SurgeryError: see `task_identity`; or the harness failed, for instance because data cannot be downloaded or
+            the task executes generated code.
     """
     task_identity(task, include_path)
     return session.processes.from_main(lambda: _evaluate(model, session, task, include_path, num_fewshot))
@@ -98,7 +99,7 @@ def _evaluate(
             )
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # the harness, its tasks and the user's own raise whatever they like
+        except Exception as error:  # the harness and user tasks may raise any exception
             reason = next(iter(str(error).strip().splitlines()), "")
             raise SurgeryError(f"lm-eval:{task} failed in the harness: {type(error).__name__}: {reason}") from error
         advance()
@@ -131,15 +132,15 @@ def _summary(results: dict[str, Any], task: str) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> float | None:
-    """JSON knows no infinities, and the harness says "N/A"."""
+    """Return a float, or None for infinities and NaN, which JSON lacks, and for the harness' "N/A"."""
     return float(value) if isinstance(value, Real) and math.isfinite(value) else None
 
 
 def _wrapped(model: PreTrainedModel, session: Session) -> LM:
-    """The model as the harness sees it."""
+    """Wrap the loaded model for the harness."""
     from lm_eval.models.huggingface import HFLM
 
-    # The harness sets a pad token where there is none: on a copy.
+    # A copy, because the harness sets a missing pad token.
     tokenizer = copy.deepcopy(session.tokenizer)
     return HFLM(pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=session.batch_size)
 
@@ -154,10 +155,10 @@ def _require_harness() -> None:
 
 
 def _manager(task: str, include_path: Path | None) -> TaskManager:
-    """The harness' index of tasks. Reading its own 14,000 takes seconds, and a single task of the user needs none."""
+    """Return the harness' task index; a single user task skips the 14,000 built-in ones, whose index takes seconds."""
     if include_path is not None:
         own = _index(str(include_path), False)
-        # A group or a tag may have members of the harness' own.
+        # Groups and tags may contain built-in tasks.
         if (entry := own.task_index.get(task)) is not None and isinstance((entry.cfg or {}).get("task"), str):
             return own
     everything = _index(include_path and str(include_path), True)
@@ -187,9 +188,9 @@ def _folder_sha256(folder: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the harness' log off the screen, and its record of the machine out.
+    """Silence the harness' log and skip its environment report.
 
-    That record starts git, which complains outside of a repository, and a dozen other programs; nothing of it is read.
+    The report starts git, which fails outside of a repository, and a dozen other programs; its result is unused.
     """
     from lm_eval import evaluator
 

@@ -1,7 +1,7 @@
-"""The logits of a causal language model on given sequences, without ever holding all of them in fp32.
+"""Logits of a causal language model, computed a few positions at a time to bound memory.
 
-The logits of 8k positions over a vocabulary of 128k take 4 GB in fp32, more than many models' weights. `LogitReader`
-therefore keeps the hidden states of a batch and turns a few positions at a time into logits.
+The fp32 logits of 8k positions over a vocabulary of 128k take 4 GB, more than the weights of many models.
+`LogitReader` therefore stores hidden states and applies the LM head to a few positions at a time.
 """
 
 import copy
@@ -16,22 +16,22 @@ from surgery.common.errors import SurgeryError
 from surgery.model.cache_argument import cache_for, returned_cache
 
 ROWS_AT_ONCE = 512
-"""Positions, over a whole batch, whose fp32 logits exist at one time: 256 MB for a vocabulary of 128k."""
+"""Positions of a batch whose fp32 logits are materialized at once: 256 MB for a vocabulary of 128k."""
 
 
 class LogitReader:
-    """Reads the logits of a causal model at chosen positions, a few at a time.
+    """Reader of a causal model's logits at selected positions, a few at a time.
 
-    Most models are a body and a linear head, and then only hidden states are kept. Some do more after the head (a
-    softcap, a scale), or have no such parts. Which it is cannot be told from a config, so the split is tried on a few
-    tokens and used only if its logits equal the model's bit for bit. Otherwise the model's own logits, in its own
-    dtype, are kept, and only their conversion to fp32 is done in parts.
+    For models that are a decoder followed by a linear LM head, only hidden states are stored. Other models process
+    the logits further (softcap, scale) or have no separate head. The config does not tell, so the split is tried on a
+    few tokens and used only if its logits equal the model's bit for bit. Otherwise the model's logits are stored in
+    its dtype, and only the conversion to fp32 is done a few positions at a time.
     """
 
     def __init__(self, model: nn.Module, tokens: LongTensor) -> None:
-        """`tokens` [N, T]: the first few are used to try the split."""
+        """Try the split into decoder and head on the first few of `tokens` [N, T]."""
         self._model = model
-        # Weights on the meta device are brought in for each pass, by hooks that move what the pass is given too.
+        # Offloaded weights are on the meta device; the hooks that load them for each pass move the inputs too.
         devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
         self._device = next(devices, tokens.device)
         self._body, self._head = _body_and_head(model)
@@ -40,23 +40,23 @@ class LogitReader:
 
     @property
     def splits(self) -> bool:
-        """Return whether hidden states are stored instead of logits."""
+        """True if hidden states are stored instead of logits."""
         return self._head is not None
 
     def states(self, tokens: LongTensor) -> Tensor:
-        """Runs the model on `tokens` [B, T]; returns its states [B, T, hidden size or vocabulary], model dtype."""
+        """Run the model on `tokens` [B, T] and return states [B, T, hidden size or vocabulary] in the model's dtype."""
         module = self._body if self.splits else self._model
         output = module(input_ids=tokens.to(self._device), use_cache=False)
         return output.last_hidden_state if self.splits else output.logits
 
     def extend(self, tokens: LongTensor, cache: Any) -> tuple[Tensor, Any]:
-        """Runs the model on `tokens` [B, T] after those in `cache` (None at the start).
+        """Run the model on `tokens` [B, T] that follow the tokens in `cache` (None for an empty cache).
 
         Returns:
-            States as in `states`, and the live cache that the model made or went on with.
+            States as in `states`, and the new or updated cache.
 
         Raises:
-            SurgeryError: the model keeps no cache.
+            SurgeryError: the model returns no cache.
         """
         module = self._body if self.splits else self._model
         output = module(input_ids=tokens.to(self._device), use_cache=True, **cache_for(module, cache))
@@ -65,11 +65,11 @@ class LogitReader:
         return output.last_hidden_state if self.splits else output.logits, cache
 
     def frozen_head(self) -> nn.Module | None:
-        """A copy of the head, to make logits of states when the model has gone; None where states are logits."""
+        """Copy the LM head, to compute logits after the model is freed; None if states are logits."""
         return copy.deepcopy(self._head).requires_grad_(False) if self.splits else None
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [B, n, vocabulary] in fp32 of states [B, n, ...] at any n positions."""
+        """Compute fp32 logits [B, n, vocabulary] from states [B, n, ...] at any n positions."""
         return (self._head(states) if self.splits else states).float()
 
     def _split_is_exact(self, tokens: LongTensor) -> bool:
@@ -79,15 +79,15 @@ class LogitReader:
         expected = self._model(input_ids=tokens, use_cache=False).logits
         try:
             logits = self._head(self._body(input_ids=tokens, use_cache=False).last_hidden_state)
-        except Exception:  # whatever stops an unusual body from being called alone, the whole model can be read instead
+        except Exception:  # a body that cannot be called alone for any reason: fall back to the whole model
             return False
-        # A tolerance would be wrong here: a softcap of 30 leaves small logits almost unchanged and large ones not.
+        # No tolerance: a softcap of 30 leaves small logits almost unchanged, but not large ones.
         return torch.equal(logits, expected)
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Puts a model in evaluation mode, and exactly those of its modules that were training back afterwards."""
+    """Switch a model to evaluation mode and restore the training flag of each module on exit."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

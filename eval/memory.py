@@ -1,4 +1,4 @@
-"""Memory that runs out while something is measured, and contexts that a model was not made for."""
+"""Out-of-memory handling in measurements, and a note for contexts beyond a model's position limit."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ Result = TypeVar("Result")
 
 
 class OutOfMemory:
-    """Result of `unless_out_of_memory` where memory ran out."""
+    """Result of `unless_out_of_memory` if an allocation failed."""
 
 
 def unless_out_of_memory(function: Callable[[], Result]) -> Result | OutOfMemory:
-    """`function()`, or `OutOfMemory()` if an accelerator or the CPU refuses an allocation.
+    """Return `function()`, or `OutOfMemory()` if an allocation fails on an accelerator or the CPU.
 
-    A Linux system that promises more memory than it has may end the process instead; that cannot be caught.
+    With memory overcommit, Linux may kill the process instead, which cannot be caught.
     """
     try:
         return function()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    free_memory()  # only here is the traceback gone, and with it the tensors of its frames
+    free_memory()  # after the except block, which drops the traceback and the tensors in its frames
     return OutOfMemory()
 
 
 def free_memory() -> None:
-    """Gives back what nothing refers to any more, on an accelerator too."""
+    """Collect garbage and empty the CUDA allocator's cache."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def beyond_trained_context(model: nn.Module, context: int) -> str | None:
-    """A remark if `context` exceeds the positions that the model's config promises, else None."""
+    """Return a note if `context` exceeds the `max_position_embeddings` of the model's config, else None."""
     config = getattr(model, "config", None)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is None or context <= positions:
@@ -47,8 +47,8 @@ def beyond_trained_context(model: nn.Module, context: int) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an accelerator or the CPU refused an allocation."""
+    """Return whether an error is a failed allocation on an accelerator or the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # The CPU's allocator has no exception of its own; these are its words on Linux and macOS, and on Windows.
+    # The CPU allocator raises a RuntimeError with these messages on Linux, macOS and Windows.
     return any(words in str(error).lower() for words in ("can't allocate memory", "not enough memory", "out of memory"))

@@ -1,13 +1,13 @@
-"""Planted recall: does a model still find, far back in its context, what only attention can bring?
+"""Planted recall: retrieval of random facts from far back in the context.
 
-Facts are planted at random depths of ordinary text, and one of them is asked for at the end:
+Facts are planted at random depths of ordinary text, and a question at the end asks for one of them:
 
     # The secret key of queue is 48213.
     ...
     # Recall: the secret key of queue is 48213.
 
-The digits are random, so neither the weights nor the nearby text can know them. The loss hardly notices when a
-conversion breaks the few heads that do this; recall does.
+The digits are random, so they can be predicted neither from the weights nor from nearby text, only by attention. If a
+conversion breaks the few retrieval heads, recall drops while the loss barely changes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ NAMES = (
     "module", "node", "option", "packet", "queue", "record", "socket", "table", "user", "value", "worker", "zone",
 )
 # fmt: on
-"""Subjects of facts. The order is part of the task: a seed picks names by their place in it."""
+"""Names of facts. The order is part of the task: a seed picks names by index."""
 
-# Every line starts and ends with a newline, so that it is tokenized alike wherever it is put.
+# Facts start and end with a newline, so that they are tokenized the same at every position.
 FACT = "\n# The secret key of {name} is {value}.\n"
 QUESTION = "\n# Recall: the secret key of {name} is"
 ANSWER = " {value}"
@@ -48,9 +48,9 @@ class RecallSet:
     """Recall prompts with their answers.
 
     Attributes:
-        tokens: [N, T] int64, each row text with planted facts, then a question and its answer.
-        answer_mask: [N, T] bool, true at the tokens of the answer's digits (tokens to be predicted, not positions that
-            predict).
+        tokens: [N, T] int64; each row is text with planted facts, followed by a question and its answer.
+        answer_mask: [N, T] bool, true at the digit tokens of the answer (the targets, not the positions that predict
+            them).
     """
 
     tokens: LongTensor
@@ -58,17 +58,17 @@ class RecallSet:
 
 
 def fact_line(name: str, value: str) -> str:
-    """The line that plants a fact."""
+    """Return the line that states a fact."""
     return FACT.format(name=name, value=value)
 
 
 def recall_line(name: str, value: str) -> str:
-    """The line that asks for a fact and answers."""
+    """Return the question for a fact, followed by its answer."""
     return (QUESTION + ANSWER + ENDING).format(name=name, value=value)
 
 
 def draw_facts(rng: random.Random, count: int) -> list[tuple[str, str]]:
-    """`count` facts (name, five random digits) with different names.
+    """Draw `count` facts (name, five random digits) with distinct names.
 
     Raises:
         SurgeryError: `count` is below 1 or above the number of names.
@@ -87,19 +87,19 @@ def recall_prompts(
     seed: int,
     facts: int = 4,
 ) -> RecallSet:
-    """Builds recall prompts: bos, text with facts at random depths, and at the end the question for one, answered.
+    """Build recall prompts: bos, text with facts at random depths, the question for one fact and its answer.
 
     Args:
-        tokenizer: of the model to measure. Prompts start with its bos token if it has one.
-        filler_ids: token ids of the text between the facts; windows of it are drawn at random.
+        tokenizer: tokenizer of the evaluated model. Prompts start with its bos token if it has one.
+        filler_ids: token ids of the filler text, from which random windows are drawn.
         count: number of prompts N.
-        length: tokens T of every prompt, bos and answer included.
-        seed: equal seeds give equal prompts.
-        facts: facts in each prompt, one of which is asked for.
+        length: tokens per prompt T, bos and answer included.
+        seed: random seed; equal seeds give equal prompts.
+        facts: facts per prompt; the question asks for one of them.
 
     Raises:
-        SurgeryError: the text is too short, the facts do not fit in the length, or the tokenizer joins the end of the
-            question to the answer so that the question alone is no prompt.
+        SurgeryError: the text is too short, the facts do not fit in the length, or the tokenizer merges the end of the
+            question with the answer.
     """
     check_longer_than(len(filler_ids), length)
     filler = np.asarray(filler_ids)
@@ -109,15 +109,14 @@ def recall_prompts(
 
 
 def recall_hits(reader: LogitReader, tokens: LongTensor, query_mask: BoolTensor) -> list[bool]:
-    """Return which prompts of one batch [B, T] are answered right, all five digits, greedily.
+    """Return for each prompt of a batch [B, T] whether greedy decoding gives all five digits.
 
-    The model sees the right answer while it is measured, and its most likely token is compared at every place of it.
-    That decides the same as letting it decode greedily after the question: as long as it has been right, what it
-    decoded is what it is shown, so all places are right in one case if and only if they are in the other. Only the
-    number of digits right after a first mistake may differ, and that is not counted.
+    The right answer is fed to the model (teacher forcing), and the argmax is compared with it at every answer token.
+    This is equivalent to greedy decoding after the question: up to the first wrong token, decoded and given tokens
+    are equal. Only the number of right digits after the first error may differ, and it is not counted.
 
     Args:
-        query_mask: [B, T], true at the tokens of the answers.
+        query_mask: [B, T], true at the answer tokens.
     """
     first = int(query_mask.any(0).nonzero()[0])
     guess = reader.logits(reader.states(tokens)[:, first - 1 : -1]).argmax(-1).to(tokens.device)
@@ -128,7 +127,7 @@ def recall_hits(reader: LogitReader, tokens: LongTensor, query_mask: BoolTensor)
 def _prompt(
     tokenizer: PreTrainedTokenizerBase, filler: np.ndarray, length: int, rng: random.Random, facts: int
 ) -> tuple[list[int], list[bool]]:
-    """One prompt and its answer mask, both of `length`. The order of the random draws defines the task."""
+    """Build a prompt and its answer mask, both of `length`. The order of the random draws is part of the task."""
     start = rng.randint(0, len(filler) - length - 1)
     text = filler[start : start + length].tolist()
     pairs = draw_facts(rng, facts)
@@ -150,10 +149,10 @@ def _prompt(
 
 
 def answered_question(tokenizer: PreTrainedTokenizerBase, name: str, value: str) -> tuple[list[int], range]:
-    """Token ids of the whole recall line, and which of them are the digits asked for.
+    """Return the token ids of the recall line and the range of its digit tokens.
 
     Raises:
-        SurgeryError: the tokens of the question change when the answer follows.
+        SurgeryError: the question is tokenized differently when the answer follows.
     """
     line = tokenize(tokenizer, recall_line(name, value))
     question = tokenize(tokenizer, QUESTION.format(name=name))

@@ -1,4 +1,4 @@
-"""Token sequences to measure a model on: random windows of one long text."""
+"""Token sequences for evaluation: random windows of one long text."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of `text` alone: no bos, no eos, and no warning that a whole file exceeds the model's context."""
+    """Tokenize `text` without bos or eos, and without the warning that it exceeds the model's context length."""
     return tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
 
 def random_windows(
     token_ids: Sequence[int] | np.ndarray, count: int, length: int, seed: int, bos: int | None
 ) -> LongTensor:
-    """Draws `count` windows of one long text, each at a uniformly random offset; they may overlap.
+    """Draw `count` windows of one long text at uniformly random offsets; windows may overlap.
 
-    With a `bos` every window is that token and `length - 1` tokens of text, so that it looks like the start of a
-    document to the model; without one it is `length` tokens of text.
+    With `bos`, a window is that token and `length - 1` tokens of text, like the start of a document. Without it, a
+    window is `length` tokens of text.
 
     Returns:
         Token ids [count, length], int64. Equal arguments give equal windows, on every machine.
 
     Raises:
-        SurgeryError: nothing was asked for, or the text has no more than `length` tokens.
+        SurgeryError: `count` is below 1, `length` is below 2, or the text has no more than `length` tokens.
     """
     if count < 1 or length < 2:
         raise SurgeryError(f"cannot draw {count} windows of {length} tokens: at least 1 of at least 2 tokens is needed")
@@ -47,7 +47,7 @@ def random_windows(
 
 
 def check_longer_than(available: int, length: int) -> None:
-    """Raises SurgeryError unless a text of `available` tokens has room for a random window of `length`."""
+    """Raise SurgeryError unless a text of `available` tokens has room for a random window of `length` tokens."""
     if available <= length:
         raise SurgeryError(
             f"the text has {available} tokens, too few for windows of {length}: use a longer text or a smaller length"

@@ -1,4 +1,4 @@
-"""Session that all tasks of one evaluation share, and the interface of a task."""
+"""Shared session of the tasks of an evaluation, and the task interface."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 
 class ProgressLike(Protocol):
-    """Bars on standard error: `surgery.common.progress.Progress`, or anything with these methods."""
+    """Interface of progress bars; `surgery.common.progress.Progress` implements it."""
 
     def phase(self, name: str, total: int, unit: str = ...) -> AbstractContextManager[Callable[..., None]]:
-        """Gives a function that advances the bar by one, or by what it is given."""
+        """Open a bar; the context gives a function that advances it by one, or by its argument."""
 
     def note(self, text: str) -> None:
-        """A line between bars."""
+        """Print a line between bars."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """Context of every task besides the model.
+    """Context that all tasks share, apart from the model.
 
     Attributes:
-        tokenizer: one for all models of the report; losses over different tokens do not compare.
-        processes: the processes that share the work.
-        progress: bars.
-        batch_size: sequences at a time. Part of a result's identity: rounding depends on it.
-        seed: of every random choice.
-        limit: at most this many samples a task, for a quick look; None for all.
+        tokenizer: shared by all models of a report, since losses over different tokens are not comparable.
+        processes: processes that the work is distributed over.
+        progress: progress bars.
+        batch_size: sequences per batch. Part of a result's identity: rounding depends on it.
+        seed: seed of all random choices.
+        limit: maximum number of samples per task, for a quick run; None for all.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,40 +47,40 @@ class Session:
 
 
 class Task(Protocol):
-    """One thing to measure. A new task is a file in `eval/tasks/` and a line in `surgery/evaluation/kinds.py`.
+    """Evaluation task. A new task is a file in `eval/tasks/` and a line in `surgery/evaluation/kinds.py`.
 
     Attributes:
-        name: what `--tasks` calls it, and the key of its result in the report.
-        native: whether it is measured in the checkpoint's own dtype (bytes, speed) rather than in the one asked for.
+        name: name in `--tasks`, and key of the result in the report.
+        native: whether the task runs in the checkpoint's dtype (bytes, speed) instead of the evaluation's dtype.
     """
 
     name: str
     native: ClassVar[bool]
 
     def settings(self) -> dict[str, Any]:
-        """Everything that decides the result besides the model: sizes, seeds, hashes of the data. Plain values.
+        """Return everything but the model that determines the result: sizes, seeds, data hashes. Plain values.
 
-        Results compare only if these are equal.
+        Results are comparable only if their settings are equal.
         """
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any) -> dict[str, Any]:
-        """Measures `model`. Plain values for JSON; per-sample values where a paired comparison needs them.
+        """Evaluate `model` and return JSON-serializable values, per sample if a paired comparison needs them.
 
-        A result that has a `headline` gets a column of every report: its `value`, and if they are given `title`,
-        `about` (the title in words, with the unit), `better` ("low" or "high") and `share` (true for a share of one).
-        With `samples`, one number a sample, it is compared with the baseline's too.
+        A `headline` in the result adds a column to every report: `value`, and optionally `title`, `about` (a longer
+        title with the unit), `better` ("low" or "high") and `share` (true for a value in [0, 1]). With `samples`, one
+        value per sample, the column is also compared with the baseline.
 
-        `kept` is what `keep` gave for the baseline, for tasks that have it; None otherwise, and where there is no
+        `kept` is the return value of `keep` for the baseline, or None if the task has no `keep` or there is no
         baseline.
         """
 
 
 @runtime_checkable
 class ComparingTask(Protocol):
-    """A task that compares with the baseline sample by sample while both are at hand."""
+    """Task that compares each model with stored outputs of the baseline."""
 
     def keep(self, model: PreTrainedModel, session: Session) -> Any:
-        """Return the part of the baseline that is needed after it has gone."""
+        """Return the outputs of the baseline that are needed after the model is freed."""
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -89,7 +89,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has done all it was given."""
+    """Wait until an accelerator has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type != "cpu":

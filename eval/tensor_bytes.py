@@ -1,4 +1,4 @@
-"""Bytes that tensors really take: found inside any object, and counted by the storage that they share."""
+"""Storage bytes of the tensors inside any object; tensors that share a storage are counted once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of plain tensors: views of one storage by their own elements, at most the storage, the same view once."""
+    """Count the bytes of plain tensors: identical views once, views of one storage by their elements, capped at it."""
     views: dict[tuple[torch.device, int], dict[tuple, int]] = {}
     limits: dict[tuple[torch.device, int], int] = {}
     for tensor in tensors:
@@ -24,12 +24,12 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Every plain tensor reachable from an object through attributes and containers, but not through modules."""
+    """Yield every plain tensor reachable from an object through attributes and containers, but not through modules."""
     yield from _walk(value, set())
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers; weights that are tied, as an embedding and its head, count once."""
+    """Count the bytes of all parameters and buffers; tied weights, such as embedding and LM head, count once."""
     return storage_bytes(plain_tensors([*model.parameters(), *model.buffers()]))
 
 
@@ -41,7 +41,7 @@ def _walk(value: Any, ids: set[int]) -> Iterator[Tensor]:
         if not is_traceable_wrapper_subclass(value):
             yield value
             return
-        # Quantized tensors of torchao and quanto own no storage: they wrap codes, scales and zero points.
+        # Quantized tensors of torchao and quanto own no storage: they wrap quantized values, scales and zero points.
         children = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
     elif isinstance(value, Mapping):
         children = list(value.values())

@@ -1,4 +1,4 @@
-"""Per-token losses of a batch, in one forward pass and through a live cache, and divergence from a baseline."""
+"""Per-token losses of a batch, from one forward pass or through the KV cache, and divergence from a baseline."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from surgery.eval.logits import ROWS_AT_ONCE, LogitReader
 
 
 def losses_of_states(reader: LogitReader, states: Tensor, targets: LongTensor) -> Tensor:
-    """Cross-entropy in nats [B, n], fp32 on the CPU, of `targets` [B, n] predicted by the states [B, n, ...]."""
+    """Compute the cross-entropy [B, n] in nats, fp32 on the CPU, of `targets` [B, n] given states [B, n, ...]."""
     return _losses(reader, states, targets).cpu()
 
 
 def losses_through_cache(reader: LogitReader, tokens: LongTensor, decoded: int) -> Tensor:
-    """Cross-entropy [B, T-1] of `tokens` [B, T], read through the cache that the model keeps while it decodes.
+    """Compute the cross-entropy [B, T-1] of `tokens` [B, T] through the model's KV cache.
 
-    All tokens but the last `decoded` are prefilled in one go, those are fed one by one, each seeing the earlier ones
-    only as the cache holds them. For a model whose cache is exact this equals the losses of one forward pass.
+    The last token is only a target. Of the rest, all but the last `decoded` tokens are prefilled in one pass and those
+    are fed one by one, so that they attend to earlier tokens through the cache. For a lossless cache this equals the
+    losses of one forward pass up to rounding.
 
     Raises:
-        SurgeryError: the model keeps no cache, or `decoded` leaves nothing to prefill.
+        SurgeryError: the model returns no cache, or `decoded` leaves nothing to prefill.
     """
     length = tokens.shape[1]
     if not 1 <= decoded < length - 1:
         raise SurgeryError(f"cannot decode {decoded} of {length} tokens: from 1 to {length - 2} are possible")
-    # The last token is only predicted.
+    # The last token is only a target.
     prefill = length - 1 - decoded
     states, cache = reader.extend(tokens[:, :prefill], None)
     losses = [_losses(reader, states, tokens[:, 1 : prefill + 1])]
@@ -42,17 +43,17 @@ def losses_through_cache(reader: LogitReader, tokens: LongTensor, decoded: int) 
 def losses_and_divergence(
     reader: LogitReader, states: Tensor, targets: LongTensor, baseline_head: nn.Module | None, baseline_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compare predictions with a baseline's at the same positions; logits, which cost most, are made once for all.
+    """Compute losses and the divergence from a baseline at the same positions, with one computation of the logits.
 
     Args:
-        states: of the model, [B, n, ...].
-        targets: [B, n].
-        baseline_head, baseline_states: the baseline's frozen head and its states [B, n, ...]; without a head the
-            states are logits.
+        states: states of the model [B, n, ...].
+        targets: target tokens [B, n].
+        baseline_head: frozen LM head of the baseline; None if `baseline_states` are logits.
+        baseline_states: states of the baseline [B, n, ...].
 
     Returns:
-        Cross-entropy as `losses_of_states` gives it, KL(baseline || model) in nats, and whether both have the same most
-        likely token: [B, n] each, on the CPU.
+        Cross-entropy as in `losses_of_states`, KL(baseline || model) in nats, and whether the top-1 tokens agree:
+        [B, n] each, on the CPU.
     """
     losses, kl, same = [], [], []
     for part, other, target in _in_parts(states, baseline_states, targets.to(states.device)):
@@ -67,7 +68,7 @@ def losses_and_divergence(
 
 
 def _losses(reader: LogitReader, states: Tensor, targets: LongTensor) -> Tensor:
-    """Losses of `losses_of_states`, on the device of the logits."""
+    """Compute `losses_of_states` on the device of the logits."""
     targets, parts = targets.to(states.device), []
     for part, labels in _in_parts(states, targets):
         logits = reader.logits(part)
@@ -77,6 +78,6 @@ def _losses(reader: LogitReader, states: Tensor, targets: LongTensor) -> Tensor:
 
 
 def _in_parts(states: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """All cut along positions, so that few rows of logits exist at one time."""
+    """Split tensors along positions, so that at most `ROWS_AT_ONCE` rows of logits are materialized at once."""
     positions = max(1, ROWS_AT_ONCE // len(states))
     return zip(*(each.split(positions, dim=1) for each in (states, *others)), strict=True)

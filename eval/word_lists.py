@@ -1,5 +1,7 @@
-"""Words for generated tasks: common, short English words, none of which is part of another, so that an answer which is
-looked for in a longer output cannot be found inside another word."""
+"""Word lists for synthetic tasks: common, short English words, none a substring of another.
+
+Scoring searches the output for the answer as a substring, which must not match inside another word.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +74,10 @@ ADJECTIVES, NOUNS, VERBS = (tuple(words.split()) for words in (_ADJECTIVES, _NOU
 
 
 def draw_distinct(rng: random.Random, draw: Callable[[random.Random], str], count: int) -> list[str]:
-    """`count` different results of `draw`; a longer list starts with the shorter one of an equal `rng`.
+    """Draw `count` distinct words; with an equal `rng`, a shorter list is a prefix of a longer one.
 
     Raises:
-        SurgeryError: `draw` hardly knows that many, instead of drawing for ever.
+        SurgeryError: `draw` has too few distinct results.
     """
     words: dict[str, None] = {}
     for _ in range(20 * count + 1000):
@@ -87,5 +89,5 @@ def draw_distinct(rng: random.Random, draw: Callable[[random.Random], str], coun
 
 
 def adjective_noun(rng: random.Random) -> str:
-    """A name like "swift-maple"."""
+    """Draw a name like "swift-maple"."""
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
