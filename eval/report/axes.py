@@ -1,4 +1,4 @@
-"""Axes of a report's plots: contexts, shares, quantities over decades, and changes around zero."""
+"""Axis scales and ticks of report plots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from surgery.eval.report.tables import signed
 
 
 def context_axis(ax: Axes, contexts: list[int]) -> None:
-    """Contexts across, log2, with a tick at each that was measured, thinned to what there is room for."""
+    """Format a log2 x axis of context lengths, with ticks at the measured contexts, thinned to at most six."""
     ticks = sorted(set(contexts))
     ax.set_xscale("log", base=2)
     _ticks(ax.xaxis, ticks[:: -(-len(ticks) // 6)], lambda value: f"{value:,.0f}")
@@ -22,7 +22,7 @@ def context_axis(ax: Axes, contexts: list[int]) -> None:
 
 
 def share_axis(ax: Axes, values: list[float]) -> None:
-    """Shares of one across, log2: every halving is a tick."""
+    """Format a log2 x axis of shares, with a tick at every power of two."""
     low, high = min(values) / 1.3, max(values) * 1.3
     ax.set_xscale("log", base=2)
     ax.set_xlim(low, high)
@@ -31,7 +31,7 @@ def share_axis(ax: Axes, values: list[float]) -> None:
 
 
 def decades_axis(ax: Axes, values: list[float]) -> None:
-    """Positive quantities up, log10, with ticks at 1, 2, 5, or at 1 alone where they span many decades."""
+    """Format a log10 y axis of positive values, with ticks at 1, 2, 5, or at 1 only if the range exceeds 300x."""
     low, high = min(values), max(values)
     steps = (1, 2, 5) if high < 300 * low else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -42,7 +42,7 @@ def decades_axis(ax: Axes, values: list[float]) -> None:
 
 
 def change_axis(ax: Axes, values: list[float], *, linear: bool = False) -> None:
-    """Changes up, zero marked. Log far from zero where bad rows would press good ones onto it, unless it is linear."""
+    """Format a y axis of changes with a line at zero; symlog if outliers dwarf small changes, unless `linear`."""
     sizes = sorted(abs(value) for value in values if value)
     ax.axhline(0, color=MUTED, linewidth=0.7, zorder=0)
     if not sizes:
@@ -71,6 +71,6 @@ def _plain(value: float) -> str:
 
 
 def _signed(value: float) -> str:
-    """Format a tick with as many decimals as 0.003, 2.5 or 40 needs."""
+    """Format a tick with as many decimals as needed: 0.003, 2.5, 40."""
     digits = next((d for d in range(8) if abs(value * 10**d - round(value * 10**d)) < 1e-6), 8)
     return signed(value, digits)

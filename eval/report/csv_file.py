@@ -1,4 +1,4 @@
-"""The report as a CSV file: one line a row, exact numbers."""
+"""CSV export of a report: one line per row, unrounded values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IDENTITY = ("name", "role", "path", "sha256", "class", "dtype")
 
 
 def write(report: Report, path: Path) -> None:
-    """Writes every row of `report`: what it is, its headline numbers with their intervals, then all of `scalars`.
+    """Write every row of `report`: identity, headline values with their intervals, and all `scalars`.
 
     Raises:
         SurgeryError: the file cannot be written.

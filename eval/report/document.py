@@ -1,4 +1,4 @@
-"""The report itself: a plain dictionary, how rows compare with the baseline, and how reports merge."""
+"""Reports as plain dictionaries: reading, comparison with the baseline, and merging."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.bootstrap import paired_difference
 
 SCHEMA = 1
-# Settings that decide results besides those of each task: reports in which they differ do not mix.
+# Settings that determine results besides those of each task; reports in which they differ cannot be merged.
 SHARED_SETTINGS = ("seed", "limit", "batch_size", "dtype", "device", "context")
 
 Report = dict[str, Any]
 ReportRow = dict[str, Any]
 
-# Per-sample values of a row's results, by what the comparison is called.
+# Functions from a row's results to per-sample values, by the key of the comparison.
 SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
     "loss": lambda results: results["loss"]["per_sequence"],
     "cached_loss": lambda results: results["loss"]["cached"]["per_sequence"],
@@ -36,7 +36,7 @@ SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
 
 
 def compare_with_baseline(row: ReportRow, baseline: ReportRow, seed: int) -> dict[str, Any]:
-    """Paired differences of a row to the baseline's in everything that both have samples of."""
+    """Compute paired differences of a row from the baseline for every task with samples of both."""
     differences = {}
     for name, samples in SAMPLES.items():
         try:
@@ -52,12 +52,12 @@ def compare_with_baseline(row: ReportRow, baseline: ReportRow, seed: int) -> dic
 
 
 def baseline_of(report: Report) -> ReportRow | None:
-    """The row that others are compared with."""
+    """Return the row that the other rows are compared with; None without a baseline."""
     return next((row for row in report["rows"] if row["name"] == report.get("baseline")), None)
 
 
 def finish(report: Report) -> Report:
-    """Fills in what follows from the rows together: KV shares of, and differences to, the baseline."""
+    """Add the KV shares of each row and its comparison with the baseline, in place."""
     baseline = baseline_of(report)
     for row in report["rows"]:
         row["kv"]["ratio"] = row["kv"]["held_bytes"] / baseline["kv"]["held_bytes"] if baseline else None
@@ -78,10 +78,10 @@ def dig(value: Any, *path: str) -> Any:
 
 
 def read_report(path: str | Path) -> Report:
-    """Reads report.json, or that of the folder it is in.
+    """Read a report from its JSON file or from a folder with a report.json.
 
     Raises:
-        SurgeryError: it cannot be read, or is something else.
+        SurgeryError: the file cannot be read, or is not a report of this schema.
     """
     path = Path(path)
     path = path / "report.json" if path.is_dir() else path
@@ -100,10 +100,10 @@ def read_report(path: str | Path) -> Report:
 
 @contextlib.contextmanager
 def undamaged(names: Sequence[str]) -> Iterator[None]:
-    """Says in one line that reports are damaged where the block, which merges and shows them, meets what none has.
+    """Convert errors of the block, which merges and renders reports, to one message that a report is damaged.
 
     Raises:
-        SurgeryError: a part is missing, or is of another kind.
+        SurgeryError: a part of a report is missing or has the wrong type.
     """
     try:
         yield
@@ -113,16 +113,16 @@ def undamaged(names: Sequence[str]) -> Iterator[None]:
 
 
 def merge(reports: Sequence[Report], names: Sequence[str]) -> Report:
-    """One report of several, made at different times but on the same data with the same settings.
+    """Merge reports that were made on the same data with the same settings.
 
-    The baseline is that of the first report that has one; another report's baseline, if it is the same model, is the
-    same row. Rows of one name must be of one model; what a later report measured of it besides is added.
+    The baseline is that of the first report that has one; the baselines of all reports must be the same model. Rows
+    with the same name must be the same model; results that only a later report has are added.
 
     Args:
-        names: what to call the reports in errors.
+        names: names of the reports in errors.
 
     Raises:
-        SurgeryError: data, settings or baselines differ, or one name stands for two models.
+        SurgeryError: data, settings or baselines differ, or two models have the same name.
     """
     if not reports:
         raise SurgeryError("no report to compare: give the report.json of two or more evaluations")
@@ -171,7 +171,7 @@ def _add_row(rows: list[ReportRow], row: ReportRow, report: str) -> None:
 
 
 def _check_baselines(reports: Sequence[Report], names: Sequence[str], merged: Report) -> None:
-    """KL is to the baseline of its own report, so all must have had the same."""
+    """Check that all reports have the same baseline, to which their KL divergences refer."""
     rows = {row["name"]: row for row in merged["rows"]}
     expected = rows.get(merged["baseline"])
     for report, name in zip(reports, names, strict=True):

@@ -1,4 +1,4 @@
-"""All plots of a report by name, and as PNG files."""
+"""Registry of report plots, and their export as PNG files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surgery.eval.report.tables import Report
 
 
 class Plot(NamedTuple):
-    """A plot of a report: its title in words, and what draws it (None if there is nothing to draw)."""
+    """Title of a plot and its drawing function, which returns None if there is nothing to draw."""
 
     title: str
     draw: Callable[[Report], Figure | None]
@@ -33,7 +33,7 @@ PLOTS = {
 
 
 def save_pngs(report: Report, folder: Path, keys: Iterable[str] = tuple(PLOTS)) -> dict[str, Path]:
-    """Writes the plots `keys` that `report` has something for as ``KEY.png``; gives the paths by key of `PLOTS`.
+    """Write the non-empty plots among `keys` as ``KEY.png``; return the paths by key of `PLOTS`.
 
     Raises:
         SurgeryError: a file cannot be written.
@@ -43,9 +43,9 @@ def save_pngs(report: Report, folder: Path, keys: Iterable[str] = tuple(PLOTS)) 
 
 
 def save_needle_png(report: Report, folder: Path) -> dict[str, Path]:
-    """Writes the needle heat map of each row that has one as ``needle-NAME.png``; gives the paths by name of the row.
+    """Write the needle heat map of each row that has one as ``needle-NAME.png``; return the paths by row name.
 
-    Letters that a file name cannot hold become dashes; if two names then agree, the row's number tells them apart.
+    Characters that are invalid in file names become dashes; if two names then collide, the row's index is appended.
 
     Raises:
         SurgeryError: a file cannot be written.
@@ -62,6 +62,6 @@ def save_needle_png(report: Report, folder: Path) -> dict[str, Path]:
 
 
 def needle_names(row: object, number: int) -> tuple[str, str]:
-    """The file of a row's needle heat map, and the one it has where another row has the first."""
+    """Return the file name of a row's needle heat map, and the name to use if the first one is taken."""
     name = file_name(row, "row")
     return f"needle-{name}.png", f"needle-{name}-{number}.png"

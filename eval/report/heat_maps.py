@@ -1,4 +1,4 @@
-"""Heat maps of a report: needles by depth and length, RULER-style scores by row and task."""
+"""Heat maps of a report: needle scores by depth and length, RULER-style scores by row and task."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from surgery.eval.report.plots import WIDTH
 from surgery.eval.report.style import INK, PAPER, label, styled
 from surgery.eval.report.tables import Report, ReportRow, dig
 
-COLORS = colormaps["cividis"]  # reads the same with every kind of color vision, and in gray
+COLORS = colormaps["cividis"]  # safe for color vision deficiency and in grayscale
 LIMIT_COLOR = "#d55e00"
-CELL_DARK, CELL_LIGHT = "#101010", "#ffffff"  # numbers on cells, whose colors no theme changes
+CELL_DARK, CELL_LIGHT = "#101010", "#ffffff"  # text on cells, independent of the page's theme
 
 
 @styled
 def needle(report: Report) -> Figure | None:
-    """Share of needles found, a panel a row: length across, depth down, the model's limit as an orange line."""
+    """Plot needles found by length (x) and depth (y), one panel per row; an orange line marks the model's limit."""
     rows = [row for row in report["rows"] if dig(row, "results", "needle", "grid")]
     if not rows:
         return None
@@ -34,7 +34,7 @@ def needle(report: Report) -> Figure | None:
 
 @styled
 def ruler(report: Report) -> Figure | None:
-    """Scores by row and RULER-style task, a panel a length; tasks of earlier versions on generated data have a star."""
+    """Plot scores by row and RULER-style task, one panel per length; a star marks old tasks on generated data."""
     rows = [row for row in report["rows"] if dig(row, "results", "ruler", "lengths")]
     if not rows:
         return None
@@ -86,7 +86,7 @@ def _needle_panel(ax: Axes, row: ReportRow) -> None:
 
 
 def _cells(ax: Axes, values: list[list[float | None]], names: list[str]) -> None:
-    """Shares of one as colored cells with their percentage, first line on top; cells without a value stay empty."""
+    """Draw shares as colored cells with their percentage, first line on top; cells without a value stay empty."""
     numbers = [[float("nan") if value is None else value for value in line] for line in values]
     ax.pcolormesh(numbers, cmap=COLORS, vmin=0, vmax=1, edgecolor=PAPER, linewidth=0.8)
     for y, line in enumerate(values):

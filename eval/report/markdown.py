@@ -1,4 +1,4 @@
-"""The headline table in Markdown, for places that show text files and no pages."""
+"""Markdown rendering of a report: verdict and headline table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from surgery.eval.report.verdict import verdict
 
 
 def render(report: Report) -> str:
-    """A short document: what came out, the table, what its numbers are."""
+    """Render the verdict, the headline table and explanations of its columns."""
     table, settings, environment = headline(by_bytes(report)), report["settings"], report.get("environment") or {}
     machine = environment.get("device_name", settings["device"])
     versions = ", ".join(f"{name} {environment.get(name)}" for name in ("torch", "transformers"))

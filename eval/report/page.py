@@ -1,7 +1,7 @@
-"""The report as one HTML page that needs nothing else: no network, no other file.
+"""Rendering of a report as one self-contained HTML page, without external files or network access.
 
-`page.html` escapes everything of the report. A content security policy forbids the page to load or send anything,
-should something slip through.
+`page.html` escapes all values of the report. As a second line of defense, a content security policy forbids the page
+to load or send anything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLICY = (
 
 
 class Drawn(NamedTuple):
-    """A plot on the page; some of its rows can be turned off."""
+    """Plot on the page; `has_rest` tells whether it has rows that can be hidden."""
 
     title: str
     svg: Markup
@@ -35,7 +35,7 @@ class Drawn(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of the page."""
+    """Section of the page."""
 
     key: str
     title: str
@@ -46,7 +46,7 @@ class Section(NamedTuple):
 
 
 def render(report: Report) -> str:
-    """The page as text, to be written as UTF-8. Sections of tasks that were not run are left out."""
+    """Render the page as HTML text for UTF-8; sections of tasks that were not run are omitted."""
     report = by_bytes(report)
     return html.render(
         Path(__file__).with_name("page.html"),
@@ -83,7 +83,7 @@ SECTIONS = (
      "Relative error of each converted layer's own output, and how each checkpoint was made."),
 )
 # fmt: on
-"""Key, title, plots, tables, tables that repeat what a plot shows and are folded, and a line that explains."""
+"""Sections as (key, title, plots, tables, folded tables that repeat a plot's data, explanation)."""
 
 
 def _sections(report: Report) -> list[Section]:

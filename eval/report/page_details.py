@@ -1,4 +1,4 @@
-"""The page's parts that are not measurements: what the models wrote, how they were made, what decided the numbers."""
+"""Page sections besides measurements: completions, conversions, settings, checkpoints and times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def conversions(report: Report) -> Table | None:
 
 
 def healing_run(conversion: dict) -> str | None:
-    """``entity/project/run_id`` of the wandb run that healed a checkpoint; None if there is none."""
+    """Return ``entity/project/run_id`` of the wandb run that healed a checkpoint; None without one."""
     run = dig(conversion, "healing", "wandb") or {}
     if not run.get("run_id"):
         return None
@@ -42,7 +42,7 @@ def healing_run(conversion: dict) -> str | None:
 
 
 def facts(report: Report) -> dict[str, list[tuple[str, str]]]:
-    """Settings, tasks with their data hashes, and environment: pairs by title."""
+    """Collect settings, tasks with their data hashes, and environment as (key, text) pairs by block title."""
     blocks = {
         "Settings": report.get("settings"),
         "Environment": report.get("environment"),
@@ -54,7 +54,7 @@ def facts(report: Report) -> dict[str, list[tuple[str, str]]]:
 
 
 def flattened(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings as (dotted key, plain value); lists stay whole."""
+    """Yield nested settings as (dotted key, value); lists are not flattened."""
     if not isinstance(values, dict):
         yield prefix, values
         return
@@ -63,7 +63,7 @@ def flattened(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def checkpoints(report: Report) -> Table | None:
-    """Class, dtype and hash of what was measured."""
+    """Build the table of the measured checkpoints: class, dtype, path and hash."""
     lines = []
     for row in report["rows"]:
         hashed = (f"sha256 {row['sha256']}",) if row.get("sha256") else ()
@@ -72,7 +72,7 @@ def checkpoints(report: Report) -> Table | None:
 
 
 def times(report: Report) -> Table | None:
-    """Build the table of the time that each task took of each row."""
+    """Build the table of the time that each task took for each row."""
     tasks = list(dict.fromkeys(task for row in report["rows"] for task in row.get("seconds") or {}))
     lines = [(row, [dig(row, "seconds", task) for task in tasks]) for row in report["rows"]]
     return of_rows(report, [Column(task, "", duration) for task in tasks], lines if tasks else [], "Time of measuring")

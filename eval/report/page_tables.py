@@ -1,4 +1,4 @@
-"""The page's tables of measurements. Each takes the report and gives None if there is nothing to show."""
+"""Measurement tables of the page. Each function takes the report and returns None if there is nothing to show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_SOURCES_ACROSS = 6
 
 
 def headline(report: Report) -> Table:
-    """The headline table, with what each row is."""
+    """Build the headline table, with a description below each row's name."""
 
     def name(row: ReportRow) -> Cell:
         return replace(name_cell(report, row), below=(described(row),))
@@ -25,7 +25,7 @@ def headline(report: Report) -> Table:
 
 
 def name_cell(report: Report, row: ReportRow) -> Cell:
-    """A row's name, with its color and kind as in the plots."""
+    """Build the cell of a row's name, with the row's role and its color in the plots."""
     look = next(look for each, look in zip(report["rows"], looks(report), strict=True) if each is row)
     return Cell(row["name"], tone=str(row.get("role") or ""), mark=look.color)
 
@@ -37,18 +37,18 @@ def of_rows(
     caption: str,
     *notes: str,
 ) -> Table | None:
-    """A table whose first column names rows of the report; None if it has no line."""
+    """Build a table whose first column is the row's name; None without lines."""
     rows = [(name_cell(report, row), *values) for row, values in lines]
     return Table.of(["row", *columns], rows, caption, notes) if rows else None
 
 
 def number(title: str, digits: int, about: str = "") -> Column:
-    """A column of numbers with so many decimals."""
+    """Build a column of numbers with `digits` decimals."""
     return Column(title, about, lambda value: f"{value:,.{digits}f}")
 
 
 def by_source(report: Report) -> Table | None:
-    """Loss as perplexity and bits a byte, and of the sources of the text if they are few."""
+    """Build the table of loss, perplexity and bits per byte, with one column per text source if there are few."""
     across = _sources(report)
     across = across if len(across) <= MOST_SOURCES_ACROSS else []
     lines = []
@@ -66,7 +66,7 @@ def by_source(report: Report) -> Table | None:
 
 
 def by_many_sources(report: Report) -> Table | None:
-    """A line for each source of the text, where they are too many for columns."""
+    """Build the table of loss with one line per text source, if there are too many for columns."""
     sources, rows = _sources(report), [row for row in report["rows"] if dig(row, "results", "loss")]
     if len(sources) <= MOST_SOURCES_ACROSS:
         return None
@@ -78,7 +78,7 @@ def by_many_sources(report: Report) -> Table | None:
 
 
 def recall(report: Report) -> Table | None:
-    """Recall with the number of prompts behind it."""
+    """Build the table of recall, its change and the number of prompts."""
     lines = []
     for row in report["rows"]:
         if result := dig(row, "results", "recall"):
@@ -95,7 +95,7 @@ def recall(report: Report) -> Table | None:
 
 
 def ruler(report: Report) -> Table | None:
-    """Build the table that completes the heat map: averages by length, and the meaning of a star."""
+    """Build the table of average RULER-style scores by length, with a note on the heat map's stars."""
     lengths = {n for row in report["rows"] for n in dig(row, "results", "ruler", "lengths") or {}}
     lengths = sorted(lengths, key=int)
     lines = []
@@ -109,7 +109,7 @@ def ruler(report: Report) -> Table | None:
 
 
 def lm_eval(report: Report) -> Table | None:
-    """Every metric of every lm-eval task, with its standard error."""
+    """Build the table of all metrics of all lm-eval tasks, with standard errors."""
     lines = []
     for row in report["rows"]:
         for task in lm_eval_tasks(row):
@@ -126,7 +126,7 @@ def lm_eval(report: Report) -> Table | None:
 
 
 def speed(report: Report) -> Table | None:
-    """Tokens a second by context and batch."""
+    """Build the table of tokens per second by context and batch size."""
     lines, measured = [], {}
     for row in report["rows"]:
         result = dig(row, "results", "speed") or {}

@@ -1,4 +1,4 @@
-"""Quality against KV bytes: what a row costs, what it keeps, and which rows no other row beats at both."""
+"""Pareto plots of quality against KV bytes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ HOLLOW = "variant"
 
 @dataclass(frozen=True)
 class Point:
-    """A row in the plane.
+    """Row of a report as a point of the plot.
 
     Attributes:
+        row: row of the report.
+        look: color and marker of the row.
         x: KV bytes, as a share of the baseline's or absolute.
-        y: quality: a change from the baseline, or the value itself.
-        low, high: 95 % interval of y; equal to y where there is none.
+        y: quality, as a change from the baseline or absolute.
+        low, high: 95% interval of y; equal to y without an interval.
     """
 
     row: ReportRow
@@ -40,7 +42,7 @@ class Point:
 
 @styled
 def loss(report: Report) -> Figure | None:
-    """KV share against the change of the loss from the baseline (nats a token), or the loss if there is no baseline."""
+    """Plot the loss change from the baseline in nats per token, or the loss without one, against the KV share."""
     points = _points(report, "loss", ("results", "loss", "loss"), scale=1)
     change = _is_relative(report)
     title = f"loss, change from {label(report['baseline'])}, nats a token" if change else "loss, nats a token"
@@ -49,7 +51,7 @@ def loss(report: Report) -> Figure | None:
 
 @styled
 def recall(report: Report) -> Figure | None:
-    """KV share against the change of recall from the baseline in percentage points, or the recall in per cent."""
+    """Plot the recall change from the baseline in percentage points, or the recall in percent, against the KV share."""
     points = _points(report, "recall", ("results", "recall", "accuracy"), scale=100)
     change = _is_relative(report)
     title = f"recall, change from {label(report['baseline'])}, points" if change else "recall, %"
@@ -99,7 +101,7 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
         line = {"color": MUTED, "linewidth": 1, "linestyle": (0, (1, 2)), "drawstyle": "steps-post", "zorder": 1}
         ax.plot([p.x for p in rivals], [p.y for p in rivals], **line, label="no cheap baseline is better at both")
     for point in points:
-        # Interval ends are drawn as they are: a paired bootstrap interval need not hold its own estimate.
+        # Drawn as an interval, not as an error around y: a bootstrap interval need not contain the estimate.
         bar = {"color": point.look.color, "linewidth": 1.4, "zorder": 2, "gid": None if id(point) in labeled else REST}
         ax.plot([point.x] * 2, [point.low, point.high], **bar)
         ax.plot(
@@ -140,9 +142,9 @@ def _legend(ax: Axes, roles: set, better: str) -> None:
 
 
 def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point], labeled: set[int]) -> None:
-    """Writes every name next to its point, at the first place around it where it covers nothing drawn before.
+    """Label every point, at the candidate position of `PLACES` that overlaps no label and the fewest markers and lines.
 
-    Those that are always shown come first. A name that would cover another one wherever it stood is left out.
+    Points that are always shown come first. A label that would overlap another one at every position is omitted.
     """
     figure.draw_without_rendering()
     scale = figure.dpi / 72
@@ -168,7 +170,7 @@ def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point
 
 
 def _box(mark: tuple, width: float, height: float, place: tuple, scale: float) -> tuple:
-    """Return the box of a name at a side of its point: left, bottom, right, top in pixels."""
+    """Compute the bounding box of a label next to its point: left, bottom, right, top in pixels."""
     dx, dy, ha, va = place
     x = mark[0] + dx * scale - {"left": 0, "center": width / 2, "right": width}[ha]
     bottom = mark[1] + dy * scale - {"bottom": 0, "center": height / 2, "top": height}[va]
@@ -189,11 +191,11 @@ PLACES = tuple(
         (0, -9, "center", "top"),
     )
 )
-"""Places of a name around its point: offset in points and alignment, best first."""
+"""Candidate positions of a label around its point: offset in points and alignment, best first."""
 
 
 def _steps(corners: list) -> list[tuple]:
-    """The boxes that the frontier's line takes: from each point across to the next one's place, then up or down."""
+    """Return the bounding boxes of the frontier's steps: horizontal to the x of the next point, then vertical."""
     boxes = []
     for (x, y), (next_x, next_y) in pairwise(corners):
         boxes.append((x, y - 1, next_x, y + 1))

@@ -1,6 +1,6 @@
-"""The plots of a report. Each takes the report and gives a matplotlib `Figure`, or None if there is nothing to draw.
+"""Line plots of a report. Each function returns a matplotlib `Figure`, or None if there is nothing to draw.
 
-Figures are made without pyplot: nothing global changes and nothing has to be closed.
+Figures are created without pyplot, so there is no global state and nothing to close.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from surgery.eval.report.style import INK, REST, Look, label, looks, styled
 from surgery.eval.report.tables import Report, ReportRow, dig
 
 WIDTH = 12.0
-"""Inches; at the page's 96 pixels an inch all of a page's column."""
+"""Figure width in inches: the page's column at 96 pixels per inch."""
 
 
 @styled
 def loss_by_position(report: Report) -> Figure | None:
-    """Loss along the context, and next to it what each row loses against the baseline, nats a token."""
+    """Plot the loss by position, and next to it the change from the baseline, in nats per token."""
     drawn = [
         (row, look, {(b["start"] + b["end"]) / 2: b["loss"] for b in dig(row, "results", "loss", "by_position")})
         for row, look in zip(report["rows"], looks(report), strict=True)
@@ -45,7 +45,7 @@ def loss_by_position(report: Report) -> Figure | None:
         change_axis(axes[1], _heights(axes[1]))
     buckets = [bucket for row, *_ in drawn for bucket in row["results"]["loss"]["by_position"]]
     for ax in axes:
-        if len({bucket["end"] - bucket["start"] for bucket in buckets}) > 2:  # growing, and perhaps a cut last one
+        if len({bucket["end"] - bucket["start"] for bucket in buckets}) > 2:  # growing buckets; the last may be cut
             context_axis(ax, [bucket["end"] for bucket in buckets])
         ax.set_xlabel("position in the sequence, tokens")
     return _with_legend(figure, axes)
@@ -53,7 +53,7 @@ def loss_by_position(report: Report) -> Figure | None:
 
 @styled
 def speed(report: Report) -> Figure | None:
-    """Decoded tokens a second against context, a panel a batch size."""
+    """Plot decoded tokens per second against the context length, one panel per batch size."""
     points = [
         (row, look, point)
         for row, look in zip(report["rows"], looks(report), strict=True)
@@ -77,7 +77,7 @@ def speed(report: Report) -> Figure | None:
 
 @styled
 def layer_errors(report: Report) -> Figure | None:
-    """Relative error of each converted layer's own output, a panel for each lossy stage; and the ranks if they vary."""
+    """Plot the relative error of each converted layer, one panel per lossy stage, and ranks if they vary."""
     rows = [
         (row, look, layers)
         for row, look in zip(report["rows"], looks(report), strict=True)
@@ -113,13 +113,13 @@ def layer_errors(report: Report) -> Figure | None:
 
 
 def _place(layer: int | str) -> float:
-    """Return the coordinate of a layer; layers that share latents, such as "4-7", get their middle."""
+    """Return the x coordinate of a layer; the midpoint for layers that share latents, such as "4-7"."""
     first, _, last = str(layer).partition("-")
     return (float(first) + float(last or first)) / 2
 
 
 def _panels(number: int, height: float) -> tuple[Figure, list[Axes]]:
-    """A figure with panels side by side, at most three in a line; four make a square."""
+    """Create a figure with a grid of panels, at most three per line; four panels form a square."""
     across = 2 if number == 4 else min(number, 3)
     down = -(-number // across)
     figure = Figure(figsize=(WIDTH * (0.62 if number == 1 else 1), height * down), layout="constrained")
@@ -127,7 +127,7 @@ def _panels(number: int, height: float) -> tuple[Figure, list[Axes]]:
 
 
 def _line(ax: Axes, x: Sequence[float], y: Sequence[float | None], row: ReportRow, look: Look) -> None:
-    """A row's line through what was measured and is finite; a broken checkpoint's NaN leaves a gap."""
+    """Draw a row's line; missing and non-finite values leave gaps."""
     y = [value if value is not None and math.isfinite(value) else math.nan for value in y]
     if all(map(math.isnan, y)):
         return
@@ -136,12 +136,12 @@ def _line(ax: Axes, x: Sequence[float], y: Sequence[float | None], row: ReportRo
 
 
 def _heights(ax: Axes) -> list[float]:
-    """The finite heights of everything drawn so far."""
+    """Return the finite y values of all lines drawn so far."""
     return [y for line in ax.lines for y in line.get_ydata() if math.isfinite(y)]
 
 
 def _with_legend(figure: Figure, axes: list[Axes]) -> Figure:
-    """One legend below all panels, of every line that is in any of them; those that can be turned off come last."""
+    """Add one legend below all panels with the lines of every panel; lines that can be hidden come last."""
     handles = {text: handle for ax in axes for handle, text in zip(*ax.get_legend_handles_labels(), strict=True)}
     handles = dict(sorted(handles.items(), key=lambda each: each[1].get_gid() == REST))
     style = {"ncols": 5, "handlelength": 2.6, "labelcolor": INK}
@@ -153,7 +153,7 @@ def _with_legend(figure: Figure, axes: list[Axes]) -> Figure:
 
 
 def positive(value: float | None) -> bool:
-    """Return whether a logarithmic axis can show a value."""
+    """Return whether a value is finite and positive, as a logarithmic axis needs."""
     return value is not None and math.isfinite(value) and value > 0
 
 

@@ -1,4 +1,4 @@
-"""Style of all plots of a report: one color a row, one set of lines, and the same bytes for the same report."""
+"""Common style of report plots: one color per row, and identical output bytes for identical reports."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from surgery.eval.report.tables import Report
 from surgery.eval.report.verdict import compared_rows, frontier
 
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5d6670", "#dfe3e8", "#fefefd"
-"""Text, axes, lines behind the data, ground. Used for nothing else, so that a page can put its own in their place."""
+"""Colors of text, axes, grid and background; used for nothing else, so that a page can replace them by its theme's."""
 
-# Okabe and Ito's color-blind safe set (https://jfly.uni-koeln.de/color/) without its black and its faint yellow, and
-# five that are told from them by most and have a contrast of 2.5 to the light and the dark ground.
+# Okabe and Ito's color-blind safe palette (https://jfly.uni-koeln.de/color/) without black and yellow, and five more
+# distinguishable colors with a contrast of 2.5 to the light and the dark background.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 PALETTE += ("#7a5bd0", "#8a5a34", "#8a8a12", "#a3265f", "#14a0a8")
 BASELINE_COLOR = "#767d86"
@@ -32,16 +32,16 @@ MARKERS = {"baseline": "D", "variant": "s", "checkpoint": "o"}
 LABEL_LENGTH = 40
 SCALES = {"log": "log scale", "symlog": "log scale away from 0"}
 REST, FAINT = "rest", "faint"
-"""What artists of rows that others beat are called: a page shows them when asked to; faint ones show a bit before."""
+"""Ids of the artists of dominated rows: a page hides them or shows them faintly until they are switched on."""
 
 STYLE = {
     "figure.facecolor": PAPER,
     "savefig.facecolor": PAPER,
     "axes.facecolor": "none",
-    "font.family": ["DejaVu Sans"],  # comes with matplotlib: the same picture everywhere
+    "font.family": ["DejaVu Sans"],  # ships with matplotlib, so the output is the same on every machine
     "font.size": 9,
     "text.color": INK,
-    "text.parse_math": False,  # names of rows may hold dollar signs
+    "text.parse_math": False,  # row names may contain dollar signs
     "axes.labelcolor": INK,
     "axes.titlesize": 9.5,
     "axes.titleweight": "bold",
@@ -70,7 +70,7 @@ STYLE = {
 
 
 class Look(NamedTuple):
-    """Style of one row in every plot; those that others beat at both bytes and loss can be turned off."""
+    """Style of one row in every plot; `beaten` rows, which another row beats at both bytes and loss, can be hidden."""
 
     color: str
     dashes: str | tuple
@@ -79,7 +79,7 @@ class Look(NamedTuple):
 
 
 def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure | None]:
-    """Draws in the style of all plots, whatever the process has set."""
+    """Decorate a drawing function to use the common style instead of the process's matplotlib settings."""
 
     @wraps(draw)
     def inner(report: Report) -> Figure | None:
@@ -88,17 +88,17 @@ def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure
         _name_scales(figure.axes if figure is not None else [])
         for ax in figure.axes if figure is not None else ():
             if ax.lines and all(line.get_gid() == REST for line in ax.lines):
-                ax.set_gid(REST)  # or it would stand there empty
+                ax.set_gid(REST)  # hidden together with its lines instead of shown empty
         for kind in (REST, FAINT) if figure is not None else ():
             for number, artist in enumerate(figure.findobj(lambda each, kind=kind: each.get_gid() == kind)):
-                artist.set_gid(f"{kind}-{number}")  # ids of a picture are of one element
+                artist.set_gid(f"{kind}-{number}")  # ids must be unique within an SVG
         return figure
 
     return inner
 
 
 def _name_scales(panels: Sequence[Axes]) -> None:
-    """Name the scale of every axis that is not linear in its label; panels that share a label follow the first."""
+    """Add the scale of every non-linear axis to its label; unlabeled panels only if they differ from the first."""
     for ax in panels:
         for axis, first in ((ax.xaxis, panels[0].xaxis), (ax.yaxis, panels[0].yaxis)):
             name, text = SCALES.get(axis.get_scale()), axis.get_label_text()
@@ -107,10 +107,10 @@ def _name_scales(panels: Sequence[Axes]) -> None:
 
 
 def looks(report: Report) -> list[Look]:
-    """The look of each row; the baseline is gray.
+    """Assign a look to each row; the baseline is gray.
 
-    Rows that no other beats come first, so that what is shown together unasked differs in color; after eleven rows
-    colors come again with other dashes.
+    Unbeaten rows get their colors first, so that the rows shown by default differ in color. After eleven rows, colors
+    repeat with other dashes.
     """
     compared = [row for role in ("checkpoint", "variant") for row in compared_rows(report, role)]
     beaten = set(map(id, compared)) - set(map(id, frontier(compared)))
@@ -126,14 +126,14 @@ def looks(report: Report) -> list[Look]:
 
 
 def label(text: object) -> str:
-    """A name that can stand in a picture: one line of at most 40 printable characters."""
+    """Convert a name to a plot label: one line of at most 40 printable characters."""
     printable = "".join(" " if unicodedata.category(c).startswith(("C", "Z")) else c for c in str(text)).strip()
     printable = printable if len(printable) <= LABEL_LENGTH else printable[: LABEL_LENGTH - 1] + "…"
-    return printable.replace("$", r"\$")  # matplotlib would set what is between two of them as mathematics
+    return printable.replace("$", r"\$")  # matplotlib parses text between dollar signs as math
 
 
 def to_svg(figure: Figure) -> str:
-    """The figure as SVG; equal figures give equal text."""
+    """Render a figure as SVG; equal figures give equal text."""
     buffer = io.StringIO()
     with matplotlib.rc_context(_known_style()):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
@@ -141,7 +141,7 @@ def to_svg(figure: Figure) -> str:
 
 
 def save_png(figure: Figure, path: Path) -> Path:
-    """Writes the figure as PNG, marked, without a date or a version inside.
+    """Write a figure as PNG with this package's marking and without date or version metadata.
 
     Raises:
         SurgeryError: the file cannot be written.
@@ -155,5 +155,5 @@ def save_png(figure: Figure, path: Path) -> Path:
 
 
 def _known_style() -> dict:
-    """The style without the settings that an older matplotlib does not have."""
+    """Return the style without settings that the installed matplotlib lacks."""
     return {key: value for key, value in STYLE.items() if key in matplotlib.rcParams}

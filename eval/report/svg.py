@@ -1,4 +1,4 @@
-"""Figures inside of a page."""
+"""Inline SVG figures for the HTML page."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TOGGLED = re.compile(f"({REST}|{FAINT})-[0-9]+")
 
 
 def inline(figure: Figure, prefix: str, title: str) -> Markup:
-    """A figure as inline SVG for a page that holds several; what can be turned off has the class of its id.
+    """Convert a figure to inline SVG; elements that can be hidden get the class "rest" or "faint".
 
     Args:
-        prefix: put before every id and every reference to one, so that two figures of a page do not mix.
-        title: what a screen reader says.
+        prefix: prefix of all ids and references, so that they are unique among the figures of a page.
+        title: title for screen readers.
     """
     root = ElementTree.fromstring(to_svg(figure))
     for parent in root.iter():
@@ -41,7 +41,7 @@ def inline(figure: Figure, prefix: str, title: str) -> Markup:
             element.attrib[key] = _themed(re.sub(r"url\(#", f"url(#{prefix}-", value))
     width = float(root.attrib.pop("width").removesuffix("pt"))
     del root.attrib["height"]
-    # A point is 4/3 of a pixel of CSS.
+    # 1 pt is 4/3 CSS pixels.
     root.attrib |= {"role": "img", "aria-label": title, "class": "plot", "style": f"max-width: {width * 4 / 3:.0f}px"}
     return Markup(ElementTree.tostring(root, encoding="unicode"))
 

@@ -1,7 +1,7 @@
-"""The headline table of a report, described once for terminal, page, Markdown and CSV file.
+"""Columns of a report's headline table, shared by terminal, HTML page, Markdown and CSV.
 
-A report is the plain dict that `surgery eval` writes as JSON. Anything may be missing from it: tasks that were not run,
-a baseline, a comparison. A column knows where its number is, how people read it, and which direction is better.
+A report is the plain dict that `surgery eval` writes as JSON. Any part may be missing: tasks that were not run, the
+baseline, a comparison. A column defines the location of its value, its format, and which direction is better.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MINUS = "\u2212"
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(Column):
-    """A headline column: where its value is in a row of a report, and what its difference to the baseline is called.
+    """Headline column, with the location of its value in a row and of the difference from the baseline.
 
     Attributes:
-        value: the exact number (or text) of a row of a report; None where there is none.
-        compared: the key in the row's `comparison` whose difference belongs to this column; None for none.
-        is_difference: whether the value is that difference itself, so that only its interval is left to tell.
+        value: function from a row and its report to the unrounded value or text; None without a value.
+        compared: key in the row's `comparison` of this column's difference; None without a comparison.
+        is_difference: whether the value is that difference itself, so that only its interval is added.
         is_share: whether the difference is one of shares, shown in percentage points.
-        on_terminal: whether a terminal, which is narrow, shows it too.
+        on_terminal: whether the narrow table of the terminal includes the column.
     """
 
     value: Callable[[ReportRow, Report], Value]
@@ -40,16 +40,16 @@ class Measure(Column):
     on_terminal: bool = True
 
     def text(self, row: ReportRow, report: Report) -> str:
-        """The value as people read it, a dash where there is none."""
+        """Format the value; a dash without one."""
         value = self.value(row, report)
         return NONE if value is None else self.form(value)
 
     def change(self, row: ReportRow) -> dict[str, float] | None:
-        """`difference`, `low`, `high` of this row minus the baseline (95% interval); None where not compared."""
+        """Return `difference`, `low`, `high` of this row minus the baseline (95% interval); None if not compared."""
         return dig(row, "comparison", self.compared) if self.compared else None
 
     def change_texts(self, row: ReportRow) -> tuple[str, ...]:
-        """The change and its interval, or the interval alone if the value is the change; nothing where not compared."""
+        """Format the change and its interval, or only the interval if the value is the change; () if not compared."""
         change = self.change(row)
         if change is None:
             return ()
@@ -57,7 +57,7 @@ class Measure(Column):
         return (() if self.is_difference else (form(change["difference"]),)) + interval(change, form)
 
     def verdict(self, row: ReportRow) -> Literal["better", "worse"] | None:
-        """Return on which side of zero the interval of the change lies; None if it holds zero."""
+        """Return "better" or "worse" by the sign of the change's interval; None if the interval contains zero."""
         ends = bounds(self.change(row) or {})
         if ends is None or self.better is None or ends[0] <= 0 <= ends[1]:
             return None
@@ -65,28 +65,28 @@ class Measure(Column):
 
 
 SHARES = frozenset({"recall", "needle", "ruler"})
-"""Comparisons of shares of one; the others are in nats."""
+"""Comparisons of values in [0, 1]; the other comparisons are in nats."""
 
 
 def columns(report: Report) -> list[Measure]:
-    """The headline columns for which at least one row has a value, in order."""
+    """Return the headline columns for which at least one row has a value, in order."""
     every = [*HEADLINE, *_lm_eval_columns(report), *_headline_columns(report)]
     return [column for column in every if any(column.value(row, report) is not None for row in report["rows"])]
 
 
 def by_bytes(report: Report) -> Report:
-    """The report with its rows by the KV bytes that they hold, most first; rows that hold none known come last."""
+    """Sort the rows of a report by KV bytes per token, largest first; rows without a value come last."""
     bytes_of = {id(row): dig(row, "kv", "bytes_per_token") for row in report["rows"]}
     rows = sorted(report["rows"], key=lambda row: math.inf if bytes_of[id(row)] is None else -bytes_of[id(row)])
     return {**report, "rows": rows}
 
 
 def headline(report: Report, *, narrow: bool = False, name: Callable[[ReportRow], Any] = itemgetter("name")) -> Table:
-    """The table that every form of a report begins with.
+    """Build the headline table, the first table of every rendering of a report.
 
     Args:
-        narrow: for a terminal: the columns that matter most, and of intervals only those of differences.
-        name: what stands in a row's first cell.
+        narrow: for terminals: only columns `on_terminal`, and intervals only in columns of differences.
+        name: function from a row to its first cell.
     """
     every = [column for column in columns(report) if column.key != "name" and (column.on_terminal or not narrow)]
     constant = {column.key: text for column in every if (text := _constant(column, report)) is not None}
@@ -114,7 +114,7 @@ def headline(report: Report, *, narrow: bool = False, name: Callable[[ReportRow]
 
 
 def _constant(column: Measure, report: Report) -> str | None:
-    """Return what a column says of all rows alike, which is no column then; None where rows differ or are compared."""
+    """Return a note that replaces a column with equal texts in all rows; None if the column stays."""
     if column.compared or column.key in ALWAYS or len(report["rows"]) < 2:
         return None
     texts = [column.text(row, report) for row in report["rows"]]
@@ -139,32 +139,33 @@ def _notes(report: Report, measures: Sequence[Measure]) -> list[str]:
 
 
 def signed(value: float, digits: int = 4) -> str:
-    """A difference with its sign, a true minus: ``+0.0600``, ``−0.0012``."""
+    """Format a difference with its sign, using U+2212 for minus: ``+0.0600``, ``−0.0012``."""
     text = f"{abs(value):.{digits}f}"
     return text if float(text) == 0 else ("+" if value > 0 else MINUS) + text
 
 
 def signed_points(value: float) -> str:
-    """A difference of two shares in percentage points, without the unit: ``−4.2``."""
+    """Format a difference of two shares in percentage points, without the unit: ``−4.2``."""
     return signed(100 * value, 1)
 
 
 def bounds(change: dict[str, float]) -> tuple[float, float] | None:
-    """The 95% interval of a change; None where there is none, or only one sample, which has none."""
+    """Return the 95% interval of a change; None without an interval or with a single sample."""
     low, high = change.get("low"), change.get("high")
     return None if low is None or high is None or change.get("samples") == 1 else (low, high)
 
 
 def interval(change: dict[str, float], form: Callable[[float], str] = signed) -> tuple[str, ...]:
-    """The 95% interval of a change as one piece of text, ``[+0.0500, +0.0700]``; nothing where there is none."""
+    """Format the 95% interval of a change as one text, ``[+0.0500, +0.0700]``; () without an interval."""
     ends = bounds(change)
     return () if ends is None else (f"[{form(ends[0])}, {form(ends[1])}]",)
 
 
 def scalars(row: ReportRow) -> dict[str, float]:
-    """Everything measured of a row that is one number but no headline: dotted key to exact value, in a fixed order.
+    """Return all scalar results of a row besides the headline: dotted key to unrounded value, in a fixed order.
 
-    By source of the text, by needle length, by RULER task and length, by lm-eval metric, by context and batch.
+    Covers text sources, positions, needle lengths, RULER tasks and lengths, lm-eval metrics, and speed by context and
+    batch size.
     """
     results = row.get("results") or {}
     every = (*_of_loss(results), *_of_prompts(results), *_of_lm_eval(row), *_of_machine(results))
@@ -208,7 +209,7 @@ def _keys(prefix: str, values: dict[str, Any], *keys: str) -> Iterator[tuple[str
 
 
 def lm_eval_tasks(row: ReportRow) -> list[str]:
-    """The keys of a row's results that lm-eval measured."""
+    """Return the keys of a row's lm-eval results."""
     return [key for key in row.get("results") or {} if key.startswith("lm-eval:")]
 
 
@@ -241,11 +242,11 @@ def _memorized(key: str) -> Callable[[ReportRow, Report], Value]:
 
 
 CONTEXTS = {1024: "1k", 8192: "8k", 32_768: "32k", 131_072: "128k"}
-"""Tokens for which KV bytes are computed too, and their names: full-precision tokens flatter nobody at all of them."""
+"""Context lengths of predicted KV bytes, with names; a fixed residual window weighs differently at each of them."""
 
 
 def _share_at(tokens: int) -> Measure:
-    """KV bytes at a context by formula, as a share of the baseline's."""
+    """Build the column of predicted KV bytes at a context length, as a share of the baseline's."""
 
     def value(row: ReportRow, report: Report) -> float | None:
         pair = [dig(each, "kv", "by_context", str(tokens)) for each in (row, baseline_of(report))]
@@ -263,7 +264,7 @@ def _share_at(tokens: int) -> Measure:
 
 
 def _loss_at(tokens: int) -> Measure:
-    """The change of the loss of tokens after half of a context to all of it, where windows are longer than 1k."""
+    """Build the column of the loss change in the second half of a context, for windows longer than 1k tokens."""
 
     def value(row: ReportRow, report: Report) -> float | None:
         if row is (baseline := baseline_of(report)):
@@ -289,7 +290,7 @@ KV_SHARE = Measure(
     "KV share", "KV bytes relative to the baseline's", share, "low", key="kv_ratio", value=_at("kv", "ratio")
 )
 ALWAYS = frozenset({"kv_bytes_per_token", "kv_ratio", "loss", "perplexity"})
-"""Columns that stand in every table that has their values."""
+"""Columns that stay in the table even if all rows have the same text."""
 
 # fmt: off
 HEADLINE: tuple[Measure, ...] = (
@@ -336,7 +337,7 @@ HEADLINE: tuple[Measure, ...] = (
 
 
 def _lm_eval_columns(report: Report) -> list[Measure]:
-    """The first metric of every lm-eval task of the report."""
+    """Build a column of the first metric of every lm-eval task."""
     firsts: dict[str, str] = {}
     for row in report["rows"]:
         for task in lm_eval_tasks(row):
@@ -355,7 +356,7 @@ def _lm_eval_columns(report: Report) -> list[Measure]:
 
 
 def _headline_columns(report: Report) -> list[Measure]:
-    """Return the columns of tasks whose results define their own headline: `surgery.eval.session.Task.run`."""
+    """Build the columns of tasks whose results define a headline, see `surgery.eval.session.Task.run`."""
     columns_by_key = {
         name: result["headline"]
         for row in report["rows"]

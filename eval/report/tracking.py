@@ -1,4 +1,4 @@
-"""The report in Weights & Biases: a run a row, next to the run that healed the checkpoint."""
+"""Logging of a report to Weights & Biases: one run per row, grouped with the run that healed the checkpoint."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from surgery.eval.report.tables import Report, ReportRow, columns, dig, scalars
 
 PARETO = ("pareto-loss", "pareto-recall")
 NAME_LENGTH = 128
-"""Longest name of a run or a group that the service takes."""
+"""Maximum length of run and group names in wandb."""
 
 
 def require_wandb() -> None:
-    """Raises SurgeryError unless wandb can be imported; asked before hours of measuring, too."""
+    """Raise SurgeryError unless wandb can be imported; called before long measurements, too."""
     try:
         import wandb  # noqa: F401
     except ImportError:
@@ -34,24 +34,24 @@ def log_to_wandb(
     mode: Literal["online", "offline"],
     folder: Path,
 ) -> list[str]:
-    """Writes one wandb run of job type ``eval`` for each row, and finishes it before the next.
+    """Log each row as one wandb run of job type ``eval``, one after the other.
 
-    The configuration holds the settings, tasks, environment, and how the row was made; the summary holds the headline
-    numbers, their changes from the baseline and all of `tables.scalars`. A row that was converted is in the group of
-    its conversion (`surgery.common.lineage`), where its healings and other evaluations are too, and the source and its
-    cheap baselines if the report is of one conversion; otherwise those share a group, the report's title. A checkpoint
-    that was healed in a wandb run names that in its configuration as ``healing_run``: ``entity/project/run_id``. The
-    first run has the report's page.
+    The run config holds the settings, tasks, environment and the row's conversion; the summary holds the headline
+    values, their changes from the baseline and all `tables.scalars`. Converted rows are in the group of their
+    conversion (`surgery.common.lineage`), together with its healing runs and other evaluations. The source and its
+    cheap baselines join that group if the report has only one conversion; otherwise their group is the report's title.
+    The config of a row healed in a wandb run has ``healing_run``: ``entity/project/run_id``. The first run contains
+    the report's HTML page.
 
     Args:
         mode: "offline" writes to `folder` only; ``wandb sync`` uploads it later.
-        folder: where wandb keeps its files; made if missing.
+        folder: folder for wandb's files; created if missing.
 
     Returns:
-        For each row the address of its run, or its folder if offline.
+        URL of the run of each row, or its folder if offline.
 
     Raises:
-        SurgeryError: wandb is missing or refuses, or the folder cannot be made.
+        SurgeryError: wandb is missing or reports an error, or the folder cannot be created.
     """
     require_wandb()
     import wandb
@@ -77,7 +77,7 @@ def log_to_wandb(
 
 @contextmanager
 def _logged_run(project: str, mode: str, folder: Path, *, name: str, group: str | None, **config: Any) -> Iterator[Any]:
-    """A run of wandb, finished at the end, and marked as failed should what is logged to it fail."""
+    """Open a wandb run that is finished on exit, and marked as failed if logging raises."""
     import wandb
 
     try:
@@ -99,8 +99,11 @@ def _logged_run(project: str, mode: str, folder: Path, *, name: str, group: str 
 
 
 def group(row: ReportRow, report: Report) -> str | None:
-    """The group of a row's run: that of the conversion and its healings; of others, such as the source with the page,
-    that of all conversions in the report if they share one, else the report's title."""
+    """Return the wandb group of a row's run: the lineage of its conversion.
+
+    For rows without a conversion, such as the source: the lineage of all conversions in the report if they share one,
+    else the report's title.
+    """
     lineages = {name for each in report["rows"] if (name := dig(each, "conversion", "lineage"))}
     shared = lineages.pop() if len(lineages) == 1 else report.get("title")
     name = dig(row, "conversion", "lineage") or shared
@@ -108,7 +111,7 @@ def group(row: ReportRow, report: Report) -> str | None:
 
 
 def config(row: ReportRow, report: Report) -> dict[str, Any]:
-    """Return the settings that determine a row's numbers. Layers of a conversion are left to a table."""
+    """Return the run config: the settings that determine a row's results, without the per-layer conversion data."""
     keys = ("settings", "tasks", "environment", "tokenizer", "baseline", "command", "created", "surgery_version")
     values = {key: report.get(key) for key in keys}
     values |= {key: row.get(key) for key in ("role", "path", "sha256", "class", "dtype", "variant")}
@@ -121,7 +124,7 @@ def config(row: ReportRow, report: Report) -> dict[str, Any]:
 
 
 def summary(row: ReportRow, report: Report) -> dict[str, float]:
-    """Headline numbers by column key, ``KEY/change``, ``KEY/low`` and ``KEY/high``, and `tables.scalars`."""
+    """Return headline values by column key, ``KEY/change``, ``KEY/low`` and ``KEY/high``, and `tables.scalars`."""
     values: dict[str, float | str | None] = {}
     for column in columns(report):
         if column.key == "name":
@@ -135,7 +138,7 @@ def summary(row: ReportRow, report: Report) -> dict[str, float]:
 
 
 def _tables(row: ReportRow) -> Iterator[tuple[str, list[str], list[list]]]:
-    """Name, column names and lines of every table of a row."""
+    """Yield name, column names and lines of every non-empty table of a row."""
     results = row.get("results") or {}
     by_position = dig(results, "loss", "by_position") or []
     ruler = [

@@ -1,4 +1,4 @@
-"""A report in words: the cost of the best checkpoint, and the rivals next to it in bytes."""
+"""Verdict of a report in sentences: the best checkpoints and the cheap baselines closest in KV bytes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from surgery.eval.report.tables import Report, ReportRow, baseline_of, dig
 
 
 def verdict(report: Report) -> list[str]:
-    """Return the verdict: the bytes and loss of the checkpoint of the lowest loss, and the smaller ones that none beats
-    at both.
+    """Describe bytes and loss of the checkpoint with the lowest loss, and of smaller checkpoints on the Pareto front.
 
-    Nothing where no checkpoint was compared with a baseline.
+    Empty if no checkpoint was compared with a baseline.
     """
     compared = compared_rows(report)
     if not compared:
@@ -25,7 +24,7 @@ def verdict(report: Report) -> list[str]:
 
 
 def by_checkpoint(report: Report) -> list[str]:
-    """A line for every checkpoint that was compared with a baseline, with the rivals next to it in bytes."""
+    """Describe every checkpoint that was compared with a baseline, with the cheap baselines closest in bytes."""
     return [
         f"{row['name']}: {share(row['kv']['ratio'])} of the KV bytes for {cost(_lost(row))}{_rivals(row, report)}"
         for row in compared_rows(report)
@@ -33,7 +32,7 @@ def by_checkpoint(report: Report) -> list[str]:
 
 
 def compared_rows(report: Report, role: str = "checkpoint") -> list[ReportRow]:
-    """Rows of a kind whose bytes and loss were compared with a baseline's."""
+    """Return the rows of a role whose bytes and loss were compared with a baseline's."""
     return [
         row
         for row in report["rows"]
@@ -44,15 +43,15 @@ def compared_rows(report: Report, role: str = "checkpoint") -> list[ReportRow]:
 
 
 def frontier(rows: Sequence[ReportRow]) -> list[ReportRow]:
-    """Rows that no other beats at both bytes and loss, the one that loses least first."""
+    """Return the Pareto front of rows in bytes and loss, lowest loss first."""
     return [rows[index] for index in unbeaten([(_lost(row), row["kv"]["ratio"]) for row in rows])]
 
 
 def unbeaten(points: Sequence[tuple[float, float]], better: str = "low") -> list[int]:
-    """Indices, by growing x, of the points (x, y) that no other point beats.
+    """Return the indices of the Pareto front of points (x, y), by increasing x.
 
-    A point is beaten by one that is no worse in both and better in one; x is better low, y as `better` says
-    ("low" or "high"). Of equal points the first stays.
+    A point is dominated by one that is no worse in both coordinates and better in one. Low x is better; low or high y
+    is better as `better` says ("low" or "high"). Of equal points the first is kept.
     """
     sign = 1 if better == "low" else -1
     front: list[int] = []
@@ -84,7 +83,7 @@ def _briefly(row: ReportRow) -> str:
 
 
 def _prompts(row: ReportRow) -> str:
-    """Return the number of recall prompts behind a share."""
+    """Format the number of recall prompts."""
     count = dig(row, "results", "recall", "prompts")
     return "" if count is None else f" (n = {count})"
 
@@ -94,7 +93,7 @@ def _arrow(losses: Sequence[float]) -> str:
 
 
 def _rivals(row: ReportRow, report: Report) -> str:
-    """The nearest cheap baselines in bytes that no other one beats: one no larger than a row, and one larger."""
+    """Describe the closest cheap baselines in bytes on their Pareto front: one no larger than a row, and one larger."""
     rivals, bytes_of = frontier(compared_rows(report, "variant")), lambda each: each["kv"]["ratio"]
     below = max((each for each in rivals if bytes_of(each) <= bytes_of(row)), key=bytes_of, default=None)
     above = min((each for each in rivals if bytes_of(each) > bytes_of(row)), key=bytes_of, default=None)

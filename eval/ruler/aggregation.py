@@ -1,4 +1,4 @@
-"""Aggregation: RULER's tasks of common words (`cwe`) and frequent words (`fwe`), which no single place answers."""
+"""Aggregation tasks of RULER: common words extraction (`cwe`) and frequent words extraction (`fwe`)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from surgery.eval.word_lists import ADJECTIVES, NOUNS, VERBS, adjective_noun, dr
 COMMON = 10
 LEAST_WORDS = 2 * COMMON
 LEAST_CODED = 60
-"""Words of the coded text from which on the fourth rank is more frequent than the fifth."""
+"""Smallest number of coded words for which the fourth rank is more frequent than the fifth."""
 
 WORDS_UP_TO = 8192
-"""Tokens of the longest list of single words; there are too few of them for longer ones."""
+"""Largest length in tokens with lists of single words; longer lists need more words than there are."""
 
 
 def draft_common_words(setting: Setting, size: int) -> Draft:
-    """A worked example, then a numbered list of `size` different words, ten of which stand there more often.
+    """Draft a worked example and a numbered list of `size` distinct words, ten of which are more frequent.
 
-    Ten words occur 30 times and the others 3 times; 6 and 1 times where the length is below 4096, as in RULER. They are
-    single words, and pairs of an adjective and a noun in lists too long for that.
+    Ten words occur 30 times and the others 3 times, or 6 times and once for lengths below 4096, as in RULER. Words are
+    single words up to `WORDS_UP_TO` tokens, else pairs of an adjective and a noun.
     """
     short = setting.length < 4096
     example, answer = _numbered_list(setting, "example", *((20, 3, 1) if short else (40, 10, 3)))
-    solved = setting.domain.common.format(context=example) + _numbered(answer)  # without a blank, as in RULER
+    solved = setting.domain.common.format(context=example) + _numbered(answer)  # no space in between, as in RULER
     context, common = _numbered_list(setting, "list", size, *((6, 1) if short else (30, 3)))
     return Draft(f"{solved}\n{setting.domain.common.format(context=context)}", tuple(common))
 
 
 def draft_frequent_words(setting: Setting, size: int) -> Draft:
-    """About `size` coded words of six letters, of which the word of rank k occurs size / (k² ζ(2)) times, rounded down.
+    """Draft a text of about `size` coded words of six letters; the word of rank k occurs ⌊size / (k² ζ(2))⌋ times.
 
-    The first rank is shown as dots and the next three are asked for.
+    Rank 1 is replaced by dots, and the question asks for ranks 2 to 4.
     """
     rng = setting.rng("words")
     ranks = max(10, setting.length // 50)
@@ -46,7 +46,7 @@ def draft_frequent_words(setting: Setting, size: int) -> Draft:
 
 
 def _numbered_list(setting: Setting, part: str, size: int, often: int, seldom: int) -> tuple[str, list[str]]:
-    """The list with `size` different words, and the ten that stand there `often`."""
+    """Build a numbered list of `size` distinct words; return it with the ten words that occur `often` times."""
     rng = setting.rng(part)
     if setting.length <= WORDS_UP_TO:
         words = sorted(ADJECTIVES + NOUNS + VERBS)

@@ -1,15 +1,15 @@
-"""The wording of RULER-style tasks: RULER's own for text, and comments of Python source for code.
+"""Prompt templates of RULER-style tasks: RULER's own for text, and comments in Python source for code.
 
-`TEXT` has RULER's prompts to the letter (Hsieh et al., arXiv:2404.06654; github.com/NVIDIA/RULER, Apache-2.0,
-scripts/data/synthetic/constants.py), its misspelling included, since scores compare only so. One blank is left out: the
-one that ends RULER's prompt of variable tracking, which no tokenizer with blanks in front of words joins to an answer.
+`TEXT` copies RULER's prompts verbatim (Hsieh et al., arXiv:2404.06654; github.com/NVIDIA/RULER, Apache-2.0,
+scripts/data/synthetic/constants.py), including a misspelling, to keep scores comparable. The only change: the trailing
+space of the variable tracking prompt is removed, because tokenizers attach a space to the word that follows it.
 
-`CODE` puts the same tasks to models that were trained on source code and would not follow an English instruction:
+`CODE` adapts the tasks to models that are trained on source code and do not follow English instructions:
 
-- the haystack is source text, line by line, and the noise a line without effect;
-- needles are the comments of `surgery.eval.recall` and the question is its question, so the instruction before the
-  haystack is gone; numbers have five digits as there, uuids are RULER's;
-- variable tracking has assignments of Python; lists are comments.
+- the haystack is lines of source text, and the noise a line without effect;
+- needles and question are those of `surgery.eval.recall`, without an instruction before the haystack; numbers have
+  five digits as there, uuids are RULER's;
+- variable tracking uses Python assignments; lists are comments.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from surgery.eval.recall import FACT, QUESTION
 
 @dataclass(frozen=True)
 class Domain:
-    """Wording of one domain.
+    """Prompt templates of one domain; names in backticks are format fields.
 
     Attributes:
         name: "text" or "code".
-        split: makes a haystack of a text.
-        noise: the repeated line.
-        join: what stands between lines of noise and needles; nothing if they have their own ends.
-        needle: a fact, of `kind` ("numbers" or "uuids"), `key` and `value`.
-        digits: of a number that is asked for.
-        find_one, find_all: prompts for one value and for several, of `kind` ("number"; "numbers"), `context`, `query`.
-        root, hop: assignments of a `value` to a `name`, and of the variable `source`.
-        assignments_end, assignments_join: how noise lines end and what stands between lines, in variable tracking.
-        track: prompt of variable tracking, of `context`, `value`, `count`.
-        common, frequent: prompts for the most common words, of `context`.
+        split: function from a text to a haystack.
+        noise: repeated noise line.
+        join: separator of noise lines and needles; empty if they end in a newline.
+        needle: fact with `kind` ("numbers" or "uuids"), `key` and `value`.
+        digits: digits of the numbers in needles.
+        find_one, find_all: prompts for one or several values, with `kind` ("number"; "numbers"), `context`, `query`.
+        root, hop: assignment of a `value` to a `name`, and of a variable `source` to a `name`.
+        assignments_end, assignments_join: end of a noise line and separator of lines in variable tracking.
+        track: prompt for variable tracking, with `context`, `value`, `count`.
+        common, frequent: prompts for the common and the frequent words, with `context`.
     """
 
     name: str
@@ -123,7 +123,7 @@ DOMAINS = {domain.name: domain for domain in (TEXT, CODE)}
 
 
 def haystack_text(text: str | None) -> str:
-    """`text`, or if there is none the prose that every machine has.
+    """Return `text`, or the Python language reference for None.
 
     Raises:
         SurgeryError: the text is empty.

@@ -1,4 +1,4 @@
-"""Needles in a haystack: eight of RULER's tasks."""
+"""Needle-in-a-haystack tasks: eight of RULER's tasks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from surgery.eval.ruler.sample import Draft, Setting
 from surgery.eval.word_lists import adjective_noun, draw_distinct
 
 DEPTHS = tuple(np.round(np.linspace(0, 100, 40)).astype(int).tolist())
-"""Percent of the sentences of prose after which a needle may stand."""
+"""Depths at which needles are inserted into prose, in percent of its sentences."""
 
 
 @dataclass(frozen=True)
 class Needles:
-    """One task: draws a prompt with a haystack of the given size.
+    """One needle-in-a-haystack task; calling it drafts a prompt with a haystack of a given size.
 
     Attributes:
-        haystack: "noise" (one line again and again), "prose" (the text of the setting), or "needles" (facts that
-            nobody asks for).
-        keys: facts have different keys; so many are planted besides the haystack,
-        values: each with so many values,
-        asked: and all values of so many keys are asked for.
+        haystack: "noise" (one repeated line), "prose" (the text of the setting), or "needles" (distractor facts).
+        keys: number of distinct keys in the planted needles.
+        values: number of values per key.
+        asked: number of keys in the question, which asks for all their values.
         key_kind: "words" or "uuids".
         value_kind: "numbers" or "uuids".
     """
@@ -39,11 +38,11 @@ class Needles:
 
     @property
     def least(self) -> int:
-        """The smallest haystack: one word or line of prose, or else a line for every needle."""
+        """Smallest haystack size: one unit of prose, or one line per needle."""
         return 1 if self.haystack == "prose" else self.keys * self.values
 
     def __call__(self, setting: Setting, size: int) -> Draft:
-        """A prompt with `size` lines of noise or facts, or units of prose."""
+        """Draft a prompt with `size` lines of noise or distractors, or `size` units of prose."""
         domain, rng = setting.domain, setting.rng("facts")
         keys = draw_distinct(rng, lambda rng: self._key(rng, setting), self.keys)
         facts = {key: draw_distinct(rng, lambda rng: self._value(rng, setting), self.values) for key in keys}
@@ -91,7 +90,7 @@ class Needles:
             return adjective_noun(rng)
         if self.haystack != "needles":
             return rng.choice(NAMES)
-        # A haystack of facts needs more than 24 names: two of them make 552, three 12 thousand, four 255 thousand.
+        # Distractors need more keys than the 24 names: pairs give 552, triples 12 thousand, quadruples 255 thousand.
         return "_".join(rng.sample(NAMES, 2 if setting.length <= 4096 else 3 if setting.length <= 65536 else 4))
 
     def _value(self, rng: random.Random, setting: Setting) -> str:
@@ -99,10 +98,10 @@ class Needles:
 
 
 def random_number(rng: random.Random, digits: int) -> str:
-    """A number of so many digits, the first of which is not 0."""
+    """Draw a number with `digits` digits and no leading zero."""
     return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
 
 
 def random_uuid(rng: random.Random) -> str:
-    """A uuid of version 4 whose bits come from `rng`."""
+    """Draw a version 4 uuid from `rng`."""
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))

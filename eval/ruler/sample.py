@@ -1,4 +1,4 @@
-"""RULER-style samples: their parts, and how an answer is scored."""
+"""RULER-style samples and their scores."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from surgery.eval.ruler.domain import Domain
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a sample besides the size of its haystack.
+    """Settings of a sample, except for the size of its haystack.
 
     Attributes:
-        domain: wording.
+        domain: prompt templates.
         haystack: text of the domain.
-        length: tokens of prompt and answer together, at most.
-        seed: equal seeds give equal samples; the task, the length and the number of the sample are part of it.
+        length: maximum tokens of prompt and answer together.
+        seed: seed of the sample, which contains the task, the length and the sample's index.
     """
 
     domain: Domain
@@ -30,21 +30,21 @@ class Setting:
     seed: str
 
     def rng(self, part: str) -> random.Random:
-        """Random numbers for one part of the sample.
+        """Return the random generator of one part of the sample.
 
-        Facts, haystack and places have their own, so that a larger haystack changes no fact and only adds text. That
-        makes the length of the prompt grow with the haystack, which the fit relies on.
+        Facts, haystack and positions have separate generators, so a larger haystack only adds text and changes no fact.
+        The prompt length therefore grows with the haystack, which the search for the largest fit relies on.
         """
         return random.Random(f"{self.seed} {part}")
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A prompt with a haystack of some size.
+    """Prompt whose length has not been checked yet.
 
     Attributes:
-        prompt: all of it, up to where the answer starts.
-        references: the strings to be found in the answer.
+        prompt: full text up to the start of the answer.
+        references: strings expected in the answer.
     """
 
     prompt: str
@@ -53,13 +53,13 @@ class Draft:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt that fits.
+    """Prompt that fits the length.
 
     Attributes:
-        prompt: text.
-        ids: its token ids, with bos if the tokenizer has one.
-        references: the strings to be found in the answer.
-        new_tokens: how many tokens the answer may take.
+        prompt: text of the prompt.
+        ids: token ids of the prompt, starting with bos if the tokenizer has one.
+        references: strings expected in the answer.
+        new_tokens: maximum tokens of the answer.
     """
 
     prompt: str
@@ -68,12 +68,12 @@ class Sample:
     new_tokens: int
 
     def score(self, output: str) -> float:
-        """RULER's score: the share of references, 0 to 1, that occur in `output`, whatever their case."""
+        """Compute RULER's score: the share of references, 0 to 1, that occur in `output`, ignoring case."""
         return sum(reference.lower() in output.lower() for reference in self.references) / len(self.references)
 
 
 def prompts_sha256(prompts: Iterable[Sequence[int]]) -> str:
-    """Hash of the token ids of prompts in their order: little-endian int64, and -1 after each prompt."""
+    """Hash the token ids of prompts in order, as little-endian int64 with -1 after each prompt."""
     digest = hashlib.sha256()
     for ids in prompts:
         digest.update(np.asarray([*ids, -1], dtype="<i8").tobytes())

@@ -1,10 +1,14 @@
-"""The eleven tasks of the RULER-style suite, and prompts that fit a length.
+"""RULER-style suite of eleven tasks, with prompts that fit a context length.
 
-After "RULER: What's the Real Context Size of Your Long-Context Language Models?" (Hsieh et al., arXiv:2404.06654). What
-differs from it: `qa_1` and `qa_2`, which need a download, are left out, prose is any text instead of Paul Graham's
-essays and starts at a random place of it, words come from an own list, prompts fill the length to within one unit of
-haystack (or a thousandth of the length) instead of up to 500, and every key of a sample is a different one. Lengths
-that a task cannot meet are refused.
+After "RULER: What's the Real Context Size of Your Long-Context Language Models?" (Hsieh et al., arXiv:2404.06654).
+Differences:
+
+- `qa_1` and `qa_2`, which need a download, are left out.
+- Prose is any text instead of Paul Graham's essays, from a random offset.
+- Words come from this package's lists.
+- Prompts fill the length up to one haystack unit or a thousandth of the length, instead of up to 500 tokens.
+- All keys of a sample are distinct.
+- Lengths that are too short for a task raise an error.
 """
 
 from __future__ import annotations
@@ -26,18 +30,19 @@ from surgery.eval.ruler.tracing import LEAST_NOISE, draft_tracing
 from surgery.eval.sequences import tokenize
 
 VERSION = 1
-"""Goes up with every change that changes a prompt or a score; part of the settings of every result."""
+"""Version of prompts and scores; part of the settings of every result. Increase it when either changes."""
 
 
 @dataclass(frozen=True)
 class RulerSpec:
-    """One task.
+    """Specification of one task.
 
     Attributes:
-        draft: makes a sample with a haystack of a size.
-        least: the smallest size.
-        new_tokens: tokens of an answer, by domain. RULER's for text. In code, needles are answered at once by five
-            digits (a token each at worst), but variables are longer than with RULER's tokenizers.
+        draft: function that drafts a sample with a haystack of a given size.
+        least: smallest haystack size.
+        new_tokens: maximum tokens of an answer, by domain; RULER's values for text. In code, the answer to a needle
+            starts directly with five digits (at worst one token each), but variable names take more tokens than with
+            RULER's tokenizers.
     """
 
     draft: Callable[[Setting, int], Draft]
@@ -74,13 +79,13 @@ def build(
     domain: Domain,
     haystack: Haystack,
 ) -> list[Sample]:
-    """`count` samples of a task whose prompts and answers take at most `length` tokens.
+    """Build `count` samples of a task whose prompts and answers take at most `length` tokens.
 
-    Each has the largest haystack that fits, or one that falls short of the length by no more than a thousandth of it.
-    Sample i is the same whatever `count` is.
+    Each sample has the largest haystack that fits, or one that leaves at most a thousandth of the length unused.
+    Sample i does not depend on `count`.
 
     Raises:
-        SurgeryError: there is no such task, or even its smallest sample does not fit.
+        SurgeryError: the task is unknown, or its smallest sample does not fit.
     """
     check_tasks([task])
     samples: list[Sample] = []
@@ -93,7 +98,7 @@ def build(
 
 
 def check_tasks(names: list[str] | tuple[str, ...]) -> None:
-    """Raises SurgeryError for a name that is none of the eleven."""
+    """Raise SurgeryError for an unknown or removed task."""
     for name in names:
         if reason := removal(f"ruler_tasks {name}"):
             raise SurgeryError(f"ruler_tasks {name} {reason}", setting="ruler_tasks")
@@ -102,7 +107,7 @@ def check_tasks(names: list[str] | tuple[str, ...]) -> None:
 
 
 def _fitted(task: str, tokenizer: PreTrainedTokenizerBase, setting: Setting, start: int) -> tuple[Sample, int]:
-    """The sample with the largest haystack that fits, and its size; `start` is a guess of it."""
+    """Return the sample with the largest haystack that fits and the size of the haystack; `start` is a first guess."""
     spec = TASKS[task]
     new_tokens = spec.new_tokens[setting.domain.name]
     room = setting.length - new_tokens

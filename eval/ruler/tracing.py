@@ -1,4 +1,4 @@
-"""Variable tracking: RULER's task `vt`, a chain of assignments that must be followed through noise."""
+"""Variable tracking, RULER's task `vt`: a chain of assignments hidden in noise."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ LEAST_NOISE = HOPS + 1
 
 
 def draft_tracing(setting: Setting, size: int) -> Draft:
-    """A worked example with variables of three letters, then a chain of five variables of five in `size` noise lines.
+    """Draft a worked example and a chain of five variables in `size` noise lines.
 
-    RULER fits the example to 500 tokens in steps of five lines, which gives ten lines with the usual tokenizers. Here
-    it has ten, and five where the prompt is shorter than any of RULER's, which start at 4096 tokens.
+    Variable names have three letters in the example and five in the chain. RULER fits the example to 500 tokens in
+    steps of five lines, which gives ten lines with common tokenizers. Here the example has ten lines, or five for
+    lengths below 4096 tokens, RULER's shortest.
     """
     example = _chain(setting, "example", letters=3, noise=10 if setting.length >= 4096 else LEAST_NOISE)
     chain = _chain(setting, "chain", letters=5, noise=size)
-    # Four line ends, as in RULER: two belong to its example and two come before the prompt.
+    # Four newlines, as in RULER: two end the example and two precede the prompt.
     return Draft(f"{example.prompt} {' '.join(example.references)}\n\n\n\n{chain.prompt}", chain.references)
 
 

@@ -1,4 +1,4 @@
-"""Task that lets models write: greedy completions of the same prompts, to be compared by a reader."""
+"""Generation task: greedy completions of the same prompts by every model, for manual comparison."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerateTask:
-    """Completes texts greedily. No score: a reader sees what the other figures do not say.
+    """Greedy completions without a score, for manual comparison.
 
     Attributes:
-        prompts: texts to complete. Each gets the tokenizer's bos token in front, if it has one.
-        new_tokens: at most this many tokens each.
+        prompts: texts to complete. The tokenizer's bos token is prepended if it has one.
+        new_tokens: maximum number of new tokens per prompt.
     """
 
     prompts: tuple[str, ...]
@@ -33,7 +33,7 @@ class GenerateTask:
         return {"prompts": list(self.prompts), "new_tokens": self.new_tokens}
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
-        """Returns `completions`: for each prompt (the first `session.limit` of them) its text and the model's.
+        """Return `completions`: prompt and completion of each of the first `session.limit` prompts.
 
         Raises:
             SurgeryError: a prompt has no tokens.

@@ -1,4 +1,4 @@
-"""Task of every report: bytes of the live cache, its peak, and the share of attention that is computed."""
+"""KV memory task, part of every report: bytes of the live cache, peak bytes and KV footprint."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from surgery.eval.session import Session
 from surgery.running.kv_bytes import kv_bytes_of
 
 CHUNK = 256
-"""Tokens of a prompt at a time, for the peak of a chunked prefill."""
+"""Prompt tokens per forward pass in the measurement of the peak with chunked prefill."""
 
 
 @dataclass(frozen=True)
 class KVBytesTask:
-    """Reads and decodes to a context of that many tokens and counts what the cache holds then and held at most.
+    """Measurement of the cache bytes at a context length, the peak bytes on the way there and the KV footprint.
 
-    See `surgery.eval.kv_cache.measure_kv` and `surgery.eval.kv_flow`. Models that can tell these numbers beforehand, as
-    this package's own, have them under ``predicted``; bytes at longer contexts are under ``by_context``.
+    See `surgery.eval.kv_cache.measure_kv` and `surgery.eval.kv_flow`. ``predicted`` holds the predictions of models
+    that have `kv_peak_bytes`, such as this package's custom model class; ``by_context`` the bytes at longer contexts.
+
+    Attributes:
+        context: tokens of prompt and decode steps together.
     """
 
     context: int
@@ -40,7 +43,7 @@ class KVBytesTask:
     def _measure(self, model: PreTrainedModel) -> dict[str, Any]:
         steps = min(GROWTH_STEPS, self.context - 1)
         prompt = self.context - steps
-        watch = UpdateWatch()  # of the peak, as `measure_peak` has it, in the pass that counts
+        watch = UpdateWatch()  # records the peak, as in `measure_peak`, during the same pass
         with watch.updates():
             use = measure_kv(model, self.context)
         return {
@@ -63,12 +66,12 @@ class KVBytesTask:
                 "chunked_peak_bytes": model.kv_peak_bytes(1, prompt, CHUNK, steps),
                 "footprint": model.kv_footprint(prompt, steps),
             }
-        except ValueError:  # there are caches whose peak can only be measured
+        except ValueError:  # the peak of some caches cannot be predicted
             return None
 
 
 def by_context(model: PreTrainedModel, use: KVUse) -> dict[str, int] | None:
-    """Bytes of one sequence at each of `CONTEXTS`, by formula; None where that does not give the bytes measured."""
+    """Compute the bytes of one sequence at each of `CONTEXTS`; None if the formula disagrees with the measurement."""
     try:
         if (formula := getattr(model, "kv_bytes", None)) is None:
             formula = kv_bytes_of(model.config.to_dict(), getattr(torch, use.dtype))

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, its own and the user's."""
+"""Tasks of lm-evaluation-harness, built-in or defined by the user."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class LmHarnessTask:
     """One task, group or tag of lm-evaluation-harness.
 
     Attributes:
-        task: as the harness names it.
-        include_path: folder of the user's own tasks.
-        num_fewshot: examples in each prompt; None for what the task says.
+        task: name in the harness.
+        include_path: folder of user tasks.
+        num_fewshot: few-shot examples per prompt; None for the task's default.
     """
 
     task: str
@@ -33,7 +33,7 @@ class LmHarnessTask:
         return f"lm-eval:{self.task}"
 
     def settings(self) -> dict[str, Any]:
-        """Names the task, and the code and configuration behind the name.
+        """Return the task's name and the version of its code and configuration.
 
         Raises:
             SurgeryError: the harness is not installed, the folder does not exist, or there is no such task.
@@ -42,5 +42,5 @@ class LmHarnessTask:
         return {"task": self.task, "num_fewshot": self.num_fewshot, **identity}
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
-        """Returns the metrics; see `lm_harness.evaluate`."""
+        """Run the task and return its metrics; see `lm_harness.evaluate`."""
         return lm_harness.evaluate(model, session, self.task, self.include_path, self.num_fewshot)

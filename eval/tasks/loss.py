@@ -1,4 +1,4 @@
-"""Held-out loss: by source and position, in one forward pass and through the live cache, next to the baseline's."""
+"""Held-out loss by source and position, with and without the KV cache, and divergence from the baseline."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
 
 MEMORIZED = 0.1
-"""Nats: a token that the baseline predicts at less is taken for memorized, which hides damage to attention."""
+"""Baseline loss in nats below which a token counts as memorized; such tokens hide damage to attention."""
 FIRST_BUCKET = 32
-"""Tokens in the first position bucket; every later one is as long as all before it."""
+"""Tokens in the first position bucket; every later bucket is as long as all buckets before it."""
 
 
 @dataclass(frozen=True)
 class KeptPredictions:
-    """The baseline's final states, with the head that makes logits of them, so that the model itself can go.
+    """Final states of the baseline and a copy of its LM head, so that the model can be freed.
 
     Attributes:
-        head: None where the states are the logits.
-        states: [B, T - 1, ...] of each batch by its number, on the CPU; only of the batches of this process.
-        losses: [B, T - 1] in nats of the same batches.
+        head: LM head; None if the states are logits.
+        states: states [B, T - 1, ...] by batch index, on the CPU; only the batches of this process.
+        losses: losses [B, T - 1] in nats of the same batches.
     """
 
     head: nn.Module | None
@@ -44,11 +44,11 @@ class KeptPredictions:
 
 @dataclass(frozen=True)
 class LossTask:
-    """Loss, perplexity, bits per byte, KL to the baseline and top-1 agreement on held-out text.
+    """Loss, perplexity, bits per byte, KL divergence from the baseline and top-1 agreement on held-out text.
 
     Attributes:
-        text: the windows.
-        decoded: how many of the last tokens of each are decoded one by one for the through-cache loss; 0 for none.
+        text: windows of held-out text.
+        decoded: tokens at the end of each window that are decoded one by one for the through-cache loss; 0 skips it.
     """
 
     text: HeldOutText
@@ -68,7 +68,7 @@ class LossTask:
 
     @torch.no_grad()
     def keep(self, model: PreTrainedModel, session: Session) -> KeptPredictions:
-        """Return the predictions with which later models are compared."""
+        """Return the baseline's predictions, with which the other models are compared."""
         batches = self._batches(session)
         states_of: dict[int, Tensor] = {}
         losses: dict[int, Tensor] = {}
@@ -112,7 +112,7 @@ class LossTask:
         return list(enumerate(self.text.first(session.limit).tokens.split(session.batch_size)))
 
     def _summary(self, values: dict[str, np.ndarray]) -> dict[str, Any]:
-        """The result of per-token values [N, T - 1]."""
+        """Aggregate per-token values [N, T - 1] into the result."""
         losses = values["loss"].astype(np.float64)
         text = self.text.first(len(losses))
         source, size = text.source[:, 1:].numpy(), text.bytes[:, 1:].numpy()
@@ -120,7 +120,7 @@ class LossTask:
             "sequences": len(losses),
             "length": text.tokens.shape[1],
             **_totals(losses, size),
-            "perplexity": ppl if math.isfinite(ppl := perplexity(float(losses.mean()))) else None,  # as JSON can say
+            "perplexity": ppl if math.isfinite(ppl := perplexity(float(losses.mean()))) else None,  # JSON lacks inf
             "per_sequence": losses.mean(axis=1).tolist(),
             "by_source": {
                 name: _totals(losses[source == index], size[source == index])
@@ -141,7 +141,7 @@ class LossTask:
                 "loss": float(cached.mean()),
                 "prefill": text.tokens.shape[1] - 1 - self.decoded,
                 "decoded": self.decoded,
-                # Only decoded tokens have seen the cache as decoding sees it; theirs tells more than the mean of all.
+                # Only decoded tokens read the cache as in generation, so their loss says more than the overall mean.
                 "decoded_loss": float(cached[:, -self.decoded :].mean()),
                 "decoded_loss_one_forward": float(losses[:, -self.decoded :].mean()),
                 "largest_difference": float(np.abs(cached - losses).max()),
@@ -161,7 +161,7 @@ class LossTask:
 
 
 def position_buckets(length: int) -> list[tuple[int, int]]:
-    """Ranges [start, end) of predicted positions of sequences of `length` tokens: 1-31, 32-63, 64-127, 128-255, ..."""
+    """Return ranges [start, end) of target positions in `length` tokens: 1-31, 32-63, 64-127, 128-255, ..."""
     edges = [1]
     edge = FIRST_BUCKET
     while edge < length:
@@ -180,8 +180,13 @@ def _totals(losses: np.ndarray, size: np.ndarray) -> dict[str, Any]:
 
 
 def _memorized(losses: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
-    """Losses [N, T - 1] of tokens that the baseline (the model itself, where there is none) has memorized, and of the
-    others. "per_sequence" are the others' shares of their mean: their mean is "loss_of_others"."""
+    """Split losses [N, T - 1] into those of memorized tokens (`MEMORIZED`) and others.
+
+    "per_sequence" is scaled so that its mean over sequences is "loss_of_others".
+
+    Args:
+        baseline: losses [N, T - 1] of the baseline, or of the model itself if there is no baseline.
+    """
     memorized = baseline < MEMORIZED
     others = int((~memorized).sum())
     return {

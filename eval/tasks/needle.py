@@ -1,8 +1,8 @@
-"""Task `needle`: is one fact found at every depth of every length?
+"""Needle in a haystack: retrieval of one fact over a grid of context lengths and depths.
 
 The test of Kamradt (github.com/gkamradt/LLMTest_NeedleInAHaystack, 2023) with the facts of RULER's `niah_single_2`, or
-with those of `surgery.eval.recall` in source code. Numbers are random, so nothing but the needle can give the answer,
-and it is right only if all its digits are. Every prompt of a length has exactly that many tokens, answer included.
+in source code with those of `surgery.eval.recall`. Numbers are random, so only the needle gives the answer, and all
+digits must be right. Every prompt has exactly the stated length in tokens, with room for the answer included.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 
 ANSWER_TOKENS = 16
-"""Room for a number of seven digits, a token each at worst, and for a few words before it."""
+"""Tokens for the answer: a number of seven digits, at worst one token each, and a few words before it."""
 
 LONGEST_BY_DEFAULT = 32_768
 WITHOUT_LIMIT = 4096
 
 NEAR = 0.05
-"""A needle goes to the nearest end of a sentence or line, or else of a word, if it is within this share of the text."""
+"""Largest shift of a needle to the end of a sentence, line or word, as a share of the haystack."""
 
 
 @dataclass(frozen=True)
 class NeedlePrompt:
-    """A prompt with one needle.
+    """Prompt with one needle.
 
     Attributes:
-        ids: token ids, with bos if the tokenizer has one.
-        value: the number to be found in the answer.
+        ids: token ids, starting with bos if the tokenizer has one.
+        value: number expected in the answer.
     """
 
     ids: tuple[int, ...]
@@ -54,23 +54,23 @@ class NeedlePrompt:
 
 
 class NeedleHaystack:
-    """The text around the needles, as tokens."""
+    """Tokenized text around the needles."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, domain: Domain, text: str) -> None:
-        """Raises SurgeryError if `text` is empty."""
+        """Tokenize `text`; raises SurgeryError if it is empty."""
         self._tokenizer, self._domain = tokenizer, domain
         self._blank = domain.split(text).separator
         self._ids = np.asarray(tokenize(tokenizer, " ".join(text.split()) if self._blank else text))
         kinds, kind_of = np.unique(self._ids, return_inverse=True)
         texts = [tokenizer.decode([kind]) for kind in kinds.tolist()]
-        # Where the next token starts with the blank or the line end, so that a needle tears no word and no indentation.
+        # Tokens that start with the space or newline; a needle before them splits no word and no indentation.
         starts = np.asarray([text.startswith(self._blank or "\n") for text in texts])[kind_of]
         stops = np.asarray([not self._blank or text.endswith((".", "?", "!")) for text in texts])[kind_of]
         between_words = np.roll(starts, -1)
         self._places_for_needles = (between_words & stops, between_words)
 
     def prompt(self, length: int, depth: float, rng: random.Random) -> NeedlePrompt:
-        """A prompt of `length` - `ANSWER_TOKENS` tokens with a needle at `depth` percent of the haystack.
+        """Build a prompt of `length - ANSWER_TOKENS` tokens with a needle at `depth` percent of the haystack.
 
         Raises:
             SurgeryError: there is no room for a needle and its question.
@@ -94,7 +94,7 @@ class NeedleHaystack:
         return NeedlePrompt((*head, *text[:cut], *fact, *text[cut:], *question), value)
 
     def _cut(self, places: np.ndarray, depth: float) -> int:
-        """Before which token of the haystack the needle goes."""
+        """Return the index of the haystack token before which the needle is inserted."""
         size = len(places)
         cut = round(size * depth / 100)
         if 0 < cut < size:
@@ -114,9 +114,9 @@ class NeedleHaystack:
 def needle_prompts(
     haystack: NeedleHaystack, length: int, depths: Sequence[float], trials: int, seed: int
 ) -> list[NeedlePrompt]:
-    """`trials` prompts for every depth in turn, each with another key, number and passage.
+    """Build `trials` prompts per depth, each with its own key, number and passage.
 
-    Prompt (depth, trial) depends on them, the length and the seed alone.
+    A prompt depends only on its depth and trial, the length and the seed.
     """
     return [
         haystack.prompt(length, depth, random.Random(f"{seed} needle {length} {float(depth)} {trial}"))
@@ -126,9 +126,9 @@ def needle_prompts(
 
 
 def default_lengths(limit: int | None) -> tuple[int, ...]:
-    """A quarter, a half, all and one and a half of a model's limit, without those above 32k tokens.
+    """Return 1/4, 1/2, 1 and 3/2 of the model's position limit, which is capped at 32k.
 
-    A limit above that counts as 32k, and a model without any limit as one of 4096 that is not exceeded.
+    The length of 3/2 is left out if it exceeds 32k or the model has no limit; a missing limit counts as 4096.
     """
     full = min(limit or WITHOUT_LIMIT, LONGEST_BY_DEFAULT)
     beyond = [limit * 3 // 2] if limit and limit * 3 // 2 <= LONGEST_BY_DEFAULT else []
@@ -137,14 +137,14 @@ def default_lengths(limit: int | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """A grid of depths and lengths.
+    """Needle retrieval over a grid of lengths and depths.
 
     Attributes:
         lengths: tokens of prompt and answer together.
-        depths: percent of the haystack before the needle.
-        trials: prompts a cell.
+        depths: positions of the needle, in percent of the haystack.
+        trials: prompts per grid cell.
         domain: "text" or "code".
-        haystack: the text around the needles; None for the Python language reference (`domain` "text" only).
+        haystack: text around the needles; None for the Python language reference (`domain` "text" only).
 
     Raises:
         SurgeryError: the haystack is empty.
@@ -162,7 +162,7 @@ class NeedleTask:
         self._text()
 
     def settings(self) -> dict[str, Any]:
-        """Sizes, and the hash of the haystack text."""
+        """Return the sizes and the hash of the haystack text."""
         return {
             "domain": self.domain,
             "lengths": list(self.lengths),
@@ -173,12 +173,12 @@ class NeedleTask:
         }
 
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
-        """Share of needles found in each cell.
+        """Measure the share of needles found in each grid cell.
 
         Returns:
-            "grid": shares [lengths][depths]; "hits": 0 or 1 for each prompt by length, depth and trial; "accuracy":
-            mean of all; "limit": the model's longest context by its config, or None; "beyond_limit": lengths above it;
-            and the "lengths", "depths", "trials" and "prompts_sha256" that were used.
+            "grid": shares [lengths][depths]; "hits": 0 or 1 per prompt, ordered by length, depth and trial;
+            "accuracy": mean of all hits; "limit": `max_position_embeddings` of the config, or None; "beyond_limit":
+            lengths above the limit; and "lengths", "depths", "trials" and "prompts_sha256" of the run.
 
         Raises:
             SurgeryError: a length has no room for a needle and its question.

@@ -1,4 +1,4 @@
-"""Planted recall: the share of five-digit keys, asked for far behind the place where they stood, that are found."""
+"""Planted recall: the share of five-digit keys that the model retrieves from far back in its context."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
 
 RECALL_SEED = 1
-"""Added to the seed for recall prompts, so that their filler is not that of the windows."""
+"""Offset of the seed for recall prompts, so that their filler text differs from the loss windows."""
 
 
 @dataclass(frozen=True)
 class RecallTask:
-    """Answers recall prompts greedily; see `surgery.eval.recall`."""
+    """Accuracy of greedy answers to recall prompts; see `surgery.eval.recall`."""
 
     prompts: RecallSet
     name: ClassVar[str] = "recall"

@@ -1,4 +1,4 @@
-"""Task `ruler`: the RULER-style suite at one length or several."""
+"""RULER-style task suite at one or several context lengths."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class RulerTask:
     """Eleven tasks of retrieval, tracing and aggregation; see `surgery.eval.ruler.suite`.
 
     Attributes:
-        lengths: tokens of prompt and answer together, at most.
-        samples: of each task at each length. The paper has 500.
+        lengths: maximum tokens of prompt and answer together.
+        samples: samples per task and length. The paper uses 500.
         domain: "text" or "code".
-        haystack: the prose or source text; None for the Python language reference (`domain` "text" only).
-        tasks: which of the eleven, in the order they are run.
+        haystack: prose or source text; None for the Python language reference (`domain` "text" only).
+        tasks: names of the tasks, in the order in which they run.
 
     Raises:
-        SurgeryError: there is no such task, or the haystack is empty.
+        SurgeryError: a task is unknown, or the haystack is empty.
     """
 
     lengths: tuple[int, ...] = (4096,)
@@ -46,7 +46,7 @@ class RulerTask:
         suite.check_tasks(self.tasks)
 
     def settings(self) -> dict[str, Any]:
-        """Sizes, names, the version of the suite, and the hash of the haystack text."""
+        """Return sizes, task names, the version of the suite and the hash of the haystack text."""
         return {
             "suite": "RULER-style",
             "version": suite.VERSION,
@@ -58,14 +58,16 @@ class RulerTask:
         }
 
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
-        """Mean share of references found, by length and task.
+        """Measure the mean share of references found, by length and task.
+
+        All prompts are built before generation starts.
 
         Returns:
-            "lengths": for each length "tasks" with "score" (0 to 1), "scores" of its samples, "samples" and
-            "prompts_sha256"; and their "average". "average": mean over the lengths.
+            "lengths": for each length, "tasks" with "score" (0 to 1), per-sample "scores", "samples" and
+            "prompts_sha256", and the "average" over tasks. "average": mean over the lengths.
 
         Raises:
-            SurgeryError: a task does not fit in a length. All prompts are built before the first is answered.
+            SurgeryError: a task does not fit in a length.
         """
         prompts = {length: self._samples(session, length) for length in self.lengths}
         lengths = {}

@@ -1,4 +1,4 @@
-"""The speed task: prefill and decoding, context by context and batch by batch."""
+"""Speed task: prefill and decode throughput by context length and batch size."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SpeedTask:
-    """Times the checkpoint in its own dtype, with the cache and the kernels that it uses by itself.
+    """Throughput of the checkpoint in its own dtype, with its default cache and kernels.
 
     Attributes:
-        contexts: tokens of a prompt.
-        batches: sequences at a time; every context is measured with every one.
-        new_tokens: decoded after each prompt.
-        repeats: timed runs of each point, after one that is not.
+        contexts: prompt lengths in tokens.
+        batches: batch sizes; every context is measured with every batch size.
+        new_tokens: tokens decoded after each prompt.
+        repeats: timed runs per point, after one warmup run.
     """
 
     contexts: tuple[int, ...]
@@ -41,7 +41,7 @@ class SpeedTask:
     native: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Raises SurgeryError: there is no context or no batch, or a number is below 1."""
+        """Raise SurgeryError if contexts or batches are empty, or a value is below 1."""
         if (
             not self.contexts
             or not self.batches
@@ -62,11 +62,11 @@ class SpeedTask:
         }
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
-        """Measures on the main process while the others wait.
+        """Measure on the main process while the other processes wait.
 
         Returns:
-            {"dtype", "device", "threads", "repeats", "points": [what `measure_speed` gives, and a "note"]}. A point
-            that did not fit has None for its figures.
+            {"dtype", "device", "threads", "repeats", "points": [result of `measure_speed` with a "note"]}. The figures
+            of a point are None if it ran out of memory.
         """
         return session.processes.from_main(lambda: self._measure(model, session))
 
@@ -89,7 +89,7 @@ class SpeedTask:
     def _point(
         self, model: PreTrainedModel, size: tuple[int, int], refused: list[tuple[int, int]], seed: int
     ) -> dict[str, Any]:
-        """One point; adds its size to `refused` if it is out of memory, and does not try what is larger than those."""
+        """Measure one point; out of memory, append its size to `refused`. Skip sizes larger than a refused one."""
         context, batch = size
         for smaller in refused:
             if smaller[0] <= context and smaller[1] <= batch:
@@ -115,14 +115,14 @@ def build(data: TaskData) -> SpeedTask:
 def measure_speed(
     model: nn.Module, context: int, batch: int, new_tokens: int = 32, repeats: int = 3, seed: int = 0
 ) -> dict[str, Any]:
-    """Prefills random prompts [batch, context] in one pass, then decodes `new_tokens` more greedily; several times.
+    """Time the prefill of random prompts [batch, context] in one pass and the greedy decoding of `new_tokens`.
 
-    A first run warms up and is not timed. Each decoded token is the most likely one, as in generation, and is passed
-    through the model: the token that the prefill gives is the first of them.
+    The first run is a warmup and not timed. Each decode step feeds the most likely token of the previous step; the
+    first one feeds the token that the prefill predicts.
 
     Returns:
-        {"context", "batch", "prefill_tokens_per_second", "decode_tokens_per_second" (of all sequences together, at the
-        median time), "prefill_seconds", "decode_seconds" (one for each repeat)}.
+        {"context", "batch", "prefill_tokens_per_second", "decode_tokens_per_second" (summed over sequences, at the
+        median time), "prefill_seconds", "decode_seconds" (one value per repeat)}.
 
     Raises:
         SurgeryError: the model returns no cache.
@@ -142,7 +142,7 @@ def measure_speed(
 
 
 def _timed_run(model: nn.Module, prompts: LongTensor, new_tokens: int) -> tuple[float, float]:
-    """Seconds of the prefill, and of decoding."""
+    """Return the seconds of the prefill and of decoding."""
     synchronize(prompts.device)
     start = time.perf_counter()
     output, cache = forward_with_cache(model, prompts, None)

@@ -1,4 +1,4 @@
-"""Gives a loaded model another kind of cache, wherever its decoder is called from: see `surgery.model.cache_layer`."""
+"""Hooks that replace the KV cache of a loaded model at every call of its decoder; see `surgery.model.cache_layer`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from surgery.model.cache_prediction import CachedLayer
 
 
 class NoVariant(SurgeryError):
-    """A model has no such variant."""
+    """Raised for models that a variant does not support."""
 
 
 def install(
     model: PreTrainedModel, name: str, prepare: Callable[[nn.Module, Call], None], layers: Sequence[CacheLayer]
 ) -> PreTrainedModel:
-    """Let `prepare(decoder, call)` change the arguments of every call of the decoder of `model`; return `model`.
+    """Hook the decoder so that `prepare(decoder, call)` can change the arguments of every call; return `model`.
 
-    A ValueError of `prepare` is raised as SurgeryError. `model.kv_bytes(tokens)` becomes the bytes of a cache of
-    `layers`, one for each of the model's, by formula. Layers with a window may be among them (`beside_windows`).
+    A ValueError in `prepare` is raised as SurgeryError. Sets `model.kv_bytes(tokens)`, the predicted bytes of a cache
+    of `layers`, which has one cache layer per model layer, sliding-window layers included (`beside_windows`).
 
     Raises:
-        NoVariant: the model is no decoder with a head, has a quantized cache, layers of several kinds, or heads that
-            the cache cannot hold.
-        SurgeryError: it is a variant already.
+        NoVariant: the model is not a decoder with an LM head, has a quantized cache, layers without full attention
+            and without a window in `layers`, or heads that the cache does not support.
+        SurgeryError: the model is a variant already.
     """
     check_model(model, name, [index for index, layer in enumerate(layers) if not isinstance(layer, CompactLayer)])
     decoder = model.base_model
@@ -48,10 +48,10 @@ def install(
 
 
 def windows_of(config: PreTrainedConfig) -> dict[int, int]:
-    """Return the tokens that layers with an attention window see, by index, as transformers' own cache has them.
+    """Return the window sizes in tokens of sliding-window layers, by layer index, as in transformers' cache.
 
     Raises:
-        NoVariant: all layers have one.
+        NoVariant: all layers have a sliding window.
     """
     layers = DynamicCache(config=config).layers
     windows = {index: layer.sliding_window for index, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
@@ -61,9 +61,9 @@ def windows_of(config: PreTrainedConfig) -> dict[int, int]:
 
 
 def beside_windows(layers: Sequence[CompactLayer], windows: Mapping[int, int]) -> list[CacheLayer]:
-    """Replace layers of a cache by transformers' own where there is a window (`windows_of`): they keep full precision.
+    """Replace the cache layers of sliding-window layers (`windows_of`) by transformers' full-precision ones.
 
-    vLLM leaves them so with `--kv-cache-dtype-skip-layers sliding_window`, as read in the source of its 0.32, not run.
+    Corresponds to vLLM's `--kv-cache-dtype-skip-layers sliding_window`, according to the source of 0.32; not run.
     """
     return [
         DynamicSlidingWindowLayer(windows[index]) if index in windows else layer for index, layer in enumerate(layers)
@@ -71,9 +71,9 @@ def beside_windows(layers: Sequence[CompactLayer], windows: Mapping[int, int]) -
 
 
 def bytes_of(layers: Sequence[CacheLayer], config: PreTrainedConfig, dtype: torch.dtype) -> Callable[[int], int]:
-    """Predict the bytes of a cache of `layers` after so many tokens of one sequence.
+    """Return a function that predicts the bytes of a cache of `layers` from the number of tokens of one sequence.
 
-    The prediction raises ValueError of heads that a layer cannot hold.
+    The function raises ValueError for head sizes that a layer does not support.
     """
     config = config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -83,7 +83,7 @@ def bytes_of(layers: Sequence[CacheLayer], config: PreTrainedConfig, dtype: torc
 
 
 def check_model(model: PreTrainedModel, name: str, windows: Collection[int] = ()) -> None:
-    """Raises as `install` does of a model that is no decoder with a head or has no full attention but in `windows`."""
+    """Raise NoVariant or SurgeryError as `install` does; layers outside `windows` must have full attention."""
     decoder = model.base_model
     if (variant := getattr(decoder, "surgery_variant", None)) is not None:
         raise SurgeryError(f"this model is a variant already, with {variant}: load the baseline again for another one")
@@ -97,7 +97,7 @@ def check_model(model: PreTrainedModel, name: str, windows: Collection[int] = ()
 
 @contextmanager
 def refusals(kind: type[SurgeryError] = SurgeryError) -> Iterator[None]:
-    """Refusals of the caches, which know no error of this package, as one of ``kind``."""
+    """Convert the ValueErrors of cache layers, which do not import this package's errors, to ``kind``."""
     try:
         yield
     except ValueError as error:

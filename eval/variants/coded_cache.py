@@ -1,13 +1,13 @@
-"""The cache of an engine: first tokens and a recent window in full precision, the rest in the format's own bytes.
+"""Emulated KV caches of inference engines: quantized tokens, with sinks and a residual window in full precision.
 
-A format says how a tile of tokens becomes tensors and back (`Coder`). The layer holds these tensors, so that bytes are
-counted in the live cache and not computed from a bit width. There are two orders of events:
+A `Coder` encodes a tile of tokens to the tensors of a format and back. The cache layer stores these tensors, so bytes
+are counted in the live cache and not computed from a bit width. There are two orders of quantization and attention:
 
-- A format of one token a tile without a window is written first and then read, as vLLM and llama.cpp do it. One pass
-  over a text and decoding are then one function.
-- A format with a window, or with tiles of several tokens, is read first: queries see their own tile, and the window
-  before it, in full precision. A long pass is cut into chunks of `chunk` tokens, which see earlier ones as decoding
-  would.
+- Formats with one token per tile and no window quantize new tokens first and then attend to them, as in vLLM and
+  llama.cpp. One forward pass over a text then equals prefill and decoding.
+- Formats with a window, or with several tokens per tile, attend first: queries read their own tile and the window
+  before it in full precision. A long forward pass is split into chunks of `chunk` tokens, so that it reads earlier
+  tokens as decoding does.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from surgery.model.cache_layer import CacheLayer, Call, CompactLayer, own_cache
 from surgery.model.quantization import pack, unpack
 
 Parts = tuple[Tensor, ...]
-"""Tensors [B, H, tiles, ...] that a coder stores."""
+"""Tensors [B, H, tiles, ...] that a coder produces."""
 
 
 class Coder(ABC):
-    """A storage format of keys or of values.
+    """Abstract base class of a storage format for keys or values.
 
     Attributes:
-        tile: tokens that are coded together.
+        tile: tokens that are quantized together.
     """
 
     tile: int = 1
 
     @abstractmethod
     def encode(self, tokens: Tensor) -> Parts:
-        """Code tokens [B, H, n, d], n a multiple of `tile`. Raises ValueError for widths that the format lacks."""
+        """Encode tokens [B, H, n, d], n a multiple of `tile`; raises ValueError for an unsupported head size d."""
 
     @abstractmethod
     def decode(self, parts: Parts) -> Tensor:
-        """The tokens [B, H, n, d] that attention reads, in any floating-point dtype."""
+        """Decode to the tokens [B, H, n, d] that attention reads, in any floating-point dtype."""
 
 
 class Exact(Coder):
-    """Tokens as they come."""
+    """Full-precision storage."""
 
     def encode(self, tokens: Tensor) -> Parts:
         return (tokens,)
@@ -61,40 +61,40 @@ class Exact(Coder):
 
 
 class CodedLayer(CompactLayer):
-    """The cache of one layer.
+    """Cache layer that stores tokens encoded by coders, except for sinks and a residual window.
 
     Attributes:
-        first_keys, first_values: [B, H, ≤ sinks, d], the first tokens.
-        key_parts, value_parts: the coded tokens.
-        keys, values: [B, H, n, d], the tokens after the coded ones.
+        first_keys, first_values: [B, H, ≤ sinks, d], sinks in full precision.
+        key_parts, value_parts: encoded tokens.
+        keys, values: [B, H, n, d], full-precision tokens after the encoded ones.
     """
 
     form = "an engine's cache"
 
     def __init__(self, keys: Coder, values: Coder, sinks: int = 0, window: int = 0) -> None:
-        """`sinks`: first tokens that stay in full precision; `window`: how many recent ones do at least."""
+        """Keep the first `sinks` tokens and at least the last `window` tokens in full precision."""
         super().__init__()
         self.key_coder, self.value_coder, self.sinks, self.window = keys, values, sinks, window
         self.key_parts: Parts = ()
         self.value_parts: Parts = ()
 
     def fresh(self) -> CodedLayer:
-        """An empty layer of the same settings."""
+        """Return an empty layer with the same settings."""
         return CodedLayer(self.key_coder, self.value_coder, self.sinks, self.window)
 
     @property
     def delayed(self) -> bool:
-        """True if tokens are read in full precision before they are coded."""
+        """True if new tokens are read in full precision before they are encoded."""
         return self.window > 0 or self.key_coder.tile > 1
 
     def settings(self) -> tuple:
-        """Both coders, sinks, window."""
+        """Return both coders, sinks and window."""
         return self.key_coder, self.value_coder, self.sinks, self.window
 
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
-        """Bytes that it holds after `tokens` tokens, decoded one by one."""
+        """Predict the bytes of the layer after `tokens` tokens that were decoded one by one."""
         tiles = self._coded(max(0, tokens - self.sinks)) // self.key_coder.tile
         total = (tokens - tiles * self.key_coder.tile) * heads * (key_dim + value_dim) * dtype.itemsize
         for coder, width in ((self.key_coder, key_dim), (self.value_coder, value_dim)):
@@ -103,14 +103,14 @@ class CodedLayer(CompactLayer):
         return batch * total
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take batch, heads, head sizes, dtype and device from the first tokens."""
+        """Allocate empty tensors with the batch size, heads, head sizes, dtype and device of the first tokens."""
         self.keys, self.values = key_states[..., :0, :].clone(), value_states[..., :0, :].clone()
         self.first_keys, self.first_values = self.keys.clone(), self.values.clone()
         self.key_parts = self.value_parts = ()
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Add tokens [B, H, n, d]; returns those of all tokens [B, H, T, d] as attention reads them."""
+        """Append keys and values [B, H, n, d]; return all keys and values [B, H, T, d] as attention reads them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         missing = self.sinks - self.first_keys.shape[2]
@@ -128,7 +128,7 @@ class CodedLayer(CompactLayer):
         return read, read_values
 
     def _coded(self, tokens: int) -> int:
-        """Count the coded ones of so many tokens after the first ones."""
+        """Return how many of `tokens` tokens after the sinks are encoded."""
         return max(0, tokens - self.window) // self.key_coder.tile * self.key_coder.tile
 
     def _code(self) -> None:
@@ -146,14 +146,14 @@ class CodedLayer(CompactLayer):
         return torch.cat([first, *coded, recent], dim=2)
 
     def get_seq_length(self) -> int:
-        """Tokens kept, in either form."""
+        """Return the number of cached tokens, encoded or not."""
         if not self.is_initialized:
             return 0
         coded = self.key_parts[0].shape[2] * self.key_coder.tile if self.key_parts else 0
         return self.first_keys.shape[2] + coded + self.keys.shape[2]
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Drop all tokens."""
         self.keys = self.values = self.first_keys = self.first_values = None
         self.key_parts = self.value_parts = ()
         self.is_initialized = False
@@ -167,19 +167,19 @@ class CodedLayer(CompactLayer):
 
 
 def coded_cache(model: PreTrainedModel, name: str, layers: Sequence[CodedLayer], chunk: int = 0) -> PreTrainedModel:
-    """Make every attention of `model` read keys and values as `CodedLayer`s hold them.
+    """Replace the KV cache of `model` by `CodedLayer`s.
 
     Args:
-        layers: one for each layer of the model, with the settings of the cache. Layers with a window keep transformers'
-            own.
-        chunk: tokens of one pass at most, for layers that are `delayed`; divides their sinks and tiles. 0: any number.
+        layers: cache settings, one per model layer. Sliding-window layers keep transformers' cache layers.
+        chunk: maximum tokens per forward pass for `delayed` layers; divides their sinks and tiles. 0: no limit.
 
     Returns:
         `model` itself, with a hook on its decoder.
 
     Raises:
-        NoVariant: the format has no such heads, or the model is no decoder in which some layer has full attention.
-        SurgeryError: it is a variant already. Later: a call with a filled cache of another kind.
+        NoVariant: the format does not support the head sizes, or the model is not a decoder with at least one layer
+            of full attention.
+        SurgeryError: the model is a variant already. Raised later: a call passes a non-empty cache of another class.
     """
 
     windows = windows_of(model.config)
@@ -197,7 +197,7 @@ def coded_cache(model: PreTrainedModel, name: str, layers: Sequence[CodedLayer],
 
 
 def _chunked(forward: Callable, chunk: int, **call: Any) -> Any:
-    """Call a decoder's `forward` on pieces that end at multiples of `chunk` tokens; returns one output."""
+    """Call a decoder's `forward` on pieces that end at multiples of `chunk` tokens and concatenate the outputs."""
     cache: Cache = call[CACHE]
     name = "inputs_embeds" if call.get("input_ids") is None else "input_ids"
     new, past_length = call.get(name), cache.get_seq_length()
@@ -224,10 +224,10 @@ def _chunked(forward: Callable, chunk: int, **call: Any) -> Any:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., n] below 2^bits as bytes [..., n·bits/8], the first in the lowest bits.
+    """Pack codes [..., n] below 2^bits into bytes [..., n·bits/8], the first code in the lowest bits.
 
     Raises:
-        ValueError: they fill no whole bytes.
+        ValueError: the codes do not fill whole bytes.
     """
     if codes.shape[-1] * bits % 8 or (bits == 3 and codes.shape[-1] % 8):
         raise ValueError(f"{codes.shape[-1]} values of {bits} bits fill no whole bytes")
@@ -235,15 +235,15 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(stored: Tensor, bits: int) -> Tensor:
-    """Return the values that `packed` packed, in float32."""
+    """Unpack the bytes of `packed` to float32 codes."""
     return unpack(stored.unsqueeze(-1), bits).squeeze(-1).float()
 
 
 def hadamard(size: int) -> Tensor:
-    """Sylvester's orthogonal Hadamard matrix [size, size], float32; symmetric, its own inverse.
+    """Return Sylvester's orthonormal Hadamard matrix [size, size], float32; symmetric, so its own inverse.
 
     Raises:
-        ValueError: the size is no power of two.
+        ValueError: `size` is not a power of two.
     """
     if size < 1 or size & (size - 1):
         raise ValueError(f"a Hadamard rotation of {size} channels: a power of two is needed")
@@ -254,6 +254,6 @@ def hadamard(size: int) -> Tensor:
 
 
 def rotated(tokens: Tensor, block: int) -> Tensor:
-    """Tokens [..., d] with a Hadamard rotation of each `block` channels, in float32; twice is nothing."""
+    """Rotate each block of `block` channels of tokens [..., d] by a Hadamard matrix, in float32; its own inverse."""
     blocks = tokens.float().unflatten(-1, (-1, block))
     return (blocks @ hadamard(block).to(tokens.device)).flatten(-2)

@@ -1,4 +1,4 @@
-"""The KV caches that engines serve without a conversion, by the names that engines give them."""
+"""Quantized KV caches that inference engines offer without a conversion, by the engines' names."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from surgery.eval.variants.turboquant_cache import turboquant_layers
 from surgery.eval.variants.vllm_cache import Fp8, Int4PerTokenHead, PerTokenHead
 
 Layers = Callable[[PreTrainedConfig], Sequence[CodedLayer]]
-"""Makes the layers of a cache, one for each of a model's."""
+"""Function from a config to cache layers, one per model layer."""
 
 
 def _alike(coder: Coder) -> Layers:
-    """Layers that keep keys and values in one format."""
+    """Use one coder for the keys and values of every layer."""
     return lambda config: [CodedLayer(coder, coder) for _ in range(config.num_hidden_layers)]
 
 
@@ -37,22 +37,22 @@ FORMATS: dict[str, Layers] = {
     **{name: partial(turboquant_layers, name) for name in turboquant_cache.PRESETS},
     **{name: partial(kvarn_layers, name) for name in kvarn_cache.PRESETS},
 }
-"""Formats that need a config only, by the engine's name."""
+"""Formats without calibration, by the engine's name."""
 
 CALIBRATED = ("oscar_int2",)
-"""Formats that need text."""
+"""Formats that are calibrated on text."""
 
 
 def engine_cache(model: PreTrainedModel, format: str, tokens: LongTensor | None = None) -> PreTrainedModel:
-    """Make every attention of `model` read keys and values as an engine's cache of a format holds them.
+    """Replace the KV cache of `model` by an emulation of an engine's cache format.
 
     Args:
         format: one of `FORMATS` or `CALIBRATED`.
-        tokens: calibration sequences [N, T] of a format that is calibrated.
+        tokens: calibration sequences [N, T], for formats in `CALIBRATED`.
 
     Raises:
-        NoVariant: the model has no such heads, or no layer with full attention.
-        SurgeryError: an unknown format, no tokens where some are needed, or the model is a variant already.
+        NoVariant: the format does not support the head sizes, or no layer has full attention.
+        SurgeryError: the format is unknown, calibration tokens are missing, or the model is a variant already.
     """
     check_model(model, f"the cache {format}", windows_of(model.config))
     if format in CALIBRATED:

@@ -1,13 +1,13 @@
-"""Our reading of KVarN (`--kv-cache-dtype kvarn_k4v2_g128`, vLLM #46812).
+"""Reimplementation of KVarN (`--kv-cache-dtype kvarn_k4v2_g128`, vLLM #46812).
 
 Muller et al., "KVarN: Variance-Normalized KV-Cache Quantization Mitigates Error Accumulation in Reasoning Tasks",
-arXiv:2606.03458. Tiles of `group` tokens of a head are rotated by a Hadamard matrix; rows and columns are divided by
-their standard deviations in turn, and the scales of the step with the least imbalance are taken; a row (a channel of
-the keys, a token of the values) is then rounded to even steps between its extremes. Scales and zeros are fp16, as in
-huawei-csl/KVarN and `vllm/model_executor/layers/quantization/kvarn`. The first 128 tokens and the tile that is not full
-stay unchanged.
+arXiv:2606.03458. Tiles of `group` tokens of a head are rotated by a Hadamard matrix. Rows and columns are divided by
+their standard deviations in turn, and the scales of the iteration with the lowest imbalance are kept. Each row (a
+channel of the keys, a token of the values) is then quantized uniformly between its minimum and maximum. Scales and
+zero points are fp16, as in huawei-csl/KVarN and `vllm/model_executor/layers/quantization/kvarn`. The first 128 tokens
+and the last, incomplete tile stay in full precision.
 
-Left out: nothing that we know of; its kernels have not been run here.
+No known differences; the original kernels were not run for comparison.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from surgery.eval.variants.coded_cache import CodedLayer, Coder, Parts, packed, rotated, unpacked
 
 PRESETS = {"kvarn_k4v4_g128": (4, 4, 128), "kvarn_k4v2_g128": (4, 2, 128), "kvarn_k4v2_g64": (4, 2, 64)}
-"""Bits of keys and of values, tokens of a tile."""
+"""Bits of keys, bits of values, tokens per tile."""
 
 SINKS = 128
 ITERATIONS = 8
@@ -28,7 +28,7 @@ LOG_SCALES = (-0.3, 10.0)
 
 
 class KVarNTiles(Coder):
-    """Tiles of variance-normalized values; of keys rows are channels, of values they are tokens."""
+    """Variance-normalized tiles, quantized by row: a row is a channel of the keys or a token of the values."""
 
     def __init__(self, bits: int, tile: int, *, values: bool) -> None:
         self.bits, self.tile, self.values = bits, tile, values
@@ -51,7 +51,7 @@ class KVarNTiles(Coder):
 
 
 def balance(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales of the rows [..., R, 1] and of the columns [..., 1, C] of tiles [..., R, C], float32."""
+    """Compute scales of the rows [..., R, 1] and the columns [..., 1, C] of tiles [..., R, C], float32."""
     log_columns, log_rows = torch.zeros_like(tiles[..., :1, :]), torch.zeros_like(tiles[..., :1])
     current = tiles
     best, columns, rows = _imbalance(tiles), log_columns.exp(), log_rows.exp()
@@ -69,13 +69,13 @@ def balance(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _imbalance(tiles: Tensor) -> Tensor:
-    """Largest over least standard deviation, of the columns and of the rows together [..., 1, 1]."""
+    """Sum the ratios of largest to smallest standard deviation over columns and over rows: [..., 1, 1]."""
     spread = [tiles.std(dim, keepdim=True) for dim in (-2, -1)]
     return sum(each.amax((-2, -1), keepdim=True) / each.amin((-2, -1), keepdim=True).clamp(min=1e-8) for each in spread)
 
 
 def kvarn_layers(preset: str, config: PreTrainedConfig) -> list[CodedLayer]:
-    """The layers of a cache of one of the `PRESETS`."""
+    """Return the cache layers of one of the `PRESETS`."""
     key_bits, value_bits, tile = PRESETS[preset]
     keys, values = KVarNTiles(key_bits, tile, values=False), KVarNTiles(value_bits, tile, values=True)
     return [CodedLayer(keys, values, sinks=SINKS) for _ in range(config.num_hidden_layers)]

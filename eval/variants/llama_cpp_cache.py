@@ -1,11 +1,11 @@
-"""llama.cpp's q8_0, q5_0 and q4_0 caches, rotated since #21038 (`-ctk q4_0 -ctv q4_0`).
+"""Emulation of llama.cpp's q8_0, q5_0 and q4_0 caches, with the rotation of #21038 (`-ctk q4_0 -ctv q4_0`).
 
-32 channels share a scale in fp16: 8.5, 5.5 and 4.5 bits a value. Heads of a multiple of 64 channels are rotated by a
-Hadamard matrix first, keys by the largest power of two that divides a head and values by 64
-(`llama_kv_cache::build_input_k_rot`, `build_input_v_rot`); others are not. Arithmetic as in ggml's
-`quantize_row_q8_0`, `_q5_0` and `_q4_0`; `tests/engines/test_llama_cpp.py` compares the perplexity.
+32 channels share an fp16 scale: 8.5, 5.5 and 4.5 bits per element. Heads of a multiple of 64 channels are first
+rotated by a Hadamard matrix: keys in blocks of the largest power of two that divides the head size, values in blocks
+of 64 (`llama_kv_cache::build_input_k_rot`, `build_input_v_rot`). Arithmetic as in ggml's `quantize_row_q8_0`, `_q5_0`
+and `_q4_0`; `tests/engines/test_llama_cpp.py` compares the perplexity.
 
-Left out: llama.cpp's attention on a CPU also quantizes queries to q8_0 before it multiplies them by such keys.
+Not emulated: llama.cpp's attention on CPUs also quantizes queries to q8_0 before multiplying them with such keys.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from surgery.eval.variants.coded_cache import CodedLayer, Coder, Parts, packed, 
 BLOCK = 32
 LEAST_ROTATION = 64
 INTERLEAVED = ("llama", "mistral", "mixtral")
-"""Model types whose keys GGUF files permute."""
+"""Model types for which GGUF conversion permutes the key channels."""
 
 BITS = {"q8_0": 8, "q5_0": 5, "q4_0": 4}
 
 
 class GgmlBlocks(Coder):
-    """Blocks of 32 channels."""
+    """Quantization of blocks of 32 channels with an fp16 scale."""
 
     def __init__(self, format: str, *, values: bool, interleaved: bool = False) -> None:
-        """`interleaved`: the channels that RoPE turns together stand side by side, see `INTERLEAVED`."""
+        """Create a coder; `interleaved`: the two channels of a RoPE pair are adjacent, see `INTERLEAVED`."""
         self.bits, self.values, self.interleaved = BITS[format], values, interleaved
 
     def rotation(self, width: int) -> int:
-        """Channels that are rotated together; 1 for none."""
+        """Return the block size of the Hadamard rotation for heads of `width` channels; 1 for no rotation."""
         if width % LEAST_ROTATION:
             return 1
         return LEAST_ROTATION if self.values else width & -width
@@ -48,7 +48,7 @@ class GgmlBlocks(Coder):
             codes = (blocks * _inverse(scale)).round().to(torch.int8)
             return codes, scale.half()
         half = 2 ** (self.bits - 1)
-        largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))  # with its sign, which gets the code 0
+        largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))  # signed; its code is 0
         scale = largest / -half
         codes = (blocks * _inverse(scale) + (half + 0.5)).trunc().clamp(max=2 * half - 1).to(torch.uint8)
         high = (packed(codes >> 4, 1),) if self.bits == 5 else ()
@@ -66,7 +66,7 @@ class GgmlBlocks(Coder):
 
 
 def llama_cpp_layers(format: str, config: PreTrainedConfig) -> list[CodedLayer]:
-    """The layers of a cache of this type for keys and for values."""
+    """Return cache layers with this type for keys and values."""
     keys = GgmlBlocks(format, values=False, interleaved=config.model_type in INTERLEAVED)
     values = GgmlBlocks(format, values=True)
     return [CodedLayer(keys, values) for _ in range(config.num_hidden_layers)]

@@ -1,10 +1,10 @@
-"""NVFP4 (`--kv-cache-dtype nvfp4` of vLLM, SGLang and TensorRT-LLM): e2m1 values, a scale in e4m3 for 16 of them.
+"""NVFP4 KV cache (`--kv-cache-dtype nvfp4` of vLLM, SGLang and TensorRT-LLM): e2m1 values, one e4m3 scale per 16.
 
-As in vLLM 0.32, `quantization/utils/nvfp4_emulation_utils.py`, with a global scale of 1, which vLLM takes where a
-checkpoint has no KV scales; `tests/engines/test_vllm_formats.py` compares. 4.5 bits a value.
+As in vLLM 0.32, `quantization/utils/nvfp4_emulation_utils.py`, with a global scale of 1, vLLM's default for
+checkpoints without KV scales; `tests/engines/test_vllm_formats.py` compares. 4.5 bits per element.
 
-SGLang's and TensorRT-LLM's were not tried. Left out: engines multiply queries in fp8, and calibrated global scales,
-which only move the range of the e4m3 scales.
+SGLang and TensorRT-LLM were not compared. Not emulated: fp8 queries, and calibrated global scales, which only shift
+the range of the e4m3 scales.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 class Nvfp4(Coder):
-    """Blocks of 16 channels; d / 2 + d / 16 bytes a token and head."""
+    """Quantization of blocks of 16 channels; d / 2 + d / 16 bytes per token and head."""
 
     def encode(self, tokens: Tensor) -> Parts:
         if tokens.shape[-1] % BLOCK:
@@ -32,7 +32,7 @@ class Nvfp4(Coder):
         scaled = (blocks * torch.where(factor == 0, 0.0, 1 / factor)).clamp(-6, 6)
         middles = torch.tensor(MIDDLES, device=tokens.device)
         size = scaled.abs().contiguous()
-        # Halves go to the level of an even code: above a middle with an odd one below it, and below the others.
+        # Ties round to the level with the even code.
         down, up = torch.bucketize(size, middles), torch.bucketize(size, middles, right=True)
         codes = torch.where(down % 2 == 0, down, up)
         return packed((codes + 8 * (scaled < 0)).flatten(-2), 4), scale.squeeze(-1)

@@ -1,14 +1,16 @@
-"""Our reading of OSCAR's 2-bit cache (`--kv-cache-dtype int2` of its SGLang, #32129).
+"""Reimplementation of OSCAR's 2-bit cache (`--kv-cache-dtype int2` of its SGLang, #32129).
 
 Zhou et al., "OSCAR: Offline Spectral Covariance-Aware Rotation for 2-bit KV Cache Quantization", arXiv:2605.17757, as
-in FutureMLS-Lab/OSCAR (`rotation/compute_kv_rotation.py`, `QuantKernel/oscar_rotation_clip_int2_kv.py`). Keys of a KV
-head are rotated by the eigenvectors of its queries' second moment and a Hadamard matrix; values by those of their own,
-in which a token counts by the energy of its key under the queries. The largest 4% and 8% of a rotated head are clipped
-and the rest has four even steps; scale and zero are 16 bits each, as the paper's 2.28 bits count. The first 64 and the
-last 256 tokens stay unchanged. Each head has rotations of its own, which the authors found better than one a layer.
+in FutureMLS-Lab/OSCAR (`rotation/compute_kv_rotation.py`, `QuantKernel/oscar_rotation_clip_int2_kv.py`). The keys of a
+KV head are rotated by the eigenvectors of the second moment of its queries and a Hadamard matrix; the values likewise
+by the second moment of the values, in which a token is weighted by the energy of its key under the queries. The
+largest 4% (keys) and 8% (values) of a rotated head are clipped, and the rest is quantized uniformly to four levels;
+scale and zero point take 16 bits each, as in the paper's 2.28 bits. The first 64 and at least the last 256 tokens stay
+in full precision. Rotations are per head, which the authors found better than per layer.
 
-Left out: the bit-reversed order of channels, which changes nothing where a head is one group (up to 128 channels), and
-the Lloyd-Max steps of newer branches. Its rotations are of 30k tokens of GPQA with answers, ours of 4k of other text.
+Not implemented: the bit-reversed channel order, which has no effect if a head is one group (up to 128 channels), and
+the Lloyd-Max levels of newer branches. The authors calibrate on 30k tokens of GPQA with answers; here on 4k tokens of
+other text.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ from surgery.running.attention_tap import AttentionCall, tapped
 FIRST, RECENT = 64, 256
 KEY_CLIP, VALUE_CLIP = 0.96, 0.92
 CHUNK = 64
-"""Tokens of a pass: a query sees between 256 and 319 tokens before it as they came."""
+"""Tokens per forward pass; a query reads between 256 and 319 tokens before it in full precision."""
 
 
 class RotatedInt2(Coder):
-    """Two bits after a rotation of each head."""
+    """Two-bit quantization after a rotation of each head."""
 
     def __init__(self, rotation: Tensor, clip: float) -> None:
-        """`rotation`: orthogonal [H, d, d]; `clip`: share of a head's values, by size, that keep theirs."""
+        """Take an orthogonal `rotation` [H, d, d] and `clip`, the quantile of absolute values that bounds elements."""
         self.weights, self.clip = nn.ParameterList([nn.Parameter(rotation, requires_grad=False)]), clip
 
     @property
     def rotation(self) -> Tensor:
-        """Rotation, held in a module as weights are: a walk over the cache for its bytes must not count it."""
+        """Rotation matrices [H, d, d]; held in a module, which the count of cache bytes skips."""
         return self.weights[0]
 
     def encode(self, tokens: Tensor) -> Parts:
@@ -57,7 +59,7 @@ class RotatedInt2(Coder):
 
 
 def oscar_layers(rotations: list[tuple[Tensor, Tensor]]) -> list[CodedLayer]:
-    """The layers of a cache, of the rotations of their keys and values."""
+    """Return cache layers from the rotations of the keys and values of each layer."""
     return [
         CodedLayer(RotatedInt2(keys, KEY_CLIP), RotatedInt2(values, VALUE_CLIP), FIRST, RECENT)
         for keys, values in rotations
@@ -66,11 +68,11 @@ def oscar_layers(rotations: list[tuple[Tensor, Tensor]]) -> list[CodedLayer]:
 
 @torch.no_grad()
 def oscar_rotations(model: PreTrainedModel, tokens: LongTensor) -> list[tuple[Tensor, Tensor]]:
-    """Rotations [H, d, d] of each layer's keys and values, float32, from sequences [N, T] in two passes.
+    """Compute rotations [H, d, d], float32, of each layer's keys and values from sequences [N, T] in two passes.
 
     Raises:
-        SurgeryError: the model takes no attention function.
-        ValueError: its heads have no Hadamard matrix.
+        SurgeryError: the attention function of the model cannot be replaced.
+        ValueError: the head size is not a power of two.
     """
 
     def of_queries(call: AttentionCall) -> Tensor:
@@ -89,7 +91,7 @@ def oscar_rotations(model: PreTrainedModel, tokens: LongTensor) -> list[tuple[Te
 
 
 def _summed(model: PreTrainedModel, tokens: LongTensor, moment: Callable[[AttentionCall], Tensor]) -> dict[int, Tensor]:
-    """The sum of `moment` over sequences, by layer."""
+    """Sum `moment` over sequences, by layer."""
     sums: dict[int, Tensor] = {}
 
     def add(call: AttentionCall) -> Tensor:

@@ -1,4 +1,4 @@
-"""The baseline with a KV cache of few bits."""
+"""Baseline with a quantized KV cache."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from surgery.model.quantized_cache import QuantizedKVLayer
 
 
 def quantize_kv(model: PreTrainedModel, format: str, group: int = 32, window: int = 0) -> PreTrainedModel:
-    """Makes every attention of `model` read keys and values that are quantized as `QuantizedKVLayer` does it.
+    """Replace the KV cache of `model` by one with `QuantizedKVLayer`s; sliding-window layers keep transformers' layers.
 
-    A plain forward pass reads as much of the text quantized as a cache of the whole of it holds. In a padded batch,
-    padding shares groups with the tokens next to it, so its rows are quantized a little differently than they would be
-    alone.
+    In one forward pass over a text, attention reads the same tokens quantized that a cache of the whole text holds
+    quantized. In a padded batch, padding shares quantization groups with adjacent tokens, so rows are quantized
+    slightly differently than without padding.
 
     Args:
-        format: of a number: int8, int4, int3, int2 or fp8.
-        group: tokens (of keys) and channels (of values) that share a scale.
-        window: most recent tokens that stay exact; 0 quantizes every complete group.
+        format: element format: int8, int4, int3, int2 or fp8.
+        group: tokens (of keys) or channels (of values) that share a scale.
+        window: most recent tokens that stay in full precision; 0 quantizes every complete group.
 
     Returns:
         `model` itself, with a hook on its decoder.
 
     Raises:
-        NoVariant: a model without full attention in any layer; layers with a window keep transformers' own cache.
-        SurgeryError: impossible settings, or a model that is a variant already. Later: a call with a filled cache of
-            another kind.
+        NoVariant: no layer of the model has full attention.
+        SurgeryError: invalid settings, or the model is a variant already. Raised later: a call passes a non-empty
+            cache of another class.
     """
 
     count, windows = model.config.num_hidden_layers, windows_of(model.config)

@@ -1,4 +1,4 @@
-"""The baseline with a window of recent tokens and attention sinks."""
+"""Baseline with attention sinks and a window of recent tokens."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from surgery.model.left_padding import LeftPadding
 from surgery.model.sink_window_cache import SinkWindowCache
 
 ATTENTIONS = ("sdpa", "eager")
-"""Implementations that take a mask of any form."""
+"""Attention implementations that accept arbitrary masks."""
 
 
 def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedModel:
-    """Makes every attention of `model` see the first `sinks` tokens and the last `recent`, its own among them.
+    """Restrict attention of `model` to the first `sinks` tokens and the last `recent` tokens, the query's included.
 
-    A plain forward pass, a prefill in any chunks and decoding are one function, which the cache defines in
-    `surgery.model.sink_window_cache`. Batches may be padded on the left, and on the right too where no cache is
-    kept.
+    One forward pass, chunked prefill and decoding give equal results, see `surgery.model.sink_window_cache`. Batches
+    may be padded on the left, and without a cache also on the right.
 
     Returns:
         `model` itself, with a hook on its decoder.
 
     Raises:
-        NoVariant: a model with other layers than full attention, or whose attention takes no mask.
-        SurgeryError: impossible settings, or a model that is a variant already. Later: a call with a filled cache of
-            another kind, with a mask that is not [B, T], or with padding after the first token of a row and a cache.
+        NoVariant: some layers do not have full attention, or the attention implementation takes no mask.
+        SurgeryError: invalid settings, or the model is a variant already. Raised later: a call passes a non-empty
+            cache of another class, a mask that is not [B, T], or a cache and padding after the first token of a row.
     """
     new_cache = partial(SinkWindowCache, sinks, recent, model.config.num_hidden_layers)
     with refusals():
@@ -46,7 +45,7 @@ def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedMo
     def prepare(decoder: nn.Module, call: Call) -> None:
         new = call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
         if new is None:
-            return  # the decoder says so better
+            return  # the decoder raises a clearer error
         keep = keeps_cache(decoder, call)
         layers = (own_cache(decoder, call, new_cache().layers) if keep else new_cache()).layers
         batch, queries = new.shape[:2]
@@ -68,7 +67,7 @@ def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedMo
 
 
 def _real_tokens(mask: Tensor | None, batch: int, total: int) -> BoolTensor | None:
-    """The mask [batch, total] of tokens that are no padding, or None if there is none."""
+    """Validate a padding mask [batch, total] and convert it to bool; None without a mask."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.shape != (batch, total):
@@ -81,5 +80,5 @@ def _real_tokens(mask: Tensor | None, batch: int, total: int) -> BoolTensor | No
 
 
 def _additive(visible: BoolTensor, dtype: torch.dtype) -> Tensor:
-    """0 where visible, else the least number."""
+    """Convert a boolean mask to an additive one: 0 where visible, else the dtype's minimum."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)

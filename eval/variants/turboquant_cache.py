@@ -1,12 +1,13 @@
-"""The TurboQuant presets of vLLM (`--kv-cache-dtype turboquant_…`).
+"""Emulation of vLLM's TurboQuant presets (`--kv-cache-dtype turboquant_…`).
 
-Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate", arXiv:2504.19874, as vLLM
-0.32 has it (`model_executor/layers/quantization/turboquant`): keys are divided by their norm, rotated by a Hadamard
-matrix and rounded to the Lloyd-Max centroids of N(0, 1/d), with the norm in fp16; the presets ending in `nc` scale the
-rounded vector back to norm 1. Values have even steps, with scale and zero in fp16 a token and head. `k8v4` has keys in
-fp8. The first two and the last two layers stay unchanged.
+Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate", arXiv:2504.19874, as
+implemented in vLLM 0.32 (`model_executor/layers/quantization/turboquant`): keys are divided by their norm, rotated by
+a Hadamard matrix and rounded to the Lloyd-Max centroids of N(0, 1/d), with the norm in fp16; the presets ending in
+`nc` rescale the rounded vector to norm 1. Values are quantized uniformly, with scale and zero point in fp16 per token
+and head. `k8v4` has fp8 keys. The first two and the last two layers stay in full precision.
 
-Left out: the paper's second stage (QJL), as in vLLM; and that vLLM reads a prompt's own keys unquantized.
+Not emulated: the paper's second stage (QJL), which vLLM omits too; and that in vLLM a prompt attends to its own
+unquantized keys.
 `tests/engines/test_vllm_formats.py` compares with vLLM's kernels.
 """
 
@@ -28,16 +29,16 @@ PRESETS = {
     "turboquant_k3v4_nc": (3, 4),
     "turboquant_3bit_nc": (3, 3),
 }
-"""Bits of keys and of values; 8 is fp8."""
+"""Bits of keys and values; 8 means fp8."""
 
 BOUNDARY = 2
-"""Layers at each end that vLLM leaves alone."""
+"""Number of first and of last layers that vLLM keeps in full precision."""
 
 LLOYD_STEPS, TRAPEZOIDS = 200, 200
 
 
 class LloydMaxKeys(Coder):
-    """Rotated directions on Lloyd-Max centroids, norms in fp16."""
+    """Lloyd-Max quantization of the rotated, normalized keys, with norms in fp16."""
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
@@ -58,7 +59,7 @@ class LloydMaxKeys(Coder):
 
 
 class EvenValues(Coder):
-    """Even steps between the least and the greatest value of a token and head, which fp16 holds."""
+    """Uniform quantization between the minimum and maximum per token and head, with fp16 scale and minimum."""
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
@@ -75,7 +76,7 @@ class EvenValues(Coder):
 
 
 def turboquant_layers(preset: str, config: PreTrainedConfig) -> list[CodedLayer]:
-    """The layers of a cache of one of the `PRESETS`."""
+    """Return the cache layers of one of the `PRESETS`."""
     key_bits, value_bits = PRESETS[preset]
     layers = config.num_hidden_layers
     ends = min(BOUNDARY, layers // 2)
@@ -89,9 +90,9 @@ EXACT = Exact()
 
 @lru_cache
 def lloyd_max(width: int, bits: int) -> Tensor:
-    """The centroids [2^bits] of N(0, 1/width), ascending, by Lloyd's iteration from even ones.
+    """Compute the Lloyd-Max centroids [2^bits] of N(0, 1/width), ascending, by Lloyd's iteration from a uniform grid.
 
-    Means between two edges are by vLLM's trapezoids, whose error of 1e-4 decides codes at the edge between two.
+    Conditional means use the trapezoidal rule as in vLLM: its error of 1e-4 affects codes at the edges of intervals.
     """
     count = 2**bits
     levels = 3.5 * ((2 * torch.arange(count, dtype=torch.float64) + 1) / count - 1)

@@ -1,12 +1,12 @@
-"""vLLM's formats of one scale a token and head, and its fp8.
+"""Emulation of vLLM's fp8 cache and its formats with one scale per token and head.
 
-`fp8` is cast to e4m3 with the scale 1, which vLLM takes where a checkpoint has none. `int8_per_token_head` and
-`fp8_per_token_head` have a scale in fp32 for each token and head; `int4_per_token_head` (vLLM #40835) rotates by random
-signs and a Hadamard matrix (QuaRot, arXiv:2404.00456), has a zero point besides, and keeps that in the four lowest bits
-of its scale. Arithmetic as in vLLM 0.32, `v1/attention/ops/int4_per_token_head.py` and
-`triton_reshape_and_cache_flash.py`; `tests/engines/test_vllm_formats.py` compares it with them.
+`fp8` casts to e4m3 with scale 1, vLLM's default for checkpoints without scales. `int8_per_token_head` and
+`fp8_per_token_head` have an fp32 scale per token and head; `int4_per_token_head` (vLLM #40835) rotates by random signs
+and a Hadamard matrix (QuaRot, arXiv:2404.00456) and stores a zero point in the four lowest bits of the scale.
+Arithmetic as in vLLM 0.32, `v1/attention/ops/int4_per_token_head.py` and `triton_reshape_and_cache_flash.py`;
+`tests/engines/test_vllm_formats.py` compares with them.
 
-Left out: vLLM quantizes queries to fp8 too where the backend multiplies in fp8, and its GPU kernels rotate in bf16.
+Not emulated: fp8 queries of backends that multiply in fp8, and the bf16 rotation of vLLM's GPU kernels.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from surgery.model.quantization import FLOAT8, FLOAT8_MAX
 
 LEAST_SCALE = 1e-6
 SIGNS_SEED = 0x9E3779B9
-"""Seed of the signs by which vLLM multiplies before the Hadamard matrix."""
+"""vLLM's seed of the random signs that precede the Hadamard rotation."""
 
 
 def as_fp8(values: Tensor) -> Tensor:
-    """Values as the bytes of e4m3 numbers, the largest where they are beyond."""
+    """Cast to e4m3, saturating, and return the bytes as uint8."""
     return values.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8).view(torch.uint8)
 
 
 def of_fp8(stored: Tensor) -> Tensor:
-    """The numbers of `as_fp8`, float32."""
+    """Convert e4m3 bytes of `as_fp8` to float32."""
     return stored.contiguous().view(FLOAT8).float()
 
 
 class Fp8(Coder):
-    """e4m3 without a scale."""
+    """Cast to e4m3 without a scale."""
 
     def encode(self, tokens: Tensor) -> Parts:
         return (as_fp8(tokens.float()),)
@@ -43,7 +43,7 @@ class Fp8(Coder):
 
 
 class PerTokenHead(Coder):
-    """Symmetric int8 or fp8 with a scale a token and head."""
+    """Symmetric int8 or fp8 quantization with a scale per token and head."""
 
     def __init__(self, format: str) -> None:
         self.format = format
@@ -61,7 +61,7 @@ class PerTokenHead(Coder):
 
 
 class Int4PerTokenHead(Coder):
-    """Rotated, asymmetric 4 bits; d / 2 + 4 bytes a token and head."""
+    """Asymmetric 4-bit quantization after a rotation; d / 2 + 4 bytes per token and head."""
 
     def encode(self, tokens: Tensor) -> Parts:
         width = tokens.shape[-1]
@@ -84,7 +84,7 @@ class Int4PerTokenHead(Coder):
 
 
 def _away(values: Tensor) -> Tensor:
-    """Rounded to the nearest integer, halves away from zero."""
+    """Round to the nearest integer, ties away from zero."""
     return (values + torch.where(values >= 0, 0.5, -0.5)).trunc()
 
 
