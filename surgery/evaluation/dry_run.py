@@ -1,4 +1,4 @@
-"""``surgery eval --dry-run``: what an evaluation would measure, hold and write; no model is run."""
+"""``surgery eval --dry-run``: forecast of an evaluation's measurements, memory and outputs, without running a model."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ class EvaluationPlan:
     """Dry run of an evaluation, as plain values. Sizes in bytes.
 
     Attributes:
-        rows: models, the baseline first: name, role, path, dtype, bytes of the weights as they are measured, of the
-            ``cache`` of a batch and of one sequence's in its own dtype (``kv``), at ``context`` tokens; None where its
-            family has no prediction.
-        variants: names of cheap baselines, each measured as a model is.
-        notes: what could be asked for and will not be there.
-        tasks: names of what is measured.
-        settings: of the evaluation, with the text, context, dtype and device that were chosen.
-        out: folder of results and report; ``goes_on``: whether it has results already.
+        rows: models, the baseline first: name, role, path, checkpoint dtype, bytes of the ``weights`` in the widest
+            dtype of a measurement, of the ``cache`` of a batch of windows, and of one sequence's cache (``kv``) at
+            ``context`` tokens in the checkpoint's dtype; None for families without a prediction.
+        variants: names of cheap baselines, which are measured like models.
+        notes: reasons for cheap baselines that are left out.
+        tasks: names of the tasks.
+        settings: settings of the evaluation, with the resolved text, context, dtype and device.
+        out: folder of results and report.
+        goes_on: whether the folder has results already.
     """
 
     rows: list[dict[str, Any]]
@@ -48,12 +49,12 @@ class EvaluationPlan:
 
 
 def plan_evaluation(request: EvaluationRequest, progress: Progress) -> EvaluationPlan:
-    """Plans an evaluation of the same request: weights are hashed and texts tokenized, so that their faults show.
+    """Plan an evaluation; weights are hashed and texts tokenized, to find errors in them.
 
-    Conversations ("chat") are not drawn; prompts stand in for them. A device need not be on this machine.
+    Conversations ("chat") are not generated but replaced by prompts. The device may be absent from this machine.
 
     Raises:
-        SurgeryError: whatever the evaluation would refuse before it measures.
+        SurgeryError: the evaluation would raise it before its first measurement.
     """
     device_name = request.settings.device
     device = torch.device(device_name).type if is_absent(device_name) else checked_device(device_name).type
@@ -106,7 +107,7 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
 
 
 def _kv_bytes_of(reader: CheckpointReader, dtype: torch.dtype) -> KVBytes | None:
-    """Bytes of its live cache; None for a model of a family that is not known."""
+    """Return a function from tokens to the bytes of the model's cache; None for an unknown family."""
     try:
         config = unfused(reader).config
     except SurgeryError:
@@ -115,13 +116,13 @@ def _kv_bytes_of(reader: CheckpointReader, dtype: torch.dtype) -> KVBytes | None
 
 
 def _numbers(reader: CheckpointReader) -> int:
-    """Count the elements of the weights; a copy of tied embeddings counts once."""
+    """Count the elements of the weights; tied embeddings count once."""
     copies = {"lm_head.weight"} if reader.config.get("tie_word_embeddings") else set()
     infos = [reader.info(name) for name in reader.names() if name not in copies]
     return sum(info.nbytes // info.dtype.itemsize for info in infos)
 
 
 def _stand_in(checkpoint: Checkpoint, tokenizer: Any, settings: EvalSettings) -> list[str]:
-    """Text as long as conversations with the model, which would have to run for them."""
+    """Return repeated prompts, long enough for the windows, in place of conversations that a model would generate."""
     needed = settings.windows * settings.length // 4 + 1  # the shortest prompt has more than four tokens
     return [" ".join(islice(cycle(HELD_OUT_PROMPTS), needed))]

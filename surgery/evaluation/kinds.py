@@ -1,4 +1,4 @@
-"""Kinds of tasks, by the names that ``--tasks`` takes. Needs no torch before a task is built."""
+"""Registry of evaluation tasks by their names in ``--tasks``; imports torch only when a task is built."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 DEFAULT = ("loss", "recall", "needle", "ruler", "generate", "speed")
 TASKS: Registry[str | Build] = Registry("tasks", {name: f"surgery.eval.tasks.{name}:build" for name in DEFAULT})
-"""What builds a task from the settings and texts of an evaluation, or where it is (module:name); those of installed
-packages among them, which "all" leaves out."""
+"""Functions that build a task from `TaskData`, or their import paths (module:name).
+
+Installed packages may register more; "all" selects `DEFAULT` only.
+"""
 
 
 def builder(name: str) -> Build:

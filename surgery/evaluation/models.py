@@ -1,4 +1,4 @@
-"""The models of an evaluation: opening, identifying and loading any causal model, local or from the hub."""
+"""Models of an evaluation: opening, hashing and loading causal models from local folders or the hub."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from surgery.running.unfused import language_model
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint.
+    """Opened checkpoint.
 
     Attributes:
-        name: its row's name.
-        source: path or hub id, as the user named it.
-        reader: its files; of a vision-language model, its language model.
-        sha256: of all its weights.
+        name: name of its row in the report.
+        source: path or hub id, as given by the user.
+        reader: reader of its files; for a vision-language model, of its language model.
+        sha256: hash of all weights.
         trust_remote_code: whether code next to the weights may run.
     """
 
@@ -52,10 +52,10 @@ class Checkpoint:
         trust_remote_code: bool = False,
         advance: Callable[[int], Any] | None = None,
     ) -> Checkpoint:
-        """Opens ``path``, ``org/name`` or ``row name=path`` and hashes its weights.
+        """Open ``path``, ``org/name`` or ``row name=path`` and hash the weights.
 
         Raises:
-            SurgeryError: there is no such checkpoint, or it is damaged.
+            SurgeryError: the checkpoint does not exist or is damaged.
         """
         name, path = name_and_path(label)
         reader = language_model(open_source(path, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code))
@@ -63,14 +63,14 @@ class Checkpoint:
 
     @property
     def place(self) -> str:
-        """Hub id, or the folder's or file's name: where it lay on one machine tells nobody anything."""
+        """Hub id, or name of the folder or file without its path on this machine."""
         if not Path(self.source).exists():
             return self.source
         return origin(self.reader.name, self.reader.dequantised_from)
 
     @property
     def dtype(self) -> str:
-        """Dtype that the checkpoint says its weights have, or that of its largest tensor."""
+        """Dtype of the weights according to the config, else the dtype of the largest tensor."""
         stated = self.reader.config.get("dtype") or self.reader.config.get("torch_dtype")
         if stated:
             return str(stated).removeprefix("torch.")
@@ -79,14 +79,14 @@ class Checkpoint:
 
     @property
     def config_sha256(self) -> str:
-        """Hash of config.json: the same weights under another config are another model."""
+        """Hash of config.json; the same weights with another config are another model."""
         return hashlib.sha256(json.dumps(self.reader.config, sort_keys=True).encode()).hexdigest()
 
     def load(self, device: torch.device) -> PreTrainedModel:
-        """The model in the checkpoint's own dtype, in evaluation mode.
+        """Load the model in the checkpoint's dtype and in evaluation mode.
 
         Raises:
-            SurgeryError: transformers cannot load it, or it does not fit.
+            SurgeryError: transformers cannot load it, or it does not fit in memory.
         """
         model = causal_model(self.reader, trust_remote_code=self.trust_remote_code)
         try:
@@ -95,15 +95,19 @@ class Checkpoint:
             raise SurgeryError(f"{self.source}: does not fit on the device; try --device cpu") from None
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer.
+        """Load the tokenizer.
 
         Raises:
-            SurgeryError: there is none that transformers can read.
+            SurgeryError: transformers cannot load a tokenizer.
         """
         return tokenizer_of(self.reader, called=self.source, trust_remote_code=self.trust_remote_code)
 
     def conversion(self) -> dict[str, Any] | None:
-        """Return the facts of this package's conversion report that evaluation reports show."""
+        """Return the fields of the conversion report that evaluation reports show; None without a report.
+
+        Raises:
+            SurgeryError: the conversion report is damaged.
+        """
         path = self.reader.path / REPORT
         if not path.exists():
             return None
@@ -132,20 +136,20 @@ class Checkpoint:
 
 
 def _check_layer(layer: Any) -> None:
-    """Raises TypeError for what is neither a layer nor layers that share something, such as "4-7"."""
+    """Raise TypeError unless the value is a layer index or a range of layers, such as "4-7"."""
     if type(layer) is not int and not (isinstance(layer, str) and re.fullmatch(r"\d{1,9}-\d{1,9}", layer, re.ASCII)):
         raise TypeError(f"layer is {layer!r}, no number")
 
 
 def _check_numbers(values: dict[str, Any]) -> None:
-    """Raises TypeError for a value that plots cannot draw."""
+    """Raise TypeError for a value that is neither a number nor None."""
     for name, value in values.items():
         if type(value) not in (int, float, NoneType):
             raise TypeError(f"{name} is {value!r}, no number")
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of a vocabulary and of how a few texts are cut: tokenizers that agree in it give equal tokens."""
+    """Hash the vocabulary, the bos and eos ids, and the tokens of sample texts, to detect different tokenizers."""
     samples = ["def f(x):\n    return x + 1234  # naïve", "The quick brown fox, 3.14 — and\ttabs.\n\n日本"]
     cut = [tokenizer(text, add_special_tokens=False).input_ids for text in samples]
     facts = [sorted(tokenizer.get_vocab().items()), cut, tokenizer.bos_token_id, tokenizer.eos_token_id]
@@ -153,6 +157,6 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Casts a model's parameters in place. Buffers stay: RoPE frequencies in half precision would be wrong ones."""
+    """Cast a model's parameters in place, but no buffers: RoPE frequencies would be wrong in half precision."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -1,4 +1,4 @@
-"""Writes a report in all its forms: JSON, CSV, page, heat maps, wandb."""
+"""Output of a report in all formats: JSON, CSV, HTML, Markdown, heat maps, wandb."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from surgery.evaluation.store import ResultStore
 DOCUMENT = "report.json"
 
 PART = ".surgery-report"
-"""Folder in which the files lie until all of them are written."""
+"""Temporary folder that holds the files until all of them are written."""
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
-    """Writes report.json, .csv, .html and .md, and a needle heat map of each row that has one.
+    """Write report.json, .csv, .html and .md, and a needle heat map for each row that has one.
 
     Returns:
-        What was written.
+        Paths of the written files.
 
     Raises:
-        SurgeryError: the folder cannot be written, or holds another file of such a name.
+        SurgeryError: the folder cannot be written, or holds a foreign file with one of these names.
     """
     check_report_files(folder, [row["name"] for row in report["rows"]])
     part = folder / PART
     with disk_errors(folder):
-        _clear(part)  # of a process that was killed
+        _clear(part)  # left by a killed process
         part.mkdir(parents=True, exist_ok=True)
         try:
             html, text, table, document = (part / f"report.{suffix}" for suffix in ("html", "md", "csv", "json"))
@@ -40,27 +40,27 @@ def write_report(report: Report, folder: Path) -> list[Path]:
             csv_file.write(report, table)
             pictures = list(save_needle_png(report, part).values())
             write_whole(document, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-            # All or nothing, and the JSON last: where it is, the others are too.
+            # The JSON comes last: if it exists, the other files do too.
             for path in (*pictures, text, html, table, document):
                 path.replace(folder / path.name)
             paths = [folder / path.name for path in (document, table, html, text, *pictures)]
-            ResultStore(folder).record_files(paths)  # while the folder still says that a report is being written
+            ResultStore(folder).record_files(paths)  # before `part` is removed, which marks an unfinished report
         finally:
             _clear(part)
     return paths
 
 
 def _clear(part: Path) -> None:
-    """Removes what this program writes into the folder of unfinished files, and the folder with the last of it."""
+    """Remove this program's files from the temporary folder, and the folder once it is empty."""
     if part.is_dir() and not part.is_symlink():
         remove_owned(part, matching(("report.*", "*.png", ".*.partial")))
 
 
 def check_report_files(folder: Path, rows: Sequence[str]) -> None:
-    """Refuses a folder in which a report would replace files that this program has not written.
+    """Check that a report replaces only files that this program has written.
 
     Raises:
-        SurgeryError: it would, with the file's name.
+        SurgeryError: a foreign file would be replaced.
     """
     names = [f"report.{suffix}" for suffix in ("html", "md", "csv", "json")]
     names += [name for number, row in enumerate(rows) for name in needle_names(row, number)]
@@ -68,5 +68,5 @@ def check_report_files(folder: Path, rows: Sequence[str]) -> None:
 
 
 def track(report: Report, folder: Path, project: str, mode: str) -> None:
-    """Logs one wandb run a row; see `surgery.eval.report.tracking`."""
+    """Log one wandb run per row; see `surgery.eval.report.tracking`."""
     tracking.log_to_wandb(report, project=project, mode=mode, folder=folder)

@@ -1,4 +1,4 @@
-"""Preparation of an evaluation, shared with its dry run: opened models, texts, checked names."""
+"""Preparation of an evaluation, shared with its dry run: opening models, reading texts, checking names."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ class EvaluationRequest:
     """Request for an evaluation.
 
     Attributes:
-        checkpoints: folders, hub ids, or NAME=one of those.
-        baseline: likewise; None for none.
-        out: folder of results and report; None for the first checkpoint's name and "-eval".
-        settings: what to measure and how.
-        command: as it was called, for the report.
-        title: of the report; None for the names of the checkpoints.
-        writes: whether the report is written, too.
-        restart: whether results that the folder has are measured again.
+        checkpoints: folders or hub ids, optionally as NAME=CKPT.
+        baseline: likewise; None for no baseline.
+        out: folder of results and report; None for the first checkpoint's name followed by "-eval".
+        settings: settings of the evaluation.
+        command: command line, for the report.
+        title: title of the report; None for the names of the checkpoints.
+        writes: whether the report is written.
+        restart: whether to discard results in the folder and measure again.
+        overwrite: whether to replace a report of other models, tasks or settings.
+        allow_pickle: whether pickled weights may be read.
+        trust_remote_code: whether code next to the weights may run.
     """
 
     checkpoints: tuple[str, ...]
@@ -56,11 +59,13 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """An evaluation that can begin.
+    """Prepared evaluation.
 
     Attributes:
-        settings: as asked, with the held-out text that was chosen.
-        rows: the models, the baseline first.
+        settings: requested settings, with the resolved held-out text.
+        rows: models, the baseline first.
+        tokenizer: tokenizer that all models share.
+        tasks: tasks to run.
         out: folder of results and report.
     """
 
@@ -72,16 +77,16 @@ class Prepared:
 
     @property
     def baseline(self) -> ModelRow | None:
-        """Row with which the others are compared."""
+        """Baseline row; None without a baseline."""
         return next((row for row in self.rows if row.role == "baseline"), None)
 
     @property
     def checkpoints(self) -> list[ModelRow]:
-        """The others."""
+        """Rows of the checkpoints, without the baseline."""
         return [row for row in self.rows if row.role == "checkpoint"]
 
     def check_report(self) -> None:
-        """Raises SurgeryError: the folder holds a report with something that the new report would not have."""
+        """Raise SurgeryError if an existing report has other settings, or rows or tasks that would be lost."""
         out, rows, tasks = self.out, self.rows, self.tasks
         if not (out / "report.json").exists():
             return
@@ -105,13 +110,13 @@ class Prepared:
 
 
 def prepare(request: EvaluationRequest, progress: Progress, conversations: Conversations) -> Prepared:
-    """Opens and hashes the models, reads the texts and builds the tasks; nothing is measured or written.
+    """Open and hash the models, read the texts and build the tasks, without measuring or writing anything.
 
     Args:
-        conversations: those of a model, for held-out text "chat".
+        conversations: function that generates conversations with a model, for the held-out text "chat".
 
     Raises:
-        SurgeryError: something asked for cannot be measured.
+        SurgeryError: a model, text or task cannot be prepared.
     """
     settings = request.settings
     if settings.wandb:
@@ -139,7 +144,7 @@ def _default_out(row: ModelRow) -> Path:
 
 
 def _changed_settings(old: Report, settings: EvalSettings, tasks: Tasks) -> list[str]:
-    """Names of what decides the results that a report has and is no longer what it was then."""
+    """Return the names of the settings that determine results and differ from those of an old report."""
     changed = [name for name in ("seed", "limit") if old["settings"][name] != getattr(settings, name)]
     new = json.loads(json.dumps(tasks.settings))
     for task in sorted(old["tasks"].keys() & new.keys()):
@@ -149,7 +154,7 @@ def _changed_settings(old: Report, settings: EvalSettings, tasks: Tasks) -> list
 
 
 def _open(request: EvaluationRequest, progress: Progress) -> tuple[Checkpoint | None, list[Checkpoint]]:
-    """Baseline and all checkpoints, the baseline first; a checkpoint that is the baseline is not measured twice."""
+    """Open baseline and checkpoints, the baseline first; checkpoints equal to the baseline are dropped."""
     models = [*([request.baseline] if request.baseline else []), *request.checkpoints]
     if not models:
         raise SurgeryError("nothing to evaluate: give a checkpoint folder or a hub id")

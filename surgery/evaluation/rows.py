@@ -1,4 +1,4 @@
-"""The rows of an evaluation: checkpoints, and cheap baselines at the checkpoints' KV ratios."""
+"""Rows of an evaluation: checkpoints, and cheap baselines at the checkpoints' KV ratios."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ SINKS = 4
 """Attention sinks of the window variant, as StreamingLLM (arXiv:2309.17453) recommends."""
 
 CALIBRATION = SequenceRequest(tokens=4096, length=512, recall=0.0, held_out=0)
-"""Text of engines' caches that are calibrated."""
+"""Calibration text of the engines' cache formats that need calibration."""
 
 RATIOS = (0.5, 0.25)
-"""KV ratios of the variants where there is no smaller checkpoint to match."""
+"""KV ratios of the variants if there is no checkpoint with a smaller cache to match."""
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """One model to measure.
+    """Model to evaluate.
 
     Attributes:
-        name: its name in the report.
-        role: baseline, checkpoint or variant.
-        checkpoint: whose weights.
-        variant: kind and parameters of a cheap baseline made of that checkpoint; None for itself.
+        name: name of the row in the report.
+        role: "baseline", "checkpoint" or "variant".
+        checkpoint: checkpoint with the weights.
+        variant: kind and parameters of a cheap baseline; None for the unmodified checkpoint.
     """
 
     name: str
@@ -47,10 +47,10 @@ class ModelRow:
     variant: dict[str, Any] | None = None
 
     def load(self, device: torch.device) -> PreTrainedModel:
-        """The model, in the checkpoint's own dtype.
+        """Load the model in the checkpoint's dtype, with the variant's cache.
 
         Raises:
-            SurgeryError: it cannot be loaded, or has no such form.
+            SurgeryError: the model cannot be loaded, or does not support the variant.
         """
         model = self.checkpoint.load(device)
         if self.variant is None:
@@ -77,7 +77,7 @@ VARIANTS = {
 
 
 def _calibration(checkpoint: Checkpoint) -> LongTensor:
-    """Sequences [N, T] of built-in text, of prose and code unless the model is one of code."""
+    """Build calibration sequences [N, T]: built-in code for code models, else a mixture of prose and code."""
     tokenizer = checkpoint.tokenizer()
     if (shares := shares_of(BUILTIN, tokenizer)) is None:
         return build_calibration(tokenizer, BUILTIN, CALIBRATION).tokens
@@ -87,10 +87,10 @@ def _calibration(checkpoint: Checkpoint) -> LongTensor:
 def plan_variants(
     names: Sequence[str], baseline: Checkpoint, ratios: Sequence[float], context: int
 ) -> tuple[list[ModelRow], list[str]]:
-    """Rows of cheap baselines, and notes on those that there are not.
+    """Return the rows of cheap baselines, and notes on baselines that are left out.
 
-    Quantized caches, and those of engines, have the bytes that they have. Windows are made to hold at most as many
-    bytes at ``context`` as each of the ``ratios`` (of the checkpoints next to them) allows.
+    The bytes of quantized caches and engines' caches follow from the format. Windows are sized to hold at ``context``
+    tokens at most each of ``ratios``, the KV ratios of the checkpoints, or `RATIOS` if none is below 1.
     """
     ratios = [ratio for ratio in dict.fromkeys(ratios) if 0 < ratio < 1] or list(RATIOS)
     variants: dict[str, dict[str, Any]] = {}
@@ -111,7 +111,7 @@ def plan_variants(
 
 
 def check_names(rows: Sequence[ModelRow]) -> None:
-    """Raises SurgeryError where two rows have one name."""
+    """Raise SurgeryError if two rows have the same name."""
     names = [row.name for row in rows]
     for name in names:
         if names.count(name) > 1:

@@ -1,4 +1,4 @@
-"""The command: measures rows task by task, goes on where an earlier run stopped, and makes the report."""
+"""Evaluation: runs all tasks on all rows, resumes interrupted runs and builds the report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from surgery.version import __version__
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A finished evaluation: its report, folder and files written there; `is_main` on the process that prints."""
+    """Finished evaluation: report, folder and files written there; `is_main` is true on the main process."""
 
     report: Report
     folder: Path
@@ -49,11 +49,11 @@ class Evaluation:
 
 
 def evaluate(request: EvaluationRequest, progress: Progress) -> Evaluation:
-    """Measures everything asked for. Every process returns the same report, which the main one writes if asked to.
+    """Run an evaluation. Every process returns the same report; the main process writes it if requested.
 
     Raises:
-        SurgeryError: something asked for cannot be measured, found before anything is measured where that can be; or
-            another evaluation is at work in the folder.
+        SurgeryError: a model or task cannot be measured, raised before the first measurement if possible; or another
+            evaluation is running in the folder.
     """
     processes = Processes(cpu=request.settings.device == "cpu")
     if not processes.is_main:
@@ -129,15 +129,15 @@ def _measured(
         "baseline": baseline.name if baseline else None,
         "rows": measured,
     }
-    # Through JSON, so that what is returned is what a reader of the file gets.
+    # Through JSON, so that the returned report equals the report read from the file.
     return finish(json.loads(json.dumps(report, allow_nan=False)))
 
 
 class _RowRunner:
-    """Measures rows, loading a model only if a result of it is missing.
+    """Runner of all tasks on a row; loads a model only if results are missing.
 
     Attributes:
-        measured: rows of which something was.
+        measured: number of rows with a new measurement.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class _RowRunner:
         self.dtype_setting = settings.quality_dtype(device.type)
 
     def measure(self, row: ModelRow, place: str) -> dict[str, Any]:
-        """The row's entry in the report; `place` says in the progress which one it is."""
+        """Return the row's entry in the report; `place` is its position in the progress output, such as "1 of 3"."""
         self._session.progress.note(f"{row.name} ({place}):")
         keys = {task.name: self._key(row, task) for task in self._tasks.all}
         stored = self._session.processes.from_main(lambda: {name: self._store.get(key) for name, key in keys.items()})
@@ -168,7 +168,7 @@ class _RowRunner:
             self.measured += 1
             comparing = [task for task in missing if self._compares(row, task)]
             if comparing and any(task.name not in self._kept for task in comparing):
-                # The baseline's own results were all there, so that it was not loaded in its turn.
+                # All results of the baseline were stored, so it has not been loaded yet.
                 self._keep_baseline(comparing)
             model = row.load(self._device)
             for task in sorted(missing, key=lambda task: not task.native):
@@ -199,7 +199,7 @@ class _RowRunner:
         if not task.native:
             if self.dtype_setting != "auto":
                 cast(model, getattr(torch, self.dtype_setting))
-            if self._device.type == "cpu" and row.variant is None:  # a variant has an attention of its own
+            if self._device.type == "cpu" and row.variant is None:  # variants replace the attention
                 use_equal_widths(model)
         processes = self._session.processes
         start = time.perf_counter()
@@ -276,7 +276,7 @@ def _opened_store(
 def _conversations(
     checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, settings: EvalSettings, device: torch.device
 ) -> list[str]:
-    """Conversations with a model on the held-out prompts, in its template; half of what the windows hold: they cost."""
+    """Generate conversations on the held-out prompts in the chat template, of half the windows' tokens to save time."""
     model = checkpoint.load(device)
     if device.type == "cpu":
         cast(model, torch.float32)

@@ -1,4 +1,4 @@
-"""Settings of an evaluation, with the defaults in one place."""
+"""Settings of an evaluation and their defaults."""
 
 from __future__ import annotations
 
@@ -163,6 +163,8 @@ class EvalSettings(FileSettings):
             )
 
     def quality_dtype(self, device: str) -> str:
-        """Return the dtype of quality measurements on a kind of device: CPUs are slow in half precision and differ in
-        it."""
+        """Return the dtype of quality measurements on a device type.
+
+        "auto" is float32 on CPUs, which are slow in half precision and give different results in it.
+        """
         return "float32" if self.dtype == "auto" and device == "cpu" else self.dtype

@@ -1,4 +1,4 @@
-"""Results on disk, each under a key of everything that decides it, so that an evaluation goes on where it stopped."""
+"""Results on disk, each under a hash of everything that determines it, so that an evaluation can be resumed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from surgery.common.ownership import first_foreign, is_unchanged, matching, remo
 MARKER = "surgery-eval.json"
 RESULT_FILES = (f"{'?' * 32}.json", ".*.partial")
 STORE_FILES = (MARKER, LOCK, *(f"results/{name}" for name in RESULT_FILES))
-"""Files of a store: what an interrupted evaluation resumes from."""
+"""Files of a result store, from which an interrupted evaluation resumes."""
 
 
 def key_of(facts: dict[str, Any]) -> str:
-    """Key of a result: a hash of plain values, the same in every process."""
+    """Compute the key of a result: a hash of plain values, equal in every process."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class ResultStore:
-    """The folder of an evaluation: one file a finished result, written whole or not at all."""
+    """Folder of an evaluation, with one atomically written file per finished result."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,10 +38,10 @@ class ResultStore:
 
     @classmethod
     def open(cls, folder: Path) -> ResultStore:
-        """Makes the folder, or goes on with that of an earlier evaluation.
+        """Create the folder, or open that of an earlier evaluation.
 
         Raises:
-            SurgeryError: it is a file, it cannot be written, or it holds something that is no evaluation.
+            SurgeryError: the path is a file, cannot be written, or is a non-empty folder without an evaluation.
         """
         cls.check(folder)
         try:
@@ -57,7 +57,7 @@ class ResultStore:
 
     @staticmethod
     def check(folder: Path) -> None:
-        """Raises SurgeryError: what is there is a file, cannot be read, or holds something that is no evaluation."""
+        """Raise SurgeryError if the path is a file, cannot be read, or is a non-empty folder without an evaluation."""
         try:
             if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
                 raise SurgeryError.at(folder, "holds other things than an evaluation; choose another --out")
@@ -65,13 +65,15 @@ class ResultStore:
             raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
 
     def go_on(self, threads: int, *, restart: bool = False) -> str | None:
-        """Says, for people, where this goes on with other threads than it was begun with; for who is alone here.
+        """Resume the evaluation, and return a warning if it was started with another number of threads.
+
+        The caller must hold the lock of the folder.
 
         Args:
-            restart: begin from scratch instead.
+            restart: start from scratch instead.
 
         Raises:
-            SurgeryError: ``restart`` would remove what no evaluation has written.
+            SurgeryError: ``restart`` would remove files that no evaluation has written.
         """
         if restart:
             self.clear()
@@ -88,24 +90,25 @@ class ResultStore:
         path, text = self.folder / MARKER, json.dumps(content) + "\n"
         if path.exists():
             write_whole(path, text)
-        else:  # at once: a killed process may leave no file in a folder without a marker
+        else:  # directly: a killed process must not leave a temporary file in a folder without a marker
             path.write_text(text, encoding="utf-8")
 
     def _marked(self) -> dict[str, Any]:
-        """Return the contents of the marker so far."""
+        """Return the current contents of the marker; empty without a marker."""
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads((self.folder / MARKER).read_text(encoding="utf-8")))
         return {}
 
     def check_files(self, names: Iterable[str], document: str, *, unfinished: bool = False) -> None:
-        """Refuses to replace files of a report that this program has not written, or that were edited since.
+        """Check that report files to be replaced were written by this program and not edited since.
 
         Args:
-            document: that all the others are written with; it is ours in a folder of a version that kept no record.
-            unfinished: a process was killed while it replaced them, before it recorded what it wrote.
+            names: names of the files to be written.
+            document: name of the JSON document, which identifies the report of a version that did not record files.
+            unfinished: whether a process was killed while it replaced files, before it recorded them.
 
         Raises:
-            SurgeryError: there is such a file.
+            SurgeryError: a file is foreign or was edited.
         """
         recorded, is_report = self._marked().get("files") or {}, _is_report(self.folder / document)
         for name in names:
@@ -115,29 +118,29 @@ class ResultStore:
                 raise SurgeryError.at(path, "was not written by surgery, or edited since; move it away")
 
     def record_files(self, paths: Iterable[Path]) -> None:
-        """Notes what was written as files of a report, if this is the folder of an evaluation."""
+        """Record written report files with their hashes in the marker, if there is one."""
         if (self.folder / MARKER).is_file():
             files = {path.name: hash_file(path) for path in paths}
             self._mark(files={**(self._marked().get("files") or {}), **files})
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The result under a key; None if there is none."""
+        """Return the result of a key; None if it is missing or damaged."""
         try:
             return json.loads((self._results / f"{key}.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except ValueError:  # a file that some other program damaged: measured again
+        except ValueError:  # a damaged file is measured again
             return None
 
     def put(self, key: str, result: dict[str, Any]) -> None:
-        """Keeps a result."""
+        """Store a result under a key."""
         write_whole(self._results / f"{key}.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
 
     def clear(self) -> None:
-        """Removes all results.
+        """Remove all results.
 
         Raises:
-            SurgeryError: something else lies among them; nothing is removed.
+            SurgeryError: the results folder has foreign files; nothing is removed.
         """
         with disk_errors(self.folder):
             is_owned = matching(RESULT_FILES)
@@ -151,7 +154,7 @@ class ResultStore:
 
 
 def _is_report(path: Path) -> bool:
-    """Return whether a document was written by this program: all of them record the version."""
+    """Return whether a document was written by this program, which always records its version."""
     try:
         return isinstance(json.loads(path.read_bytes())["surgery_version"], str) and not path.is_symlink()
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

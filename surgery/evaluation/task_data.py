@@ -1,4 +1,4 @@
-"""Data from which tasks are built: the settings of an evaluation, the tokenizer, and the texts, read on first use."""
+"""Data from which tasks are built: settings, tokenizer, and texts that are read on first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from surgery.eval.held_out_text import Document, HeldOutText, held_out_text
 from surgery.evaluation.settings import EvalSettings
 
 OPENINGS, OPENING_CHARACTERS = 3, 160
-"""Prompts of the generate task where none are given: openings of documents or sections."""
+"""Number and length of the default prompts of the generate task, which are openings of document sections."""
 
 MOST_CONTEXTS = 4
 
@@ -24,8 +24,10 @@ class TaskData:
     """Data of an evaluation's tasks, the same for every model of a report.
 
     Attributes:
-        limit: positions of the model; None where its config names none.
-        conversations: of the baseline, for `data` "chat".
+        settings: settings of the evaluation.
+        tokenizer: tokenizer that all models share.
+        limit: maximum positions of the model; None if the config has none.
+        conversations: function that generates conversations with the first model, for `data` "chat".
     """
 
     settings: EvalSettings
@@ -35,7 +37,7 @@ class TaskData:
 
     @cached_property
     def documents(self) -> list[Document]:
-        """The held-out texts, whole."""
+        """Held-out documents in full."""
         settings = self.settings
         return load_documents(
             settings.data,
@@ -47,7 +49,7 @@ class TaskData:
 
     @cached_property
     def text(self) -> HeldOutText:
-        """Windows of them."""
+        """Token windows of the held-out documents."""
         settings = self.settings
         return held_out_text(self.tokenizer, self.documents, settings.windows, settings.length, settings.seed)
 
@@ -59,19 +61,19 @@ class TaskData:
         return "code" if set(self.settings.data) <= {BUILTIN, "code"} else "text"
 
     def haystack(self) -> str | None:
-        """Text for prompts: the held-out text, or for prose next to builtin code what the domain has by itself."""
+        """Return the held-out text as haystack; None (the default prose) for built-in code in domain "text"."""
         if self.domain == "text" and self.settings.data == (BUILTIN,):
             return None
         return "\n".join(document.text for document in self.documents)
 
     def contexts(self) -> tuple[int, ...]:
-        """The model's limit and halves of it, none above 32k unless asked for."""
+        """Return the contexts of the speed task; by default the model's limit, at most 32k, and halves of it."""
         if self.settings.contexts:
             return self.settings.contexts
         longest = min(self.limit or 4096, 32_768)
         return tuple(sorted(longest >> step for step in range(MOST_CONTEXTS)))
 
     def openings(self) -> tuple[str, ...]:
-        """Texts to complete where none are given."""
+        """Return the default prompts of the generate task: openings of the first sections."""
         starts = [(document, first) for document in self.documents for first, _ in document.sections][:OPENINGS]
         return tuple(document.text[first : first + OPENING_CHARACTERS] for document, first in starts)

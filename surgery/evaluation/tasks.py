@@ -1,4 +1,4 @@
-"""Tasks with their data from settings, the same for every model of a report."""
+"""Construction of an evaluation's tasks and their data from settings."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from surgery.evaluation.task_data import TaskData
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks that are measured on every row.
+    """Tasks that run on every row.
 
     Attributes:
-        all: KV bytes first.
-        context: tokens at which the KV bytes are stated.
-        length: tokens of a held-out window.
-        settings: of each by its name, asked for once: they hash texts and folders.
+        all: tasks, KV bytes first.
+        context: context length in tokens of the KV bytes.
+        length: tokens per held-out window.
+        settings: settings by task name; computed once, since they hash texts and folders.
     """
 
     all: tuple[Task, ...]
@@ -42,12 +42,12 @@ def build_tasks(
     progress: ProgressLike,
     conversations: Callable[[], list[str]] | None = None,
 ) -> Tasks:
-    """Builds the tasks and their data.
+    """Build the tasks and their data.
 
     Args:
-        config: of the baseline, or of the first checkpoint where there is none: its limit of positions shortens the
-            windows, and is what default lengths and contexts are parts of.
-        conversations: of the baseline, for `data` "chat".
+        config: config of the baseline, or of the first checkpoint without one. Its position limit bounds the windows
+            and determines default lengths and contexts.
+        conversations: function that generates conversations with the first model, for `data` "chat".
 
     Raises:
         SurgeryError: there is too little text, or a task cannot be built with this tokenizer or these lengths.
@@ -67,9 +67,9 @@ def build_tasks(
         try:
             tasks.append(builder(name)(data))
         except SurgeryError as error:
-            # What nobody asked for by name is left out where it cannot be done.
+            # Default tasks that cannot be built are skipped.
             if settings.tasks != EvalSettings.tasks:
                 raise
             progress.note(f"no {name}: {error}")
-    # What names a task that there is not says so here, before anything is measured.
+    # The settings of an unknown lm-eval task raise here, before any measurement.
     return Tasks(tuple(tasks), context, settings.length, {task.name: task.settings() for task in tasks})
