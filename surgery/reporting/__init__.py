@@ -1,1 +1,1 @@
-"""The record of a conversion and the model card made from it."""
+"""Conversion reports and the model cards that are made from them."""

@@ -1,8 +1,8 @@
-"""Names of a checkpoint's attention that LoRA can target, for its report and its model card.
+"""LoRA targets in a checkpoint's attention, for the report and the model card.
 
 PEFT wraps linear modules (`target_modules`), and parameters of modules that are called with one input
-(`target_parameters`). It passes over names without a match, so a usual list such as q_proj, k_proj, v_proj, o_proj
-adapts less of a converted model than of its source.
+(`target_parameters`). It silently skips names without a match, so the usual list q_proj, k_proj, v_proj, o_proj
+covers less of a converted model than of its source.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 from surgery.common.human import in_code
 
 USUAL = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""Modules that recipes for LoRA name."""
+"""Usual `target_modules` of LoRA recipes."""
 _OF_ATTENTION = re.compile(r"model\.layers\.(\d+)\.self_attn\.(.+)")
 _OF_A_CALLED_MODULE = re.compile(r"(?:key|value)_up\.\d+")
 
 
 def adapter_targets(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The matrices of a checkpoint's attentions by how LoRA reaches them.
+    """Group the matrices of the attention layers by how LoRA can target them.
 
     Args:
-        shapes: of all tensors of the language model, by name.
+        shapes: shapes of all tensors of the language model, by name.
 
     Returns:
-        `layers`, how many have an attention; `modules` and `parameters`, the names that PEFT takes and in how many of
-        these layers each is; `without`, names of matrices that take no adapter.
+        `layers`: number of layers with attention. `modules` and `parameters`: names for PEFT, with the number of
+        layers that have each. `without`: names of matrices that PEFT cannot adapt.
     """
     layers, modules, parameters, without = set(), Counter(), Counter(), set()
     for name, shape in shapes.items():
@@ -53,7 +53,7 @@ def adapter_targets(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def adapters_section(targets: dict[str, Any] | None) -> str:
-    """The card's section on LoRA; nothing for reports of older versions and models without such attentions."""
+    """Render the model card's section on LoRA; empty for old reports and models without target modules."""
     if not targets or not targets["modules"]:
         return ""
     lines = [f"- `target_modules`: {_listed(targets['modules'], targets['layers'])}"]
@@ -69,7 +69,7 @@ def adapters_section(targets: dict[str, Any] | None) -> str:
 
 
 def _listed(names: Mapping[str, int] | list[str], layers: int = 0) -> str:
-    """Names as code, with the number of layers that have one if these are not all."""
+    """Format names as code, with the number of layers of names that are not in all layers."""
     counts = names if isinstance(names, Mapping) else dict.fromkeys(names, layers)
     partly = {name: f" ({count} of {layers} layers)" if count < layers else "" for name, count in counts.items()}
     return ", ".join(f"`{in_code(name)}`{remark}" for name, remark in partly.items())

@@ -1,4 +1,4 @@
-"""The model card of a converted checkpoint, made from its report."""
+"""Model card of a converted checkpoint, rendered from its report."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ model = LLM("{name}", trust_remote_code=True)""",
 
 
 def model_card(report, name: str, *, base_model: str | None = None, inherited: dict | None = None) -> str:
-    """README.md of a converted checkpoint."""
+    """Render the README.md of a converted checkpoint."""
     source, target, kv = report.source, report.target, report.kv
     called = target.get("called", target["to"])
     kv_bytes = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
@@ -94,7 +94,7 @@ versions and per-layer errors are in `surgery_report.json`. The license of the s
 
 
 def _ruined(target: dict) -> str:
-    """Formats that the checkpoint does not survive, and layers that conversion ruined; a paragraph each."""
+    """Render a warning on formats that ruin the checkpoint, and one on layers that the conversion ruined."""
     formats, layers = target.get("ruined_by"), target.get("useless_layers")
     paragraphs = [*([told_ruin(formats)] if formats else []), *([useless_message(layers)] if layers else [])]
     return "".join(f"\n{in_markdown(text)}\n" for text in paragraphs)
@@ -110,7 +110,7 @@ def _training(report) -> str:
 
 
 def _measured(calibration: dict) -> str:
-    """Describe the text on which the losses of the stages were measured."""
+    """Describe the text on which the losses in the stages table were measured."""
     source, share = calibration.get("source"), calibration.get("recall")
     if source == NO_CALIBRATION:
         return "Without text no loss was measured; `surgery eval` measures it."
@@ -124,7 +124,7 @@ def _measured(calibration: dict) -> str:
 
 
 def _healing(healing: dict | None) -> str:
-    """Source, conversion and result of recovery training, and what its stages took; a section of its own."""
+    """Render the section on healing: losses of source, conversion and result, and the cost of each stage."""
     if healing is None:
         return ""
     paragraphs = ["## Healing\n"]
@@ -139,7 +139,7 @@ def _healing(healing: dict | None) -> str:
 
 
 def _source_code(report) -> str:
-    """Code that was taken over from the source, which is not the package's."""
+    """List the code files that were copied from the source."""
     code = report.source_files.get("code") if isinstance(report.source_files, dict) else None
     if not code or not isinstance(code, list):
         return ""
@@ -147,7 +147,7 @@ def _source_code(report) -> str:
 
 
 def _shape(source: dict, target: dict) -> str:
-    """Describe in words what is cached of each token."""
+    """Describe the cached content of a token in words."""
     if "parts" in target:
         parts = [f"{len(part['layers'])} layers {part['to']}" for part in target["parts"]]
         return ", ".join([*parts, *([f"{len(target['kept_layers'])} as they are"] if target["kept_layers"] else [])])
@@ -166,12 +166,12 @@ def _shape(source: dict, target: dict) -> str:
     if "kv_lora_ranks" not in target:
         return "keys and values"
     rank = _range(target["kv_lora_ranks"])
-    rotated = _range(target.get("rope_dims") or [target["rope_dim"]])  # reports of 0.1 have one number
+    rotated = _range(target.get("rope_dims") or [target["rope_dim"]])  # reports of 0.1 have a single value
     return f"latent rank {rank}, {rotated} rotary dimensions"
 
 
 def _codes(target: dict) -> str:
-    """Describe in words how a cache is quantized; empty where it is not."""
+    """Describe the quantization of the cache in words; empty without quantization."""
     cache = target.get("kv_cache")
     if rows := target.get("row_bytes"):
         return f" in packed rows of {_range(rows)} bytes a token, the first {target['first_tokens']} tokens exact"
@@ -185,7 +185,7 @@ def _codes(target: dict) -> str:
 
 
 def _kept_matrices(report) -> str:
-    """Describe the parts that stayed as they were stored; a training writes all of them unquantized."""
+    """Describe the matrices that stayed quantized; empty after healing, which writes all of them unquantized."""
     if not report.settings.get("keep_quantised") or report.healing:
         return ""
     codes = in_markdown(report.source["dequantised_from"])
@@ -193,13 +193,13 @@ def _kept_matrices(report) -> str:
 
 
 def _range(numbers: list[int]) -> str:
-    """One number for all layers, or the least and the greatest."""
+    """Format the value of all layers, or their minimum and maximum."""
     least, greatest = min(numbers), max(numbers)
     return str(least) if least == greatest else f"{least} to {greatest} by layer"
 
 
 def _stage_table(healing: dict) -> Table:
-    """Build the table of the stages of a healing: training data and cost."""
+    """Build the table of a healing's stages: training settings, data and cost."""
     columns = [
         Column("stage"),
         Column("trains", key="trains"),

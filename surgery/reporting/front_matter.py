@@ -1,6 +1,6 @@
-"""Front matter of a model card for the hub: its YAML head, with measurements as a model-index.
+"""YAML front matter of a model card for the hub, with measurements as a model-index.
 
-https://huggingface.co/docs/hub/model-cards, section on metadata; `model-index` as huggingface_hub reads it.
+See https://huggingface.co/docs/hub/model-cards, section on metadata; `model-index` as read by huggingface_hub.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from surgery.common.human import one_line, perplexity
 from surgery.engines.in_transformers import PICTURES
 
 LONGEST = 500
-"""Characters of a text that is inherited, and entries of a list."""
+"""Maximum characters of an inherited text, and maximum entries of an inherited list."""
 LONGEST_HEAD = 2**16
-"""Characters of a head that is read: of others nothing is inherited."""
+"""Maximum characters of the source's front matter; nothing is inherited from a longer one."""
 HERITABLE = ("license", "license_name", "license_link", "language")
-"""Metadata of a source's card that holds for its conversions."""
+"""Metadata keys of the source's card that conversions inherit."""
 
 
 def front_matter(report, name: str, *, base_model: str | None = None, inherited: dict[str, Any] | None = None) -> str:
-    """The head of a card with its two lines of dashes; every value is quoted as YAML wants it.
+    """Render the front matter of a card, enclosed in lines of dashes, with values escaped for YAML.
 
     Args:
-        base_model: hub id of the source, where the report does not know it.
-        inherited: of the source's own card (:func:`of_source`).
+        report: conversion report.
+        name: name of the model in the model-index.
+        base_model: hub id of the source; None takes it from the report, if it is known.
+        inherited: metadata of the source's card (:func:`of_source`).
     """
     base_model = base_model or report.source.get("hub")
     head = {
         "library_name": "transformers",
         "pipeline_tag": "image-text-to-text" if reads_pictures(report.target) else "text-generation",
-        # The hub takes ids only.
+        # The hub accepts only hub ids here.
         **({"base_model": one_line(base_model)} if base_model else {}),
         **(inherited or {}),
         "tags": ["model-surgery", one_line(report.target["to"]), "kv-cache-compression"],
@@ -44,15 +46,15 @@ def front_matter(report, name: str, *, base_model: str | None = None, inherited:
 
 
 def reads_pictures(target: dict[str, Any]) -> bool:
-    """Return whether the result of a conversion is a vision-language model, by the class that loads it."""
+    """Return whether a conversion target is a vision-language model, judged by the class that loads it."""
     return PICTURES in str(target["engines"].get("transformers"))
 
 
 def of_source(folder: Path) -> dict[str, Any]:
-    """Return the metadata that a checkpoint inherits from its source's card, which lies next to it."""
+    """Return the metadata that a checkpoint inherits from its source's card in the same folder."""
     try:
         head = (folder / SOURCE_CARD).read_text(encoding="utf-8").split("---\n")[1]
-        # Plain texts: safe_load raises ValueError for dates that do not exist, and takes the language `no` for false.
+        # BaseLoader keeps texts: safe_load raises ValueError for invalid dates, and reads the language `no` as false.
         metadata = yaml.load(head, yaml.BaseLoader) if len(head) <= LONGEST_HEAD else {}
     except (OSError, UnicodeDecodeError, IndexError, RecursionError, ValueError, yaml.YAMLError):
         return {}
@@ -69,7 +71,7 @@ def _is_short(value: object) -> bool:
 
 
 def _results(report) -> list[dict[str, Any]]:
-    """The last measurements: after healing, if that was measured, else of the conversion."""
+    """Build the model-index results from the latest measurement: of the healed model, else of the conversion."""
     last, text = report.ladder[-1], f"held-out calibration text ({one_line(report.calibration.get('source'))})"
     quality = {row["name"]: row for row in (report.healing or {}).get("quality") or []}
     if "healed" in quality:

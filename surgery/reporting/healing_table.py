@@ -1,23 +1,23 @@
-"""Before, converted, healed: what the stages of a healing made of a checkpoint, next to what they took."""
+"""Quality of source, conversion and healing stages from a healing record, and the cost of the stages."""
 
 from __future__ import annotations
 
 from typing import Any
 
 SAME = 1e-6
-"""Largest relative difference of one source's losses in measurements that compare."""
+"""Largest relative difference of the source's loss between two measurements on the same data."""
 
 
 def stages(healing: dict[str, Any]) -> list[dict[str, Any]]:
-    """The healings of a checkpoint since its conversion, in order, the last one last."""
+    """Return the healings of a checkpoint since its conversion, oldest first."""
     return [*(healing.get("earlier") or []), healing]
 
 
 def check_healing(healing: dict[str, Any]) -> None:
-    """Check the record of a healing that came with a checkpoint.
+    """Check the healing record of a checkpoint.
 
     Raises:
-        TypeError, LookupError, ValueError: a value is missing or of another type than healings write.
+        TypeError, LookupError, ValueError: a value is missing or has the wrong type.
     """
     for stage in stages(healing):
         for row in stage.get("quality") or []:
@@ -30,10 +30,10 @@ def check_healing(healing: dict[str, Any]) -> None:
 
 
 def quality_table(healing: dict[str, Any]) -> list[dict[str, Any]]:
-    """Loss and recall of the source, the conversion and the result of every stage that was measured next to them.
+    """Return loss and recall of the source, the conversion and the result of each comparable stage.
 
-    A stage is measured with its own student as what was converted. Where a stage before it was measured on the same
-    data, that student is its result, and the row of the conversion is that stage's.
+    The record of a stage has its own student as "converted". If the previous stage was measured on the same data,
+    that student is the previous stage's result, and "converted" is taken from the earliest such stage.
     """
     entries = [{entry["name"]: entry for entry in stage.get("quality") or []} for stage in stages(healing)]
     if not entries[-1]:
@@ -50,11 +50,14 @@ def quality_table(healing: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 LEAST_GAP = 0.005
-"""Nats per token: less is within the noise of held-out windows, and a share of it says nothing."""
+"""Loss gap in nats per token below which no share is stated: smaller gaps are within the noise of held-out windows."""
 
 
 def gap_closed(quality: list[dict[str, Any]]) -> float | None:
-    """Share of the loss that the conversion cost and healing won back; None where too little was lost, or measured."""
+    """Compute the share of the conversion's loss increase that healing recovered.
+
+    None if the increase is below `LEAST_GAP`, or the source, the conversion or the result was not measured.
+    """
     losses = {entry["name"]: entry["loss"] for entry in quality}
     if not {"source", "converted", "healed"} <= losses.keys():
         return None
@@ -63,7 +66,7 @@ def gap_closed(quality: list[dict[str, Any]]) -> float | None:
 
 
 def stage_facts(healing: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the cost and the training of each stage, in words and numbers."""
+    """Return the training settings and the cost of each stage, formatted for a table."""
     return [_facts(stage) for stage in stages(healing)]
 
 
@@ -89,7 +92,7 @@ def _dtype(precision: str) -> str:
 
 
 def _compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two stages were measured on the same data, by the loss of the source that both have."""
+    """Return whether two stages were measured on the same data, judged by the loss of the source in both."""
     if not ({"source", "converted", "healed"} <= one.keys() and "source" in other):
         return False
     first, second = one["source"]["loss"], other["source"]["loss"]

@@ -1,4 +1,4 @@
-"""A converted checkpoint on the Hugging Face hub, with a card that names it there; in one commit, or none."""
+"""Upload of a converted checkpoint with its model card to the Hugging Face hub, in a single commit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Publication:
     """Request to publish a checkpoint.
 
     Attributes:
-        repo: org/name.
-        public: whether everybody may see a repository that has to be made.
-        base_model: hub id of the source, for the card; None: as the report knows it.
-        overwrite: replace what the repository holds.
+        repo: repository id, org/name.
+        public: whether a new repository is public.
+        base_model: hub id of the source, for the card; None takes it from the report.
+        overwrite: whether to replace the files in the repository.
     """
 
     repo: str
@@ -31,20 +31,21 @@ class Publication:
     overwrite: bool = False
 
     def check_names(self) -> None:
-        """Refuse what can be refused without a network.
+        """Check the names without network access.
 
         Raises:
-            SurgeryError: a name is none of the hub's.
+            SurgeryError: a name is not a valid hub id.
         """
         for flag, name in (("surgery push", self.repo), ("--base-model", self.base_model)):
             if name is not None and not is_hub_id(name):
                 raise SurgeryError(f"{flag} {name}: not a name on the hub; give org/name")
 
     def check(self) -> None:
-        """Refuse what can be refused before the work: ask the hub, and change nothing there.
+        """Check names, login and repository on the hub, without changing anything.
 
         Raises:
-            SurgeryError: a wrong name, nobody is logged in, the namespace is another's, or the repository holds files.
+            SurgeryError: a name is invalid, the user is not logged in or may not write to the namespace, or the
+                repository has files and `overwrite` is false.
         """
         from huggingface_hub import HfApi
         from huggingface_hub.errors import RepositoryNotFoundError
@@ -53,7 +54,7 @@ class Publication:
         api = HfApi()
         try:
             user = api.whoami()
-        except Exception as error:  # the hub's own errors, those of its HTTP library
+        except Exception as error:  # errors of the hub and of its HTTP library
             why = f"the hub does not know you, run `hf auth login`: {reason(error)}"
             raise SurgeryError(f"{self.repo}: {why}") from error
         mine = [user["name"], *(org["name"] for org in user.get("orgs", []))]
@@ -69,17 +70,17 @@ class Publication:
             raise SurgeryError(f"{self.repo}: holds {len(files)} files; choose another name or pass --overwrite")
 
     def push(self, folder: Path, show: Callable[[Upload], None] | None = None) -> str:
-        """Uploads a checkpoint in one commit, into a repository that is made if there is none.
+        """Upload a checkpoint in one commit; creates the repository if missing.
 
         Args:
-            show: takes what will be uploaded, before it is.
+            show: called with the upload before it starts.
 
         Returns:
-            Its address.
+            URL of the repository.
 
         Raises:
-            SurgeryError: the folder holds no checkpoint of ours as it was written, or the hub refuses it; what lies in
-                the folder stays.
+            SurgeryError: the folder is not an unmodified checkpoint of this package, or the upload fails. The folder
+                is not changed.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -98,7 +99,7 @@ class Publication:
             api.create_commit(self.repo, operations, commit_message="Converted by model-surgery")
         except SurgeryError:
             raise
-        except Exception as error:  # the hub's own errors, those of its HTTP library, the disk's
+        except Exception as error:  # errors of the hub, of its HTTP library and of the disk
             again = f"the checkpoint is in {folder}, `surgery push {folder} {self.repo}` tries again"
             raise SurgeryError(f"{self.repo}: {reason(error)}; {again}") from error
         return str(address)

@@ -1,4 +1,4 @@
-"""Changes by a conversion and its healing in bytes, loss and recall: the tables of screens and of the model card."""
+"""Tables of KV bytes, loss and recall before and after a conversion and its healing, for terminal and model card."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ def before_and_after(
     others: Iterable[tuple[str, str, str]] = (),
     ratio_at: Mapping[str, float] | None = None,
 ) -> Table:
-    """The source next to what it became.
+    """Build the table that compares the source with the converted checkpoint.
 
     Args:
-        kv: bytes per token of both.
-        stages: loss and recall of both, the first and the last entry; nothing if they were not measured.
-        classes: the model classes of both.
-        others: rows of another kind.
-        ratio_at: shares of the KV bytes by tokens, where they depend on the length.
+        kv: KV bytes per token of source and result.
+        stages: loss and recall after each stage; the first entry is the source, the last one the result. Empty if
+            not measured.
+        classes: model classes of source and result.
+        others: additional rows (name, source, result).
+        ratio_at: share of the KV bytes by context length, if it depends on the length.
     """
     kv_cell = f"{per_token(kv[1])}, {shares_at(ratio_at, kv[1] / kv[0])}"
     rows = [("class", *classes)] if classes else []
@@ -38,23 +39,23 @@ def before_and_after(
 
 
 def stages_table(stages: Iterable[dict[str, Any]]) -> Table:
-    """After each stage of a conversion."""
+    """Build the table of loss and recall after each stage of a conversion."""
     rows = [(row["stage"], loss_of_stage(row), row["recall"]) for row in stages]
     return Table.of(["stage", Column("loss (perplexity)", "Nats per token", align="right"), RECALL], rows)
 
 
 def useless_layers(layers: Iterable[Any]) -> dict[str, float]:
-    """Layers whose output is further from the source's than zeros would be, with their relative errors, above 1.
+    """Return the layers whose attention output is worse than zeros: those with a relative error above 1 or NaN.
 
     Args:
-        layers: layer reports; of each the last lossy stage counts.
+        layers: layer reports, of which the last lossy stage counts.
     """
     last = {str(layer.layer): next(reversed(getattr(layer, "measured", {}).values()), 0.0) for layer in layers}
     return {layer: error for layer, error in last.items() if not error <= 1}
 
 
 def useless_message(layers: dict[str, float]) -> str:
-    """A sentence on such layers."""
+    """Format a warning on the layers of :func:`useless_layers`."""
     errors = ", ".join(f"{layer} ({error:.0%})" for layer, error in layers.items())
     return (
         f"Attention whose output error exceeds the output itself: layers {errors}. Keep these layers as they are"
@@ -63,6 +64,6 @@ def useless_message(layers: dict[str, float]) -> str:
 
 
 def healed_table(quality: Sequence[dict[str, Any]]) -> Table:
-    """Before and after a healing, of :func:`surgery.reporting.healing_table.quality_table`."""
+    """Build the table of a healing from :func:`surgery.reporting.healing_table.quality_table`."""
     loss = Column("held-out loss (perplexity)", "Nats per token", with_perplexity)
     return Table.of(["", loss, RECALL], [(row["name"], row["loss"], row["recall"]) for row in quality])

@@ -1,4 +1,4 @@
-"""The record of a conversion: one structure, written as JSON, shown as tables, told in a model card."""
+"""Conversion report: the record that is written as JSON and rendered as tables and as the model card."""
 
 from __future__ import annotations
 
@@ -26,24 +26,32 @@ PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 @dataclass(frozen=True)
 class Report:
-    """Everything worth knowing of one conversion; plain values only.
+    """Report of one conversion, with plain values only.
 
     Attributes:
-        source: where it came from (a name; of the hub also its id and revision), its content hash, shape and dtype, and
-            what its weights were dequantized from.
-        target: the structure, the class that carries it and why, and which engines load it.
-        kv: bytes per token of the source, predicted and measured of the result; of hybrid models also the most that
-            keys and values took, as a share of the source's, and the share of full attention that was computed.
-        ladder: loss in nats per token and recall after each stage, on held-out calibration text.
+        source: name of the source (for the hub also id and revision), content hash, shape and dtype, and the format
+            that its weights were dequantized from.
+        target: structure, model class with the reasons for it, and the engines that load it.
+        settings: settings of the conversion.
+        command: command line.
+        calibration: calibration text and its settings.
+        kv: KV bytes per token of the source, and of the result as predicted and measured; for hybrid models also the
+            peak bytes of keys and values, as a share of the source's, and the KV footprint.
         splits: budget splits that were tried, with their held-out losses.
-        seconds, phase_peak_bytes: of every phase; the most resident memory during it, where reports have it.
-        phase_flops: operations of the model's runs in a phase, as forecast from shapes.
-        previous: the source's own report, where it was converted itself.
-        healing: what recovery training did to it since, where there was one.
-        files: SHA-256 of every file but report and card.
-        other_files: SHA-256 of what is not in ``files``, such as the card; None of a large file.
-        source_files: of the source's other files, the templates and code that were taken over, and what was left out.
-        probe: a few logits that it computed when it was written (:mod:`surgery.verification.probe`).
+        ladder: loss in nats per token and recall after each stage, on held-out calibration text.
+        layers: reports of the layers.
+        verification: results of the checks of the written checkpoint.
+        environment: versions of Python, platform and packages.
+        seconds: duration of each phase.
+        peak_memory_bytes: peak memory of the conversion.
+        previous: report of the source, if it was converted itself.
+        healing: record of later recovery training, if any.
+        files: SHA-256 of every file except report and card.
+        other_files: SHA-256 of files that are not in ``files``, such as the card; None for large files.
+        source_files: other files of the source: templates and code that were copied, and files that were left out.
+        probe: a few logits computed when the checkpoint was written (:mod:`surgery.verification.probe`).
+        phase_peak_bytes: peak resident memory of each phase; missing in old reports.
+        phase_flops: FLOPs of model runs in each phase, predicted from shapes.
     """
 
     source: dict
@@ -70,7 +78,7 @@ class Report:
 
     @classmethod
     def of(cls, record: dict) -> Report:
-        """Read a report that any version wrote."""
+        """Create a report from the record of any version; unknown entries are dropped."""
         names = {each.name for each in fields(cls)}
         return cls(**{name: value for name, value in record.items() if name in names})
 
@@ -78,7 +86,7 @@ class Report:
         return {"schema": SCHEMA, "surgery_version": __version__, **asdict(self)}
 
     def card(self, name: str, *, base_model: str | None = None, inherited: dict | None = None) -> str:
-        """The model card; of what is its head, :func:`surgery.reporting.front_matter.front_matter`."""
+        """Render the model card; see :func:`surgery.reporting.front_matter.front_matter` for the arguments."""
         from surgery.reporting.card import model_card
 
         return model_card(self, name, base_model=base_model, inherited=inherited)
@@ -86,7 +94,7 @@ class Report:
 
 @dataclass(frozen=True)
 class SourceShape:
-    """Shape of the source's attention in a report; ``dtype`` is that of its weights."""
+    """Shape of the source's attention; ``dtype`` is the dtype of its weights."""
 
     heads: int
     kv_heads: int
@@ -96,24 +104,23 @@ class SourceShape:
 
     @classmethod
     def of(cls, opened) -> SourceShape:
-        """Return the shape of a checkpoint of a family; its KV bytes at an infinite window."""
+        """Return the shape of an opened checkpoint, with the KV bytes of one token."""
         first = opened.first
         kv_bytes = kv_bytes_of(opened.reader.config, first.o.dtype)(1)
         return cls(first.heads, first.kv_heads, first.head_dim, first.o.dtype, kv_bytes)
 
     @classmethod
     def of_config(cls, config, dtype: torch.dtype, kv_bytes_per_token: float) -> SourceShape:
-        """Return the shape of any checkpoint whose bytes are known; one converted before has the heads of its own
-        source."""
+        """Return the shape by a config; a converted checkpoint has the heads of its original source."""
         return cls(*head_shape(config), dtype, kv_bytes_per_token)
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what a damaged report raises in the block into one line.
+    """Convert the exceptions that a damaged report raises in the block to a SurgeryError.
 
     Raises:
-        SurgeryError: a value is missing, or is of another type than conversions write.
+        SurgeryError: a value is missing or has the wrong type.
     """
     try:
         yield
@@ -123,12 +130,15 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_report(folder: Path) -> dict | None:
-    """Read the report next to a checkpoint's weights, and those of its sources in it; None where there is none.
+    """Read and validate the report in a checkpoint's folder, including nested reports of its sources.
 
-    Whoever sent it, what tables and model cards show of it has the right types.
+    The report may come from anyone: all values that tables and model cards show have valid types.
+
+    Returns:
+        The report; None if there is no file.
 
     Raises:
-        SurgeryError: it cannot be read, or is damaged.
+        SurgeryError: the report cannot be read or is damaged.
     """
     path = folder / REPORT
     if not path.is_file():
@@ -154,7 +164,7 @@ def _check_source(source: dict) -> None:
 
 
 def previous_report(folder: Path) -> dict | None:
-    """The report next to a checkpoint's weights, if it was converted and the report can be read."""
+    """Return the report in a checkpoint's folder; None if it is missing or damaged."""
     try:
         return read_report(folder)
     except SurgeryError:
@@ -162,13 +172,13 @@ def previous_report(folder: Path) -> dict | None:
 
 
 def environment() -> dict[str, str]:
-    """Versions that a result may depend on."""
+    """Return the versions of Python, platform and packages, on which results may depend."""
     return {"python": platform.python_version(), "platform": platform.platform(), **_versions()}
 
 
 @cache
 def _versions() -> dict[str, str]:
-    """Versions of the installed packages, whose metadata is read once a process."""
+    """Return the versions of the installed `PACKAGES`; cached, so metadata is read once per process."""
     versions = {}
     for package in PACKAGES:
         try:

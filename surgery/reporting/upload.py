@@ -1,4 +1,4 @@
-"""The files of a checkpoint as they are published: those that its report lists, without the folders of this machine."""
+"""Files of a checkpoint prepared for publication: those that its report lists, without paths of this machine."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from surgery.reporting.front_matter import of_source
 from surgery.reporting.report import Report, read_report
 
 IN_MEMORY = 2**24
-"""Bytes of a file from which on it is uploaded from the disk; the hub refuses another content than that hashed."""
+"""Bytes above which a file is uploaded from disk; the hub verifies its content against the hash."""
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json", "chat_template.json")
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A checkpoint ready to be uploaded.
+    """Checkpoint ready for upload.
 
     Attributes:
-        files: content by name, or a path of a large file.
-        hashes: SHA-256 of those that are paths.
-        fields: values of entries that held paths, and commands, as they are published, by file and entry.
-        strays: names of what the report does not list and stays here.
+        files: content by file name; a path for large files.
+        hashes: SHA-256 of the files that are given as paths.
+        fields: published values of entries that contained paths, and of commands, by file and entry.
+        strays: names of files that the report does not list and that are not uploaded.
     """
 
     files: dict[str, bytes | Path]
@@ -44,19 +44,20 @@ class Upload:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes by name."""
+        """Size in bytes by file name."""
         return {n: len(each) if isinstance(each, bytes) else each.stat().st_size for n, each in self.files.items()}
 
 
 def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Upload:
-    """Read, check and clean the files of a checkpoint.
+    """Read and verify the files of a checkpoint, and remove local paths from them.
 
     Args:
-        repo: org/name, for the card.
-        base_model: hub id of the source, for the card; None: as the report knows it.
+        folder: folder of the checkpoint.
+        repo: repository id, org/name, for the card.
+        base_model: hub id of the source, for the card; None takes it from the report.
 
     Raises:
-        SurgeryError: the folder has no report that lists its files, a file differs from it, or is a link.
+        SurgeryError: the folder has no report that lists its files, or a file is missing, modified or a link.
     """
     report = read_report(folder)
     if report is None:
@@ -92,10 +93,10 @@ def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Up
 
 
 def _as_written(path: Path, sha256: str, *, in_memory: bool) -> bytes | Path:
-    """A file's content, or of a large one its path, with the hash that the report has.
+    """Return the content of a file, or the path of a large one, after checking its hash.
 
     Raises:
-        SurgeryError: it has another, or is a link.
+        SurgeryError: the hash differs from the report's, or the file is a link.
     """
     _no_link(path)
     with disk_errors(path):
@@ -108,10 +109,10 @@ def _as_written(path: Path, sha256: str, *, in_memory: bool) -> bytes | Path:
 
 
 def _no_link(path: Path) -> Path:
-    """The path itself.
+    """Return the path unchanged.
 
     Raises:
-        SurgeryError: it is a link to anything but a file in the hub's cache.
+        SurgeryError: the path is a link to a file outside of the hub's cache.
     """
     if path.is_symlink() and not is_hub_blob(Path(os.path.realpath(path))):
         raise SurgeryError.at(path, "is a link, which is not uploaded; copy the file in its place")
@@ -119,7 +120,7 @@ def _no_link(path: Path) -> Path:
 
 
 def _without_folders(name: str, content: bytes) -> tuple[bytes, dict[str, str]]:
-    """A JSON file or log without folders, and its changed entries."""
+    """Remove folders from the paths in a JSON file or log; return the new content and the changed entries."""
     if not _may_hold_paths(name):
         return content, {}
     clean = without_folders if kind_of(name) is Kind.RECORD else settings_without_folders
@@ -137,7 +138,7 @@ def _without_folders(name: str, content: bytes) -> tuple[bytes, dict[str, str]]:
 
 
 def _may_hold_paths(name: str) -> bool:
-    """Return whether a file is JSON, and neither a vocabulary nor the index of weights."""
+    """Return whether a file is JSON other than a vocabulary or the index of the weights."""
     return name.endswith((".json", ".jsonl")) and name not in _VOCABULARIES and not name.endswith(".index.json")
 
 
@@ -149,7 +150,7 @@ def _lineage(report: dict[str, Any]) -> str | None:
 
 
 def _changes(before: Any, after: Any, at: str = "") -> Iterator[tuple[str, str]]:
-    """Entries whose text differs, with the text as it is now."""
+    """Yield path and new text of the entries that differ between two JSON values."""
     if isinstance(before, dict) and isinstance(after, dict):
         for (name, old), new in zip(before.items(), after.values(), strict=False):
             yield from _changes(old, new, f"{at}.{name}" if at else name)
