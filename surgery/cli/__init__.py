@@ -1,4 +1,4 @@
-"""The command line: ``surgery VERB``, one file a verb. Torch is imported inside the commands only."""
+"""Command line ``surgery VERB``, one file per command. Torch is imported inside the commands only."""
 
 from surgery.cli.program import app, main
 

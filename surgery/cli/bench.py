@@ -1,4 +1,4 @@
-"""``surgery bench``: kernels and decoding, measured."""
+"""``surgery bench``: benchmarks of kernels and decoding."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def bench_kernels(
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every kernel against float64, then measure it next to the GPU's ceilings and PyTorch's kernels.
+    """Check every kernel against float64, then time it next to the GPU's limits and PyTorch's kernels.
 
-    What is wrong is not timed. Without a GPU only correctness is looked at, at tiny shapes. The exit code is 1 if a
-    kernel was wrong.
+    Kernels that fail the check are not timed. Without a GPU only correctness is checked, at tiny shapes. The exit code
+    is 1 if a kernel fails.
 
     Examples:
 
@@ -71,9 +71,9 @@ def bench_decode(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure decoding of whole models, source next to converted, with this package's kernels and without.
+    """Measure decoding of whole models, source and converted, with and without this package's kernels.
 
-    Shapes get random weights. Caches are filled at random to the context: no prompt is read.
+    Shapes get random weights. Caches are filled with random values up to the context, without a prefill.
 
     Examples:
 
@@ -84,7 +84,7 @@ def bench_decode(
     from surgery.bench.shapes import is_shape
 
     for name in models:
-        is_shape(name)  # refuses what is none before torch is loaded for it
+        is_shape(name)  # raises for unknown shapes before torch is imported
     if kernels not in KERNELS:
         raise SurgeryError(f"--kernels {kernels}: choose {', '.join(KERNELS)}")
     path = out / "decode.json"

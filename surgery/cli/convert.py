@@ -1,4 +1,4 @@
-"""``surgery convert``: a checkpoint from another. Torch is imported inside the command only."""
+"""``surgery convert``: conversion of a checkpoint. Torch is imported inside the command only."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ from surgery.common.human import seconds_of
 from surgery.structures.registry import DEFAULT, TARGETS, described, find_target
 
 CONVERTED = {target.name: target.settings_class for target in TARGETS.working().values() if not target.fixed}
-"""Settings of each target that has a class of its own."""
+"""Settings classes of the conversion targets, by name."""
 
 if TYPE_CHECKING:
     from surgery.structures.request import ConversionRequest
 
 
 class ConvertVerb(Verb):
-    """``--help`` is the help of one target, the default one without ``--to``: of all together most options are some
-    other's. ``--help-all`` without ``--to`` has them all."""
+    """Command whose ``--help`` shows the options of one target, by default `DEFAULT`.
+
+    ``--help-all`` without ``--to`` shows the options of all targets.
+    """
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         words = [word for arg in args for word in arg.split("=", 1)]
@@ -59,13 +61,13 @@ class ConvertVerb(Verb):
 
 
 class OtherTargets(Verb):
-    """The help of the default target, where none was named."""
+    """Help of the default target, for calls without ``--to``."""
 
     more = f"Options of --to {DEFAULT}. `--to NAME --help` shows another's, `--help-all` all."
 
 
 def _examples_of(to: str) -> str:
-    """The command's help with the examples of one target."""
+    """Return the command's help with only the examples of one target."""
     paragraphs = inspect.cleandoc(convert.__doc__).split("\n\n")
     selected = [each for each in paragraphs if "--to " not in each or f"--to {to} " in each]
     return "\n\n".join(selected)

@@ -1,5 +1,4 @@
-"""``surgery doctor`` and ``surgery export``: what engines do with a checkpoint, and what they need besides it;
-without a checkpoint, the machine."""
+"""``surgery doctor``, the engines that load a checkpoint or facts on the machine, and ``surgery export``."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ def doctor(
     gpu: Annotated[bool, flag("--gpu", "Without a checkpoint: ask for accelerators too, which imports torch.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show where a checkpoint loads, with which command, what its cache costs there, and why not elsewhere.
+    """Show which engines load a checkpoint, with which command and KV bytes, and why others do not.
 
     "Loads" means that a test of this project ran that kind of checkpoint there, or that the engine's own check accepts
-    it. Of stock MLA it also names the formats of weights and cache that the checkpoint does not survive.
+    it. For stock MLA it also names weight and cache formats that ruin the checkpoint.
 
     Without a checkpoint: versions, cores and memory of this machine for a bug report; no paths, no names.
 
@@ -67,9 +66,9 @@ def export(
     overwrite: Annotated[bool, flag("--overwrite", "Replace an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write what an engine needs besides the checkpoint: for llama.cpp a GGUF.
+    """Export a checkpoint to the file format of an engine: GGUF for llama.cpp.
 
-    For stock MLA without biases and of default RoPE, and for Llama-class models, with KV heads by layer too.
+    Supports stock MLA with default RoPE and without biases, and Llama-class models, also with KV heads by layer.
 
     Example:
 

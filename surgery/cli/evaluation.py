@@ -49,10 +49,10 @@ def evaluate(
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure models next to their source and next to cheap baselines, and write a report.
+    """Evaluate models next to their source and cheap baselines, and write a report.
 
-    Started again with the same --out it goes on where it stopped. Results are the same with any number of processes;
-    those of `torchrun -m surgery eval ...` or `accelerate launch` share the work.
+    Run again with the same --out, it resumes an interrupted evaluation. Processes of `torchrun -m surgery eval ...` or
+    `accelerate launch` share the work; results do not depend on their number.
 
     Examples:
 
@@ -71,7 +71,7 @@ def evaluate(
     def row_of(row: str) -> str:
         name, sign, checkpoint = row.rpartition("=")
         row = name + sign + model_named(checkpoint)
-        find_local(name_and_path(row)[1])  # refuses what is none before torch is loaded for it
+        find_local(name_and_path(row)[1])  # raises for missing checkpoints before torch is imported
         return row
 
     from_options = options.of(EvalSettings)
@@ -152,10 +152,10 @@ def run(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Do everything that a recipe says, step by step: conversions, healing, evaluations.
+    """Run the steps of a recipe: conversions, healing, evaluations.
 
-    A step whose output is there already, made from the same source with the same settings, is not done again.
-    Without a recipe: list those that ship.
+    A step is skipped if its output exists and was made from the same source with the same settings.
+    Without a recipe: list the recipes that ship.
 
     Examples:
 

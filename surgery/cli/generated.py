@@ -1,6 +1,6 @@
-"""Options made of the classes of settings, where names, types, defaults and help are defined once.
+"""Command-line options generated from settings classes, which define names, types, defaults and help once.
 
-A command's function has a parameter ``options``, in whose place :func:`with_settings` puts an option for every setting.
+A command function has a parameter ``options``, which :func:`with_settings` replaces by one option for every setting.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ VALUES = {int: "N", float: "F", str: "TEXT"}
 
 @dataclass(frozen=True)
 class SettingOption:
-    """An option, and the settings that it gives.
+    """Command-line option and the settings that it sets.
 
     Attributes:
-        key: its parameter's name.
-        settings: one of each target that has it; a command without targets counts as one.
-        targets: how many there are in all.
+        key: parameter name of the option.
+        settings: setting by target; a command without targets counts as one target.
+        targets: number of targets of the command.
     """
 
     key: str
@@ -47,21 +47,20 @@ class SettingOption:
 
     @property
     def old(self) -> dict[str, str]:
-        """Flags that still work, by what their parameters are called."""
+        """Deprecated flags, by parameter name."""
         flags = [old for each in self.settings.values() for old in each.info.old]
         flags += [_flag(each.name) for each in self.settings.values() if each.name != self.key]
         return {flag.strip("-").replace("-", "_"): flag for flag in flags}
 
     @property
     def panel(self) -> str:
-        """Panel of the help: its section, or the only target that has it."""
+        """Panel of the help: the setting's section, or the target if only one of several has the setting."""
         if self.targets > 1 and len(self.settings) == 1:
             return f"--to {next(iter(self.settings))}"
         return self.first.info.section
 
     def parameters(self) -> list[inspect.Parameter]:
-        """Return the parameters of the function that typer sees: the option, and a hidden one for each of its old
-        flags."""
+        """Return the typer parameters: the option, and a hidden option for each deprecated flag."""
         flag, metavar, kind = self.flag, self.metavar, str | None
         if self.first.info.repeated:
             kind = list[str] | None
@@ -85,7 +84,7 @@ class SettingOption:
 
     @property
     def help(self) -> str:
-        """Help text: the settings' help, values and defaults, with their targets where these differ."""
+        """Help text: help, choices and defaults of the settings, with target names where they differ."""
         parts = []
         for text, targets in self._by_target(lambda each: each.info.help):
             for_all = self.targets == 1 or len(self.settings) == 1 or len(targets) == self.targets
@@ -109,16 +108,20 @@ class SettingOption:
 
 @dataclass(frozen=True)
 class OptionValues:
-    """Settings of a command line."""
+    """Option values of a command line."""
 
     classes: Mapping[str, type]
     values: tuple[tuple[SettingOption, Any], ...]
 
     def of(self, cls: type, where: str = "") -> dict[str, Any]:
-        """Values of the settings of a class by their names.
+        """Return the given values of a settings class, by setting name.
+
+        Args:
+            cls: settings class.
+            where: option that selects the class, such as ``--to mla``, for errors.
 
         Raises:
-            SurgeryError: one is no setting of this class, or of another kind.
+            SurgeryError: an option is not a setting of this class, or its value has the wrong type.
         """
         target = next(target for target, each in self.classes.items() if each is cls)
         values = {}
@@ -132,12 +135,12 @@ class OptionValues:
         return {name: value for name, value in values.items() if value is not None}
 
     def get(self, key: str) -> Any:
-        """Return the text of an option; None where it is not set."""
+        """Return the text of an option; None if it is not set."""
         return next((value for option, value in self.values if option.key == key), None)
 
 
 def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Callable[..., None]:
-    """A command with an option for each setting of the classes of its targets."""
+    """Give a command function an option for each setting of its targets' settings classes."""
     options = _options(classes)
 
     @wraps(verb)
@@ -162,7 +165,7 @@ def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Cal
 
 
 def _options(classes: Mapping[str, type]) -> list[SettingOption]:
-    """Return the options of all classes, panel by panel."""
+    """Return the options of all settings classes, sorted by panel."""
     by_flag: dict[str, dict[str, Setting]] = {}
     for target, cls in classes.items():
         for each in settings_of(cls).values():
@@ -182,10 +185,10 @@ def _rank(panel: str) -> int:
 
 
 def _pop_value(option: SettingOption, values: dict[str, Any]) -> Any:
-    """Takes an option's value out of those of all parameters.
+    """Remove an option's value from the values of all parameters and return it.
 
     Raises:
-        SurgeryError: two of its flags give it.
+        SurgeryError: the option is given by two of its flags.
     """
     flags = {option.key: option.flag, **option.old}
     by_flag = {flag: value for key, flag in flags.items() if (value := values.pop(key)) not in (None, [])}
@@ -206,7 +209,7 @@ def _default(setting: Setting) -> str:
 
 
 def _with_targets(parts: list[tuple[str, list[str]]]) -> str:
-    """A text, or the text of every target."""
+    """Join texts, prefixed by their targets if there are several texts."""
     return parts[0][0] if len(parts) == 1 else "; ".join(f"{', '.join(targets)}: {text}" for text, targets in parts)
 
 

@@ -32,11 +32,10 @@ def score(
     restart: RestartOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Score every KV head of a checkpoint: the higher, the more it needs its whole context.
+    """Score every KV head of a checkpoint: the higher, the more it needs the full context.
 
-    Writes a pattern file for `surgery convert --to hybrid`, and a heat map next to it. An interrupted scoring goes on
-    where it was. Processes of `torchrun -m surgery heads CKPT` or `accelerate launch` share
-    the work.
+    Writes a pattern file for `surgery convert --to hybrid`, and a heat map next to it. An interrupted scoring resumes
+    when run again. Processes of `torchrun -m surgery heads CKPT` or `accelerate launch` share the work.
 
     Examples:
 
@@ -50,7 +49,7 @@ def score(
     from_options = options.of(HeadSettings)
     settings = HeadSettings.from_file(config, **from_options) if config else HeadSettings(**from_options)
     called, out = checkpoint, output_of(checkpoint, out, f"heads-{settings.method}{SUFFIX}")
-    # Before torch is loaded for it: places that would be refused later.
+    # Check the output path before torch is imported.
     check_pattern(out.expanduser() if out else default_pattern(model_named(called), settings.method), overwrite)
     checkpoint = find_model(called)
 

@@ -66,10 +66,10 @@ def heal(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Give a converted checkpoint its accuracy back, by distillation from its source.
+    """Recover the accuracy of a converted checkpoint by distillation from its source.
 
-    Composes and runs `accelerate launch -m surgery.training.heal`, verifies what results from it as conversions are,
-    and measures it. Interrupted, the same command goes on.
+    Runs `accelerate launch -m surgery.training.heal`, verifies the result like a conversion, and measures it. After an
+    interruption the same command resumes.
 
     Examples:
 
@@ -95,7 +95,7 @@ def heal(
         from_options["teacher"] = model_named(teacher)
     HealSettings.from_mapping({"teacher": "its source", **read, **from_options}, str(config or "heal"))
     student, out = model_named(checkpoint), output_of(checkpoint, out, "healed")
-    # Before torch is loaded for it: places that would be refused later.
+    # Check paths before torch is imported.
     settle_output(student, find_local(student), out, "healed", overwrite=overwrite)
     if "teacher" in from_options:
         find_local(from_options["teacher"])

@@ -14,27 +14,27 @@ from surgery.common.shipped import find_shipped
 INPUTS = "Inputs"
 OUTPUT = "Output"
 ADVANCED = "advanced"
-"""Mark in the annotation of an option that the help shows with --help-all alone; of a setting, see ``FieldInfo``."""
+"""Annotation of options that only --help-all shows; for settings, see ``FieldInfo``."""
 MACHINE = "Machine"
 
 
 def config_file(path: Path | None) -> Path | None:
-    """The file of a ``--config``."""
+    """Resolve the value of ``--config``: a path, or the name of a config that ships."""
     return None if path is None else find_shipped(path, "configs")
 
 
 def command_line() -> str:
-    """The call as it was typed, for reports."""
+    """Return the command line, quoted for a shell, for reports."""
     return shlex.join(["surgery", *sys.argv[1:]])
 
 
 def option(name: str, metavar: str, help: str, panel: str | None = None, **more: Any) -> Any:
-    """An option with a value."""
+    """Create an option that takes a value."""
     return typer.Option(name, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
 def flag(name: str, help: str, panel: str | None = None, **more: Any) -> Any:
-    """An option without one, or whose values follow from its type."""
+    """Create an option without a value, or whose values follow from its type."""
     return typer.Option(name, help=help, rich_help_panel=panel, **more)
 
 

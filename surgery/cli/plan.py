@@ -1,4 +1,4 @@
-"""``surgery plan``: the conversion that a budget asks for. Torch is imported inside the command only."""
+"""``surgery plan``: choice of a conversion for a budget. Torch is imported inside the command only."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def plan_(
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Choose a conversion for a memory, a share of the bytes or a loss, by trying what there is on held-out text.
+    """Choose a conversion for a memory limit, a KV ratio or a loss limit, by simulating candidates on held-out text.
 
-    Every candidate is simulated; nothing but the choice is written.
+    Only the choice is written.
 
     Examples:
 

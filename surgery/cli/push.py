@@ -1,4 +1,4 @@
-"""``surgery push``: a converted checkpoint on the hub."""
+"""``surgery push``: upload of a converted checkpoint to the hub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def push(
 ) -> None:
     """Upload a converted checkpoint with its card: source, tags, measurements. Private unless --public.
 
-    Only files that its report lists are uploaded, with names in the place of paths on this machine.
+    Only files that its report lists are uploaded. Paths on this machine are reduced to file names.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""``surgery config``: the settings files and recipes that ship, as lists and as text to change."""
+"""``surgery config``: list and print the settings files and recipes that ship."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config(
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print the list, or the settings, as JSON on standard output.")] = False,
 ) -> None:
-    """Print a settings file with all defaults, and what each setting is; of other names, the file or recipe that ships.
+    """Print a settings file with defaults and help of all settings, or a settings file or recipe that ships.
 
     Without a name: list the settings files that ship, which `--config` takes by name.
 
@@ -55,10 +55,10 @@ def config(
 
 
 def config_page(name: str) -> str:
-    """The settings file of a target or command, or a settings file or recipe that ships.
+    """Return the generated settings file of a target or command, or a settings file or recipe that ships.
 
     Raises:
-        SurgeryError: there is none of that name.
+        SurgeryError: the name is unknown.
     """
     classes = {
         each.name: (each.settings_class, f"`surgery convert --to {each.name}`") for each in TARGETS.working().values()
@@ -76,7 +76,7 @@ def config_page(name: str) -> str:
 
 
 def show_shipped(kind: Kind, *, as_json: bool) -> None:
-    """Print the recipes or the settings files that ship, by name."""
+    """Print the names and descriptions of the recipes or settings files that ship."""
     from surgery.console.page import make_table, new_page, print_json
     from surgery.console.verdicts import show_next
 

@@ -1,4 +1,4 @@
-"""``surgery slice``: a smaller checkpoint from a converted one. Torch is imported inside the command only."""
+"""``surgery slice``: reduction of a converted checkpoint. Torch is imported inside the command only."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def slice_(
     keep_code: KeepCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a smaller checkpoint from a converted one, without calibration: the best latents come first.
+    """Make a smaller checkpoint from a converted one, without calibration: latents are sorted by importance.
 
-    For what `convert --to lowrank`, `--to crosslayer` (cascade) and `--to mla` wrote.
+    For results of `convert --to lowrank`, `--to crosslayer` (cascade) and `--to mla`.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Parts that commands share: --quiet, a log of long ones, help of two lengths, suggestions for commands of a group."""
+"""Options and help that commands share: --quiet, log files, --help and --help-all, removed commands and options."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ LOGGED: dict[str, Any] = {
 """Options of long commands: name, default and annotation."""
 
 LONG = {("convert",), ("slice",), ("heal",), ("eval",), ("plan",), ("run",), ("verify",), ("demo",), ("heads",)}
-"""Verbs that work in phases, by the words they are called with."""
+"""Long-running commands with phases, as tuples of command words."""
 
 
 FOLLOWED: dict[str, Any] = {
@@ -75,11 +75,10 @@ READING |= {("export",), ("heads",), ("bench", "decode")}
 
 
 class _PlainHelp:
-    """Help of flags: no type, as they take no value, and one name, as two would not fit eighty columns. Of others: the
-    default as options made of settings have it.
+    """Compact help that fits 80 columns: no types and no aliases of flags, and defaults in brackets.
 
     Attributes:
-        more: last line of a help that leaves options out; {} is their number.
+        more: last line of a help that hides advanced options; {} is their number.
     """
 
     more = "`--help-all` shows {} more options."
@@ -88,7 +87,7 @@ class _PlainHelp:
         params = super().get_params(ctx)
         for each in params:
             if each.param_type_name == "argument":
-                # Newer typer adds a type in brackets, and braces to the usage.
+                # Newer versions of typer add the type in brackets, and braces in the usage line.
                 each.display_type_rich, each.get_usage_pieces = _nothing, _name_of(each)
             if getattr(each, "is_flag", False):
                 each.metavar = ""
@@ -120,7 +119,7 @@ class _PlainHelp:
 
 
 def _nothing(ctx: Any) -> None:
-    """Show nothing, in place of a hidden part of the help."""
+    """Return None, to hide a part of the help."""
 
 
 def _name_of(argument: Any) -> Callable[[Any], list[str]]:
@@ -129,10 +128,10 @@ def _name_of(argument: Any) -> Callable[[Any], list[str]]:
 
 
 class Verb(_PlainHelp, TyperCommand):
-    """A verb."""
+    """Command with compact help that names removed options."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
-        """Refuse what was removed: options, which this command does not have, and commands below it."""
+        """Raise a SurgeryError for options and subcommands that were removed."""
         _refuse_removed_verb(ctx, args)
         flags = {flag for each in self.params for flag in (*each.opts, *each.secondary_opts)}
         for flag in (arg.split("=", 1)[0] for arg in args):
@@ -144,10 +143,10 @@ class Verb(_PlainHelp, TyperCommand):
 
 
 class Verbs(_PlainHelp, TyperGroup):
-    """The commands of a group."""
+    """Command group with compact help that names removed commands."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
-        """Refuse commands that were removed."""
+        """Raise a SurgeryError for commands that were removed."""
         _refuse_removed_verb(ctx, args)
         return super().parse_args(ctx, args)
 
@@ -159,7 +158,7 @@ def _refuse_removed_verb(ctx: Any, args: list[str]) -> None:
 
 
 def equip(app: typer.Typer, *group: str) -> None:
-    """Gives every command of an app what all commands share, and long ones their log."""
+    """Add the shared options to every command of an app, and log options to long-running commands."""
     for verb in app.registered_commands:
         name = verb.name or verb.callback.__name__.strip("_")
         verb.cls = verb.cls if issubclass(verb.cls or TyperCommand, Verb) else Verb
@@ -171,7 +170,7 @@ def equip(app: typer.Typer, *group: str) -> None:
 
 
 def _with_lines(text: str) -> str:
-    """A command's help with its examples one below the other, where Markdown would make paragraphs or a box of them."""
+    """Put the examples of a command's help on lines of their own, without Markdown paragraphs or a code box."""
     intro, mark, examples = re.split(r"(Examples?:)\n\n", text, maxsplit=1) if "\nExample" in text else (text, "", "")
     return intro + "\\\n".join([mark, *(line.strip() for line in examples.splitlines() if line.strip())])
 
@@ -179,7 +178,7 @@ def _with_lines(text: str) -> str:
 def _shared(
     verb: Callable[..., None], log_options: dict[str, Any], link_options: dict[str, Any]
 ) -> Callable[..., None]:
-    """The command with --quiet, and with the options of logs and of links where it has them."""
+    """Wrap a command function with --quiet, --help-all and the given log and link options."""
 
     @wraps(verb)
     def called(

@@ -1,4 +1,4 @@
-"""``surgery verify``: whether a checkpoint is still what a conversion wrote."""
+"""``surgery verify``: check of a converted checkpoint against its report."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def verify(
     seed: Annotated[int, option("--seed", "N", "Seed of the random tokens that are run.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a checkpoint as its conversion did: files, numbers, caches, KV bytes, logits; also one that was downloaded.
+    """Repeat a conversion's checks on a local or downloaded checkpoint: files, weights, caches, KV bytes, logits.
 
-    Exit code 1 where something is wrong. What no report says is not checked, and told so.
+    The exit code is 1 if a check fails. Checks that need missing entries of the report are listed as not checked.
 
     Examples:
 

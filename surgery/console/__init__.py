@@ -1,1 +1,1 @@
-"""Output of the commands: tables for people, one JSON object for machines."""
+"""Output of the commands: tables, or one JSON object with ``--json``."""

@@ -12,7 +12,7 @@ from surgery.console.page import make_table, new_page, plain, print_json
 
 
 def show_kernels(record: dict, path: Path, *, as_json: bool = False) -> None:
-    """Prints a record of `kernels/bench/run.py`."""
+    """Print a record of `kernels/bench/run.py`."""
     if as_json:
         print_json(record)
         return
@@ -39,7 +39,7 @@ def _kernel_row(row: dict) -> tuple:
 
 
 def _remark(row: dict, gate: dict) -> str | None:
-    """The fastest of the others, or why there is no time."""
+    """Format the fastest baseline, or the reason why the kernel was not timed."""
     if "skipped" in row:
         return row["skipped"]
     if "seconds" not in row:
@@ -49,7 +49,7 @@ def _remark(row: dict, gate: dict) -> str | None:
 
 
 def show_decoding(record: dict, path: Path, *, as_json: bool = False) -> None:
-    """Prints a record of :func:`surgery.bench.decode.measure_decoding`."""
+    """Print a record of :func:`surgery.bench.decode.measure_decoding`."""
     if as_json:
         print_json(record)
         return
@@ -75,7 +75,7 @@ def _tokens(count: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Microseconds, or milliseconds where they are many."""
+    """Format a time in microseconds, or in milliseconds from 10 ms on."""
     return f"{seconds * 1e6:,.0f} us" if seconds < 1e-2 else f"{seconds * 1e3:,.1f} ms"
 
 

@@ -1,4 +1,4 @@
-"""Standard output of conversions: tables for people, or with ``as_json`` one JSON object and nothing else."""
+"""Standard output of conversions, evaluations, diagnoses and exports: tables, or with ``as_json`` one JSON object."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ from surgery.reporting.quality import before_and_after, stages_table, useless_me
 
 
 def show_conversion(conversion, *, as_json: bool = False) -> None:
-    """Prints a finished conversion (:class:`surgery.structures.converter.Conversion`).
-
-    One that was healed in the same command is told by what came of both.
-    """
+    """Print a finished conversion (:class:`surgery.structures.converter.Conversion`) and its healing, if any."""
     report = conversion.report.to_dict()
     if as_json:
         print_json({"path": str(conversion.path), **report})
@@ -64,7 +61,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
 
 
 def _flow(kv: dict) -> list[tuple[str, str, str]]:
-    """Peak and footprint, of conversions that were looked at for them."""
+    """Return table rows of KV peak and footprint; empty if they were not measured."""
     if "peak_ratio" not in kv:
         return []
     return [
@@ -74,12 +71,14 @@ def _flow(kv: dict) -> list[tuple[str, str, str]]:
 
 
 def show_plan(plan, called: str, healing=None, *, as_json: bool = False) -> None:
-    """Prints a dry run (:class:`surgery.structures.dry_run.ConversionPlan`) of a source as it was called.
+    """Print the dry run of a conversion (:class:`surgery.structures.dry_run.ConversionPlan`).
 
-    And that of its healing (:class:`surgery.healing.dry_run.HealingPlan`), if there is one.
+    Args:
+        called: name of the source on the command line.
+        healing: dry run of its healing (:class:`surgery.healing.dry_run.HealingPlan`), if any.
 
     Raises:
-        SurgeryError: what the conversion would end in, once the rest is told.
+        SurgeryError: the conversion would fail with this error; raised after printing.
     """
     if as_json:
         print_json({**plan.to_dict(), **({"healing": asdict(healing)} if healing else {})})
@@ -128,7 +127,7 @@ def _show_plan(plan, called: str, healing) -> None:
 
 
 def _time(work: dict, device: str) -> tuple[str, str]:
-    """The time that a dry run expects, and what of."""
+    """Format the estimated time and the FLOPs that it follows from."""
     needed = f"{work['total_flops'] / 1e12:,.1f} TFLOP"
     if work["estimated_seconds"] is None:
         return "?", f"{needed}; {device} is not on this machine, which cannot be timed"
@@ -136,7 +135,7 @@ def _time(work: dict, device: str) -> tuple[str, str]:
 
 
 def show_doctor(diagnosis, *, as_json: bool = False) -> None:
-    """Prints what engines do with a checkpoint (:class:`surgery.engines.diagnosis.Diagnosis`)."""
+    """Print the engines that load a checkpoint or refuse it (:class:`surgery.engines.diagnosis.Diagnosis`)."""
     if as_json:
         print_json(diagnosis.to_dict())
         return
@@ -155,7 +154,7 @@ def show_doctor(diagnosis, *, as_json: bool = False) -> None:
 
 
 def show_export(exported, *, as_json: bool = False) -> None:
-    """Prints what was written for an engine (:class:`surgery.export.Exported`)."""
+    """Print a file that was exported for an engine (:class:`surgery.export.Exported`)."""
     if as_json:
         print_json(exported.to_dict())
         return
@@ -166,7 +165,7 @@ def show_export(exported, *, as_json: bool = False) -> None:
 
 
 def show_demo(demo, *, as_json: bool = False) -> None:
-    """Prints the demo's outcome (:class:`surgery.demo.run.Demo`)."""
+    """Print the results of the demo (:class:`surgery.demo.run.Demo`)."""
     if as_json:
         print_json(demo.to_dict())
         return
@@ -194,7 +193,7 @@ def show_demo(demo, *, as_json: bool = False) -> None:
 
 
 def show_evaluation(report: dict, paths: list[Path], *, as_json: bool = False) -> None:
-    """Prints an evaluation's report, and where its files are."""
+    """Print the report of an evaluation and the paths of its files."""
     from surgery.eval.report.tables import by_bytes, headline
     from surgery.eval.report.verdict import by_checkpoint
 
@@ -233,7 +232,7 @@ def _show_layers(page: Console, layers: list) -> None:
 
 
 def _show_splits(page: Console, splits: list[dict], *, is_tried: bool) -> None:
-    """The splits of the budget: tried ones with their losses, planned ones with their KV bytes."""
+    """Print the budget splits: tried ones with their losses, planned ones with their KV bytes."""
     if not splits or (len(splits) == 1 and is_tried):
         return
     folds = any(split.get("fold", 1) > 1 for split in splits)
@@ -272,19 +271,19 @@ def _show_commands(page: Console, engines: dict, called: str = ANY) -> None:
 
 
 def class_and_why(model_type: str, reasons: list[str]) -> str:
-    """The class that carries a result and why, for people."""
+    """Describe the model class of a result and the reasons for it."""
     why = "; ".join(reasons)
     return plain(f"model class of this package: {why}" if model_type in OWN_CLASSES else f"class {model_type}: {why}")
 
 
 def _parts(parts: dict[str, int]) -> str:
-    """The three largest parts of an amount of memory."""
+    """Format the three largest parts of a memory estimate."""
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     return ", ".join(f"{name} {size(amount)}" for name, amount in largest)
 
 
 def _allocation(verdict: Verdict) -> str | None:
-    """Return the bytes that an engine allocates for a token, and for a request in addition to its tokens."""
+    """Format the bytes that an engine allocates per token, and per request in addition; None if unknown."""
     if verdict.cache_bytes_per_token is None:
         return None
     once = verdict.cache_bytes_per_request

@@ -1,4 +1,4 @@
-"""Output of ``surgery eval --dry-run``: tables for people, or with ``as_json`` one JSON object and nothing else."""
+"""Output of ``surgery eval --dry-run``: tables, or with ``as_json`` one JSON object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from surgery.console.verdicts import show_next
 
 
 def show_plan(plan, *, as_json: bool = False) -> None:
-    """Prints a dry run (:class:`surgery.evaluation.dry_run.EvaluationPlan`)."""
+    """Print the dry run of an evaluation (:class:`surgery.evaluation.dry_run.EvaluationPlan`)."""
     if as_json:
         print_json(asdict(plan))
         return

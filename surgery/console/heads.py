@@ -1,4 +1,4 @@
-"""Output of ``surgery heads``: tables for people, or with ``as_json`` one JSON object and nothing else."""
+"""Output of ``surgery heads``: tables, or with ``as_json`` one JSON object."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import show_next
 
 BEST = 6
-"""Heads that are named."""
+"""Number of top-scored heads that are listed."""
 
 
 def show_pattern(scored, called: str, *, as_json: bool = False) -> None:
-    """Prints a scoring (:class:`surgery.heads.scoring.ScoredHeads`) of a checkpoint as it was called."""
+    """Print head scores (:class:`surgery.heads.scoring.ScoredHeads`); ``called`` names the checkpoint in commands."""
     pattern = scored.pattern
     if as_json:
         print_json(

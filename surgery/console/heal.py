@@ -1,4 +1,4 @@
-"""Output of ``surgery heal``: a table for people, or with ``as_json`` one JSON object and nothing else."""
+"""Output of ``surgery heal``: tables, or with ``as_json`` one JSON object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_MEASURED = "what that won back was not measured"
 
 
 def show_healed(healed, *, as_json: bool = False) -> None:
-    """Prints a finished healing (:class:`surgery.healing.heal.Healed`)."""
+    """Print a finished healing (:class:`surgery.healing.heal.Healed`)."""
     healing = healed.healing
     if as_json:
         print_json({"path": str(healed.path), **healing})
@@ -34,7 +34,7 @@ def show_healed(healed, *, as_json: bool = False) -> None:
 
 
 def show_training(page: Console, healing: dict[str, Any]) -> None:
-    """Prints what a training made of the conversion, and what it took."""
+    """Print the quality table of a healing and its tokens, time and memory."""
     if healing["table"]:
         page.print(terminal.render(healed_table(healing["table"])))
     if healing["gap_closed"] is not None:
@@ -51,7 +51,7 @@ def show_training(page: Console, healing: dict[str, Any]) -> None:
 
 
 def show_plan(plan, *, as_json: bool = False) -> None:
-    """Prints a dry run (:class:`surgery.healing.dry_run.HealingPlan`)."""
+    """Print the dry run of a healing (:class:`surgery.healing.dry_run.HealingPlan`)."""
     if as_json:
         print_json(asdict(plan))
         return
@@ -63,7 +63,7 @@ def show_plan(plan, *, as_json: bool = False) -> None:
 
 
 def show_estimate(page: Console, plan) -> None:
-    """Prints what a training would take."""
+    """Print the estimated memory, disk space and time of a healing."""
     estimate, settings = plan.estimate, plan.settings
     parameters, devices = estimate["parameters"], estimate["processes"]
     page.print(

@@ -18,12 +18,12 @@ from surgery.inspection.targets import COMMAND
 def show_inspection(
     inspection, called: str = "CKPT", *, as_json: bool = False, verbose: bool = False, titled: bool = True
 ) -> None:
-    """Prints an inspection (:class:`surgery.inspection.inspect.Inspection`).
+    """Print an inspection (:class:`surgery.inspection.inspect.Inspection`).
 
     Args:
-        called: the checkpoint, in commands.
-        verbose: also why each target is what it is, and what every engine says.
-        titled: with the checkpoint's name as the first line.
+        called: name of the checkpoint in suggested commands.
+        verbose: whether to print the reasons of each target's class and the verdicts of all engines.
+        titled: whether to print the checkpoint's name as the first line.
     """
     if as_json:
         print_json(inspection.to_dict())
@@ -58,14 +58,14 @@ def show_inspection(
 
 
 def _cache(inspection) -> str:
-    """Bytes of a token, and of a sequence at the lengths that the model takes."""
+    """Format the KV bytes per token, and per sequence at lengths within the model's limit."""
     kv, limit = inspection.kv, inspection.architecture["max_positions"]
     at = [f"{size(kv_bytes)} at {length // 1024}k" for length, kv_bytes in kv["bytes_at"].items() if length <= limit]
     return f"{per_token(kv['bytes_per_token'])} per token" + (f"; {', '.join(at)} tokens" if at else "")
 
 
 def _show_targets(page: Console, inspection) -> None:
-    """One line a target: its bytes, its class, who loads it."""
+    """Print one line per target: KV bytes, model class and the engines that it ran in."""
     rows, refused = [], []
     for target in inspection.targets:
         name = target["command"].removeprefix(COMMAND)
@@ -85,7 +85,7 @@ def _show_targets(page: Console, inspection) -> None:
 
 
 def _show_advice(page: Console, advice: dict) -> None:
-    """The lines of a plan, as far as they are known without text."""
+    """Print the recommendations that need no calibration text."""
     of = "quality in the order of SmolLM2-135M's losses; surgery plan measures this model"
     page.print(f"what to take (no text was read: {of})", soft_wrap=True)
 
@@ -137,12 +137,12 @@ def _facts(inspection) -> list[tuple[str, str]]:
 
 
 def _cached_heads(facts: dict) -> str:
-    """Keys and values of a family's own attention; others say what they cache in a line of their own."""
+    """Format KV heads and head size; empty if the "attention" lines describe the cache."""
     return "" if "attention" in facts else f", {facts['kv_heads']} KV heads, head size {facts['head_dim']}"
 
 
 def _windows(windows: list[int | None]) -> list[str]:
-    """Return one line on the windows, or none where there are none."""
+    """Return one line on the sliding windows, or an empty list without windows."""
     limited = [window for window in windows if window is not None]
     sizes = ", ".join(f"{window:,}" for window in sorted(set(limited)))
     return [f"{sizes} tokens in {len(limited)} of {len(windows)} layers"] if limited else []

@@ -1,4 +1,4 @@
-"""The page of `surgery doctor` without a checkpoint: what a bug report needs to know of the machine."""
+"""Output of `surgery doctor` without a checkpoint: facts on the machine for bug reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from surgery.version import __version__
 
 
 def show_machine(*, gpu: bool, as_json: bool) -> None:
-    """Print versions, cores and memory; with ``gpu`` accelerators too, which imports torch. No paths, no names."""
+    """Print versions, cores and memory, and with ``gpu`` accelerators, which imports torch; no paths or names."""
     facts = {"surgery": __version__, **machine_facts(gpu=gpu)}
     if as_json:
         print_json(facts)

@@ -1,4 +1,4 @@
-"""Printing: tables for people on a page that fits the terminal, or one JSON object."""
+"""Printing to standard output: tables that fit the terminal, or one JSON object."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from surgery.common.tables import terminal
 from surgery.common.tables.table import Column, Table
 from surgery.common.visible import visible
 
-# Where nobody says how wide the page is: a file, a pipe.
+# Page width for files and pipes, which have no width.
 PLAIN_WIDTH = 120
 
 
 def print_json(value: dict) -> None:
-    """One JSON object on standard output."""
+    """Print one JSON object to standard output."""
     with printing():
         sys.stdout.write(visible(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
 
 
 class Page(Console):
-    """A console on which text commands nothing: what was read from files may hold control characters."""
+    """Console that escapes control characters, which text from files may contain."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         with printing():
@@ -43,26 +43,26 @@ class Page(Console):
 
 
 def new_page() -> Console:
-    """Standard output, as wide as the terminal; of a fixed width where it is none, so that files do not differ."""
+    """Create a console for standard output, of fixed width unless it is a terminal, so that files are reproducible."""
     terminal = sys.stdout.isatty()
     return Page(width=None if terminal else PLAIN_WIDTH, highlight=False)
 
 
 def show_title(name: str) -> None:
-    """Print a name, as the first line of a page."""
+    """Print a name as the first line of a page."""
     new_page().print(f"\n[bold]{plain(name)}[/bold]")
 
 
 def plain(text: object) -> str:
-    """Text in which square brackets are no markup."""
+    """Escape square brackets, which rich reads as markup."""
     return escape(str(text))
 
 
 def typed(path: Path) -> str:
-    """A path as one would type it: from the working folder, if it lies in there."""
+    """Format a path relative to the working folder if it is inside it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def make_table(columns: Sequence[str | Column], rows: Iterable[Sequence[Any]], *, header: bool = True) -> RichTable:
-    """A table for the page; what is right-aligned follows from its values, unless a column says it."""
+    """Build a rich table; columns without an alignment are aligned by their values."""
     return terminal.render(Table.of(columns, rows), header=header)

@@ -16,7 +16,7 @@ from surgery.planning.settings import beyond_positions
 
 
 def show_plan_of_budget(plan, plan_path: Path | None, plot: Path | None, *, as_json: bool = False) -> None:
-    """Prints a plan (:class:`surgery.planning.plan.Plan`) and where it was written."""
+    """Print a plan (:class:`surgery.planning.plan.Plan`) and the paths of its files."""
     if as_json:
         print_json(
             {**plan.to_dict(), "plan": str(plan_path) if plan_path else None, "plot": str(plot) if plot else None}
@@ -78,7 +78,7 @@ def show_plan_of_budget(plan, plan_path: Path | None, plot: Path | None, *, as_j
 
 
 def show_forecast(forecast, *, as_json: bool = False) -> None:
-    """Prints a plan's dry run (:class:`surgery.planning.dry_run.PlanForecast`)."""
+    """Print the dry run of a plan (:class:`surgery.planning.dry_run.PlanForecast`)."""
     if as_json:
         print_json(forecast.to_dict())
         return
@@ -119,7 +119,7 @@ def _budget(plan) -> str:
 
 
 def _own_format(plan) -> str | None:
-    """The engine's best own format where a conversion was chosen."""
+    """Describe the engine's best cache format without a conversion, if a conversion was chosen."""
     own, engines = plan.own_format, {row.engine for row in plan.rows if row.engine}
     if plan.chosen.engine or not engines:
         return None
@@ -137,7 +137,7 @@ def _next_best(plan) -> str:
 
 
 def _texts(plan) -> str:
-    """Return how many texts the rows were measured on: the same number for all, or more for some."""
+    """Format the number of texts that rows were measured on; several numbers if rows differ."""
     return " or ".join(map(str, sorted({len(row.by_text) for row in plan.rows})))
 
 

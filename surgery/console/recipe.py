@@ -20,7 +20,7 @@ AMOUNTS = {
 
 
 def show_plan(plan: dict[str, Any], *, as_json: bool = False) -> None:
-    """Prints a dry run (:func:`surgery.workflow.dry_run.plan_recipe`)."""
+    """Print the dry run of a recipe (:func:`surgery.workflow.dry_run.plan_recipe`)."""
     if as_json:
         print_json(plan)
         return
@@ -49,16 +49,16 @@ def show_plan(plan: dict[str, Any], *, as_json: bool = False) -> None:
 
 
 def show_made(finished) -> None:
-    """Prints the checkpoints that a recipe's steps made (:class:`surgery.workflow.recipe.Finished`), a line each."""
-    from surgery.reporting.report import previous_report  # which loads torch
+    """Print one line per checkpoint of a finished recipe (:class:`surgery.workflow.recipe.Finished`)."""
+    from surgery.reporting.report import previous_report  # imports torch
 
     page = new_page()
     for name, path in finished.checkpoints.items():
         report = previous_report(path)
-        if report is None:  # healed, and no conversion of ours
+        if report is None:  # a healed checkpoint that this package did not convert
             continue
         verdict = of_healing(report.get("healing") or {"table": []}) or of_conversion(report)
         page.print(f"[bold]{plain(name)}[/bold]: {plain(verdict)}", soft_wrap=True)
-    if finished.report is None and finished.checkpoints:  # a report ends in how to open it
+    if finished.report is None and finished.checkpoints:  # a report prints its own next command
         paths = [typed(path) for path in finished.checkpoints.values()]
         show_next(page, [f"surgery eval {' '.join(paths)}", f"surgery doctor {paths[-1]}"])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def show_upload(upload: Upload, publication: Publication, *, as_json: bool = False) -> None:
-    """Prints files with sizes, entries that held paths or commands, and what stays here."""
+    """Print the files with sizes, the changed entries that held paths or commands, and files that are not uploaded."""
     if as_json:
         others = {"fields": upload.fields, "not_uploaded": upload.strays}
         print_json({"repo": publication.repo, "public": publication.public, "files": upload.sizes, **others})

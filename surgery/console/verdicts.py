@@ -1,4 +1,4 @@
-"""The last words of a screen: what something cost in one sentence, where it loads, and the commands that come next."""
+"""One-sentence verdicts on a conversion or healing, the engines that load a result, and suggested next commands."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def of_conversion(report: dict[str, Any]) -> str:
 
 
 def kept_bytes(kv: Mapping[str, Any]) -> str:
-    """Return the share of the KV bytes of a report's ``kv``, at the lengths that it depends on.
+    """Format the share of the KV bytes of a report's ``kv``, by context length if it depends on the length.
 
-    Windows and tokens in full precision count most in short texts, and the share that was measured is of such a one.
+    Residual windows and sinks weigh most in short texts, and the measured share is of a short text.
     """
     share, *lengths = shares_at(kv.get("ratio_at"), kv["ratio"]).split(" at ", 1)
     return " at ".join([f"{share} of the KV bytes", *lengths])
 
 
 def of_healing(healing: dict[str, Any]) -> str | None:
-    """Return the verdict on a healing that was measured together with its source."""
+    """Return the verdict on a healing; None if it was not measured."""
     rows = {row["name"]: row for row in healing["table"] or []}
     if "healed" not in rows:
         return None
@@ -46,7 +46,7 @@ def of_healing(healing: dict[str, Any]) -> str | None:
 
 
 def where_it_loads(engines: Mapping[str, Any]) -> str:
-    """Return the engines that load the result, by the report's table, in which all are named."""
+    """Describe the engines that load the result, and those that refuse it or were not tried, by the report's table."""
     verdicts = {engine: verdict for engine, verdict in engines.items() if not isinstance(verdict, str)}
     taking = [
         engine if ran(verdict) else f"{engine} (by its own check, not run)"
@@ -61,12 +61,12 @@ def where_it_loads(engines: Mapping[str, Any]) -> str:
 
 
 def show_ruin(page: Console, formats: Sequence[str]) -> None:
-    """Names the formats of weights or cache that a checkpoint does not survive, if any."""
+    """Print a warning on weight or cache formats that ruin the checkpoint, if any."""
     if formats:
         page.print(f"[bold yellow]{plain(told_ruin(formats))}[/bold yellow]", soft_wrap=True)
 
 
 def show_next(page: Console, commands: Iterable[str]) -> None:
-    """Commands under each other, after one "Next:"."""
+    """Print commands below each other, the first one after "Next:"."""
     for number, command in enumerate(commands):
         page.print(f"{'Next: ' if number == 0 else '      '}{plain(command)}", soft_wrap=True, highlight=False)

@@ -34,16 +34,16 @@ class Report:
         target: structure, model class with the reasons for it, and the engines that load it.
         settings: settings of the conversion.
         command: command line.
-        calibration: calibration text and its settings.
+        calibration: description of the calibration text.
         kv: KV bytes per token of the source, and of the result as predicted and measured; for hybrid models also the
             peak bytes of keys and values, as a share of the source's, and the KV footprint.
         splits: budget splits that were tried, with their held-out losses.
         ladder: loss in nats per token and recall after each stage, on held-out calibration text.
         layers: reports of the layers.
-        verification: results of the checks of the written checkpoint.
+        verification: largest logit differences in the checks of the written checkpoint.
         environment: versions of Python, platform and packages.
         seconds: duration of each phase.
-        peak_memory_bytes: peak memory of the conversion.
+        peak_memory_bytes: peak resident memory of the process.
         previous: report of the source, if it was converted itself.
         healing: record of later recovery training, if any.
         files: SHA-256 of every file except report and card.
