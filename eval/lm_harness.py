@@ -137,7 +137,6 @@ def _finite(value: Any) -> float | None:
 
 
 def _wrapped(model: PreTrainedModel, session: Session) -> LM:
-    """Wrap the loaded model for the harness."""
     from lm_eval.models.huggingface import HFLM
 
     # A copy, because the harness sets a missing pad token.

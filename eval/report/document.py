@@ -41,7 +41,7 @@ def compare_with_baseline(row: ReportRow, baseline: ReportRow, seed: int) -> dic
     for name, samples in SAMPLES.items():
         try:
             pair = samples(row["results"]), samples(baseline["results"])
-        except (KeyError, TypeError):  # not measured in one of them
+        except (KeyError, TypeError):  # not measured in both rows
             continue
         differences[name] = asdict(paired_difference(*pair, seed=seed))
     for name, result in row["results"].items():

@@ -119,7 +119,7 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
     if _is_relative(report):
         share_axis(ax, [p.x for p in points])
         heights = [value for p in points for value in (p.y, p.low, p.high)]
-        change_axis(ax, heights, linear=better == "high")  # shares have an end
+        change_axis(ax, heights, linear=better == "high")  # shares are bounded
         ax.set_xlabel("KV bytes a token, share of the baseline's")
     else:
         ax.set_xscale("log", base=2)

@@ -136,7 +136,6 @@ def _line(ax: Axes, x: Sequence[float], y: Sequence[float | None], row: ReportRo
 
 
 def _heights(ax: Axes) -> list[float]:
-    """Return the finite y values of all lines drawn so far."""
     return [y for line in ax.lines for y in line.get_ydata() if math.isfinite(y)]
 
 

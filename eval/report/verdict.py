@@ -83,7 +83,6 @@ def _briefly(row: ReportRow) -> str:
 
 
 def _prompts(row: ReportRow) -> str:
-    """Format the number of recall prompts."""
     count = dig(row, "results", "recall", "prompts")
     return "" if count is None else f" (n = {count})"
 

@@ -180,12 +180,9 @@ def _totals(losses: np.ndarray, size: np.ndarray) -> dict[str, Any]:
 
 
 def _memorized(losses: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
-    """Split losses [N, T - 1] into those of memorized tokens (`MEMORIZED`) and others.
+    """Aggregate losses [N, T - 1] of memorized and other tokens, by the losses [N, T - 1] of the baseline.
 
     "per_sequence" is scaled so that its mean over sequences is "loss_of_others".
-
-    Args:
-        baseline: losses [N, T - 1] of the baseline, or of the model itself if there is no baseline.
     """
     memorized = baseline < MEMORIZED
     others = int((~memorized).sum())

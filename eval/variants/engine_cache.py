@@ -23,7 +23,6 @@ Layers = Callable[[PreTrainedConfig], Sequence[CodedLayer]]
 
 
 def _alike(coder: Coder) -> Layers:
-    """Use one coder for the keys and values of every layer."""
     return lambda config: [CodedLayer(coder, coder) for _ in range(config.num_hidden_layers)]
 
 

@@ -91,7 +91,6 @@ def oscar_rotations(model: PreTrainedModel, tokens: LongTensor) -> list[tuple[Te
 
 
 def _summed(model: PreTrainedModel, tokens: LongTensor, moment: Callable[[AttentionCall], Tensor]) -> dict[int, Tensor]:
-    """Sum `moment` over sequences, by layer."""
     sums: dict[int, Tensor] = {}
 
     def add(call: AttentionCall) -> Tensor:

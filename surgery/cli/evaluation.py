@@ -1,4 +1,4 @@
-"""The commands ``eval``, ``compare`` and ``run``."""
+"""``surgery eval``, ``surgery compare`` and ``surgery run``. Torch is imported inside the commands only."""
 
 from __future__ import annotations
 

@@ -209,7 +209,6 @@ def _default(setting: Setting) -> str:
 
 
 def _with_targets(parts: list[tuple[str, list[str]]]) -> str:
-    """Join texts, prefixed by their targets if there are several texts."""
     return parts[0][0] if len(parts) == 1 else "; ".join(f"{', '.join(targets)}: {text}" for text, targets in parts)
 
 

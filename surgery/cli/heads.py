@@ -1,4 +1,4 @@
-"""The command ``heads``: score KV heads."""
+"""``surgery heads``: scores of KV heads. Torch is imported inside the command only."""
 
 from __future__ import annotations
 

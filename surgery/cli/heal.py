@@ -1,4 +1,4 @@
-"""The command ``heal``. Torch is imported inside it only."""
+"""``surgery heal``: distillation from the source. Torch is imported inside the command only."""
 
 from __future__ import annotations
 

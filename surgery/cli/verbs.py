@@ -23,7 +23,6 @@ HELP_ALL = "help_all"
 
 
 def _show_all(ctx: typer.Context, value: bool) -> None:
-    """Print the help with every option, and exit."""
     if value and not ctx.resilient_parsing:
         ctx.meta[HELP_ALL] = True
         typer.echo(ctx.get_help(), color=ctx.color)

@@ -75,7 +75,6 @@ def _tokens(count: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Format a time in microseconds, or in milliseconds from 10 ms on."""
     return f"{seconds * 1e6:,.0f} us" if seconds < 1e-2 else f"{seconds * 1e3:,.1f} ms"
 
 

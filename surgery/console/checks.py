@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def show_checks(checked: Checked, *, as_json: bool) -> None:
-    """Print one line per check and a summary; the error of a failed check is raised by the caller."""
+    """Print one line per check and a summary."""
     if as_json:
         print_json({**asdict(checked), "failed": bool(checked.failed)})
         return

@@ -65,7 +65,6 @@ def _cache(inspection) -> str:
 
 
 def _show_targets(page: Console, inspection) -> None:
-    """Print one line per target: KV bytes, model class and the engines that it ran in."""
     rows, refused = [], []
     for target in inspection.targets:
         name = target["command"].removeprefix(COMMAND)
@@ -142,7 +141,6 @@ def _cached_heads(facts: dict) -> str:
 
 
 def _windows(windows: list[int | None]) -> list[str]:
-    """Return one line on the sliding windows, or an empty list without windows."""
     limited = [window for window in windows if window is not None]
     sizes = ", ".join(f"{window:,}" for window in sorted(set(limited)))
     return [f"{sizes} tokens in {len(limited)} of {len(windows)} layers"] if limited else []

@@ -139,7 +139,6 @@ def prepare(request: EvaluationRequest, progress: Progress, conversations: Conve
 
 
 def _default_out(row: ModelRow) -> Path:
-    """Return a path in the working folder, named after a row."""
     return working_output(row.checkpoint.source, "eval").with_name(f"{file_name(row.name, 'report')}-eval")
 
 

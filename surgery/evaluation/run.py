@@ -65,7 +65,7 @@ def evaluate(request: EvaluationRequest, progress: Progress) -> Evaluation:
         report = _measured(prepared, request, store, processes, progress, device)
         paths = []
         if request.writes and processes.is_main:
-            from surgery.evaluation.output import write_report  # brings matplotlib
+            from surgery.evaluation.output import write_report  # imports matplotlib
 
             paths = write_report(report, prepared.out)
     return Evaluation(report, prepared.out, processes.is_main, paths)
@@ -267,7 +267,7 @@ def _opened_store(
     if not request.overwrite:
         prepared.check_report()
     if request.writes:
-        from surgery.evaluation.output import check_report_files  # brings matplotlib
+        from surgery.evaluation.output import check_report_files  # imports matplotlib
 
         check_report_files(prepared.out, [row.name for row in prepared.rows])
     return store

@@ -139,7 +139,6 @@ def _healing(healing: dict | None) -> str:
 
 
 def _source_code(report) -> str:
-    """List the code files that were copied from the source."""
     code = report.source_files.get("code") if isinstance(report.source_files, dict) else None
     if not code or not isinstance(code, list):
         return ""
@@ -199,7 +198,6 @@ def _range(numbers: list[int]) -> str:
 
 
 def _stage_table(healing: dict) -> Table:
-    """Build the table of a healing's stages: training settings, data and cost."""
     columns = [
         Column("stage"),
         Column("trains", key="trains"),
