@@ -25,8 +25,6 @@ class Point:
     """Row of a report as a point of the plot.
 
     Attributes:
-        row: row of the report.
-        look: color and marker of the row.
         x: KV bytes, as a share of the baseline's or absolute.
         y: quality, as a change from the baseline or absolute.
         low, high: 95% interval of y; equal to y without an interval.

@@ -99,11 +99,7 @@ def _logged_run(project: str, mode: str, folder: Path, *, name: str, group: str 
 
 
 def group(row: ReportRow, report: Report) -> str | None:
-    """Return the wandb group of a row's run: the lineage of its conversion.
-
-    For rows without a conversion, such as the source: the lineage of all conversions in the report if they share one,
-    else the report's title.
-    """
+    """Return the wandb group of a row's run: its lineage, else the report's only lineage, else the report's title."""
     lineages = {name for each in report["rows"] if (name := dig(each, "conversion", "lineage"))}
     shared = lineages.pop() if len(lineages) == 1 else report.get("title")
     name = dig(row, "conversion", "lineage") or shared

@@ -21,13 +21,10 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class KVBytesTask:
-    """Measurement of the cache bytes at a context length, the peak bytes on the way there and the KV footprint.
+    """Measurement of the cache bytes after `context` tokens, the peak bytes on the way there and the KV footprint.
 
     See `surgery.eval.kv_cache.measure_kv` and `surgery.eval.kv_flow`. ``predicted`` holds the predictions of models
     that have `kv_peak_bytes`, such as this package's custom model class; ``by_context`` the bytes at longer contexts.
-
-    Attributes:
-        context: tokens of prompt and decode steps together.
     """
 
     context: int

@@ -37,10 +37,7 @@ if TYPE_CHECKING:
 
 
 class ConvertVerb(Verb):
-    """Command whose ``--help`` shows the options of one target, by default `DEFAULT`.
-
-    ``--help-all`` without ``--to`` shows the options of all targets.
-    """
+    """Command whose ``--help`` shows the options of one target; ``--help-all`` without ``--to`` shows all targets'."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         words = [word for arg in args for word in arg.split("=", 1)]

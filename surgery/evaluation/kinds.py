@@ -17,7 +17,7 @@ DEFAULT = ("loss", "recall", "needle", "ruler", "generate", "speed")
 TASKS: Registry[str | Build] = Registry("tasks", {name: f"surgery.eval.tasks.{name}:build" for name in DEFAULT})
 """Functions that build a task from `TaskData`, or their import paths (module:name).
 
-Installed packages may register more; "all" selects `DEFAULT` only.
+"all" selects `DEFAULT`, without the tasks of installed packages.
 """
 
 

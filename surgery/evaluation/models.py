@@ -103,11 +103,7 @@ class Checkpoint:
         return tokenizer_of(self.reader, called=self.source, trust_remote_code=self.trust_remote_code)
 
     def conversion(self) -> dict[str, Any] | None:
-        """Return the fields of the conversion report that evaluation reports show; None without a report.
-
-        Raises:
-            SurgeryError: the conversion report is damaged.
-        """
+        """Return the fields of the conversion report that evaluation reports show; None without a conversion report."""
         path = self.reader.path / REPORT
         if not path.exists():
             return None

@@ -40,8 +40,6 @@ class EvaluationRequest:
         writes: whether the report is written.
         restart: whether to discard results in the folder and measure again.
         overwrite: whether to replace a report of other models, tasks or settings.
-        allow_pickle: whether pickled weights may be read.
-        trust_remote_code: whether code next to the weights may run.
     """
 
     checkpoints: tuple[str, ...]
@@ -64,8 +62,6 @@ class Prepared:
     Attributes:
         settings: requested settings, with the resolved held-out text.
         rows: models, the baseline first.
-        tokenizer: tokenizer that all models share.
-        tasks: tasks to run.
         out: folder of results and report.
     """
 

@@ -163,8 +163,5 @@ class EvalSettings(FileSettings):
             )
 
     def quality_dtype(self, device: str) -> str:
-        """Return the dtype of quality measurements on a device type.
-
-        "auto" is float32 on CPUs, which are slow in half precision and give different results in it.
-        """
+        """Return the dtype of quality measurements; "auto" is float32 on CPUs: half precision is slow and differs."""
         return "float32" if self.dtype == "auto" and device == "cpu" else self.dtype

@@ -103,7 +103,6 @@ class ResultStore:
         """Check that report files to be replaced were written by this program and not edited since.
 
         Args:
-            names: names of the files to be written.
             document: name of the JSON document, which identifies the report of a version that did not record files.
             unfinished: whether a process was killed while it replaced files, before it recorded them.
 

@@ -24,8 +24,6 @@ class TaskData:
     """Data of an evaluation's tasks, the same for every model of a report.
 
     Attributes:
-        settings: settings of the evaluation.
-        tokenizer: tokenizer that all models share.
         limit: maximum positions of the model; None if the config has none.
         conversations: function that generates conversations with the first model, for `data` "chat".
     """

@@ -27,8 +27,6 @@ def front_matter(report, name: str, *, base_model: str | None = None, inherited:
     """Render the front matter of a card, enclosed in lines of dashes, with values escaped for YAML.
 
     Args:
-        report: conversion report.
-        name: name of the model in the model-index.
         base_model: hub id of the source; None takes it from the report, if it is known.
         inherited: metadata of the source's card (:func:`of_source`).
     """

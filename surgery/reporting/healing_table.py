@@ -54,10 +54,7 @@ LEAST_GAP = 0.005
 
 
 def gap_closed(quality: list[dict[str, Any]]) -> float | None:
-    """Compute the share of the conversion's loss increase that healing recovered.
-
-    None if the increase is below `LEAST_GAP`, or the source, the conversion or the result was not measured.
-    """
+    """Compute the share of the conversion's loss increase that healing recovered; None if unmeasured or too small."""
     losses = {entry["name"]: entry["loss"] for entry in quality}
     if not {"source", "converted", "healed"} <= losses.keys():
         return None

@@ -32,25 +32,18 @@ class Report:
         source: name of the source (for the hub also id and revision), content hash, shape and dtype, and the format
             that its weights were dequantized from.
         target: structure, model class with the reasons for it, and the engines that load it.
-        settings: settings of the conversion.
-        command: command line.
-        calibration: description of the calibration text.
         kv: KV bytes per token of the source, and of the result as predicted and measured; for hybrid models also the
             peak bytes of keys and values, as a share of the source's, and the KV footprint.
         splits: budget splits that were tried, with their held-out losses.
         ladder: loss in nats per token and recall after each stage, on held-out calibration text.
-        layers: reports of the layers.
         verification: largest logit differences in the checks of the written checkpoint.
-        environment: versions of Python, platform and packages.
-        seconds: duration of each phase.
-        peak_memory_bytes: peak resident memory of the process.
+        seconds, phase_peak_bytes: duration and peak resident memory of each phase; old reports lack the latter.
         previous: report of the source, if it was converted itself.
         healing: record of later recovery training, if any.
         files: SHA-256 of every file except report and card.
         other_files: SHA-256 of files that are not in ``files``, such as the card; None for large files.
         source_files: other files of the source: templates and code that were copied, and files that were left out.
         probe: a few logits computed when the checkpoint was written (:mod:`surgery.verification.probe`).
-        phase_peak_bytes: peak resident memory of each phase; missing in old reports.
         phase_flops: FLOPs of model runs in each phase, predicted from shapes.
     """
 
@@ -130,12 +123,9 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_report(folder: Path) -> dict | None:
-    """Read and validate the report in a checkpoint's folder, including nested reports of its sources.
+    """Read the report in a checkpoint's folder, with the nested reports of its sources; None if there is no file.
 
-    The report may come from anyone: all values that tables and model cards show have valid types.
-
-    Returns:
-        The report; None if there is no file.
+    Reports are untrusted input: the types of all values that tables and model cards show are checked.
 
     Raises:
         SurgeryError: the report cannot be read or is damaged.

@@ -52,7 +52,6 @@ def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Up
     """Read and verify the files of a checkpoint, and remove local paths from them.
 
     Args:
-        folder: folder of the checkpoint.
         repo: repository id, org/name, for the card.
         base_model: hub id of the source, for the card; None takes it from the report.
 
