@@ -85,7 +85,7 @@ def largest_fit(measure: Callable[[int], int], room: int, least: int, start: int
     measure that stops growing ends the search for an upper bound. The returned size was measured to fit.
 
     Args:
-        measure: size to cost, such as the number of prompt tokens with that much haystack.
+        measure: function from a size to its cost, such as the number of prompt tokens with that much haystack.
         room: the largest cost that fits.
         least: smallest size, known to fit.
         start: initial guess.

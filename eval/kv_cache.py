@@ -79,7 +79,7 @@ def measure_kv(model: nn.Module, context: int, batch: int = 1) -> KVUse:
 
 
 def random_tokens(model: nn.Module, batch: int, length: int, seed: int = 0) -> LongTensor:
-    """Draw uniformly random token ids [batch, length], int64, on the device of the model's inputs."""
+    """Draw uniformly random token ids [batch, length], int64, from `seed`, on the device of the model's inputs."""
     embedding = model.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(embedding.shape[0], (batch, length), generator=generator).to(embedding.device)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of plain tensors: identical views once, views of one storage by their elements, capped at it."""
+    """Count the bytes of plain tensors: equal views once, views by their elements, at most the whole storage."""
     views: dict[tuple[torch.device, int], dict[tuple, int]] = {}
     limits: dict[tuple[torch.device, int], int] = {}
     for tensor in tensors:
