@@ -35,7 +35,7 @@ class Haystack:
             SurgeryError: the text is empty.
         """
         words = tuple(text.split())
-        return cls(_some(words), " ", tuple(word[-1] in ".?!" for word in words))
+        return cls(_checked_units(words), " ", tuple(word[-1] in ".?!" for word in words))
 
     @classmethod
     def of_lines(cls, text: str) -> Haystack:
@@ -45,7 +45,7 @@ class Haystack:
             SurgeryError: the text is empty.
         """
         lines = tuple(line.rstrip() + "\n" for line in text.splitlines() if line.strip())
-        return cls(_some(lines), "", (True,) * len(lines))
+        return cls(_checked_units(lines), "", (True,) * len(lines))
 
     def sentences(self, start: int, count: int) -> list[str]:
         """Return `count` consecutive units as sentences; the last sentence may be cut short.
@@ -118,7 +118,7 @@ def largest_fit(measure: Callable[[int], int], room: int, least: int, start: int
     return fits
 
 
-def _some(units: tuple[str, ...]) -> tuple[str, ...]:
+def _checked_units(units: tuple[str, ...]) -> tuple[str, ...]:
     if not units:
         raise SurgeryError("the haystack text is empty: give a text file with some words in it")
     return units

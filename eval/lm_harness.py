@@ -47,7 +47,7 @@ def task_identity(task: str, include_path: Path | None) -> dict[str, Any]:
     if include_path is not None and not include_path.is_dir():
         raise SurgeryError(f"lm-eval:{task}: the task folder {include_path} does not exist")
     with _quiet():
-        _manager(task, include_path)
+        _task_manager(task, include_path)
     return {
         "folder_sha256": None if include_path is None else _folder_sha256(include_path),
         "lm_eval": version("lm_eval"),
@@ -90,12 +90,12 @@ def _evaluate(
     with _quiet(), evaluation_mode(model), session.progress.phase(f"lm-eval:{task}", 1, "task") as advance:
         try:
             results = simple_evaluate(
-                model=_wrapped(model, session),
+                model=_harness_model(model, session),
                 tasks=[task],
                 num_fewshot=num_fewshot,
                 limit=session.limit,
                 log_samples=False,
-                task_manager=_manager(task, include_path),
+                task_manager=_task_manager(task, include_path),
             )
         except torch.OutOfMemoryError:
             raise
@@ -136,7 +136,7 @@ def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, Real) and math.isfinite(value) else None
 
 
-def _wrapped(model: PreTrainedModel, session: Session) -> LM:
+def _harness_model(model: PreTrainedModel, session: Session) -> LM:
     from lm_eval.models.huggingface import HFLM
 
     # A copy, because the harness sets a missing pad token.
@@ -153,7 +153,7 @@ def _require_harness() -> None:
         ) from None
 
 
-def _manager(task: str, include_path: Path | None) -> TaskManager:
+def _task_manager(task: str, include_path: Path | None) -> TaskManager:
     """Return the harness' task index; a single user task skips the 14,000 built-in ones, whose index takes seconds."""
     if include_path is not None:
         own = _index(str(include_path), False)

@@ -148,9 +148,9 @@ def merge(reports: Sequence[Report], names: Sequence[str]) -> Report:
 
 def _check_same(first: Report, other: Report, first_name: str, name: str) -> None:
     for setting in SHARED_SETTINGS:
-        mine, theirs = first["settings"].get(setting), other["settings"].get(setting)
-        if mine != theirs:
-            raise SurgeryError(f"{name}: {setting} is {theirs}, in {first_name} it is {mine}; they do not compare")
+        expected, value = first["settings"].get(setting), other["settings"].get(setting)
+        if expected != value:
+            raise SurgeryError(f"{name}: {setting} is {value}, in {first_name} it is {expected}; they do not compare")
     if first["tokenizer"] != other["tokenizer"]:
         raise SurgeryError(f"{name}: its models have another tokenizer than those of {first_name}; they do not compare")
 

@@ -39,14 +39,14 @@ def ruler(report: Report) -> Figure | None:
     if not rows:
         return None
     scores = {row["name"]: row["results"]["ruler"]["lengths"] for row in rows}
-    lengths = sorted({length for mine in scores.values() for length in mine}, key=int)
+    lengths = sorted({length for entry in scores.values() for length in entry}, key=int)
     tasks = list(
-        dict.fromkeys(task for mine in scores.values() for part in mine.values() for task in part.get("tasks") or {})
+        dict.fromkeys(task for entry in scores.values() for part in entry.values() for task in part.get("tasks") or {})
     )
     starred = {
         task
-        for mine in scores.values()
-        for part in mine.values()
+        for entry in scores.values()
+        for part in entry.values()
         for task, score in (part.get("tasks") or {}).items()
         if score.get("generated")
     }
@@ -59,7 +59,7 @@ def ruler(report: Report) -> Figure | None:
             + [dig(row, "results", "ruler", "lengths", length, "average")]
             for row in rows
         ]
-        _cells(ax, cells, [label(row["name"]) for row in rows])
+        _draw_cells(ax, cells, [label(row["name"]) for row in rows])
         ax.set_title(f"{int(length):,} tokens: score, %")
         ax.axvline(len(tasks), color=PAPER, linewidth=3)
         last = index == len(lengths) - 1
@@ -76,7 +76,7 @@ def _needle_panel(ax: Axes, row: ReportRow) -> None:
     result = row["results"]["needle"]
     lengths, limit = result["lengths"], result.get("limit")
     by_depth = [list(line) for line in zip(*result["grid"], strict=True)]
-    _cells(ax, by_depth, [f"{depth:g}" for depth in result["depths"]])
+    _draw_cells(ax, by_depth, [f"{depth:g}" for depth in result["depths"]])
     ax.set_title(label(row["name"]), fontsize=9)
     ax.set_xticks([x + 0.5 for x in range(len(lengths))], [f"{length:,}" for length in lengths])
     within = sum(limit is None or length <= limit for length in lengths)
@@ -85,7 +85,7 @@ def _needle_panel(ax: Axes, row: ReportRow) -> None:
         ax.set_title(f"limit {limit:,}", loc="right", fontsize=8, fontweight="normal", color=LIMIT_COLOR)
 
 
-def _cells(ax: Axes, values: list[list[float | None]], names: list[str]) -> None:
+def _draw_cells(ax: Axes, values: list[list[float | None]], names: list[str]) -> None:
     """Draw shares as colored cells with their percentage, first line on top; cells without a value stay empty."""
     numbers = [[float("nan") if value is None else value for value in line] for line in values]
     ax.pcolormesh(numbers, cmap=COLORS, vmin=0, vmax=1, edgecolor=PAPER, linewidth=0.8)

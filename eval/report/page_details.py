@@ -50,7 +50,7 @@ def facts(report: Report) -> dict[str, list[tuple[str, str]]]:
         **{f"Task {name}": values for name, values in (report.get("tasks") or {}).items()},
         **{f"Merged from {part.get('report')}": part for part in report.get("merged_from") or []},
     }
-    return {title: [(key, _told(v)) for key, v in flattened(values)] for title, values in blocks.items() if values}
+    return {title: [(key, _as_text(v)) for key, v in flattened(values)] for title, values in blocks.items() if values}
 
 
 def flattened(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -78,7 +78,7 @@ def times(report: Report) -> Table | None:
     return of_rows(report, [Column(task, "", duration) for task in tasks], lines if tasks else [], "Time of measuring")
 
 
-def _told(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or NONE
     return NONE if value is None else str(value)

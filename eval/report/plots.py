@@ -42,7 +42,7 @@ def loss_by_position(report: Report) -> Figure | None:
     axes[0].set_ylabel("nats a token")
     if compares:
         axes[1].set_title(f"Change from {label(report['baseline'])}")
-        change_axis(axes[1], _heights(axes[1]))
+        change_axis(axes[1], _y_values(axes[1]))
     buckets = [bucket for row, *_ in drawn for bucket in row["results"]["loss"]["by_position"]]
     for ax in axes:
         if len({bucket["end"] - bucket["start"] for bucket in buckets}) > 2:  # growing buckets; the last may be cut
@@ -66,11 +66,11 @@ def speed(report: Report) -> Figure | None:
     figure, axes = _panels(len(batches), height=3.8)
     for ax, batch in zip(axes, batches, strict=True):
         for row, look in zip(report["rows"], looks(report), strict=True):
-            mine = sorted((p for r, _, p in points if r is row and p["batch"] == batch), key=lambda p: p["context"])
-            _line(ax, [p["context"] for p in mine], [p["decode_tokens_per_second"] for p in mine], row, look)
+            curve = sorted((p for r, _, p in points if r is row and p["batch"] == batch), key=lambda p: p["context"])
+            _line(ax, [p["context"] for p in curve], [p["decode_tokens_per_second"] for p in curve], row, look)
         ax.set_title(f"Decoding, batch {batch}")
         context_axis(ax, [p["context"] for *_, p in points])
-        decades_axis(ax, _heights(ax))
+        decades_axis(ax, _y_values(ax))
         ax.set_ylabel("tokens a second" if ax is axes[0] else "")
     return _with_legend(figure, axes)
 
@@ -101,18 +101,18 @@ def layer_errors(report: Report) -> Figure | None:
     figure, axes = _panels(len(panels), height=3.4)
     for ax, (title, value) in zip(axes, panels.items(), strict=True):
         for row, look, layers in rows:
-            _line(ax, *_columns([(_place(x["layer"]), value(x)) for x in layers if positive(value(x))]), row, look)
+            _line(ax, *_columns([(_layer_x(x["layer"]), value(x)) for x in layers if positive(value(x))]), row, look)
         ax.set_title(title)
         ax.set_xlabel("layer")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
-        if title != "Rank" and _heights(ax):
-            decades_axis(ax, _heights(ax))
+        if title != "Rank" and _y_values(ax):
+            decades_axis(ax, _y_values(ax))
         if title.startswith("Error"):
             ax.set_ylabel("relative error" if ax is axes[0] else "")
     return _with_legend(figure, axes)
 
 
-def _place(layer: int | str) -> float:
+def _layer_x(layer: int | str) -> float:
     """Return the x coordinate of a layer; the midpoint for layers that share latents, such as "4-7"."""
     first, _, last = str(layer).partition("-")
     return (float(first) + float(last or first)) / 2
@@ -135,7 +135,7 @@ def _line(ax: Axes, x: Sequence[float], y: Sequence[float | None], row: ReportRo
     ax.plot(x, y, **style, label=label(row["name"]), gid=REST if look.beaten else None)
 
 
-def _heights(ax: Axes) -> list[float]:
+def _y_values(ax: Axes) -> list[float]:
     return [y for line in ax.lines for y in line.get_ydata() if math.isfinite(y)]
 
 

@@ -83,7 +83,7 @@ def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure
 
     @wraps(draw)
     def inner(report: Report) -> Figure | None:
-        with matplotlib.rc_context(_known_style()):
+        with matplotlib.rc_context(_supported_style()):
             figure = draw(report)
         _name_scales(figure.axes if figure is not None else [])
         for ax in figure.axes if figure is not None else ():
@@ -135,7 +135,7 @@ def label(text: object) -> str:
 def to_svg(figure: Figure) -> str:
     """Render a figure as SVG; equal figures give equal text."""
     buffer = io.StringIO()
-    with matplotlib.rc_context(_known_style()):
+    with matplotlib.rc_context(_supported_style()):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return buffer.getvalue()
 
@@ -147,13 +147,13 @@ def save_png(figure: Figure, path: Path) -> Path:
         SurgeryError: the file cannot be written.
     """
     try:
-        with matplotlib.rc_context(_known_style()):
+        with matplotlib.rc_context(_supported_style()):
             figure.savefig(path, format="png", dpi=144, metadata=marking("png"))
     except OSError as error:
         raise SurgeryError(f"cannot write {path}: {error.strerror}") from None
     return path
 
 
-def _known_style() -> dict:
+def _supported_style() -> dict:
     """Return the style without settings that the installed matplotlib lacks."""
     return {key: value for key, value in STYLE.items() if key in matplotlib.rcParams}

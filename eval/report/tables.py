@@ -168,11 +168,11 @@ def scalars(row: ReportRow) -> dict[str, float]:
     batch size.
     """
     results = row.get("results") or {}
-    every = (*_of_loss(results), *_of_prompts(results), *_of_lm_eval(row), *_of_machine(results))
+    every = (*_loss_scalars(results), *_prompt_scalars(results), *_lm_eval_scalars(row), *_speed_scalars(results))
     return {key: value for key, value in every if isinstance(value, int | float)}
 
 
-def _of_loss(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
+def _loss_scalars(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
     loss = results.get("loss") or {}
     yield from _keys("loss", loss, "perplexity", "bits_per_byte")
     for source, part in (loss.get("by_source") or {}).items():
@@ -181,7 +181,7 @@ def _of_loss(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
         yield f"loss.positions_{part['start']}_{part['end']}", part.get("loss")
 
 
-def _of_prompts(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
+def _prompt_scalars(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
     needle = results.get("needle") or {}
     for length, cells in zip(needle.get("lengths", []), needle.get("grid", []), strict=False):
         yield f"needle.{length}", sum(cells) / len(cells) if cells else None
@@ -191,14 +191,14 @@ def _of_prompts(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
         yield f"ruler.{length}.average", part.get("average")
 
 
-def _of_lm_eval(row: ReportRow) -> Iterator[tuple[str, Value]]:
+def _lm_eval_scalars(row: ReportRow) -> Iterator[tuple[str, Value]]:
     for task in lm_eval_tasks(row):
         for metric, measured in (row["results"][task].get("metrics") or {}).items():
             yield f"{task}.{metric}", measured.get("value")
             yield f"{task}.{metric}_stderr", measured.get("stderr")
 
 
-def _of_machine(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
+def _speed_scalars(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
     for part in dig(results, "speed", "points") or []:
         name = f"speed.{part['context']}.batch_{part['batch']}"
         yield from _keys(name, part, "prefill_tokens_per_second", "decode_tokens_per_second")
@@ -225,11 +225,11 @@ def described(row: ReportRow) -> str:
     return str(row.get("role", ""))
 
 
-def _at(*path: str) -> Callable[[ReportRow, Report], Value]:
+def _value_at(*path: str) -> Callable[[ReportRow, Report], Value]:
     return lambda row, report: dig(row, *path)
 
 
-def _digits(count: int) -> Callable[[float], str]:
+def _decimals(count: int) -> Callable[[float], str]:
     return lambda value: decimal(value, count)
 
 
@@ -287,51 +287,51 @@ def _loss_at(tokens: int) -> Measure:
 
 
 KV_SHARE = Measure(
-    "KV share", "KV bytes relative to the baseline's", share, "low", key="kv_ratio", value=_at("kv", "ratio")
+    "KV share", "KV bytes relative to the baseline's", share, "low", key="kv_ratio", value=_value_at("kv", "ratio")
 )
 ALWAYS = frozenset({"kv_bytes_per_token", "kv_ratio", "loss", "perplexity"})
 """Columns that stay in the table even if all rows have the same text."""
 
 # fmt: off
 HEADLINE: tuple[Measure, ...] = (
-    Measure("row", "Name of the row", key="name", value=_at("name")),
+    Measure("row", "Name of the row", key="name", value=_value_at("name")),
     Measure("KV B/token", "Bytes of KV cache held, measured live, for each token at the report's context",
-            lambda value: f"{value:,.0f}", "low", key="kv_bytes_per_token", value=_at("kv", "bytes_per_token")),
+            lambda value: f"{value:,.0f}", "low", key="kv_bytes_per_token", value=_value_at("kv", "bytes_per_token")),
     KV_SHARE,
     *map(_share_at, CONTEXTS),
     Measure("KV peak", "Most bytes that keys and values took, the prompt read in one pass, relative to the baseline's",
-            share, "low", key="kv_peak", value=_at("kv", "peak_ratio")),
+            share, "low", key="kv_peak", value=_value_at("kv", "peak_ratio")),
     Measure("KV footprint", "Share of full causal attention that was computed for the prompt and decoded tokens",
-            share, "low", key="kv_footprint", value=_at("kv", "footprint")),
+            share, "low", key="kv_footprint", value=_value_at("kv", "footprint")),
     Measure("loss", "Mean cross-entropy, nats a token",
-            _digits(4), "low", key="loss", value=_at("results", "loss", "loss")),
+            _decimals(4), "low", key="loss", value=_value_at("results", "loss", "loss")),
     Measure("perplexity", "exp of the mean loss: as many equally likely tokens would be as hard to tell",
             perplexity_text, "low", key="perplexity", value=_perplexity),
     Measure("Δ loss", "Loss minus the baseline's on the same tokens, nats a token",
             signed, "low", key="loss_change", compared="loss", is_difference=True,
-            value=_at("comparison", "loss", "difference")),
+            value=_value_at("comparison", "loss", "difference")),
     *map(_loss_at, CONTEXTS),
     Measure("cached loss (perplexity)", "Loss, nats a token, of the last tokens, decoded one by one by the live cache",
             with_perplexity, "low", key="cached_loss", compared="cached_loss", on_terminal=False,
-            value=_at("results", "loss", "cached", "loss")),
+            value=_value_at("results", "loss", "cached", "loss")),
     Measure("KL", "Kullback-Leibler divergence KL(baseline ‖ row) of next-token predictions, mean, nats a token",
-            _digits(4), "low", key="kl", value=_at("results", "loss", "divergence", "kl")),
+            _decimals(4), "low", key="kl", value=_value_at("results", "loss", "divergence", "kl")),
     *(Measure(f"KL, {share}%", f"Divergence that {share}% of the tokens stay below, nats",
-              _digits(3), "low", key=key, value=_at("results", "loss", "divergence", key), on_terminal=False)
+              _decimals(3), "low", key=key, value=_value_at("results", "loss", "divergence", key), on_terminal=False)
       for share, key in (("99", "kl_99"), ("99.9", "kl_99_9"))),
     Measure("top-1", "Share of positions where the row's most likely token is the baseline's",
-            share, "high", key="top1_agreement", value=_at("results", "loss", "divergence", "top1_agreement")),
+            share, "high", key="top1_agreement", value=_value_at("results", "loss", "divergence", "top1_agreement")),
     Measure("memorized", "Share of tokens that cost the baseline less than 0.1 nats: they hide damage to attention",
             share, key="memorised", value=_memorized("share"), on_terminal=False),
     Measure("loss, others (perplexity)", "Loss of tokens that the baseline has not memorized, nats a token",
             with_perplexity, "low", key="loss_of_others", compared="loss_of_others", on_terminal=False,
             value=_memorized("loss_of_others")),
     Measure("recall", "Share of planted keys given back, all digits right",
-            share, "high", key="recall", value=_at("results", "recall", "accuracy"), compared="recall"),
+            share, "high", key="recall", value=_value_at("results", "recall", "accuracy"), compared="recall"),
     Measure("needle", "Share of needles found over all lengths and depths",
-            share, "high", key="needle", value=_at("results", "needle", "accuracy"), compared="needle"),
+            share, "high", key="needle", value=_value_at("results", "needle", "accuracy"), compared="needle"),
     Measure("RULER-style", "Mean score of the RULER-style tasks over all lengths",
-            share, "high", key="ruler", value=_at("results", "ruler", "average"), compared="ruler"),
+            share, "high", key="ruler", value=_value_at("results", "ruler", "average"), compared="ruler"),
 )
 # fmt: on
 
@@ -349,7 +349,7 @@ def _lm_eval_columns(report: Report) -> list[Measure]:
             f"lm-eval task {task.removeprefix('lm-eval:')}, metric {metric}",
             lambda value: decimal(value, 4) if isinstance(value, int | float) else str(value),
             key=f"{task}.{metric}",
-            value=_at("results", task, "metrics", metric, "value"),
+            value=_value_at("results", task, "metrics", metric, "value"),
         )
         for task, metric in firsts.items()
     ]
@@ -370,7 +370,7 @@ def _headline_columns(report: Report) -> list[Measure]:
             share if column.get("share") else lambda value: decimal(value, 4),
             column.get("better"),
             key=name,
-            value=_at("results", name, "headline", "value"),
+            value=_value_at("results", name, "headline", "value"),
             compared=name,
             is_share=bool(column.get("share")),
         )

@@ -56,7 +56,7 @@ def log_to_wandb(
     require_wandb()
     import wandb
 
-    places = []
+    locations = []
     with tempfile.TemporaryDirectory() as pictures:
         needles = save_needle_png(report, Path(pictures))
         figures = save_pngs(report, Path(pictures), PARETO)
@@ -71,8 +71,8 @@ def log_to_wandb(
                 if not number:
                     run.log({"report": wandb.Html(render(report), inject=False)})
                 run.summary.update(summary(row, report))
-                places.append(str(Path(run.dir).parent) if mode == "offline" else str(run.url))
-    return places
+                locations.append(str(Path(run.dir).parent) if mode == "offline" else str(run.url))
+    return locations
 
 
 @contextmanager

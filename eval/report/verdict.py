@@ -17,16 +17,16 @@ def verdict(report: Report) -> list[str]:
     if not compared:
         return []
     best, *smaller = frontier(compared)
-    sentences = [f"{_first(compared)}{_told(best, report)}"]
+    sentences = [f"{_lead(compared)}{_sentence(best, report)}"]
     if smaller:
-        sentences.append(f"Smaller, and beaten by no checkpoint: {'; '.join(map(_briefly, smaller))}.")
+        sentences.append(f"Smaller, and beaten by no checkpoint: {'; '.join(map(_short_clause, smaller))}.")
     return sentences
 
 
 def by_checkpoint(report: Report) -> list[str]:
     """Describe every checkpoint that was compared with a baseline, with the cheap baselines closest in bytes."""
     return [
-        f"{row['name']}: {share(row['kv']['ratio'])} of the KV bytes for {cost(_lost(row))}{_rivals(row, report)}"
+        f"{row['name']}: {share(row['kv']['ratio'])} of the KV bytes for {cost(_delta(row))}{_rivals(row, report)}"
         for row in compared_rows(report)
     ]
 
@@ -44,7 +44,7 @@ def compared_rows(report: Report, role: str = "checkpoint") -> list[ReportRow]:
 
 def frontier(rows: Sequence[ReportRow]) -> list[ReportRow]:
     """Return the Pareto front of rows in bytes and loss, lowest loss first."""
-    return [rows[index] for index in unbeaten([(_lost(row), row["kv"]["ratio"]) for row in rows])]
+    return [rows[index] for index in unbeaten([(_delta(row), row["kv"]["ratio"]) for row in rows])]
 
 
 def unbeaten(points: Sequence[tuple[float, float]], better: str = "low") -> list[int]:
@@ -61,9 +61,9 @@ def unbeaten(points: Sequence[tuple[float, float]], better: str = "low") -> list
     return front
 
 
-def _told(row: ReportRow, report: Report) -> str:
+def _sentence(row: ReportRow, report: Report) -> str:
     baseline = baseline_of(report) or {}
-    num_bytes, change = dig(row, "kv", "bytes_per_token"), perplexity(_lost(row)) - 1
+    num_bytes, change = dig(row, "kv", "bytes_per_token"), perplexity(_delta(row)) - 1
     losses = [dig(each, "results", "loss", "loss") for each in (baseline, row)]
     recalls = [dig(each, "results", "recall", "accuracy") for each in (baseline, row)]
     parts = [
@@ -76,10 +76,10 @@ def _told(row: ReportRow, report: Report) -> str:
     return ", ".join(filter(None, parts)) + rivals + "."
 
 
-def _briefly(row: ReportRow) -> str:
+def _short_clause(row: ReportRow) -> str:
     recall = dig(row, "results", "recall", "accuracy")
     recall_part = "" if recall is None else f", recall {share(recall)}{_prompts(row)}"
-    return f"{row['name']}, {share(row['kv']['ratio'])}: perplexity {perplexity(_lost(row)) - 1:+.1%}{recall_part}"
+    return f"{row['name']}, {share(row['kv']['ratio'])}: perplexity {perplexity(_delta(row)) - 1:+.1%}{recall_part}"
 
 
 def _prompts(row: ReportRow) -> str:
@@ -97,16 +97,16 @@ def _rivals(row: ReportRow, report: Report) -> str:
     below = max((each for each in rivals if bytes_of(each) <= bytes_of(row)), key=bytes_of, default=None)
     above = min((each for each in rivals if bytes_of(each) > bytes_of(row)), key=bytes_of, default=None)
     return "".join(
-        f"; {where}, {each['name']}, {share(bytes_of(each))}: {_lost(each):+.4f} "
-        f"(perplexity {perplexity(_lost(each)) - 1:+.1%})"
+        f"; {where}, {each['name']}, {share(bytes_of(each))}: {_delta(each):+.4f} "
+        f"(perplexity {perplexity(_delta(each)) - 1:+.1%})"
         for where, each in (("no larger", below), ("larger", above))
         if each
     )
 
 
-def _lost(row: ReportRow) -> float:
+def _delta(row: ReportRow) -> float:
     return row["comparison"]["loss"]["difference"]
 
 
-def _first(rows: Sequence[ReportRow]) -> str:
+def _lead(rows: Sequence[ReportRow]) -> str:
     return f"Loses least of {len(rows)} checkpoints: " if len(rows) > 1 else ""

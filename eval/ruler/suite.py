@@ -92,7 +92,7 @@ def build(
     size = 0
     for index in range(count):
         setting = Setting(domain, haystack, length, seed=f"{seed} {task} {length} {index}")
-        sample, size = _fitted(task, tokenizer, setting, start=size)
+        sample, size = _fit_sample(task, tokenizer, setting, start=size)
         samples.append(sample)
     return samples
 
@@ -106,7 +106,7 @@ def check_tasks(names: list[str] | tuple[str, ...]) -> None:
             raise SurgeryError(f"there is no RULER-style task {name!r}: choose from {', '.join(TASKS)}")
 
 
-def _fitted(task: str, tokenizer: PreTrainedTokenizerBase, setting: Setting, start: int) -> tuple[Sample, int]:
+def _fit_sample(task: str, tokenizer: PreTrainedTokenizerBase, setting: Setting, start: int) -> tuple[Sample, int]:
     """Return the sample with the largest haystack that fits and the size of the haystack; `start` is a first guess."""
     spec = TASKS[task]
     new_tokens = spec.new_tokens[setting.domain.name]

@@ -95,7 +95,7 @@ class CodedLayer(CompactLayer):
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
         """Predict the bytes of the layer after `tokens` tokens that were decoded one by one."""
-        tiles = self._coded(max(0, tokens - self.sinks)) // self.key_coder.tile
+        tiles = self._num_coded(max(0, tokens - self.sinks)) // self.key_coder.tile
         total = (tokens - tiles * self.key_coder.tile) * heads * (key_dim + value_dim) * dtype.itemsize
         for coder, width in ((self.key_coder, key_dim), (self.value_coder, value_dim)):
             parts = coder.encode(torch.zeros(1, heads, coder.tile, width, dtype=dtype))
@@ -120,19 +120,19 @@ class CodedLayer(CompactLayer):
         self.keys = torch.cat([self.keys, key_states[:, :, missing:]], 2)
         self.values = torch.cat([self.values, value_states[:, :, missing:]], 2)
         if not self.delayed:
-            self._code()
+            self._encode_tokens()
         read = self._read(self.key_coder, self.first_keys, self.key_parts, self.keys)
         read_values = self._read(self.value_coder, self.first_values, self.value_parts, self.values)
         if self.delayed:
-            self._code()
+            self._encode_tokens()
         return read, read_values
 
-    def _coded(self, tokens: int) -> int:
+    def _num_coded(self, tokens: int) -> int:
         """Return how many of `tokens` tokens after the sinks are encoded."""
         return max(0, tokens - self.window) // self.key_coder.tile * self.key_coder.tile
 
-    def _code(self) -> None:
-        if not (count := self._coded(self.keys.shape[2])):
+    def _encode_tokens(self) -> None:
+        if not (count := self._num_coded(self.keys.shape[2])):
             return
         new = self.key_coder.encode(self.keys[:, :, :count]), self.value_coder.encode(self.values[:, :, :count])
         self.key_parts, self.value_parts = (

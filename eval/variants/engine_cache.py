@@ -22,16 +22,16 @@ Layers = Callable[[PreTrainedConfig], Sequence[CodedLayer]]
 """Function from a config to cache layers, one per model layer."""
 
 
-def _alike(coder: Coder) -> Layers:
+def _same_coder(coder: Coder) -> Layers:
     return lambda config: [CodedLayer(coder, coder) for _ in range(config.num_hidden_layers)]
 
 
 FORMATS: dict[str, Layers] = {
-    "fp8": _alike(Fp8()),
-    "fp8_per_token_head": _alike(PerTokenHead("fp8")),
-    "int8_per_token_head": _alike(PerTokenHead("int8")),
-    "int4_per_token_head": _alike(Int4PerTokenHead()),
-    "nvfp4": _alike(Nvfp4()),
+    "fp8": _same_coder(Fp8()),
+    "fp8_per_token_head": _same_coder(PerTokenHead("fp8")),
+    "int8_per_token_head": _same_coder(PerTokenHead("int8")),
+    "int4_per_token_head": _same_coder(Int4PerTokenHead()),
+    "nvfp4": _same_coder(Nvfp4()),
     **{name: partial(llama_cpp_layers, name) for name in llama_cpp_cache.BITS},
     **{name: partial(turboquant_layers, name) for name in turboquant_cache.PRESETS},
     **{name: partial(kvarn_layers, name) for name in kvarn_cache.PRESETS},

@@ -53,7 +53,7 @@ class PerTokenHead(Coder):
         max_code = FLOAT8_MAX if self.format == "fp8" else 127
         scale = (tokens.abs().amax(-1, keepdim=True) / max_code).clamp(min=LEAST_SCALE)
         values = tokens * (1 / scale)
-        return (as_fp8(values) if self.format == "fp8" else _away(values).clamp(-128, 127).to(torch.int8)), scale
+        return (as_fp8(values) if self.format == "fp8" else _round(values).clamp(-128, 127).to(torch.int8)), scale
 
     def decode(self, parts: Parts) -> Tensor:
         values, scale = parts
@@ -70,8 +70,8 @@ class Int4PerTokenHead(Coder):
         values = (rotated(tokens * signs, block) * block**0.5).to(tokens.dtype).float()
         least, greatest = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
         scale = ((greatest - least) / 15).clamp(min=LEAST_SCALE)
-        zero = _away(-least / scale).clamp(0, 15)
-        codes = _away(values * (1 / scale) + zero).clamp(0, 15)
+        zero = _round(-least / scale).clamp(0, 15)
+        codes = _round(values * (1 / scale) + zero).clamp(0, 15)
         bits = (scale.view(torch.int32) & -16) | zero.int()
         return packed(codes, 4), bits.view(torch.float32)
 
@@ -83,7 +83,7 @@ class Int4PerTokenHead(Coder):
         return rotated(values, block) / block**0.5 * _signs(block).to(values.device).repeat(width // block)
 
 
-def _away(values: Tensor) -> Tensor:
+def _round(values: Tensor) -> Tensor:
     """Round to the nearest integer, ties away from zero."""
     return (values + torch.where(values >= 0, 0.5, -0.5)).trunc()
 

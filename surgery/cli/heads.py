@@ -57,7 +57,7 @@ def score(
     from surgery.console.heads import show_pattern
     from surgery.heads.scoring import score_heads
 
-    anew = {"overwrite": overwrite, "restart": restart}
-    scored = score_heads(checkpoint, out, settings, **anew, allow_pickle=allow_pickle, progress=Progress())
+    modes = {"overwrite": overwrite, "restart": restart}
+    scored = score_heads(checkpoint, out, settings, **modes, allow_pickle=allow_pickle, progress=Progress())
     if scored.is_main:
         show_pattern(scored, called, as_json=as_json)

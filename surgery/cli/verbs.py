@@ -73,7 +73,7 @@ READING = {("inspect",), ("plan",), ("convert",), ("heal",), ("slice",), ("run",
 READING |= {("export",), ("heads",), ("bench", "decode")}
 
 
-class _PlainHelp:
+class _CompactHelp:
     """Compact help that fits 80 columns: no types and no aliases of flags, and defaults in brackets.
 
     Attributes:
@@ -87,7 +87,7 @@ class _PlainHelp:
         for each in params:
             if each.param_type_name == "argument":
                 # Newer versions of typer add the type in brackets, and braces in the usage line.
-                each.display_type_rich, each.get_usage_pieces = _nothing, _name_of(each)
+                each.display_type_rich, each.get_usage_pieces = _return_none, _name_of(each)
             if getattr(each, "is_flag", False):
                 each.metavar = ""
             elif getattr(each, "show_default", False) and each.default is not None and not each.required:
@@ -117,7 +117,7 @@ class _PlainHelp:
                 each.opts, each.secondary_opts = flags, opposite
 
 
-def _nothing(ctx: Any) -> None:
+def _return_none(ctx: Any) -> None:
     """Return None, to hide a part of the help."""
 
 
@@ -126,7 +126,7 @@ def _name_of(argument: Any) -> Callable[[Any], list[str]]:
     return lambda ctx: [name if argument.required else f"[{name}]"]
 
 
-class Verb(_PlainHelp, TyperCommand):
+class Verb(_CompactHelp, TyperCommand):
     """Command with compact help that names removed options."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
@@ -141,7 +141,7 @@ class Verb(_PlainHelp, TyperCommand):
         return super().parse_args(ctx, args)
 
 
-class Verbs(_PlainHelp, TyperGroup):
+class Verbs(_CompactHelp, TyperGroup):
     """Command group with compact help that names removed commands."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
@@ -161,14 +161,14 @@ def equip(app: typer.Typer, *group: str) -> None:
     for verb in app.registered_commands:
         name = verb.name or verb.callback.__name__.strip("_")
         verb.cls = verb.cls if issubclass(verb.cls or TyperCommand, Verb) else Verb
-        verb.help = _with_lines(verb.help or inspect.getdoc(verb.callback) or "")
+        verb.help = _with_example_lines(verb.help or inspect.getdoc(verb.callback) or "")
         words = (*group, name)
         verb.callback = _shared(verb.callback, LOGGED if words in LONG else {}, FOLLOWED if words in READING else {})
     for each in app.registered_groups:
         equip(each.typer_instance, *group, each.name or each.typer_instance.info.name)
 
 
-def _with_lines(text: str) -> str:
+def _with_example_lines(text: str) -> str:
     """Put the examples of a command's help on lines of their own, without Markdown paragraphs or a code box."""
     intro, mark, examples = re.split(r"(Examples?:)\n\n", text, maxsplit=1) if "\nExample" in text else (text, "", "")
     return intro + "\\\n".join([mark, *(line.strip() for line in examples.splitlines() if line.strip())])

@@ -34,7 +34,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     page.print(f"\n[bold]{plain(display_name)} → {plain(conversion.path.name)}[/bold]")
     kv_bytes = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
     names = source["model_type"], target["model_type"]
-    others = _flow(kv)
+    others = _flow_rows(kv)
     page.print(terminal.render(before_and_after(kv_bytes, report["ladder"], names, others, kv.get("ratio_at"))))
     if healing := report["healing"]:
         show_training(page, healing)
@@ -43,7 +43,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         _show_layers(page, conversion.report.layers)
     if report["splits"]:
         _show_splits(page, report["splits"], is_tried=True)
-    _show_carrier(page, target, typed(conversion.path))
+    _show_target(page, target, typed(conversion.path))
     phases = sum(report["seconds"].values())
     page.print(
         f"{f'conversion: {duration(phases)}' if healing else duration(seconds_since_start())}, peak memory "
@@ -60,7 +60,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     show_next(page, [f"surgery eval {result} --baseline {source_name}", *after, f"surgery doctor {result}"])
 
 
-def _flow(kv: dict) -> list[tuple[str, str, str]]:
+def _flow_rows(kv: dict) -> list[tuple[str, str, str]]:
     """Return table rows of KV peak and footprint; empty if they were not measured."""
     if "peak_ratio" not in kv:
         return []
@@ -97,7 +97,7 @@ def _show_plan(plan, called: str, healing) -> None:
     weights = ("weights on disk", size(source["weight_bytes"]), size(disk["output_bytes"]))
     page.print(terminal.render(before_and_after(kv_bytes, (), names, [weights], kv.get("ratio_at"))))
     _show_splits(page, plan.splits, is_tried=False)
-    _show_carrier(page, plan.target, plan.out)
+    _show_target(page, plan.target, plan.out)
     memory, device = plan.memory, plan.memory["device_bytes"]
     rows = [
         ("output", size(disk["output_bytes"]), f"{size(disk['output_free_bytes'])} free"),
@@ -252,7 +252,7 @@ def _show_splits(page: Console, splits: list[dict], *, is_tried: bool) -> None:
     page.print(make_table([*names, *(["fold"] if folds else []), last, ""], rows))
 
 
-def _show_carrier(page: Console, target: dict, result: str) -> None:
+def _show_target(page: Console, target: dict, result: str) -> None:
     page.print(class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
     page.print(make_table(["engine", "the result"], spoken(target["engines"]).items()))
     _show_commands(page, target["engines"], result)

@@ -35,7 +35,7 @@ def show_inspection(
     if inspection.targets:
         _show_targets(page, inspection)
         if verbose:
-            _show_targets_whole(page, inspection.targets)
+            _show_targets_verbose(page, inspection.targets)
         else:
             cautions = [
                 f"{target['command'].removeprefix(COMMAND)} ({shares_at(target['kv_ratio_at'], target['kv_ratio'])}): "
@@ -102,7 +102,7 @@ def _show_advice(page: Console, advice: dict) -> None:
         page.print(f"  for {', '.join(names)}: {plain(row)}, then surgery heal", soft_wrap=True)
 
 
-def _show_targets_whole(page: Console, targets: list[dict]) -> None:
+def _show_targets_verbose(page: Console, targets: list[dict]) -> None:
     for target in targets:
         page.print(f"[bold]{plain(target['command'])}[/bold]")
         if not target["applies"]:

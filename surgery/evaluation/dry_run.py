@@ -58,7 +58,7 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
     """
     device_name = request.settings.device
     device = torch.device(device_name).type if is_absent(device_name) else checked_device(device_name).type
-    prepared = prepare(request, progress, _stand_in)
+    prepared = prepare(request, progress, _repeated_prompts)
     settings, tasks, baseline = prepared.settings, prepared.tasks, prepared.baseline
     ResultStore.check(prepared.out)
     if not request.overwrite:
@@ -79,7 +79,7 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
             "role": row.role,
             "path": checkpoint.place,
             "dtype": checkpoint.dtype,
-            "weights": _numbers(reader) * widest,
+            "weights": _num_elements(reader) * widest,
             "cache": sizes[False](tasks.length, settings.batch_size) if has_sizes else None,
             "kv": sizes[True](tasks.context) if has_sizes else None,
         }
@@ -115,14 +115,14 @@ def _kv_bytes_of(reader: CheckpointReader, dtype: torch.dtype) -> KVBytes | None
     return kv_bytes_of(config, dtype) if config["model_type"] in {"surgery", *FAMILIES, *LATENT_FAMILIES} else None
 
 
-def _numbers(reader: CheckpointReader) -> int:
+def _num_elements(reader: CheckpointReader) -> int:
     """Count the elements of the weights; tied embeddings count once."""
     copies = {"lm_head.weight"} if reader.config.get("tie_word_embeddings") else set()
     infos = [reader.info(name) for name in reader.names() if name not in copies]
     return sum(info.nbytes // info.dtype.itemsize for info in infos)
 
 
-def _stand_in(checkpoint: Checkpoint, tokenizer: Any, settings: EvalSettings) -> list[str]:
+def _repeated_prompts(checkpoint: Checkpoint, tokenizer: Any, settings: EvalSettings) -> list[str]:
     """Return repeated prompts, long enough for the windows, in place of conversations that a model would generate."""
     needed = settings.windows * settings.length // 4 + 1  # the shortest prompt has more than four tokens
     return [" ".join(islice(cycle(HELD_OUT_PROMPTS), needed))]

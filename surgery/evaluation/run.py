@@ -60,9 +60,9 @@ def evaluate(request: EvaluationRequest, progress: Progress) -> Evaluation:
         progress = Progress(silent=True)
     device = process_device(request.settings.device, processes)
     prepared = prepare(request, progress, lambda *of: processes.from_main(lambda: _conversations(*of, device)))
-    with ExitStack() as alone:
-        store = processes.from_main(lambda: _opened_store(prepared, request, alone, progress.note))
-        report = _measured(prepared, request, store, processes, progress, device)
+    with ExitStack() as stack:
+        store = processes.from_main(lambda: _opened_store(prepared, request, stack, progress.note))
+        report = _run_rows(prepared, request, store, processes, progress, device)
         paths = []
         if request.writes and processes.is_main:
             from surgery.evaluation.output import write_report  # imports matplotlib
@@ -71,7 +71,7 @@ def evaluate(request: EvaluationRequest, progress: Progress) -> Evaluation:
     return Evaluation(report, prepared.out, processes.is_main, paths)
 
 
-def _measured(
+def _run_rows(
     prepared: Prepared,
     request: EvaluationRequest,
     store: ResultStore,
@@ -258,10 +258,10 @@ def _check_finite(row: ModelRow, task: str, result: Any) -> None:
 
 
 def _opened_store(
-    prepared: Prepared, request: EvaluationRequest, alone: ExitStack, note: Callable[[str], None]
+    prepared: Prepared, request: EvaluationRequest, stack: ExitStack, note: Callable[[str], None]
 ) -> ResultStore:
     store = ResultStore.open(prepared.out)
-    alone.enter_context(kept_apart(prepared.out))
+    stack.enter_context(kept_apart(prepared.out))
     if warning := store.go_on(torch.get_num_threads(), restart=request.restart):
         note(f"{prepared.out}: {warning}")
     if not request.overwrite:

@@ -86,14 +86,14 @@ class ResultStore:
         return None
 
     def _mark(self, **facts: Any) -> None:
-        content = {"what": "an evaluation by surgery eval", **self._marked(), **facts}
+        content = {"what": "an evaluation by surgery eval", **self._marker(), **facts}
         path, text = self.folder / MARKER, json.dumps(content) + "\n"
         if path.exists():
             write_whole(path, text)
         else:  # directly: a killed process must not leave a temporary file in a folder without a marker
             path.write_text(text, encoding="utf-8")
 
-    def _marked(self) -> dict[str, Any]:
+    def _marker(self) -> dict[str, Any]:
         """Return the current contents of the marker; empty without a marker."""
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads((self.folder / MARKER).read_text(encoding="utf-8")))
@@ -109,7 +109,7 @@ class ResultStore:
         Raises:
             SurgeryError: a file is foreign or was edited.
         """
-        recorded, is_report = self._marked().get("files") or {}, _is_report(self.folder / document)
+        recorded, is_report = self._marker().get("files") or {}, _is_report(self.folder / document)
         for name in names:
             path = self.folder / name
             is_owned = unfinished or is_unchanged(path, recorded[name]) if name in recorded else is_report
@@ -120,7 +120,7 @@ class ResultStore:
         """Record written report files with their hashes in the marker, if there is one."""
         if (self.folder / MARKER).is_file():
             files = {path.name: hash_file(path) for path in paths}
-            self._mark(files={**(self._marked().get("files") or {}), **files})
+            self._mark(files={**(self._marker().get("files") or {}), **files})
 
     def get(self, key: str) -> dict[str, Any] | None:
         """Return the result of a key; None if it is missing or damaged."""

@@ -63,25 +63,25 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
 # {in_markdown(name)}
 
 {in_markdown(made_from)} with its attention rewritten to
-{in_markdown(called)} by model-surgery {report.to_dict()["surgery_version"]}. {_training(report)}
+{in_markdown(called)} by model-surgery {report.to_dict()["surgery_version"]}. {_describe_training(report)}
 
 {markdown.render(before_and_after(kv_bytes, report.ladder, ratio_at=kv.get("ratio_at")))}
 
 Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"]))}),
-{_shape(source, target)}{_codes(target)}, method
+{_describe_cache(source, target)}{_describe_quantization(target)}, method
 `{in_code(target["method"])}`. The KV bytes were measured on live caches.{_kept_matrices(report)}
 
 ```python
 {loading}
 ```
-{_ruined(target)}
+{_warnings(target)}
 ## Where the loss comes from
 
 {markdown.render(stages_table(report.ladder))}
 
-{_measured(report.calibration)}
+{_describe_losses(report.calibration)}
 
-{_healing(report.healing)}## Engines
+{_healing_section(report.healing)}## Engines
 
 {engines}
 
@@ -93,14 +93,14 @@ versions and per-layer errors are in `surgery_report.json`. The license of the s
 """
 
 
-def _ruined(target: dict) -> str:
+def _warnings(target: dict) -> str:
     """Render a warning on formats that ruin the checkpoint, and one on layers that the conversion ruined."""
     formats, layers = target.get("ruined_by"), target.get("useless_layers")
     paragraphs = [*([told_ruin(formats)] if formats else []), *([useless_message(layers)] if layers else [])]
     return "".join(f"\n{in_markdown(text)}\n" for text in paragraphs)
 
 
-def _training(report) -> str:
+def _describe_training(report) -> str:
     if report.healing is not None:
         tokens = sum(stage["tokens"] for stage in stages(report.healing))
         return f"It was healed by distillation: {tokens:,} tokens."
@@ -109,7 +109,7 @@ def _training(report) -> str:
     return "It was calibrated, not trained."
 
 
-def _measured(calibration: dict) -> str:
+def _describe_losses(calibration: dict) -> str:
     """Describe the text on which the losses in the stages table were measured."""
     source, share = calibration.get("source"), calibration.get("recall")
     if source == NO_CALIBRATION:
@@ -123,7 +123,7 @@ def _measured(calibration: dict) -> str:
     return sentence
 
 
-def _healing(healing: dict | None) -> str:
+def _healing_section(healing: dict | None) -> str:
     """Render the section on healing: losses of source, conversion and result, and the cost of each stage."""
     if healing is None:
         return ""
@@ -145,7 +145,7 @@ def _source_code(report) -> str:
     return f"\nCode of the source, which nobody read or checked: {', '.join(f'`{in_code(name)}`' for name in code)}."
 
 
-def _shape(source: dict, target: dict) -> str:
+def _describe_cache(source: dict, target: dict) -> str:
     """Describe the cached content of a token in words."""
     if "parts" in target:
         parts = [f"{len(part['layers'])} layers {part['to']}" for part in target["parts"]]
@@ -169,7 +169,7 @@ def _shape(source: dict, target: dict) -> str:
     return f"latent rank {rank}, {rotated} rotary dimensions"
 
 
-def _codes(target: dict) -> str:
+def _describe_quantization(target: dict) -> str:
     """Describe the quantization of the cache in words; empty without quantization."""
     cache = target.get("kv_cache")
     if rows := target.get("row_bytes"):

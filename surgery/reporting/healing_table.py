@@ -39,7 +39,7 @@ def quality_table(healing: dict[str, Any]) -> list[dict[str, Any]]:
     if not entries[-1]:
         return []
     first = len(entries) - 1
-    while first > 0 and _compare(entries[first - 1], entries[-1]):
+    while first > 0 and _have_same_data(entries[first - 1], entries[-1]):
         first -= 1
     rows = [entries[first][name] for name in ("source", "converted") if name in entries[first]]
     if first > 0:
@@ -88,7 +88,7 @@ def _dtype(precision: str) -> str:
     return "fp32" if precision == "no" else precision
 
 
-def _compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _have_same_data(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether two stages were measured on the same data, judged by the loss of the source in both."""
     if not ({"source", "converted", "healed"} <= one.keys() and "source" in other):
         return False

@@ -57,9 +57,9 @@ class Publication:
         except Exception as error:  # errors of the hub and of its HTTP library
             why = f"the hub does not know you, run `hf auth login`: {reason(error)}"
             raise SurgeryError(f"{self.repo}: {why}") from error
-        mine = [user["name"], *(org["name"] for org in user.get("orgs", []))]
-        if self.repo.partition("/")[0] not in mine:
-            raise SurgeryError(f"{self.repo}: you may write to {', '.join(mine)}")
+        namespaces = [user["name"], *(org["name"] for org in user.get("orgs", []))]
+        if self.repo.partition("/")[0] not in namespaces:
+            raise SurgeryError(f"{self.repo}: you may write to {', '.join(namespaces)}")
         try:
             files = [name for name in api.list_repo_files(self.repo) if name != OF_THE_HUB]
         except RepositoryNotFoundError:

@@ -71,7 +71,7 @@ def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Up
     files: dict[str, bytes | Path] = {}
     published, fields = {}, {}
     for name in (name for name in listed if name in names):
-        files[name] = _as_written(folder / name, listed[name], in_memory=_may_hold_paths(name))
+        files[name] = _verified_content(folder / name, listed[name], in_memory=_may_hold_paths(name))
         published[name] = listed[name]
         if isinstance(content := files[name], bytes):
             files[name], changed = _without_folders(name, content)
@@ -81,23 +81,23 @@ def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Up
     cleaned = {**without_folders(report), "lineage": _lineage(report), "files": published}
     changes = _changes({**report, "files": published}, cleaned)
     fields |= {f"{REPORT}: {entry}": value for entry, value in (*changes, ("command", str(cleaned.get("command"))))}
-    files[_no_link(folder / REPORT).name] = (json.dumps(cleaned, indent=2) + "\n").encode()
+    files[_check_no_link(folder / REPORT).name] = (json.dumps(cleaned, indent=2) + "\n").encode()
     if SOURCE_CARD in names:
         with disk_errors(folder):
-            text = _no_link(folder / SOURCE_CARD).read_text(encoding="utf-8", errors="replace")
+            text = _check_no_link(folder / SOURCE_CARD).read_text(encoding="utf-8", errors="replace")
         files[SOURCE_CARD] = text_without_folders(text).encode()
     card = Report.of(cleaned).card(repo, base_model=base_model, inherited=of_source(folder))
     files[CARD] = card.encode()
     return Upload(files, hashes, fields, summary(name for name in names if name not in {*files, *listed}))
 
 
-def _as_written(path: Path, sha256: str, *, in_memory: bool) -> bytes | Path:
+def _verified_content(path: Path, sha256: str, *, in_memory: bool) -> bytes | Path:
     """Return the content of a file, or the path of a large one, after checking its hash.
 
     Raises:
         SurgeryError: the hash differs from the report's, or the file is a link.
     """
-    _no_link(path)
+    _check_no_link(path)
     with disk_errors(path):
         large = path.stat().st_size > IN_MEMORY and not in_memory
         content = path if large else path.read_bytes()
@@ -107,7 +107,7 @@ def _as_written(path: Path, sha256: str, *, in_memory: bool) -> bytes | Path:
     return content
 
 
-def _no_link(path: Path) -> Path:
+def _check_no_link(path: Path) -> Path:
     """Return the path unchanged.
 
     Raises:
