@@ -127,7 +127,7 @@ def _name_of(argument: Any) -> Callable[[Any], list[str]]:
 
 
 class Verb(_CompactHelp, TyperCommand):
-    """Command with compact help that names removed options."""
+    """Command with compact help and clear errors for removed options."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         """Raise a SurgeryError for options and subcommands that were removed."""
@@ -142,7 +142,7 @@ class Verb(_CompactHelp, TyperCommand):
 
 
 class Verbs(_CompactHelp, TyperGroup):
-    """Command group with compact help that names removed commands."""
+    """Command group with compact help and clear errors for removed commands."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         """Raise a SurgeryError for commands that were removed."""
