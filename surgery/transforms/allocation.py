@@ -1,17 +1,17 @@
-"""Spends one budget of ranks over layers, heads, keys and values.
+"""Allocation of one rank budget over layers, heads, keys and values.
 
-All are told how many numbers per token there are in all, keep every rank a multiple of what hardware likes, spend the
-budget to the last multiple, and never exceed it.
+All functions take the total number of elements per token and never exceed it. ``water_fill`` and ``proportional`` keep
+ranks at a hardware-friendly multiple and spend the budget up to the last multiple.
 
 =============== ==================================== ==========================================
 allocation      ranks follow                         compares layers by
 =============== ==================================== ==========================================
 water_fill      the energies that are dropped        those energies: in a Fisher metric only,
                                                      where each is a share of one loss
-proportional    any weights, as Palu's Fisher        the weights
+proportional    any weights, such as Palu's Fisher   the weights
                 information
-choose_widths   the same, and what is spent on       the same
-                numbers next to a latent
+choose_widths   the dropped energies, and the cost   those energies and costs
+                of elements next to a latent
 =============== ==================================== ==========================================
 """
 
@@ -27,19 +27,20 @@ from surgery.common.errors import SurgeryError
 
 
 def water_fill(spectra: list[Tensor], total: int, minimum: int = 1, multiple: int = 1) -> list[int]:
-    """Ranks that drop the least energy in all, of those that are multiples and sum to no more than ``total``.
+    """Allocate ranks that drop the least total energy, with multiples of ``multiple`` that sum to at most ``total``.
 
-    Energies must be comparable between the spectra, as those in a Fisher metric are: each is a share of one loss. As
-    they descend, what each further multiple saves descends too, and taking the largest savings first is optimal.
+    Energies must be comparable between spectra, as in a Fisher metric, where each is a share of one loss. Energies
+    descend, so the saving of each further multiple descends too, and taking the largest savings first is optimal.
 
     Args:
         spectra: per layer or block, energies in descending order.
-        total: ranks to give out; all are, but for what is less than one multiple.
-        minimum: every spectrum's at least, rounded up to the multiple.
-        multiple: of which every rank is one.
+        total: ranks to allocate; a remainder of less than one multiple stays unspent.
+        minimum: least rank of every spectrum, rounded up to the multiple.
+        multiple: divisor of every rank.
 
     Raises:
-        ValueError: the total is less than the minimum of all, or more than there are energies.
+        ValueError: ``total`` is less than the minima together or more than the number of energies, or a spectrum is
+            shorter than the minimum.
     """
     sizes = [len(spectrum) for spectrum in spectra]
     least = -(-minimum // multiple)  # from here on in multiples
@@ -55,12 +56,12 @@ def water_fill(spectra: list[Tensor], total: int, minimum: int = 1, multiple: in
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to spend a layer's numbers: some of them fixed, the others a rank.
+    """One way to spend a layer's elements: a fixed number of them, and a latent for the rest.
 
     Attributes:
-        width: the fixed ones.
-        cost: of this choice, in the unit of the energies.
-        energies: of the latent next to them, in descending order.
+        width: number of fixed elements.
+        cost: cost of this choice, in the unit of the energies.
+        energies: energies of the latent next to the fixed elements, in descending order.
     """
 
     width: int
@@ -69,17 +70,17 @@ class Choice:
 
 
 def choose_widths(layers: Sequence[Sequence[Choice]], total: int) -> list[tuple[int, int]]:
-    """A choice and a rank for every layer, of least cost in all, of those that need no more than ``total`` numbers.
+    """Pick a choice and a rank for every layer, with the least total cost within ``total`` elements per token.
 
-    For a price of a number every layer's best is found by itself; the lowest price at which all fit is sought by
-    bisection (Everett 1963, doi:10.1287/opre.11.3.399: no other spending of the same total costs less). Numbers that
-    are left go to the latents that drop most.
+    At a given price per element, layers are optimized independently. Bisection finds the lowest price at which all
+    layers fit (Everett 1963, doi:10.1287/opre.11.3.399: no other allocation of the same total costs less). Remaining
+    elements go to the latents that drop the most energy.
 
     Returns:
-        Index of the choice and rank, at least 1, of every layer.
+        For every layer, the index of the choice and the rank, at least 1.
 
     Raises:
-        ValueError: the total is less than what the smallest choices take with a rank of 1.
+        ValueError: ``total`` is less than the smallest choices take with a rank of 1.
     """
     if total < sum(min(choice.width for choice in choices) + 1 for choices in layers):
         raise ValueError(f"{total} numbers are too few for {len(layers)} layers")
@@ -117,7 +118,7 @@ def choose_widths(layers: Sequence[Sequence[Choice]], total: int) -> list[tuple[
 
 
 def _dropped(energies: Tensor) -> Tensor:
-    """Return the energies that ranks of 1, 2, … leave out."""
+    """Return the energy that each rank 1, 2, … drops."""
     return torch.cat([energies.flip(0).cumsum(0).flip(0)[1:], energies.new_zeros(1)])
 
 
@@ -128,17 +129,17 @@ def proportional(
     minimum: int = 1,
     maximum: int | Sequence[int] | None = None,
 ) -> list[int]:
-    """Ranks in proportion to weights, within bounds; what rounding leaves goes to the largest remainders.
+    """Allocate ranks in proportion to weights, within bounds; rounding goes to the largest remainders.
 
     Args:
         weights: not negative.
-        total: ranks to give out; all are, but for what is less than one multiple or what the maxima cannot hold.
-        multiple: of which every rank is one.
-        minimum: of every rank, rounded up to the multiple.
-        maximum: of every rank, or of each, rounded down to the multiple.
+        total: ranks to allocate; a remainder below one multiple, or above the maxima, stays unspent.
+        multiple: divisor of every rank.
+        minimum: lower bound of every rank, rounded up to the multiple.
+        maximum: upper bound of all ranks, or one per rank, rounded down to the multiple.
 
     Raises:
-        SurgeryError: the total is less than the minima together.
+        SurgeryError: ``total`` is less than the minima together, or a maximum is less than the minimum.
     """
     least = -(-minimum // multiple)
     bounds = [maximum] * len(weights) if maximum is None or isinstance(maximum, int) else maximum
@@ -150,7 +151,7 @@ def proportional(
     def shares(level: float) -> list[float]:
         return [min(max(level * weight, least), top) for weight, top in zip(weights, limits, strict=True)]
 
-    # The level at which clamped shares fill the budget; what they hold grows with it.
+    # Bisect the level at which the clamped shares fill the budget: their sum grows with it.
     low, high = 0.0, max(limits) / min((weight for weight in weights if weight > 0), default=1.0)
     for _ in range(200):
         middle = (low + high) / 2

@@ -1,9 +1,9 @@
-"""One basis for the keys and values of a group of adjacent layers, and the simulation of caches that are so shared.
+"""Shared basis of the keys and values of a group of adjacent layers, and the simulation of the shared cache.
 
-With ``z_i = [k ; v]`` of all KV heads of the group's layer i, without biases and before key norm and rotation, the
-cache holds ``c = Σ_i down_i z_i`` of a token, once for the group, and layer i reads ``ẑ_i = up_i c``. xKV
-(arXiv:2503.18893) takes such a basis from each prompt and in the plain norm; here it is the one that loses least over
-calibration text, in the metric of the loss.
+Let ``z_i = [k ; v]`` be the keys and values of all KV heads of layer i in the group, without biases and before key
+norm and rotation. The cache holds ``c = Σ_i down_i z_i`` of a token, once for the group, and layer i reads
+``ẑ_i = up_i c``. xKV (arXiv:2503.18893) computes such a basis from each prompt under the plain norm; here it minimizes
+the error over calibration text in the metric of the loss.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from surgery.transforms.algebra import damp, reduced_rank_projection
 METRIC_DAMPING = 1e-6
 
 Rebuild = Callable[[list[Tensor]], list[Tensor]]
-"""Rebuilt values [B, C, n] of the layers of a group, from those that they wrote."""
+"""Function from the keys and values [B, C, n] that the layers of a group wrote to the rebuilt ones."""
 
 
 @dataclass(frozen=True)
 class SharedBasis:
-    """The basis of a group.
+    """Shared basis of a group of W layers.
 
     Attributes:
-        down: [r, n] of each layer; up: [n, r] of each.
-        energy: all W·n energies, descending: what the first r directions keep and the others lose, in the metric.
-        error: the share that is lost, ``E Σ_i ‖M_i^{1/2} (z_i - ẑ_i)‖²`` over the same of ``ẑ = 0``.
+        down: [r, n] per layer.
+        up: [n, r] per layer.
+        energy: all W·n energies in the metric, descending; the first r are kept, the rest is the error.
+        error: relative error, ``E Σ_i ‖M_i^{1/2} (z_i - ẑ_i)‖²`` divided by its value for ``ẑ = 0``.
     """
 
     down: tuple[Tensor, ...]
@@ -43,22 +44,22 @@ class SharedBasis:
     error: float
 
     def to(self, *args, **kwargs) -> SharedBasis:
-        """A copy whose maps are moved or cast."""
+        """Return a copy with the maps moved or cast."""
         down, up = (tuple(part.to(*args, **kwargs) for part in parts) for parts in (self.down, self.up))
         return SharedBasis(down, up, self.energy, self.error)
 
     def rebuild(self, blocks: list[Tensor]) -> list[Tensor]:
-        """ẑ_i [..., n] of all layers from their z_i [..., n]."""
+        """Rebuild ẑ_i [..., n] of all layers from their z_i [..., n]."""
         shared = sum(block @ down.mT for block, down in zip(blocks, self.down, strict=True))
         return [shared @ up.mT for up in self.up]
 
 
 def shared_basis(moment: Tensor, metrics: Sequence[Tensor], rank: int) -> SharedBasis:
-    """The basis of a group that loses least.
+    """Compute the basis of a group with the least error.
 
     Minimizes ``E Σ_i ‖M_i^{1/2} (z_i - ẑ_i)‖²`` over all maps of rank r: reduced-rank regression of the stacked z on
-    itself under ``M = diag(M_0, …)``. Gradients of different layers hardly correlate, and cross blocks measured no
-    better, so M has none.
+    itself under ``M = diag(M_0, …)``. M has no blocks across layers: their gradients hardly correlate, and such blocks
+    measured no better.
 
     Args:
         moment: ``E[z zᵀ]`` of the stacked z, float64 [W·n, W·n].
@@ -72,18 +73,18 @@ def shared_basis(moment: Tensor, metrics: Sequence[Tensor], rank: int) -> Shared
 
 
 def loss_metric(statistics: LayerStatistics, first: int = 0) -> Tensor:
-    """The Fisher information of a layer's keys before their norm, and values, [n, n], damped; from row ``first`` on."""
+    """Compute the damped Fisher information [n, n] of keys before their norm and values, from row ``first`` on."""
     raw = statistics.raw_gradient
     return damp((statistics.gradient if raw is None else raw)[first:, first:], METRIC_DAMPING)
 
 
 def merged_pair(heads: int, pairs: int, interpolation: float) -> Rebuild:
-    """MiniCache's two layers of a block (arXiv:2405.14366): one direction between theirs, each with its own norm.
+    """Build MiniCache's merge of two layers (arXiv:2405.14366): a shared direction, and a norm per layer.
 
     Args:
-        heads: KV heads; keys and values of a head are as wide as each other.
-        pairs: tokens of a block, of the widest mean angle, that stay unchanged; keys and values apart.
-        interpolation: the later layer's share of the direction, t of SLERP.
+        heads: KV heads; keys and values of a head have the same width.
+        pairs: tokens of a block that stay unmerged, those of the widest mean angle; chosen for keys and values apart.
+        interpolation: share of the later layer in the direction, t of SLERP.
     """
 
     def rebuild(blocks: list[Tensor]) -> list[Tensor]:
@@ -110,14 +111,14 @@ def merged_pair(heads: int, pairs: int, interpolation: float) -> Rebuild:
 
 
 class SimulatedGroup:
-    """Runs the layers of a group on prompts as their shared cache makes them: block by block, with stand-ins.
+    """Simulation of a shared cache: runs the layers of a group on prompts, block by block, with surrogate attention.
 
-    A query at m reads z exactly of positions n in its own block of C, of n > m - ``window`` and of n < ``sinks``;
-    what ``rebuild`` makes of the others.
+    A query at position m reads exact z of the positions in its own block of C tokens, of n > m - ``window`` and of
+    n < ``sinks``. It reads rebuilt z of all others.
 
     Args:
-        members: stand-ins for the attention of the group's layers; all of the same C, window and sinks.
-        rebuild: what they read of a complete block.
+        members: surrogate attention modules of the group's layers, with equal block, window and sinks.
+        rebuild: function that rebuilds a complete block.
     """
 
     def __init__(self, members: Sequence[SimulatedMember], rebuild: Rebuild):
@@ -127,14 +128,14 @@ class SimulatedGroup:
     def of(
         cls, sources: Sequence[LayerAnatomy], rebuild: Rebuild, block: int, *, sinks: int = 0, window: int = 0
     ) -> SimulatedGroup:
-        """A group of layers whose anatomies these are."""
+        """Build the simulation of the layers with these anatomies."""
         latent = isinstance(sources[0], LatentAnatomy)
         member = SimulatedLatents if latent else SimulatedKeysValues
         return cls([member(source, block, sinks, window) for source in sources], rebuild)
 
     @torch.no_grad()
     def run(self, layers: Callable[[Tensor, Sequence[nn.Module]], Tensor], hidden: Tensor) -> Tensor:
-        """The group's output [B, T, D]; ``layers`` applies the loaded layers with stand-ins for their attention."""
+        """Compute the group's output [B, T, D]; ``layers`` applies the loaded layers with surrogate attention."""
         for member in self.members:
             member.exact = member.rebuilt = None
         outputs = []
@@ -147,9 +148,9 @@ class SimulatedGroup:
         return torch.cat(outputs, dim=1)
 
     def errors(self) -> tuple[float, ...]:
-        """Squared error of what the last run rebuilt, as a share of its energy, over all layers: of each part of z.
+        """Compute the relative squared error of the last run's rebuilt tokens, over all layers, for each part of z.
 
-        The parts are keys before norm and rotation, and values; 0 where no block was complete.
+        The parts are keys before norm and rotation, and values; for MLA the latent. 0 if no block was complete.
         """
         widths = self.members[0].parts
         sums = []
@@ -169,12 +170,12 @@ class SimulatedGroup:
 
 
 class SimulatedMember(nn.Module):
-    """Stands in for one attention module of a group; takes a prompt in blocks.
+    """Surrogate module for the attention of one layer of a group; takes a prompt in blocks.
 
     Attributes:
-        block: C.
-        exact: z of all tokens so far [B, S, n].
-        rebuilt: ẑ of those in complete blocks [B, S', n], None before the first.
+        block: C, tokens per block.
+        exact: z of all tokens so far, [B, S, n].
+        rebuilt: ẑ of the tokens in complete blocks, [B, S', n]; None before the first.
     """
 
     def __init__(self, block: int, sinks: int, window: int):
@@ -189,11 +190,11 @@ class SimulatedMember(nn.Module):
         raise NotImplementedError
 
     def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Adds z of a block [B, T, n].
+        """Append z of a block [B, T, n].
 
         Returns:
-            Tokens that are read, rebuilt ones first [B, S' + S, n], their positions, and which each query sees,
-            bool [T, S' + S].
+            Tokens that attention reads, rebuilt ones first, [B, S' + S, n]; their positions [S' + S]; and the mask of
+            visible tokens, bool [T, S' + S].
         """
         self.exact = tokens if self.exact is None else torch.cat([self.exact, tokens], dim=1)
         count = self.exact.shape[1]
@@ -208,7 +209,7 @@ class SimulatedMember(nn.Module):
 
 
 class SimulatedKeysValues(SimulatedMember):
-    """A member whose z are bias-free keys and values."""
+    """Surrogate attention whose z are bias-free keys and values."""
 
     def __init__(self, source: AttentionAnatomy, block: int, sinks: int, window: int):
         super().__init__(block, sinks, window)
@@ -216,7 +217,7 @@ class SimulatedKeysValues(SimulatedMember):
 
     @property
     def parts(self) -> list[int]:
-        """Numbers of dims of all keys and of all values."""
+        """Width of all keys and of all values."""
         return [self.source.k.shape[:2].numel(), self.source.v.shape[:2].numel()]
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
@@ -230,7 +231,7 @@ class SimulatedKeysValues(SimulatedMember):
         return output(source, source.softmax.mix(*heads, visible).transpose(1, 2), hidden_states), None
 
     def _key_value(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, normalized and not yet rotated, and values [B, S, G, ·] of tokens [B, S, n]."""
+        """Compute keys, normalized and not yet rotated, and values, both [B, S, G, ·], from tokens [B, S, n]."""
         source = self.source
         keys, values = (part.unflatten(-1, (source.kv_heads, -1)) for part in tokens.split(self.parts, dim=-1))
         keys = keys if source.k_bias is None else keys + source.k_bias
@@ -239,7 +240,7 @@ class SimulatedKeysValues(SimulatedMember):
 
 
 class SimulatedLatents(SimulatedMember):
-    """A member that is MLA, whose z are its latents after their norm; rotary keys are read as they are."""
+    """Surrogate MLA whose z are the latents after their norm; rotary keys stay exact."""
 
     def __init__(self, source: LatentAnatomy, block: int, sinks: int, window: int):
         super().__init__(block, sinks, window)
@@ -248,7 +249,7 @@ class SimulatedLatents(SimulatedMember):
 
     @property
     def parts(self) -> list[int]:
-        """Number of dims of the latent."""
+        """Width of the latent."""
         return [self.source.rank]
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:

@@ -1,6 +1,7 @@
-"""Groups of KV heads: moments, maps that make one head of each, the search for the cheapest groups.
+"""Grouping of KV heads: moments, maps that merge a group into one head, and the search for the cheapest groups.
 
-The error of every map has a closed form in the second moments, ``tr M (1 - P) C (1 - P)^H`` with P what is read back.
+The error of every map has a closed form in the second moments, ``tr M (1 - P) C (1 - P)^H``, where P is the map down
+and back up.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from surgery.transforms.key_basis import frequency_blocks
 
 Group = tuple[int, ...]
 
-# Eight heads in pairs are 105 partitions of 28 groups, in fours 35 of 70: all of them can be tried.
+# Eight heads have 105 partitions into pairs (28 groups) and 35 into fours (70 groups), few enough to try all.
 EXACT_PARTITIONS = 105
 METRIC_DAMPING = 1e-6
 PROCRUSTES_ROUNDS = 30
@@ -30,7 +31,7 @@ PROCRUSTES_ROUNDS = 30
 
 @dataclass(frozen=True)
 class GroupMoments:
-    """Second moments and metrics of the n heads of a group (or of all), float64 and complex128."""
+    """Second moments and metrics of n heads, a group or all of a layer; float64 and complex128."""
 
     key: Tensor  # [d/2, n, n] complex, E[z z^H] of the key pairs
     key_metric: Tensor  # [d/2, n, n] complex: the error of keys is Σ_l δ_l^H M_l δ_l
@@ -38,7 +39,7 @@ class GroupMoments:
     value_metric: Tensor  # [n, e, n, e]
 
     def of(self, group: Group) -> GroupMoments:
-        """Return the moments of some heads."""
+        """Select the moments of a group of heads."""
         index = torch.tensor(group)
         rows, columns = index[:, None], index
         return GroupMoments(
@@ -49,12 +50,12 @@ class GroupMoments:
         )
 
     def flat_values(self) -> tuple[Tensor, Tensor]:
-        """Moment and metric of the values side by side, [n e, n e] each."""
+        """Return moment and metric of the concatenated values, [n e, n e] each."""
         size = self.value.shape[0] * self.value.shape[1]
         return self.value.reshape(size, size), self.value_metric.reshape(size, size)
 
     def errors(self, maps: GroupMaps) -> tuple[float, float]:
-        """Expected error of keys and of values in the metrics when each head reads what the maps leave of it."""
+        """Compute the expected errors of keys and values in the metrics after the maps merge the heads."""
         key_map = maps.key_up[..., None] * maps.key_down[:, None]
         value, metric = self.flat_values()
         return (
@@ -74,11 +75,14 @@ class GroupMaps:
 
 
 def moments_of_heads(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, weighted: bool) -> GroupMoments:
-    """Moments of all heads of a layer and their metrics.
+    """Compute the moments and metrics of all heads of a layer.
 
-    Weighted: the second moments of the loss gradients, or where there are none the energies that meet keys and values,
-    those of the queries and ``W_oᵀ W_o``. Otherwise plain errors. Keys and values have a common unit, the loss, with
-    gradients only; without, both metrics are scaled so that errors are shares.
+    Args:
+        weighted: use the second moments of the loss gradients as metrics. Without gradients, keys are weighted by the
+            energy of the queries and values by ``W_oᵀ W_o``. False: plain errors.
+
+    Only with gradients do keys and values share a unit, the loss. Otherwise both metrics are scaled so that errors are
+    relative.
     """
     groups, width = anatomy.kv_heads, anatomy.value_dim
     keys = groups * anatomy.head_dim
@@ -90,7 +94,7 @@ def moments_of_heads(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, 
     key = frequency_blocks(statistics.keys(moment, anatomy))
     value = values_of(moment)
     if weighted and statistics.metric is not None:
-        # Half: (g . δ)² of real pairs is |conj(g) δ|² / 2 on average over phases.
+        # Halved: averaged over phases, (g . δ)² of real pairs is |conj(g) δ|² / 2.
         key_metric = frequency_blocks(statistics.keys(statistics.metric, anatomy)) / 2
         return GroupMoments(key, key_metric, value, values_of(statistics.metric))
     key_metric = torch.eye(groups, dtype=key.dtype).expand_as(key)
@@ -107,13 +111,13 @@ def moments_of_heads(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, 
 
 
 def low_rank_maps(moments: GroupMoments) -> GroupMaps:
-    """The least error in the metric: rank 1 over the heads at each frequency for keys, rank e for values.
+    """Compute the maps of least error in the metric: rank 1 per frequency for keys, rank e for values.
 
-    With ``M^{1/2} C M^{1/2} = U Σ² U^H`` the best map of rank r is ``M^{-1/2} U_r U_r^H M^{1/2}``, and what it loses
-    are the eigenvalues beyond r. Neither a bias nor a mean needs care: ``C`` is uncentered.
+    With ``M^{1/2} C M^{1/2} = U Σ² U^H`` the best map of rank r is ``M^{-1/2} U_r U_r^H M^{1/2}``, and its error is the
+    sum of the eigenvalues beyond r. ``C`` is uncentered, so biases and means need no extra term.
 
-    The split into ``down`` and ``up`` is free. It is chosen so that the factors of a group are 1 on average (root mean
-    square for keys, ``Σ up_gᵀ up_g = n`` for values): merged weights are about as large as the source's.
+    The split into ``down`` and ``up`` is free. Factors of a group are scaled to 1 on average (root mean square for
+    keys, ``Σ up_gᵀ up_g = n`` for values), so that merged weights are about as large as the source's.
     """
     heads, width = moments.value.shape[:2]
     root, inverse_root = psd_powers(damp(moments.key_metric, METRIC_DAMPING), (0.5, -0.5))
@@ -121,7 +125,7 @@ def low_rank_maps(moments: GroupMoments) -> GroupMaps:
     first = vectors[..., :1]
     key_down, key_up = (first.mH @ root)[..., 0, :], (inverse_root @ first)[..., 0]
     scale = key_up.abs().square().mean(-1, keepdim=True).sqrt()
-    # The phase is free too; with this one, heads that agree are not turned.
+    # The phase is free too; this choice leaves heads that agree unrotated.
     scale = torch.polar(scale, key_up.sum(-1, keepdim=True).angle())
     value, metric = moments.flat_values()
     down, up, _ = reduced_rank_projection(value, damp(metric, METRIC_DAMPING), width)
@@ -135,7 +139,7 @@ def low_rank_maps(moments: GroupMoments) -> GroupMaps:
 
 
 def mean_maps(moments: GroupMoments) -> GroupMaps:
-    """Every head reads the mean of all."""
+    """Compute the maps with which every head reads the mean of the group (mean pooling)."""
     heads, width = moments.value.shape[:2]
     ones = torch.ones(moments.key.shape[:2], dtype=moments.key.dtype)
     eye = torch.eye(width, dtype=moments.value.dtype).expand(heads, -1, -1)
@@ -143,10 +147,10 @@ def mean_maps(moments: GroupMoments) -> GroupMaps:
 
 
 def procrustes_maps(moments: GroupMoments) -> GroupMaps:
-    """Every head reads the mean of all after turning it to itself.
+    """Compute the maps with which every head reads the mean of the aligned heads, rotated back to itself.
 
-    Generalized Procrustes: the turn of each head towards the mean and the mean of the turned heads, in turns. A head's
-    keys are turned by a phase per frequency, its values by an orthogonal matrix (reflections included).
+    Generalized Procrustes: alternate between aligning each head with the mean and averaging the aligned heads. Keys
+    are aligned by a phase per frequency, values by an orthogonal matrix (reflections included).
     """
     heads = len(moments.value)
     _, vectors = eigh_descending(moments.key)
@@ -161,7 +165,7 @@ def procrustes_maps(moments: GroupMoments) -> GroupMaps:
 
 
 def reorder_kv_heads(anatomy: AttentionAnatomy, order: Group) -> AttentionAnatomy:
-    """Return the layer with its KV heads in another order, query heads and columns of ``o`` with them."""
+    """Reorder the KV heads of a layer, together with their query heads and the columns of ``o``."""
     repeat = anatomy.heads // anatomy.kv_heads
     kv = torch.tensor(order, device=anatomy.k.device)
     query = (kv[:, None] * repeat + torch.arange(repeat, device=kv.device)).flatten()
@@ -183,7 +187,7 @@ def reorder_kv_heads(anatomy: AttentionAnatomy, order: Group) -> AttentionAnatom
 
 
 def apply_maps(anatomy: AttentionAnatomy, groups: tuple[Group, ...], maps: list[GroupMaps]) -> AttentionAnatomy:
-    """Applies the maps of every group to the weights. A bias is one more input channel, which is always 1."""
+    """Apply the maps of every group to the weights. A bias is treated as an input channel that is always 1."""
     ordered = reorder_kv_heads(anatomy, sum(groups, ()))
     shape = (len(groups), len(groups[0]))
     key_down, key_up, value_down, value_up = (
@@ -204,30 +208,30 @@ def apply_maps(anatomy: AttentionAnatomy, groups: tuple[Group, ...], maps: list[
 
 
 def affine(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Weight [h, d, D] and bias [h, d] as one [h, d, D + 1]; the weight alone if there is no bias."""
+    """Append the bias [h, d] to the weight [h, d, D] as a column, [h, d, D + 1]; without a bias return the weight."""
     return weight if bias is None else torch.cat([weight, bias[..., None]], dim=-1)
 
 
 def adjacent_groups(heads: int, size: int) -> tuple[Group, ...]:
-    """Neighbors together, as checkpoints number their heads: ``((0, 1), (2, 3), ...)``."""
+    """Group neighboring heads, in the checkpoint's order: ``((0, 1), (2, 3), ...)``."""
     return tuple(tuple(range(first, first + size)) for first in range(0, heads, size))
 
 
 def cheapest_groups(heads: int, size: int, cost: Callable[[Group], float]) -> tuple[Group, ...]:
-    """The partition of ``range(heads)`` into groups of ``size`` with the least sum of costs.
+    """Partition ``range(heads)`` into groups of ``size`` with the least sum of costs.
 
-    Few heads: every partition is tried. Many: the cost of a group is taken for the sum over its pairs (the cost itself
-    where groups are pairs), groups are filled greedily, and heads of two groups change places as long as that helps.
-    Then the result is no worse than neighbors in those terms, and not always the best.
+    With few heads, every partition is tried. With many, the cost of a group is approximated by the sum over its pairs
+    (exact for pairs), groups are filled greedily, and heads are swapped between groups until no swap helps. That result
+    is no worse than neighboring heads in the approximate cost, but need not be optimal.
 
     Args:
-        cost: of merging an ascending group; asked once for each.
+        cost: cost of merging a group, whose heads ascend; called once per group.
 
     Returns:
         Ascending groups, ordered by their first head.
 
     Raises:
-        ValueError: the size does not divide the heads.
+        ValueError: ``size`` does not divide ``heads``.
     """
     if size < 1 or heads % size:
         raise ValueError(f"{heads} heads do not divide into groups of {size}")
@@ -248,12 +252,12 @@ def cheapest_groups(heads: int, size: int, cost: Callable[[Group], float]) -> tu
 
 
 def partition_count(heads: int, size: int) -> int:
-    """Number of partitions of so many heads into groups of one size."""
+    """Count the partitions of ``heads`` heads into groups of ``size``."""
     return prod(comb(rest - 1, size - 1) for rest in range(heads, 0, -size))
 
 
 def partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:
-    """All partitions of ``heads`` into groups of one size, each once."""
+    """Yield all partitions of ``heads`` into groups of ``size``, each once."""
     if not heads:
         yield ()
         return
@@ -265,7 +269,7 @@ def partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:
 
 
 def _greedy(heads: int, size: int, cost: Callable[[Group], float]) -> tuple[Group, ...]:
-    """Fills one group after the other: the cheapest pair that is left, then what adds least to it."""
+    """Fill groups one after the other: start with the cheapest remaining pair, then add the cheapest heads."""
     remaining, groups = set(range(heads)), []
     while remaining:
         group = min(combinations(sorted(remaining), 2), key=cost)
@@ -279,7 +283,7 @@ def _greedy(heads: int, size: int, cost: Callable[[Group], float]) -> tuple[Grou
 
 
 def _swapped(groups: list[Group], cost: Callable[[Group], float]) -> list[Group]:
-    """Exchanges heads between two groups until no exchange helps."""
+    """Swap heads between groups until no swap helps."""
     improved = True
     while improved:
         improved = False
@@ -288,19 +292,19 @@ def _swapped(groups: list[Group], cost: Callable[[Group], float]) -> list[Group]
                 first, second = list(groups[a]), list(groups[b])
                 first[i], second[j] = second[j], first[i]
                 before = cost(groups[a]) + cost(groups[b])
-                # A margin: rounding must not make two exchanges follow each other forever.
+                # The margin keeps rounding from alternating two swaps forever.
                 if cost(tuple(first)) + cost(tuple(second)) < before * (1 - 1e-9):
                     groups[a], groups[b], improved = tuple(first), tuple(second), True
     return groups
 
 
 def _error(moment: Tensor, metric: Tensor, projection: Tensor) -> float:
-    """``E (z - P z)^H M (z - P z)`` summed over a batch of [n, n] matrices."""
+    """Compute ``E (z - P z)^H M (z - P z)``, summed over a batch of [n, n] matrices."""
     rest = torch.eye(moment.shape[-1], dtype=moment.dtype) - projection
     return float((metric * (rest @ moment @ rest.mH).mT).sum().real)
 
 
 def _polar(matrix: Tensor) -> Tensor:
-    """The orthogonal matrices nearest to ``matrix`` [..., e, e]."""
+    """Compute the nearest orthogonal matrices to ``matrix`` [..., e, e]."""
     u, _, vh = torch.linalg.svd(matrix)
     return u @ vh

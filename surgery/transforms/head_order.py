@@ -1,6 +1,6 @@
-"""A layer's attention heads in another order: the same function, bit for bit, with rows and columns moved.
+"""Reordering of a layer's attention heads: permutes rows and columns, and leaves the function unchanged bit for bit.
 
-DuoAttention (arXiv:2410.10819) stores retrieval heads before streaming ones, so that a layer's two caches are two
+DuoAttention (arXiv:2410.10819) stores retrieval heads before streaming heads, so that the two caches of a layer are two
 slices. Query heads move with their KV head.
 """
 
@@ -15,14 +15,14 @@ ROWS, COLUMNS = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 
 
 def permute_heads(tensors: Mapping[str, Tensor], order: Sequence[int]) -> dict[str, Tensor]:
-    """A layer's attention tensors, by their names within it, with KV head ``order[i]`` at place i.
+    """Move KV head ``order[i]`` to index i in a layer's attention tensors, which are keyed by their names in the layer.
 
-    Rows of ``q_proj``, ``k_proj`` and ``v_proj`` (weights [G·n, D], biases [G·n]), weights of norms over all heads
-    [G·n] and columns of ``o_proj.weight`` [D, G·n] move, n of them with each KV head. Whatever else there is, as norms
-    of each head, is the same for all.
+    Permutes rows of ``q_proj``, ``k_proj`` and ``v_proj`` (weights [G·n, D], biases [G·n]), weights of norms over all
+    heads [G·n] and columns of ``o_proj.weight`` [D, G·n], n of them per KV head. Other tensors, such as norms of each
+    head, are shared by all heads and stay unchanged.
 
     Raises:
-        ValueError: ``order`` is no order of as many heads as the tensors can have.
+        ValueError: ``order`` is not a permutation.
     """
     if sorted(order) != list(range(len(order))):
         raise ValueError(f"{list(order)} is no order of {len(order)} heads")
@@ -38,6 +38,6 @@ def permute_heads(tensors: Mapping[str, Tensor], order: Sequence[int]) -> dict[s
 
 
 def _over_all_heads(module: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether a tensor is the weight of a norm as wide as all queries or keys together."""
+    """Return whether a tensor is the weight of a norm over all query or key heads together."""
     normed = tensors.get(f"{module.removesuffix('_norm')}_proj.weight")
     return module.endswith("_norm") and normed is not None and tensor.numel() == len(normed)

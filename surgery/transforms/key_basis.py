@@ -1,4 +1,4 @@
-"""Changes of basis of the wide key space (all KV heads side by side), in the complex commutant of RoPE.
+"""Changes of basis that commute with RoPE, for the concatenated keys of all KV heads.
 
 RoPE multiplies the pair of frequency ``l`` in every head by the same phase, so any complex-linear map over the heads of
 one frequency commutes with it. With ``k' = T_l k`` and ``q' = T_l^{-H} q`` all scores stay unchanged.
@@ -18,48 +18,48 @@ from surgery.transforms.algebra import damp, eigh_descending, psd_powers
 
 @dataclass(frozen=True)
 class KeyBasis:
-    """Components of the keys and the queries that meet them.
+    """Basis of key components, with the dual basis for queries.
 
-    ``Σ_p Re(conj(q'_p) k'_p)`` over all components equals the score of unrotated queries and keys, and with each
-    component rotated at its frequency the score of rotated ones (exactly, where a component draws on one frequency).
+    ``Σ_p Re(conj(q'_p) k'_p)`` over all components equals the score of unrotated queries and keys. With each component
+    rotated at its frequency it is the score of rotated ones, exactly if every component mixes a single frequency only.
     """
 
     key: Tensor  # [P, G, d/2], complex128
     query: Tensor  # [P, G, d/2], complex128
-    frequency: Tensor  # [P], index of the frequency at which a component turns if it keeps its rotation
+    frequency: Tensor  # [P], index of the frequency of a component that keeps RoPE
 
     @property
     def components(self) -> int:
         return self.key.shape[0]
 
     def key_rows(self, components: Tensor) -> Tensor:
-        """Real rows [2 n, G d] that compute the given components from half-split keys: real parts, then imaginary."""
+        """Return real rows [2 n, G d] that compute components from half-split keys: real parts, then imaginary."""
         return _real_rows(self.key[components])
 
     def dual_rows(self, components: Tensor) -> Tensor:
-        """Return :meth:`key_rows` for the query side, in which gradients with respect to the components live."""
+        """Return :meth:`key_rows` of the query side, for gradients with respect to the components."""
         return _real_rows(self.query[components])
 
     def query_columns(self, components: Tensor, heads: int) -> Tensor:
-        """Real columns [H, d, 2 n] that turn each head's half-split query into the given components."""
+        """Return real columns [H, d, 2 n] that compute the components from each head's half-split query."""
         groups = self.query.shape[1]
         rows = torch.stack([_real_rows(self.query[components, g : g + 1]) for g in range(groups)])  # [G, 2n, d]
         return rows.mT.repeat_interleave(heads // groups, dim=0)
 
 
 def identity_basis(groups: int, pairs: int) -> KeyBasis:
-    """Every head's own pairs, unmixed; component ``g * pairs + l``."""
+    """Return the basis of unmixed pairs; component ``g * pairs + l`` is pair l of head g."""
     eye = torch.eye(groups * pairs, dtype=torch.complex128).view(-1, groups, pairs)
     return KeyBasis(eye, eye, torch.arange(pairs).repeat(groups))
 
 
 def energy_basis(moment: Tensor, metric: Tensor | None) -> KeyBasis:
-    """Components of decreasing metric-weighted energy at each frequency; component ``c * pairs + l``.
+    """Compute components of descending metric-weighted energy at each frequency; component ``c * pairs + l``.
 
     With ``C_l = E[z z^H]`` and a metric ``M_l`` (the Fisher information ``E[g g^H]`` of the keys), the eigenvectors W
     of ``M^{1/2} C M^{1/2}`` give ``T = W^H M^{1/2}`` and ``S = T^{-H} = W^H M^{-1/2}``; the eigenvalues are the
-    loss-weighted energies. Without a metric this is complex PCA, whose restriction to real rotations is TransMLA's
-    RoRoPE (arXiv 2502.07864, section 4.2): :func:`folded_basis` of one frequency.
+    loss-weighted energies. Without a metric this is complex PCA. Restricted to real rotations it is TransMLA's RoRoPE
+    (arXiv 2502.07864, section 4.2), which is :func:`folded_basis` with ``fold = 1``.
 
     Args:
         moment: second moment of the half-split keys, [G, d, G, d], float64.
@@ -79,19 +79,18 @@ def energy_basis(moment: Tensor, metric: Tensor | None) -> KeyBasis:
 
 
 def folded_basis(moment: Tensor, fold: int, kept_pairs: int) -> KeyBasis:
-    """TransMLA's FreqFold: real PCA over ``fold`` neighboring frequencies taken for one (arXiv 2502.07864, 4.3).
+    """Compute TransMLA's FreqFold: real PCA over ``fold`` neighboring frequencies as one (arXiv 2502.07864, 4.3).
 
-    Mixing frequencies is an approximation wherever fold > 1. The first ``fold * kept_pairs / pairs`` components of each
-    fold keep RoPE, spread over the fold's own frequencies; they come first, in the order of their frequencies, and
-    the others follow.
+    Mixing frequencies is an approximation if ``fold > 1``. The first ``fold * kept_pairs / pairs`` components of each
+    fold keep RoPE, spread over the frequencies of the fold. They come first, ordered by frequency; the others follow.
 
     Args:
         moment: second moment of the half-split keys, [G, d, G, d].
-        fold: how many neighboring frequencies are treated as one.
-        kept_pairs: how many components will keep their rotation in all, ρ/2.
+        fold: number of neighboring frequencies that are treated as one.
+        kept_pairs: total number of components that keep RoPE, ρ/2.
 
     Raises:
-        ValueError: the fold does not divide the frequencies, or the kept components, evenly.
+        ValueError: ``fold`` does not divide the frequencies or the kept components evenly.
     """
     groups, dim = moment.shape[:2]
     pairs = dim // 2
@@ -116,7 +115,7 @@ def folded_basis(moment: Tensor, fold: int, kept_pairs: int) -> KeyBasis:
 
 
 def frequency_blocks(moment: Tensor) -> Tensor:
-    """Hermitian second moments ``E[z_g conj(z_h)]`` at each frequency, [d/2, G, G], from real ones [G, d, G, d]."""
+    """Convert real second moments [G, d, G, d] to Hermitian ``E[z_g conj(z_h)]`` at each frequency, [d/2, G, G]."""
     groups, dim = moment.shape[:2]
     split = moment.view(groups, 2, dim // 2, groups, 2, dim // 2).diagonal(dim1=2, dim2=5)  # [G, 2, G, 2, l]
     re_re, re_im, im_re, im_im = split[:, 0, :, 0], split[:, 0, :, 1], split[:, 1, :, 0], split[:, 1, :, 1]
@@ -124,7 +123,7 @@ def frequency_blocks(moment: Tensor) -> Tensor:
 
 
 def _spread(per_frequency: Tensor) -> Tensor:
-    """Coefficients [l, c, G] of one frequency each as components [c * l, G, l], component ``c * pairs + l``."""
+    """Expand per-frequency coefficients [l, c, G] to components [c * l, G, l]; component ``c * pairs + l``."""
     pairs, count, groups = per_frequency.shape
     spread = per_frequency.new_zeros(count, pairs, groups, pairs)
     frequency = torch.arange(pairs)
@@ -133,7 +132,7 @@ def _spread(per_frequency: Tensor) -> Tensor:
 
 
 def _real_rows(coefficients: Tensor) -> Tensor:
-    """Complex functionals [n, G, l] of half-split heads as real rows [2 n, G d]: all real parts, then all imaginary."""
+    """Convert complex functionals [n, G, l] of half-split heads to real rows [2 n, G d]: real parts, then imaginary."""
     real, imag = coefficients.real, coefficients.imag
     re_rows = torch.cat([real, -imag], dim=-1)  # of (re x, im x) per head
     im_rows = torch.cat([imag, real], dim=-1)

@@ -1,11 +1,11 @@
 """Key-driven GQA: KV heads with larger keys are read by more query heads (arXiv 2408.08454, section 3).
 
-Heads are mean-pooled, and then the query heads are dealt to the KV heads in order, in numbers proportional to the norms
-of the pooled keys. A query head may so come to read a key that its own was no part of, which nothing repairs without
-training: this is for comparison with the paper.
+Heads are mean-pooled. Then query heads are assigned to KV heads in order, their number proportional to the norm of the
+pooled keys. A query head may end up with a pooled key that its original key is not part of; only training can repair
+that. The method is for comparison with the paper.
 
-Stock classes give every KV head equally many query heads. Smaller groups are filled up with query heads whose weights
-in W_q and W_o are zero: they put out nothing.
+Stock classes give every KV head equally many query heads. Smaller groups are padded with query heads whose weights in
+W_q and W_o are zero, so their output is zero.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from surgery.transforms.allocation import proportional
 
 
 def pooled_key_norms(anatomy: AttentionAnatomy, statistics: LayerStatistics, kv_heads: int) -> Tensor:
-    """Root mean square norms [kv_heads] of the means of neighboring heads' keys, before the rotation.
+    """Compute root mean square norms [kv_heads] of mean-pooled keys of neighboring heads, before RoPE.
 
     Args:
-        anatomy: of the source's layer, whose KV heads ``kv_heads`` divides.
+        anatomy: the source layer; ``kv_heads`` divides its KV heads.
     """
     size = anatomy.kv_heads // kv_heads
     products = statistics.keys(statistics.moment, anatomy).diagonal(dim1=1, dim2=3).sum(-1)  # [G, G], E k_g . k_h
@@ -35,7 +35,7 @@ def pooled_key_norms(anatomy: AttentionAnatomy, statistics: LayerStatistics, kv_
 
 
 def deal_queries(norms: Tensor, heads: int) -> list[int]:
-    """Return how many of ``heads`` query heads each KV head gets: in proportion to the norms [G'], one at least.
+    """Split ``heads`` query heads over the KV heads in proportion to the norms [G'], at least one each.
 
     Raises:
         SurgeryError: there are fewer query heads than KV heads.
@@ -44,12 +44,12 @@ def deal_queries(norms: Tensor, heads: int) -> list[int]:
 
 
 def padded_group(largest: int, kv_heads: int, hidden: int) -> int:
-    """The size of groups that holds ``largest`` query heads and makes all heads divide the hidden size.
+    """Compute the least group size, from ``largest`` on, with which the number of query heads divides the hidden size.
 
-    Some families' configs insist on the latter, whatever the width of their heads.
+    Configs of several families require the latter, whatever the head width.
 
     Raises:
-        SurgeryError: there is none.
+        SurgeryError: there is no such size.
     """
     for size in range(largest, hidden // kv_heads + 1):
         if hidden % (kv_heads * size) == 0:
@@ -58,11 +58,11 @@ def padded_group(largest: int, kv_heads: int, hidden: int) -> int:
 
 
 def pad_groups(anatomy: AttentionAnatomy, counts: Sequence[int], size: int) -> AttentionAnatomy:
-    """The layer in which KV head i is read by the next ``counts[i]`` query heads, and by silent ones up to ``size``.
+    """Assign the next ``counts[i]`` query heads to KV head i and pad each group with zero heads to ``size``.
 
     Args:
-        anatomy: as many KV heads as there are counts, which sum to its query heads.
-        size: of every group of the result.
+        anatomy: a layer with ``len(counts)`` KV heads and ``sum(counts)`` query heads.
+        size: query heads per group of the result.
     """
     places = torch.tensor(
         [i * size + j for i, count in enumerate(counts) for j in range(count)], device=anatomy.q.device

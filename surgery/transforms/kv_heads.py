@@ -1,9 +1,9 @@
-"""Fewer KV heads: groups of KV heads become one each, and the result is a plain checkpoint of the source's family.
+"""Merging of KV heads: each group becomes one head, and the result is a plain checkpoint of the source's family.
 
 RoPE multiplies the pair of frequency ``l`` of every head by one phase, so heads may be mixed by a complex number per
 head and frequency. A group of heads g keeps one shared key ``b_l = Σ_g down_{g,l} k_{g,l}``, and head g reads it as
-``up_{g,l} b_l``: as ``Re(conj(q) up b) = Re(conj(conj(up) q) b)``, the factor goes into the query pair, before or after
-rotation alike. Values are mixed by real matrices, ``v' = down v`` read as ``up_g v'``, and ``up_g`` goes into W_o.
+``up_{g,l} b_l``. Since ``Re(conj(q) up b) = Re(conj(conj(up) q) b)``, the factor is merged into the query pair, before
+or after RoPE. Values are mixed by real matrices, ``v' = down v`` read as ``up_g v'``, and ``up_g`` is merged into W_o.
 
 A method is a choice of ``down`` and ``up``:
 
@@ -13,8 +13,8 @@ method       keys, per frequency          values                        groups
 fisher       rank 1 in the metric of the  rank e in the metric of the   cheapest
              loss gradients               loss gradients
 kv-heads     rank 1, plain error          rank e, plain error           adjacent
-procrustes   mean of heads turned to      mean of heads turned to       cheapest
-             agree (phases)               agree (orthogonal matrices)
+procrustes   mean of heads aligned by     mean of heads aligned by      cheapest
+             phases                       orthogonal matrices
 mean-pool    mean                         mean                          adjacent
 ============ ============================ ============================= =========
 
@@ -48,12 +48,12 @@ from surgery.transforms.head_grouping import (
 
 @dataclass(frozen=True)
 class Method:
-    """The choices of one named method.
+    """Definition of a named method.
 
     Attributes:
-        maps: from the moments of a group to its maps.
-        weighted: it works in the metric of the loss; otherwise in that of plain errors.
-        searches: it looks for the cheapest groups; otherwise it takes neighbors.
+        maps: function from the moments of a group to its maps.
+        weighted: whether it uses the metric of the loss instead of plain errors.
+        searches: whether it searches for the cheapest groups instead of merging neighbors.
     """
 
     maps: Callable[[GroupMoments], GroupMaps]
@@ -75,16 +75,16 @@ METHODS: Registry[Method] = Registry(
 
 @dataclass(frozen=True)
 class MergedLayer:
-    """A layer with fewer KV heads and the errors that are expected of it.
+    """Layer with fewer KV heads, and its predicted errors.
 
-    The errors are in the same metric for every method. With loss gradients in the statistics each is twice the loss
-    increase in nats per token that merging is expected to cost, to second order; without, a share of what the keys
-    add to the scores, and of what the values add to the output.
+    The errors use the same metric for every method. With loss gradients each is twice the predicted loss increase in
+    nats per token, to second order. Without gradients they are relative: to the energy of the scores for keys, and of
+    the output for values.
 
     Attributes:
-        anatomy: same shapes but for the number of KV heads; query heads stand in the order of ``groups``.
-        groups: the source's KV heads that each KV head stands for.
-        key_error, value_error: None where the query heads of a group read other keys than their own.
+        anatomy: the source's shapes, except for the number of KV heads; query heads are in the order of ``groups``.
+        groups: the source's KV heads that each KV head replaces.
+        key_error, value_error: None if the query heads of a group read keys that their original key is not part of.
     """
 
     anatomy: AttentionAnatomy
@@ -94,24 +94,24 @@ class MergedLayer:
 
 
 def unmerged(anatomy: AttentionAnatomy) -> MergedLayer:
-    """A layer that keeps all its KV heads, without error."""
+    """Wrap a layer that keeps all its KV heads, with zero error."""
     return MergedLayer(anatomy, adjacent_groups(anatomy.kv_heads, 1), 0.0, 0.0)
 
 
 def allocate_kv_heads(errors: Sequence[Mapping[int, float]], total: int) -> list[int]:
-    """The numbers of KV heads of all layers that have the least error together, by dynamic programming over layers.
+    """Allocate KV heads to layers with the least total error, by dynamic programming over layers.
 
-    Numbers of heads double at least from one choice to the next and need not save less each time, so taking the
-    largest savings first would not be optimal.
+    Taking the largest savings first would not be optimal: the number of heads at least doubles from one choice to the
+    next, and the savings need not descend.
 
     Args:
-        errors: a layer's predicted error by the number of heads it keeps, in a unit that all layers share.
-        total: heads of all layers together; they may be fewer where that is no worse.
+        errors: per layer, the predicted error by number of heads, in a unit that all layers share.
+        total: upper bound of the heads of all layers together; fewer are used if the error is no larger.
 
     Raises:
-        SurgeryError: the total is less than the layers need at least.
+        SurgeryError: ``total`` is less than the minima of the layers together.
     """
-    # The least error of the layers so far with exactly that many heads, and how many each layer has in it.
+    # By heads spent: the least error of the layers so far, and the heads of each layer.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for choices in errors:
         extended: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -129,18 +129,18 @@ def allocate_kv_heads(errors: Sequence[Mapping[int, float]], total: int) -> list
 def merge_kv_heads(
     anatomy: AttentionAnatomy, statistics: LayerStatistics, kv_heads: int, method: str = "fisher"
 ) -> MergedLayer:
-    """Merges the KV heads of a layer in groups of one size.
+    """Merge the KV heads of a layer in groups of equal size.
 
     Args:
-        anatomy: float64, on the CPU as the statistics are.
-        statistics: of this layer. Without gradients the method "fisher" weights keys by the energies of their queries
-            and values by ``W_oᵀ W_o`` (each output channel alike).
-        kv_heads: to keep; must divide the source's number.
-        method: one of ``METHODS``.
+        anatomy: the layer, float64 on the CPU like the statistics.
+        statistics: statistics of this layer. Without gradients, the method "fisher" weights keys by the energies of
+            their queries and values by ``W_oᵀ W_o``.
+        kv_heads: number of heads to keep, a divisor of the source's.
+        method: a key of ``METHODS``.
 
     Raises:
-        SurgeryError: an unknown method, a number of heads that does not divide the source's, or a layer that
-            normalizes its keys or queries: the factors of a merge stand after the norm, where no weight is.
+        SurgeryError: an unknown method, a number of heads that does not divide the source's, or a layer with a query
+            or key norm: the factors of a merge would have to apply after the norm, where there is no weight.
     """
     if method not in METHODS:
         raise SurgeryError(

@@ -1,14 +1,14 @@
-"""The form that every MLA conversion takes, exact or lossy, and its simulation.
+"""Latent form of an attention layer, the result of every MLA conversion, and its simulation.
 
 An attention layer in latent form caches one latent ``c`` [r] and one shared rotary key [ρ] per token:
 
     [c ; k_rope] = down x + down_bias                              cached (k_rope after rotation)
-    query_h      = q_h @ query_up[h]                               q_h: the source's own query, unrotated
+    query_h      = q_h @ query_up[h]                               q_h: the source's query before RoPE
     logit_h(m,n) = scale * (query_h[:r] . c_n + rot(query_h[r:], m) . rot(k_rope, n)) * key_gain
     output       = Σ_h o_h value_up[h] Σ_n p_h(m,n) c_n
 
 Merging the heads of a GQA layer into this form is exact (ρ = G d, r = G e); every step after it changes the basis or
-drops columns. Rotary pairs of the latent form are half-split: (i, i + ρ/2) turns with ``inv_freq[i]``.
+drops columns. Rotary pairs of the latent form are half-split: (i, i + ρ/2) has the frequency ``inv_freq[i]``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from surgery.transforms.row_quantizer import Read
 
 
 def interleaving(rope_dim: int) -> Tensor:
-    """Return the position of row j of an interleaved layout in the half-split one."""
+    """Return, for each row of an interleaved layout, its index in the half-split layout."""
     return torch.arange(rope_dim).view(2, -1).T.flatten()
 
 
@@ -50,15 +50,15 @@ class LatentLayer:
         return 2 * len(self.inv_freq)
 
     def neighboring(self) -> Tensor:
-        """Return the channels [r + ρ] in the order of the custom model class, whose rotary pairs are neighbors."""
+        """Return the channel order [r + ρ] of the custom model class, which interleaves rotary pairs."""
         return torch.cat([torch.arange(self.rank), self.rank + interleaving(self.rope_dim)])
 
     def to(self, *args, **kwargs) -> LatentLayer:
-        """A copy with every tensor but ``inv_freq`` moved or cast."""
+        """Return a copy with every tensor but ``inv_freq`` moved or cast."""
         return moved(self, *args, **kwargs)
 
     def rescaled(self, latent: float, rope_key: float) -> LatentLayer:
-        """Return the same function with latents and rotary keys times these factors, exact for powers of two."""
+        """Scale latents and rotary keys without changing the function, exactly for powers of two."""
         rank, width = self.rank, len(self.down)
         factors = torch.full((width,), latent, dtype=self.down.dtype, device=self.down.device)
         factors[rank:] = rope_key
@@ -71,10 +71,11 @@ class LatentLayer:
         )
 
     def compress(self, x: Tensor, read: Read | None = None) -> tuple[Tensor, Tensor]:
-        """Compress inputs ``x`` [B, T, D] to what attention reads: latents [B, T, r] and rotated keys [B, T, ρ].
+        """Compress inputs ``x`` [B, T, D] to latents [B, T, r] and rotated keys [B, T, ρ].
 
         Args:
-            read: what a cache gives back of [B, T, r + ρ] that it keeps before the rotation; itself if None.
+            read: maps the cached values [B, T, r + ρ], before RoPE, to the values that a lossy cache returns; None for
+                a lossless cache.
         """
         cached = nn.functional.linear(x, self.down, self.down_bias)
         cached = cached if read is None else read(cached)
@@ -82,13 +83,13 @@ class LatentLayer:
         return latent, rotate(rope_key[:, :, None], self._phase(x))[:, :, 0]
 
     def queries(self, x: Tensor) -> Tensor:
-        """Absorbed queries [B, T, H, r + ρ], the last ρ rotated."""
+        """Compute absorbed queries [B, T, H, r + ρ], the last ρ channels rotated."""
         query = torch.einsum("bthd,hdc->bthc", self.source.project_queries(x), self.query_up)
         content, rope = query.split([self.rank, self.rope_dim], dim=-1)
         return torch.cat([content, rotate(rope, self._phase(x))], dim=-1)
 
     def attend(self, x: Tensor, read: Read | None = None) -> Tensor:
-        """Mixed head values [B, T, H, e] of a causal prompt, before the output projection.
+        """Compute attention outputs per head [B, T, H, e] of a causal prompt, before the output projection.
 
         ``read`` as for :meth:`compress`.
         """
@@ -101,9 +102,9 @@ class LatentLayer:
         return torch.einsum("bhtr,her->bthe", attn_output, self.value_up)
 
     def _keys_and_values(self, latent: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [B, H, T, r + ρ] and values [B, H, T, r] of a cached latent [B, 1, T, r], one for all heads.
+        """Expand a latent [B, 1, T, r] to keys [B, H, T, r + ρ] and values [B, H, T, r].
 
-        Next to it are rotated keys and, after a key norm, every head's gain: [B, 1, T, ρ (+ G)].
+        ``positional`` [B, 1, T, ρ (+ G)] holds rotated keys and, for layers with a key norm, the gain of every head.
         """
         key = torch.cat([latent, positional[..., : self.rope_dim]], dim=-1)
         if positional.shape[-1] > self.rope_dim:
@@ -112,7 +113,7 @@ class LatentLayer:
         return key, latent.expand(-1, self.source.heads, -1, -1)
 
     def forward(self, x: Tensor, read: Read | None = None) -> Tensor:
-        """The layer's output [B, T, D] for a causal prompt; ``read`` as for :meth:`compress`."""
+        """Compute the layer's output [B, T, D] for a causal prompt; ``read`` as for :meth:`compress`."""
         out = torch.einsum("bthe,xhe->btx", self.source.gated(self.attend(x, read), x), self.o)
         return out if self.source.o_bias is None else out + self.source.o_bias
 
@@ -121,10 +122,10 @@ class LatentLayer:
 
 
 class SimulatedAttention(nn.Module):
-    """Stands in for a transformers attention module and computes a latent layer; prompts only.
+    """Surrogate for a transformers attention module that computes a latent layer; prompts only, no cache.
 
     Args:
-        read: what a cache of unrotated values gives back.
+        read: as for :meth:`LatentLayer.compress`.
     """
 
     def __init__(self, layer: LatentLayer, read: Read | None = None):

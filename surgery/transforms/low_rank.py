@@ -1,13 +1,12 @@
-"""Keys and values rebuilt from low-rank latents: one layer's closed forms, alone or on the latents of earlier layers.
+"""Closed forms of low-rank keys and values of one layer, alone or on top of the latents of earlier layers.
 
-``z = [k ; v]`` are the numbers that an attention layer computes from its input without their constant bias,
-``z = W x``; the bias is added back after rebuilding at no cost. Keys are meant before a key norm: that is where they
-are linear in the input, and the norm follows what is rebuilt. With mean m and bias b the second moment of z comes from
-the one that calibration takes, ``E[z zᵀ] = C - b mᵀ - m bᵀ + b bᵀ``.
+``z = [k ; v]`` are keys and values without their bias, ``z = W x``; the bias is added after rebuilding. Keys are taken
+before a key norm, where they are linear in the input; the norm is applied to the rebuilt keys. With mean m and bias b,
+the second moment of z follows from the calibrated one: ``E[z zᵀ] = C - b mᵀ - m bᵀ + b bᵀ``.
 
 The method "fisher" keeps one latent for keys and values of all heads: the best rank r in the metric of the loss
-gradients ``M = E[g gᵀ]``, in which an error δ costs ``δᵀ M δ / 2`` nats to second order. Other methods choose other
-blocks, metrics and ways, see :mod:`surgery.transforms.low_rank_methods`.
+gradients ``M = E[g gᵀ]``, in which an error δ costs ``δᵀ M δ / 2`` nats to second order. Other methods differ in
+blocks, metric and solver, see :mod:`surgery.transforms.low_rank_methods`.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ METRIC_DAMPING = 1e-6
 
 @dataclass(frozen=True)
 class LowRankConversion:
-    """A layer in low-rank form and the errors that are expected of it.
+    """Layer in low-rank form, and its predicted errors.
 
-    The errors are in the same metric for every method. With loss gradients in the statistics each is twice the loss
-    increase in nats per token that is expected, to second order, and ``error`` holds the interplay of keys and values
-    as well; without, they are shares of the energy of the bias-free keys and values, and ``error`` is their sum.
+    The errors use the same metric for every method. With loss gradients each is twice the predicted loss increase in
+    nats per token, to second order, and ``error`` includes the interaction of keys and values. Without gradients the
+    errors are relative to the energy of the bias-free keys and values, and ``error`` is their sum.
 
     Attributes:
-        energies: of all possible latents of each block in the method's own metric, descending; what the layer does not
-            keep of the method "fisher" sums to ``error``.
+        energies: per block, the energies of all possible latents in the method's metric, descending. For the method
+            "fisher" the dropped energies sum to ``error``.
     """
 
     layer: LowRankLayer
@@ -50,15 +49,15 @@ class LowRankConversion:
 
 @dataclass(frozen=True)
 class SharedMoments:
-    """Second moments of a layer's bias-free ``z`` with the latents that earlier layers have cached of the same token.
+    """Second moments of a layer's bias-free ``z`` and the latents that earlier layers cached of the same token.
 
-    Here keys carry the weight of a key norm, as in :class:`LayerStatistics`, and tokens the weights of its
+    Keys include the weight of a key norm, as in :class:`LayerStatistics`; tokens are weighted as in its
     ``gradient_weighted_moment``.
     """
 
     cross: Tensor  # E[z c_sᵀ], [n, s]
     moment: Tensor  # E[c_s c_sᵀ], [s, s]
-    stored: torch.dtype = torch.float64  # of the weights that make the latents
+    stored: torch.dtype = torch.float64  # dtype of the down-projections of the latents
 
     @classmethod
     def of(
@@ -69,10 +68,10 @@ class SharedMoments:
         weight: Tensor | None = None,
         stored: torch.dtype = torch.float64,
     ) -> SharedMoments:
-        """Measures them on the layer's inputs [N, T, D] and the shared latents [N, T, s] of the same tokens.
+        """Measure the moments on the layer's inputs [N, T, D] and the shared latents [N, T, s] of the same tokens.
 
-        ``weight`` [N T] is :attr:`LayerStatistics.token_weight`. Products of a sequence are taken in the anatomy's
-        dtype and summed in float64, where :mod:`surgery.running.moment_precision` says.
+        ``weight`` [N T] is :attr:`LayerStatistics.token_weight`. Products within a sequence use the anatomy's dtype;
+        sums are in float64, on the device that :mod:`surgery.running.moment_precision` chooses.
         """
         weight = torch.ones(inputs.shape[:2].numel()) if weight is None else weight
         rows = kv_rows(anatomy)
@@ -90,12 +89,12 @@ class SharedMoments:
 
 
 def kv_rows(anatomy: AttentionAnatomy) -> Tensor:
-    """The rows [n, D] that compute the bias-free ``z``, a key norm's weight included."""
+    """Return the rows [n, D] that compute the bias-free ``z``, including the weight of a key norm."""
     return torch.cat([anatomy.key_weight()[0].flatten(0, 1), anatomy.v.flatten(0, 1)])
 
 
 def loss_metric(anatomy: AttentionAnatomy, statistics: LayerStatistics) -> Tensor:
-    """Second moment [n, n] of the loss gradient at keys before their norm and values, damped; float64.
+    """Compute the damped second moment [n, n] of the loss gradient at keys before their norm and values; float64.
 
     The statistics must have gradients.
     """
@@ -109,19 +108,19 @@ def low_rank_layer(
     method: str = "fisher",
     shared: SharedMoments | None = None,
 ) -> LowRankConversion:
-    """Converts one layer to low-rank form.
+    """Convert one layer to low-rank form.
 
     Args:
-        anatomy: float64, on the CPU as the statistics are.
-        statistics: of this layer.
-        blocks: from :func:`surgery.transforms.low_rank_methods.blocks_for`, or of other ranks.
-        method: one of ``METHODS``.
-        shared: moments with the latents of earlier layers, which are read for nothing next to the layer's own.
+        anatomy: the layer, float64 on the CPU like the statistics.
+        statistics: statistics of this layer.
+        blocks: from :func:`surgery.transforms.low_rank_methods.blocks_for`, or with other ranks.
+        method: a key of ``METHODS``.
+        shared: moments with the latents of earlier layers, which cost no further cache next to the layer's own.
 
     Raises:
         SurgeryError: an unknown method, statistics that lack what the method needs, or blocks that do not serve each
-            key and value head once or have more latents than numbers to rebuild.
-        ValueError: shared latents with anything but the method "fisher" and its one block.
+            key and value head once or have more latents than elements to rebuild.
+        ValueError: shared latents with a method other than "fisher", or with more than one block.
     """
     rule = method_named(method)
     _check_blocks(anatomy, blocks)
@@ -147,7 +146,7 @@ def low_rank_layer(
     )
 
     down, up, energies, start = [], moment.new_zeros(len(moment), sum(b.rank for b in blocks)), [], 0
-    projection = moment.new_zeros(len(moment), len(moment))  # what is rebuilt of z: up down
+    projection = moment.new_zeros(len(moment), len(moment))  # up down, so that ẑ = projection z
     for block in blocks:
         index = elements_of(anatomy, block)
         factors = rule.factors(whole.of(index), block.rank)
@@ -156,7 +155,7 @@ def low_rank_layer(
         projection[index[:, None], index] = factors.up @ factors.down
         energies.append(factors.energy)
         start += block.rank
-    # Shared latents predict part of each own one, and the ups stand for what is left of it.
+    # The own latents' up-projections rebuild only the part that the shared latents do not predict.
     up = torch.cat([prediction - projection @ prediction, up], dim=1)
     key_up, value_up = up.split([anatomy.kv_heads * anatomy.head_dim, anatomy.kv_heads * anatomy.value_dim])
     layer = LowRankLayer(
@@ -197,7 +196,7 @@ def _check_statistics(method: str, anatomy: AttentionAnatomy, statistics: LayerS
 
 
 def key_scale(anatomy: AttentionAnatomy) -> Tensor:
-    """Return the divisors [n] of ``z`` that give keys before their norm; infinite where the norm's weight is zero."""
+    """Return the divisors [n] that turn ``z`` into keys before their norm; infinite if the norm's weight is zero."""
     scale = torch.ones(anatomy.kv_width, dtype=anatomy.k.dtype)
     if anatomy.k_norm is not None:
         weight = anatomy.k_norm.weight
@@ -211,7 +210,7 @@ def _finite(scale: Tensor) -> Tensor:
 
 
 def _bias_free(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, weighted: bool) -> Tensor:
-    """``E[z zᵀ]`` of ``z`` less its bias, [n, n], a key norm's weight in the keys; gradient-weighted if asked."""
+    """Compute ``E[z zᵀ]`` [n, n] of the bias-free ``z``, including the weight of a key norm."""
     key_bias, value_bias = anatomy.key_weight()[1], anatomy.v_bias
     moment = statistics.gradient_weighted_moment if weighted else statistics.moment
     if key_bias is None and value_bias is None:
@@ -227,7 +226,7 @@ def _bias_free(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, weight
 
 
 def _gradient(statistics: LayerStatistics, scale: Tensor) -> Tensor | None:
-    """Metric of the loss at keys before their norm and values, damped."""
+    """Return the damped loss metric [n, n] at keys before their norm and values, None without gradients."""
     if statistics.metric is None:
         return None
     gradient = statistics.raw_metric
@@ -238,11 +237,11 @@ def _gradient(statistics: LayerStatistics, scale: Tensor) -> Tensor | None:
 
 
 def regression(cross: Tensor, moment: Tensor, stored: torch.dtype = torch.float64) -> Tensor:
-    """``E[z cᵀ] E[c cᵀ]^{-1}`` [n, s]; the latents have very different sizes, so they are scaled to one first.
+    """Compute the regression ``E[z cᵀ] E[c cᵀ]^{-1}`` [n, s]; latents of very different sizes are scaled to one first.
 
-    Nothing is predicted from a latent that does not vary, beyond rounding of the largest: a channel that the row has
-    and the layer does not need. Weights that are ``stored`` in a dtype move a latent by about a quarter of its eps, of
-    the largest. Inputs after a LayerNorm vary by that alone in one direction, as their mean is zero.
+    Latents that vary no more than rounding errors of the largest get no weight: they are channels that the row has and
+    the layer does not need. Weights of the dtype ``stored`` shift a latent by about eps / 4 of the largest. Inputs
+    after a LayerNorm have zero mean, so in one direction they vary by that alone.
     """
     variance = moment.diagonal()
     rounding = max(torch.finfo(moment.dtype).eps * len(moment), (torch.finfo(stored).eps / 4) ** 2)
@@ -252,9 +251,9 @@ def regression(cross: Tensor, moment: Tensor, stored: torch.dtype = torch.float6
 
 
 def _relevance(anatomy: AttentionAnatomy, statistics: LayerStatistics, energy: Tensor) -> Tensor | None:
-    """ThinK's score of each number of ``z`` [n]: of a key channel, its energy times that of the queries it meets.
+    """Compute ThinK's score [n] of each element of ``z``: the energy of a key channel times that of its queries.
 
-    RoPE turns the two channels of a pair into each other, so they share one score. Values have none: infinity.
+    RoPE mixes the two channels of a pair, so they share one score. Values, which are always kept, score infinity.
     """
     if statistics.query_energy is None:
         return None
@@ -267,14 +266,14 @@ def _relevance(anatomy: AttentionAnatomy, statistics: LayerStatistics, energy: T
 
 
 def elements_of(anatomy: AttentionAnatomy, block: Block) -> Tensor:
-    """Return the positions in ``z`` of the elements that a block serves: keys, then values."""
+    """Return the indices in ``z`` of the elements that a block serves: keys, then values."""
     keys = torch.arange(anatomy.kv_heads * anatomy.head_dim).view(anatomy.kv_heads, -1)
     values = keys.numel() + torch.arange(anatomy.kv_heads * anatomy.value_dim).view(anatomy.kv_heads, -1)
     return torch.cat([keys[list(block.keys)].flatten(), values[list(block.values)].flatten()])
 
 
 def _errors(keys: int, moment: Tensor, metric: Tensor | None, projection: Tensor) -> tuple[float, float, float]:
-    """Expected error of keys, of values and of both, of ``z`` rebuilt as ``projection z``."""
+    """Compute the expected errors of keys, values and both when ``z`` is rebuilt as ``projection z``."""
     residual = torch.eye(len(moment), dtype=moment.dtype) - projection
     error = residual @ moment @ residual.mT
     if metric is None:

@@ -1,18 +1,18 @@
-"""Low-rank keys and values: the form that every such conversion takes, and its simulation.
+"""Low-rank form of an attention layer, the result of every low-rank conversion, and its simulation.
 
-An attention layer in low-rank form caches latents instead of keys and values, and rebuilds these before the rotation:
+An attention layer in low-rank form caches latents instead of keys and values, and rebuilds keys and values before RoPE:
 
     c   = down x - shared_down c_shared           [r], cached; the blocks' latents one after another
     k_g = key_up[g] [c_shared ; c] + key_bias[g]  then the key norm, if there is one, and RoPE
     v_g = value_up[g] [c_shared ; c] + value_bias[g]
 
-``c_shared`` are latents that earlier layers of a group have cached of the same token: a cross-layer basis costs nothing
-to read from again. Quantized latents of a layer leave out what those predict (``shared_down``). Each block of latents
-serves some of the key heads and some of the value heads: one block for all is a joint latent, two are CSKV's
-(arXiv:2409.10593), two for every few heads Palu's (arXiv:2407.21118).
+``c_shared`` are latents that earlier layers of a group cached of the same token; reading them again needs no further
+cache. Quantized latents of a layer omit the part that ``c_shared`` predicts (``shared_down``). Each block of latents
+serves a set of key heads and a set of value heads. One block for all heads is a joint latent, one for keys and one for
+values is CSKV (arXiv:2409.10593), and two for every few heads is Palu (arXiv:2407.21118).
 
-A recent window and the attention sinks may stay exact next to the latents, as in CSKV's bi-branch cache: a query at m
-reads its own keys of positions n < sinks and n > m - window, and rebuilt ones of the others.
+A residual window and the attention sinks may stay in full precision next to the latents, as in CSKV's bi-branch cache:
+a query at position m reads exact keys of positions n < sinks and n > m - window, and rebuilt keys of all others.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from surgery.transforms.row_quantizer import Read
 
 @dataclass(frozen=True)
 class LowRankLayer:
-    """One attention layer in low-rank form; shapes: r latents of its own, s shared ones."""
+    """One attention layer in low-rank form, with r own latents and s shared latents."""
 
-    source: AttentionAnatomy  # queries, output, norms and rotation; keys and values are the source's own
+    source: AttentionAnatomy  # the unconverted layer; its queries, output, norms and RoPE stay in use
     blocks: tuple[Block, ...]
     down: Tensor  # [r, D]
     key_up: Tensor  # [G, d, s + r], zero outside the blocks; rebuilds keys before their norm
     value_up: Tensor  # [G, e, s + r]
-    shared_down: Tensor | None = None  # [r, s]; None where own latents have all of the input in them
+    shared_down: Tensor | None = None  # [r, s]; None if own latents omit nothing
 
     @property
     def rank(self) -> int:
@@ -46,20 +46,20 @@ class LowRankLayer:
 
     @property
     def shared(self) -> int:
-        """Latents of earlier layers that it reads."""
+        """Number of latents of earlier layers that the layer reads."""
         return self.key_up.shape[-1] - self.rank
 
     def to(self, *args, **kwargs) -> LowRankLayer:
-        """A copy with every tensor but the frequencies moved or cast."""
+        """Return a copy with every tensor but the frequencies moved or cast."""
         return moved(self, *args, **kwargs)
 
     def latents(self, x: Tensor, shared: Tensor | None = None) -> Tensor:
-        """Return the cached latents [..., r] of inputs ``x`` [..., D], and of latents [..., s] of earlier layers."""
+        """Compute the cached latents [..., r] from inputs ``x`` [..., D] and the shared latents [..., s]."""
         own = x @ self.down.mT
         return own if self.shared_down is None else own - shared @ self.shared_down.mT
 
     def rebuilt(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, normalized and not yet rotated, and values [B, T, G, ·] of latents [B, T, s + r]."""
+        """Rebuild keys, normalized and not yet rotated, and values, both [B, T, G, ·], from latents [B, T, s + r]."""
         keys = torch.einsum("btr,gdr->btgd", latents, self.key_up)
         values = torch.einsum("btr,ger->btge", latents, self.value_up)
         source = self.source
@@ -69,17 +69,17 @@ class LowRankLayer:
 
 
 class SimulatedLowRank(nn.Module):
-    """Stands in for a transformers attention module and computes a low-rank layer; prompts only, no cache.
+    """Surrogate for a transformers attention module that computes a low-rank layer; prompts only, no cache.
 
     Attributes:
-        latents: what the layer would have cached [B, T, r], call by call, where it remembers.
+        latents: latents [B, T, r] that the layer would have cached, one tensor per call, if ``remembers``.
 
     Args:
-        earlier: stand-ins of the group's earlier layers. Call number i of this one reads their latents of call i, so
-            all have to see the same prompts in the same order.
+        earlier: surrogate modules of the group's earlier layers. Call number i of this module reads their latents of
+            call i, so all have to see the same prompts in the same order.
         sinks, window: tokens whose keys and values are exact, see the top of this file.
-        read: what a cache of packed rows gives back of the latents.
-        remembers: whether latents are kept, which later layers of a group read.
+        read: maps latents to the values that a cache of packed rows returns.
+        remembers: whether to record the latents for later layers of the group.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class SimulatedLowRank(nn.Module):
         return output(source, attn_output.transpose(1, 2), hidden_states), None
 
     def _visible(self, tokens: int, device: torch.device) -> Tensor:
-        """Return the mask of visible keys by query, bool [T, T], or [T, 2T] with exact ones after the rebuilt ones."""
+        """Build the attention mask, bool [T, T], or [T, 2T] with exact keys after the rebuilt ones."""
         place = torch.arange(tokens, device=device)
         lag = place[:, None] - place
         mask = lag >= 0

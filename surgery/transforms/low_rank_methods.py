@@ -1,26 +1,26 @@
-"""The named methods of ``--to lowrank``: which latents serve which heads, and how their factors are found.
+"""Named methods of ``--to lowrank``: layout of the latents over heads, and solvers for their factors.
 
 ========== ========================== ======================================== ===================================
 method     latents                    factors                                  source
 ========== ========================== ======================================== ===================================
 fisher     one for keys and values    least error in the metric of the loss    ours
-separate   one for keys, one for      the same                                 ours
+separate   one for keys, one for      as fisher                                ours
            values
-svd-llm    the same                   least error of keys and of values        SVD-LLM, arXiv:2403.07378
-asvd       the same                   SVD of the weights, input channels       ASVD, arXiv:2312.05821
+svd-llm    as separate                least error of keys and of values        SVD-LLM, arXiv:2403.07378
+asvd       as separate                SVD of the weights, input channels       ASVD, arXiv:2312.05821
                                       scaled by E|x|^0.5
-cskv       the same                   asvd's, then trained on the error of     CSKV, arXiv:2409.10593
+cskv       as separate                asvd's, then trained on the error of     CSKV, arXiv:2409.10593
                                       keys and of values
 palu       two for every four heads,  svd-llm's                                Palu, arXiv:2407.21118 (G-LRD)
            ranks by the Fisher
            information of weights
-think      channels of the keys, and  the channels of least score are gone     ThinK, arXiv:2407.21018
+think      channels of the keys, and  the channels of least score are dropped  ThinK, arXiv:2407.21018
            all values
 ========== ========================== ======================================== ===================================
 
-Every method is given the second moment of the numbers it has to rebuild, ``C = E[z zᵀ]`` with ``z = W x``, so that the
-inputs' own is never needed: with ``E[x xᵀ] = X`` it is ``C = W X Wᵀ``. Whitening gives ``W X^{1/2} = U Σ Vᵀ`` and hence
-``up down = U_r U_rᵀ W``, where U are the eigenvectors of C; scaling by S gives the same with those of ``W S² Wᵀ``.
+Every method takes the second moment of the elements to rebuild, ``C = E[z zᵀ]`` with ``z = W x``. The second moment X
+of the inputs is never needed, since ``C = W X Wᵀ``. Whitening gives ``W X^{1/2} = U Σ Vᵀ`` and hence
+``up down = U_r U_rᵀ W``, where U are the eigenvectors of C. Scaling by S gives the eigenvectors of ``W S² Wᵀ`` instead.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ TRAINING_STEPS, LEARNING_RATE = 400, 0.05
 
 @dataclass(frozen=True)
 class BlockMoments:
-    """Moments of n elements z that some latents replace; float64."""
+    """Moments of the n elements z that a block of latents replaces; float64."""
 
     moment: Tensor  # E[z zᵀ], [n, n]
     metric: Tensor | None  # E[g gᵀ] of the loss gradients at z, damped, [n, n]
     scaled: Tensor | None  # W S² Wᵀ with S² = E|x| of the input channels, [n, n]
-    relevance: Tensor | None  # ThinK's scores, [n]; infinite for what is kept in any case
+    relevance: Tensor | None  # ThinK's scores, [n]; infinite for elements that are always kept
 
     def of(self, index: Tensor) -> BlockMoments:
-        """Return the moments of some of the elements."""
+        """Select the moments of the elements at ``index``."""
         square = [None if m is None else m[index[:, None], index] for m in (self.moment, self.metric, self.scaled)]
         return BlockMoments(*square, None if self.relevance is None else self.relevance[index])
 
 
 @dataclass(frozen=True)
 class Factors:
-    """``z ≈ up down z``, and the energies of all possible latents in the method's metric, descending."""
+    """Factors of ``z ≈ up down z``, and the energies of all possible latents in the method's metric, descending."""
 
     down: Tensor  # [r, n]
     up: Tensor  # [n, r]
@@ -70,15 +70,15 @@ class Factors:
 
 @dataclass(frozen=True)
 class Method:
-    """The choices of one named method.
+    """Definition of a named method.
 
     Attributes:
-        factors: from the moments of a block and its rank to its factors.
+        factors: function from the moments of a block and its rank to its factors.
         layout: ``joint``, ``separate``, ``groups`` of heads with keys and values apart, or ``channels``.
-        weighted: it works in the metric of the loss, so that energies of different layers compare.
-        gradients: it wants loss gradients, for its metric or for its ranks.
-        scaled: it wants the scale of the attention's inputs.
-        queries: it wants the energy of the queries.
+        weighted: whether it uses the metric of the loss, which makes energies of different layers comparable.
+        gradients: whether it needs loss gradients, for its metric or for its ranks.
+        scaled: whether it needs the scale of the attention's inputs.
+        queries: whether it needs the energy of the queries.
     """
 
     factors: Callable[[BlockMoments, int], Factors]
@@ -90,10 +90,10 @@ class Method:
 
 
 def loss_weighted(block: BlockMoments, rank: int) -> Factors:
-    """Least error in the metric of the loss (see :func:`reduced_rank_projection`).
+    """Solve for the least error in the metric of the loss (see :func:`reduced_rank_projection`).
 
-    One factor for all latents is free; with this one they carry as much energy as the numbers they stand for, so that
-    neither factor is far from the size of the source's weights.
+    The scale of the latents is free. It is chosen to give them the energy of the elements they replace, so that both
+    factors are about as large as the source's weights.
     """
     down, up, energy = reduced_rank_projection(block.moment, block.metric, rank)
     tiny = torch.finfo(energy.dtype).tiny
@@ -102,12 +102,12 @@ def loss_weighted(block: BlockMoments, rank: int) -> Factors:
 
 
 def whitened(block: BlockMoments, rank: int) -> Factors:
-    """Least error of z itself, each of its numbers alike: SVD-LLM's truncation-aware whitening."""
+    """Solve for the least unweighted error of z: SVD-LLM's truncation-aware whitening."""
     return _principal(block.moment, rank)
 
 
 def scaled(block: BlockMoments, rank: int) -> Factors:
-    """ASVD: the SVD of ``W S`` with S = E|x|^0.5 of each input channel."""
+    """Solve ASVD: the SVD of ``W S`` with S = E|x|^0.5 of each input channel."""
     return _principal(block.scaled, rank)
 
 
@@ -117,19 +117,19 @@ def _principal(moment: Tensor, rank: int) -> Factors:
 
 
 def trained(block: BlockMoments, rank: int) -> Factors:
-    """CSKV: both factors from ASVD's by Adam on ``E‖z - up down z‖²``.
+    """Train CSKV's factors: start from ASVD's and run Adam on ``E‖z - up down z‖²``.
 
-    The error depends on the second moment only, so that each step sees all of the calibration text. The rate falls to
-    zero along a cosine; the paper's is constant for an epoch of batches. The optimum of this loss is svd-llm's closed
-    form: training can come near it and no further. The factor ``down`` is trained in the rows of W, which hold both its
-    start and its optimum.
+    The error depends on the second moment only, so each step uses all of the calibration text. The learning rate
+    decays to zero along a cosine; the paper's is constant for an epoch of batches. The optimum of this loss is
+    svd-llm's closed form, so training can at best approach it. ``down`` is trained in the row space of W, which
+    contains both its start and its optimum.
     """
     start = scaled(block, rank)
     if rank == len(block.moment):
         return start
     moment = block.moment / block.moment.trace()
     up, down = start.up.clone().requires_grad_(), start.down.clone().requires_grad_()
-    rate = LEARNING_RATE * len(moment) ** -0.5  # of the size of an entry of an orthonormal factor
+    rate = LEARNING_RATE * len(moment) ** -0.5  # relative to the elements of an orthonormal factor
     optimizer = torch.optim.Adam([up, down], lr=rate)
     with torch.enable_grad():
         for step in range(TRAINING_STEPS):
@@ -143,7 +143,7 @@ def trained(block: BlockMoments, rank: int) -> Factors:
 
 
 def channels(block: BlockMoments, rank: int) -> Factors:
-    """ThinK: the numbers of highest score as they are, the others gone; ``energy`` are the scores."""
+    """Keep ThinK's channels of the highest scores unchanged and drop the others; ``energy`` holds the scores."""
     score, order = block.relevance.sort(descending=True, stable=True)
     selected = order[:rank].sort().values
     selection = torch.eye(len(score), dtype=block.moment.dtype)[selected]
@@ -166,10 +166,10 @@ METHODS: Registry[Method] = Registry(
 
 
 def method_named(name: str) -> Method:
-    """The method of that name.
+    """Look up a method by name.
 
     Raises:
-        SurgeryError: there is none.
+        SurgeryError: the name is unknown.
     """
     if name not in METHODS:
         raise SurgeryError(f"method {name!r} of --to lowrank is unknown: choose {', '.join(METHODS)}", setting="method")
@@ -179,17 +179,17 @@ def method_named(name: str) -> Method:
 def blocks_for(
     method: str, anatomy: AttentionAnatomy, rank: int, *, key_rank: int | None = None, multiple: int = 1
 ) -> tuple[Block, ...]:
-    """Lay out a layer's budget in blocks of latents; never more of them than ``rank``.
+    """Split a layer's budget into blocks of latents, at most ``rank`` in total.
 
     Args:
-        rank: numbers per token.
-        key_rank: how many of them are for keys, where keys and values are apart; half by default. The method "think"
-            keeps all values and has the rest for keys.
-        multiple: of which every block's rank is one, where it can be: what the method "think" keeps of keys is not, and
-            ``rank`` and ``key_rank`` are rounded down.
+        rank: elements per token.
+        key_rank: number of latents for keys, for layouts that separate keys and values; by default half, or more if the
+            values cannot use theirs. The method "think" keeps all values and uses the rest for keys.
+        multiple: divisor of every block's rank; ``rank`` and ``key_rank`` are rounded down to it. The method "think"
+            ignores it.
 
     Raises:
-        SurgeryError: the budget is impossible for the method.
+        SurgeryError: the budget does not suit the method.
     """
     layout = method_named(method).layout
     rank -= 0 if layout == "channels" else rank % multiple
@@ -231,11 +231,11 @@ def blocks_for(
 
 
 def fisher_information(anatomy: AttentionAnatomy, statistics: LayerStatistics) -> tuple[float, float]:
-    """Fisher information of the weights of a layer's key and of its value projection, as Palu weighs them.
+    """Estimate Palu's Fisher information of the weights of a layer's key projection and of its value projection.
 
-    Palu's public code takes the root mean square of each weight's gradient and the mean of all of them. The gradient at
-    a weight is ``Σ g_i x_j`` over tokens; with tokens independent, and gradients independent of inputs (as in K-FAC,
-    arXiv:1503.05671), its mean square is ``E g_i² E x_j²`` per token.
+    Palu's public code takes the root mean square of each weight's gradient and averages over the weights. The gradient
+    of a weight is ``Σ g_i x_j`` over tokens. If tokens are independent, and gradients independent of inputs (as in
+    K-FAC, arXiv:1503.05671), its mean square is ``E g_i² E x_j²`` per token.
 
     Raises:
         SurgeryError: the statistics lack gradients or inputs.
@@ -257,16 +257,16 @@ def fisher_information(anatomy: AttentionAnatomy, statistics: LayerStatistics) -
 def palu_ranks(
     information: Sequence[tuple[float, float]], anatomy: AttentionAnatomy, total: int, multiple: int = 1
 ) -> list[tuple[int, int]]:
-    """Ranks of keys and of values per layer, in proportion to Fisher information (Palu's search "fisher_uniform").
+    """Allocate ranks for keys and values per layer in proportion to Fisher information (Palu's "fisher_uniform").
 
     Args:
         information: per layer, from :func:`fisher_information`.
-        anatomy: any layer of the model; all have one shape.
-        total: numbers per token of all layers together; not exceeded.
-        multiple: ranks of a group of heads are multiples of it.
+        anatomy: any layer of the model; all have the same shape.
+        total: upper bound of the elements per token of all layers together.
+        multiple: divisor of the ranks of a group of heads.
 
     Raises:
-        SurgeryError: the budget is impossible.
+        SurgeryError: the budget is less than the minima together.
     """
     groups = -(-anatomy.kv_heads // PALU_HEADS)
     widths = (anatomy.kv_heads * anatomy.head_dim, anatomy.kv_heads * anatomy.value_dim)

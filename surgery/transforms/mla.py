@@ -1,11 +1,11 @@
-"""MHA/GQA → MLA: one pure function from a layer's anatomy and statistics to its latent form, in named methods.
+"""MHA/GQA → MLA: conversion of one layer's anatomy and statistics to its latent form, by named methods.
 
 The steps are the same for every method: a change of basis of the keys that commutes with RoPE, the choice of the
 components that keep RoPE, and one joint latent for the other components and the values. A method is a choice of metric
 for each step:
 
 ========== ============================ ============================= ==================================
-method     basis of the keys            what keeps RoPE               latent of [keys ; values]
+method     basis of the keys            components that keep RoPE     latent of [keys ; values]
 ========== ============================ ============================= ==================================
 fisher     complex, loss-weighted       least score error over the    loss-gradient (Fisher) metric
                                         lags of real attention, best
@@ -39,12 +39,12 @@ METRIC_DAMPING = 1e-6
 
 @dataclass(frozen=True)
 class Method:
-    """The choices of one named method.
+    """Definition of a named method.
 
     Attributes:
-        gradients: it wants loss gradients.
-        lags: it wants lag statistics, to choose components and to replace the rotations that it drops.
-        folds: it takes neighboring frequencies for one, and fixes the rotated components by their order.
+        gradients: whether it needs loss gradients.
+        lags: whether it needs lag statistics, to choose components and to replace dropped rotations by constants.
+        folds: whether it treats neighboring frequencies as one, and takes the first components as the rotated ones.
     """
 
     name: str
@@ -61,7 +61,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Split:
-    """Split of one KV budget, the same in every layer: ρ rotary dimensions and a latent of rank r."""
+    """Split of a layer's KV budget, equal in all layers: ρ rotary dimensions and a latent of rank r."""
 
     rope_dim: int
     rank: int
@@ -70,16 +70,16 @@ class Split:
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """A layer at every stage, with its predicted errors.
+    """Layer after each step of the conversion, with its predicted errors.
 
     Attributes:
-        basis: the components of the keys.
-        partial: RoPE on the chosen components only, nothing truncated.
-        truncated: the result.
-        rope_error: predicted share of the squared scores lost with the dropped rotations (None without lags).
-        sizes: root mean squares of the truncated latent and of its rotary keys, over channels and tokens.
-        energy: of the latent's dimensions in the method's metric, descending; with a Fisher metric each is twice the
-            loss increase in nats per token that dropping it is expected to cost.
+        basis: components of the keys.
+        partial: latent form with RoPE on the chosen components only, before truncation.
+        truncated: the converted layer.
+        rope_error: predicted error of the dropped rotations, relative to the squared scores; None without lags.
+        sizes: root mean squares of the truncated latent and of the rotary keys, over channels and tokens.
+        energy: energies of the latent's dimensions in the method's metric, descending. In a Fisher metric each is twice
+            the predicted loss increase, in nats per token, of dropping the dimension.
     """
 
     basis: KeyBasis
@@ -96,7 +96,7 @@ class ConvertedLayer:
 
 
 def key_basis(method: Method, anatomy: AttentionAnatomy, statistics: LayerStatistics, split: Split | None) -> KeyBasis:
-    """The method's basis of a layer's keys; ``split`` matters to methods that fold."""
+    """Compute the method's basis of a layer's keys; only methods that fold use ``split``."""
     if method.folds:
         return folded_basis(statistics.keys(statistics.moment, anatomy), split.fold, split.rope_dim // 2)
     if method.gradients:
@@ -106,17 +106,17 @@ def key_basis(method: Method, anatomy: AttentionAnatomy, statistics: LayerStatis
 
 
 def lag_basis(method: Method) -> Callable[[AttentionAnatomy, LayerStatistics], KeyBasis] | None:
-    """The basis whose components' attention over lags the method wants to know; None for methods that do not ask."""
+    """Return the function that computes the basis for lag statistics; None if the method needs none."""
     return (lambda anatomy, statistics: key_basis(method, anatomy, statistics, None)) if method.lags else None
 
 
 def component_costs(
     method: Method, anatomy: AttentionAnatomy, statistics: LayerStatistics, lags: LagStatistics | None
 ) -> Tensor:
-    """Return the cost of taking RoPE from each component, [P]; comparable within a layer."""
+    """Compute the cost of removing RoPE from each component, [P]; comparable within a layer only."""
     if method.lags:
         return lags.cost()
-    # MHA2MLA's 2-norm strategy (arXiv 2502.14837, section 3.1.1), query heads of a group added up.
+    # MHA2MLA's 2-norm strategy (arXiv 2502.14837, section 3.1.1), summed over the query heads of a group.
     queries = statistics.query_norm.view(anatomy.kv_heads, -1, anatomy.head_dim // 2).sum(1)
     return (queries * statistics.key_norm).flatten()
 
@@ -124,7 +124,7 @@ def component_costs(
 def rotated_components(
     method: Method, basis: KeyBasis, costs: Tensor | None, counts: Tensor | None, split: Split
 ) -> Tensor:
-    """Indices of the ρ/2 components of one layer that keep RoPE, in the order of the model's frequency list."""
+    """Choose the ρ/2 components of one layer that keep RoPE; indices in the order of the model's frequency list."""
     if method.folds:
         first = torch.arange(split.rope_dim // 2)
         return first[basis.frequency[first].argsort(stable=True)]
@@ -134,18 +134,18 @@ def rotated_components(
 def rotation_energies(
     anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis, lags: LagStatistics
 ) -> Tensor:
-    """Twice the loss in nats per token that taking RoPE from each component is expected to cost, [P].
+    """Predict twice the loss increase in nats per token of removing RoPE from each component, [P].
 
-    A component's energy in the Fisher metric is what leaving all of it out would cost; of the attention that meets it
-    the lags say which share of that hangs on its rotation. Costs of rotations and energies of latents are then shares
-    of one loss, and one budget can be spent on both.
+    The energy of a component in the Fisher metric is the cost of dropping it altogether. Lag statistics give the share
+    of that cost that depends on its rotation. Costs of rotations and energies of latents are then shares of one loss,
+    and one budget can be spent on both.
     """
     turned = lags.cost() / lags.energy.sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
     return component_energies(anatomy, statistics, basis) * turned
 
 
 def component_energies(anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis) -> Tensor:
-    """Twice the loss in nats per token that leaving out each component is expected to cost, [P]."""
+    """Predict twice the loss increase in nats per token of dropping each component, [P]."""
     every = torch.arange(basis.components)
     keys = anatomy.kv_heads * anatomy.head_dim
     moment, metric = (each[:keys, :keys] for each in (statistics.gradient_weighted_moment, statistics.metric))
@@ -156,8 +156,7 @@ def component_energies(anatomy: AttentionAnatomy, statistics: LayerStatistics, b
 def latent_energies(
     anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis, choices: Sequence[Tensor]
 ) -> list[Tensor]:
-    """:attr:`ConvertedLayer.energy` of method fisher, all of it, for each choice of rotated components, without
-    converting."""
+    """Compute :attr:`ConvertedLayer.energy` of method fisher for each choice of rotated components."""
     moment, metric = _latent_moments(anatomy, statistics, basis, torch.arange(0))
     energies = []
     for rotated in choices:
@@ -177,13 +176,13 @@ def convert_layer(
     rank: int,
     lags: LagStatistics | None = None,
 ) -> ConvertedLayer:
-    """Converts one layer.
+    """Convert one layer to MLA.
 
     Args:
         anatomy: the layer in float64.
         basis: from :func:`key_basis`.
         rotated: from :func:`rotated_components`.
-        rank: r.
+        rank: r, the rank of the latent.
         lags: statistics over ``basis``, for methods that use them.
     """
     constant = lags.constant() if method.lags else None
@@ -217,7 +216,7 @@ def convert_layer(
 def _latent_moments(
     anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis, rotated: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Second moment of the untruncated latent, and its Fisher metric."""
+    """Compute the second moment of the untruncated latent and its Fisher metric."""
     rows, dual = (partial_rope.latent_rows(anatomy, basis, rotated, dual=dual) for dual in (False, True))
     moment, metric = rows @ statistics.gradient_weighted_moment @ rows.mT, dual @ statistics.metric @ dual.mT
     return moment, metric
@@ -226,7 +225,7 @@ def _latent_moments(
 def _cached_sizes(
     anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis, rotated: Tensor, down: Tensor
 ) -> tuple[float, float]:
-    """:attr:`ConvertedLayer.sizes` of a latent that is ``down`` times the untruncated one; 1 where nothing is."""
+    """Compute :attr:`ConvertedLayer.sizes` of ``down`` times the untruncated latent; 1 in place of a size of 0."""
     keys = anatomy.kv_heads * anatomy.head_dim
     latent = _quadratic(down @ partial_rope.latent_rows(anatomy, basis, rotated), statistics.moment)
     rope_key = _quadratic(basis.key_rows(rotated), statistics.moment[:keys, :keys])
@@ -235,12 +234,12 @@ def _cached_sizes(
 
 
 def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:
-    """``x M xᵀ`` of every row."""
+    """Compute ``x M xᵀ`` for every row x."""
     return ((rows @ matrix) * rows).sum(-1)
 
 
 def _balance(moment: Tensor, keys: int) -> Tensor:
-    """TransMLA's balanced KV (section 4.4): the metric that scales keys to the mean column norm of the values."""
+    """Build TransMLA's balanced KV metric (section 4.4), which scales keys to the mean column norm of the values."""
     norms = moment.diagonal().clamp_min(0).sqrt()
     metric = torch.ones_like(norms)
     if keys:

@@ -1,5 +1,4 @@
-"""Partial RoPE: from an attention layer to its latent form, by an exact merge and rotation, then RoPE on a few
-components only."""
+"""Partial RoPE: conversion of a layer to latent form with RoPE on selected components; truncation of the latent."""
 
 from __future__ import annotations
 
@@ -16,17 +15,17 @@ from surgery.transforms.latent_layer import LatentLayer
 def latent_form(
     anatomy: AttentionAnatomy, basis: KeyBasis, rotated: Tensor, constant: Tensor | None = None
 ) -> LatentLayer:
-    """The latent form in which the components ``rotated`` keep RoPE and the others stand still.
+    """Build the latent form in which only the components ``rotated`` keep RoPE.
 
-    The latent holds the components that stand still (real parts, imaginary parts) and then all values; nothing is
-    truncated. With every component rotated the form is exact.
+    The latent holds the components without RoPE (real parts, imaginary parts) and then all values, untruncated. The
+    form is exact if every component is rotated.
 
     Args:
         anatomy: the source layer, float64 for an exact change of basis.
-        basis: the components.
+        basis: components of the keys.
         rotated: indices of the components that keep RoPE, [ρ/2]; their order is the order of the frequencies.
-        constant: complex [P, H], what replaces the rotation ``exp(iθ(n-m))`` of a component that stands still, as
-            seen by query head h: the best constant is its mean over the lags that attention uses. None: 1.
+        constant: complex [P, H], replaces the rotation ``exp(iθ(n-m))`` of a component without RoPE for query head h.
+            The best constant is the mean rotation over the lags that attention uses. None: 1.
     """
     heads, groups, dim, width = anatomy.heads, anatomy.kv_heads, anatomy.head_dim, anatomy.value_dim
     device, dtype = anatomy.k.device, anatomy.k.dtype
@@ -71,9 +70,9 @@ def latent_form(
 
 
 def latent_rows(anatomy: AttentionAnatomy, basis: KeyBasis, rotated: Tensor, *, dual: bool = False) -> Tensor:
-    """Rows [n, G (d + e)] that compute the untruncated latent of :func:`latent_form` from keys and values.
+    """Return rows [n, G (d + e)] that compute the untruncated latent of :func:`latent_form` from keys and values.
 
-    ``dual`` gives the rows that carry gradients with respect to keys and values into gradients with respect to it.
+    With ``dual``, the rows map gradients at keys and values to gradients at the latent.
     """
     still = torch.ones(basis.components, dtype=torch.bool)
     still[rotated] = False
@@ -83,7 +82,7 @@ def latent_rows(anatomy: AttentionAnatomy, basis: KeyBasis, rotated: Tensor, *, 
 
 
 def truncate(layer: LatentLayer, down: Tensor, up: Tensor) -> LatentLayer:
-    """Replaces the latent z [n] by ``down z`` [r], read back as ``up (down z)``."""
+    """Replace the latent z [n] by ``down z`` [r], read back as ``up (down z)``."""
     rank = layer.rank
     down, up = down.to(layer.down), up.to(layer.down)
     bias = layer.down_bias
@@ -97,20 +96,19 @@ def truncate(layer: LatentLayer, down: Tensor, up: Tensor) -> LatentLayer:
 
 
 def choose_components(costs: list[Tensor], basis_frequency: Tensor, pairs: int, count: int) -> Tensor:
-    """Return how many components of each frequency keep RoPE, the same in all layers so that a stock config can hold
-    them.
+    """Count the components that keep RoPE at each frequency, equal in all layers so that a stock config can hold them.
 
-    Every layer's costs are normalized, sorted within each frequency and summed over the layers; the ``count`` largest
-    sums win.
+    Costs are normalized per layer, sorted within each frequency and summed over layers; the ``count`` largest sums keep
+    RoPE.
 
     Args:
-        costs: per layer [P], the cost of taking RoPE from a component.
+        costs: per layer [P], the cost of removing RoPE from a component.
         basis_frequency: [P] frequency index of each component.
         pairs: number of frequencies d/2.
-        count: ρ/2.
+        count: number of components that keep RoPE, ρ/2.
 
     Returns:
-        integers [pairs].
+        Counts by frequency, integers [pairs].
     """
     groups = len(basis_frequency) // pairs
     total = torch.zeros(groups, pairs, dtype=torch.float64)
@@ -126,7 +124,7 @@ def choose_components(costs: list[Tensor], basis_frequency: Tensor, pairs: int, 
 
 
 def best_components(cost: Tensor, basis_frequency: Tensor, counts: Tensor) -> Tensor:
-    """The ``counts[l]`` most costly components of each frequency l, ordered by frequency, then by cost."""
+    """Return the ``counts[l]`` most costly components of each frequency l, ordered by frequency, then by cost."""
     picked = []
     for frequency, count in enumerate(counts.tolist()):
         candidates = (basis_frequency == frequency).nonzero()[:, 0]
@@ -135,7 +133,7 @@ def best_components(cost: Tensor, basis_frequency: Tensor, counts: Tensor) -> Te
 
 
 def _multiply_columns(columns: Tensor, factor: Tensor) -> Tensor:
-    """Multiplies the complex components that real columns [H, d, 2 n] compute by ``factor`` [H, n]."""
+    """Multiply the complex components that real columns [H, d, 2 n] compute by ``factor`` [H, n]."""
     real, imag = columns.chunk(2, dim=-1)
     a, b = factor.real[:, None].to(columns), factor.imag[:, None].to(columns)
     return torch.cat([real * a - imag * b, real * b + imag * a], dim=-1)

@@ -1,15 +1,15 @@
-"""Low-rank layers whose latents are packed rows, each latent in the bits that it is worth.
+"""Low-rank layers with latents quantized to packed rows, bits allocated to each latent by its energy.
 
-With z the bias-free keys and values of a token, x̄ and c̄ weighted means over calibration text without its first tokens,
-and ĉ what a layer reads of the latents of earlier layers of its group, decoded:
+Let z be the bias-free keys and values of a token, z̄ and c̄ weighted means over calibration text without its first
+tokens, and ĉ the decoded latents of earlier layers of the group:
 
     prediction   R = E[(z - z̄) (ĉ - c̄)ᵀ] E[(ĉ - c̄) (ĉ - c̄)ᵀ]⁻¹
-    own latents  c = down (z - R ĉ), of which the cache gives back Q(c)
+    own latents  c = down (z - R ĉ), which the cache returns as Q(c)
     read         ẑ = R ĉ + up Q(c) + (1 - up down) (z̄ - R c̄)
 
 with ``up down`` the best map of its rank in the metric of the loss. This is predictive coding in a closed loop (DPCM:
-Jayant and Noll, Digital Coding of Waveforms, 6): noise of the earlier layers is part of what is predicted from, so it
-does not add up. Means cost no latents, since they become biases.
+Jayant and Noll, Digital Coding of Waveforms, 6). Predictions start from the quantized latents of earlier layers, so
+quantization noise does not accumulate. Means become biases and need no latents.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ FIRST_WEIGHT = 1.0
 
 @dataclass(frozen=True)
 class Unpredicted:
-    """Part that earlier layers do not predict of a layer's bias-free keys and values z, before their norm; float64.
+    """Residual z - R ĉ of a layer's bias-free keys and values that earlier layers do not predict; float64.
+
+    Keys are taken before their norm.
 
     Attributes:
-        blocks: heads whose keys, or values, have latents together; their ranks mean nothing yet.
-        elements: places in z of each block's elements.
-        factors: of each block's part of z - z̄ - R (ĉ - c̄), at full rank.
+        blocks: heads that share latents; the blocks' ranks are not set yet.
+        elements: indices in z of each block's elements.
+        factors: factors of each block's part of z - z̄ - R (ĉ - c̄), at full rank.
         rows: z = rows x, [n, D].
         regression: R [n, s].
         mean: z̄ - R c̄ [n].
@@ -56,7 +58,7 @@ class Unpredicted:
     mean: Tensor
 
     def in_row(self, anatomy: AttentionAnatomy, rows: Sequence[Runs]) -> LowRankLayer:
-        """The layer with its latents in the order of a row of these runs of every block.
+        """Build the layer with latents in the order of a packed row; ``rows`` holds the runs of each block.
 
         Channels without a latent are zero.
         """
@@ -94,16 +96,16 @@ def unpredicted(
     first: int,
     stored: torch.dtype = torch.float64,
 ) -> Unpredicted:
-    """Measure what a layer's own latents have to tell.
+    """Measure the residual that a layer's own latents have to encode.
 
     Args:
         anatomy: the layer in float64.
-        statistics: of all tokens or of all but the first ones.
-        blocks: heads that have latents together, every key head and every value head in one of them.
-        inputs: of its attention, calibration tokens [N, T, D].
+        statistics: statistics of all tokens, or of all but the first ones.
+        blocks: heads that share latents; every key head and every value head is in one block.
+        inputs: attention inputs of the calibration tokens [N, T, D].
         shared: decoded latents of earlier layers of the same tokens [N, T, s].
-        first: tokens that the cache keeps in full precision.
-        stored: dtype of the weights that make the latents.
+        first: number of first tokens that the cache keeps in full precision.
+        stored: dtype of the down-projections of the latents.
     """
     weight = body_weight(statistics, inputs, first)
     scale = key_scale(anatomy)
@@ -115,7 +117,7 @@ def unpredicted(
     prediction = rows.new_zeros(len(rows), 0)
     if shared is not None:
         mean_shared = _mean(shared[:, first:], share)
-        # Latents may vary far less than their means: moments that are centered afterwards would be rounding alone.
+        # Latents may vary far less than their means. Centering the moments afterwards would leave only rounding error.
         centered_shared = torch.stack([(each[first:].cpu().double() - mean_shared).to(each) for each in shared])
         source = anatomy.to(inputs.device, inputs.dtype)
         shared_moments = SharedMoments.of(source, inputs[:, first:], centered_shared, weight)
@@ -124,7 +126,7 @@ def unpredicted(
         predicted = prediction @ cross.mT
         moment = moment - predicted - predicted.mT + prediction @ shared_moments.moment @ prediction.mT
         mean = mean - prediction @ mean_shared
-    # First tokens are read as often as the others and more: their latents are exact, if there is one for what they are.
+    # First tokens are read at least as often as others. Their latents are exact, but only in directions with a latent.
     early = inputs[:, :first].flatten(0, 1).cpu().double() @ rows.mT
     if shared is not None:
         early = early - shared[:, :first].flatten(0, 1).cpu().double() @ prediction.mT
@@ -138,24 +140,24 @@ def unpredicted(
 
 @dataclass(frozen=True)
 class RowSpectrum:
-    """Energies of each block's latents, descending, on which a row's bytes may be spent."""
+    """Energies of each block's latents, descending, over which the bytes of a row are allocated."""
 
     energies: tuple[Tensor, ...]
 
     def sections(self, factor: float = 1.0) -> list[Section]:
-        """Return a section of the row for each block, with energies times a factor."""
+        """Return the row's section of each block, with energies scaled by ``factor``."""
         return [Section(factor * each, least=1) for each in self.energies]
 
 
 @dataclass(frozen=True)
 class QuantizedLowRank:
-    """A converted layer.
+    """Converted layer with its quantizer.
 
     Attributes:
-        spectrum: of what its bytes could be spent on.
-        layer: its low-rank form, latents in the order of the row.
+        spectrum: energies of all latents, for the allocation of bytes.
+        layer: low-rank form, with latents in the order of the row.
         quantizer: means and steps of the latents.
-        clipped: share of the calibration values that lie outside the range of their channel.
+        clipped: share of the calibration values outside the range of their channel.
     """
 
     spectrum: RowSpectrum
@@ -173,7 +175,7 @@ def convert_layer(
     shared: Tensor | None,
     first: int,
 ) -> QuantizedLowRank:
-    """Convert one layer to a row of these runs of every block; other arguments as of :func:`unpredicted`."""
+    """Convert one layer to a packed row; ``rows``: runs per block, other arguments as for :func:`unpredicted`."""
     layer = remainder.in_row(anatomy, rows)
     indices = fit_places(inputs[:, first:].shape[:2].numel())
     body = inputs[:, first:].flatten(0, 1)[indices]
@@ -185,13 +187,13 @@ def convert_layer(
 
 
 def body_weight(statistics: LayerStatistics, inputs: Tensor, first: int) -> Tensor:
-    """Weights [N (T - first)] of the tokens after the first ones, of statistics that may have those too."""
+    """Return the weights [N (T - first)] of the tokens after the first ones, which the statistics may include."""
     if statistics.token_weight is None:  # no gradient reaches the layer
         return torch.ones(len(inputs) * (inputs.shape[1] - first), dtype=torch.float64)
     return statistics.token_weight.view(len(inputs), -1)[:, first - inputs.shape[1] :].flatten()
 
 
 def _mean(values: Tensor, share: Tensor) -> Tensor:
-    """``Σ w x`` in float64 of [N, T, n] with weights [N T] of sum one."""
+    """Compute the weighted mean of values [N, T, n] in float64, with weights [N T] that sum to one."""
     parts = zip(values, share.view(values.shape[:2]), strict=True)
     return sum(weight @ each.cpu().double() for each, weight in parts)

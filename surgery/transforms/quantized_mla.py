@@ -1,9 +1,14 @@
-"""MLA whose cache spends bits instead of rank: nearly all components are kept, each in the bits that it is worth.
+"""Quantized MLA: nearly all components are kept, and bits are allocated to each by its energy.
 
-The steps of a layer: the loss-weighted complex basis of the keys (:func:`surgery.transforms.mla.key_basis`, exact), all
-of whose components keep RoPE; a latent of the values in the same metric; both packed into a row
-(:mod:`surgery.transforms.row_allocation`); means and steps of every channel fitted to calibration text. Nothing of the
-result is rebuilt when it is read, and nothing depends on how far apart tokens are.
+Steps per layer:
+
+1. Change to the loss-weighted complex basis of the keys (:func:`surgery.transforms.mla.key_basis`, exact). All
+   components keep RoPE.
+2. Compute a latent of the values in the same metric.
+3. Pack both into a row (:mod:`surgery.transforms.row_allocation`).
+4. Fit the mean and the step of every channel to calibration text.
+
+Keys and values need no rebuilding when they are read, and no approximation depends on the distance of tokens.
 """
 
 from __future__ import annotations
@@ -24,17 +29,16 @@ from surgery.transforms.row_allocation import Section, unit_order
 from surgery.transforms.row_quantizer import fit_places, fitted_quantizer, take_or_zero
 
 METHOD = replace(mla.METHODS["fisher"], lags=False)
-"""Every component keeps RoPE, so that none has to be chosen by lags of attention."""
+"""Method "fisher" without lag statistics: every component keeps RoPE, so none has to be chosen."""
 
 
 @dataclass(frozen=True)
 class LayerSpectra:
-    """Spectra on which a layer's bytes may be spent.
+    """Energies over which the bytes of a layer's row are allocated.
 
     Attributes:
-        components: energies of the key's components, [P]: twice the loss in nats that leaving one out is expected to
-            cost.
-        values: the same of a latent of the values, descending.
+        components: energies of the key components, [P]: twice the predicted loss increase of dropping one, in nats.
+        values: likewise the energies of a latent of the values, descending.
     """
 
     components: Tensor
@@ -42,11 +46,11 @@ class LayerSpectra:
 
     @property
     def order(self) -> Tensor:
-        """All components by descending energy."""
+        """Indices of all components by descending energy."""
         return self.components.argsort(descending=True, stable=True)
 
     def sections(self, factor: float = 1.0) -> list[Section]:
-        """Return the sections of a row, latent and shared key, with energies times a factor."""
+        """Return the sections of a row, latent and shared key, with energies scaled by ``factor``."""
         return [
             Section(factor * self.values, least=1),
             Section(factor * self.components[self.order], unit=2),
@@ -55,12 +59,12 @@ class LayerSpectra:
 
 @dataclass(frozen=True)
 class QuantizedLatents:
-    """A converted layer.
+    """Converted layer with its quantizer.
 
     Attributes:
-        layer: its latent form, channels in the order of the row.
-        quantizer: means and steps, in the order of the model class, whose rotary pairs are neighbors.
-        clipped: share of the calibration values that lie outside the range of their channel.
+        layer: latent form, with channels in the order of the row.
+        quantizer: means and steps, in the channel order of the model class, which interleaves rotary pairs.
+        clipped: share of the calibration values outside the range of their channel.
     """
 
     layer: LatentLayer
@@ -69,7 +73,7 @@ class QuantizedLatents:
 
 
 def spectra(anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis) -> LayerSpectra:
-    """Energies of a layer; the statistics are centered ones."""
+    """Compute the energies of a layer from centered statistics."""
     everything = torch.arange(basis.components)
     (values,) = mla.latent_energies(anatomy, statistics, basis, [everything])
     return LayerSpectra(mla.component_energies(anatomy, statistics, basis), values)
@@ -84,16 +88,16 @@ def convert_layer(
     inputs: Tensor,
     first: int,
 ) -> QuantizedLatents:
-    """Converts one layer.
+    """Convert one layer to MLA with a packed row.
 
     Args:
         anatomy: the layer in float64.
-        statistics: centered ones, without the first tokens.
-        basis: of its keys.
-        order: of its components, by descending energy.
-        runs: of the latent and of the shared key.
-        inputs: of its attention, calibration tokens [N, T, D].
-        first: tokens that the cache keeps in full precision.
+        statistics: centered statistics without the first tokens.
+        basis: basis of the keys.
+        order: indices of the components by descending energy.
+        runs: runs of the latent and of the shared key.
+        inputs: attention inputs of the calibration tokens [N, T, D].
+        first: number of first tokens that the cache keeps in full precision.
     """
     latent_order, rope_order = (unit_order(each, unit) for each, unit in zip(runs, (1, 2), strict=True))
     rank = min(len(latent_order), anatomy.kv_heads * anatomy.value_dim)
@@ -109,18 +113,18 @@ def convert_layer(
 
 
 def row_frequencies(inv_freq: Tensor, frequency: Tensor, runs: Runs) -> Tensor:
-    """Return the inverse frequencies of a row's pairs, in its order; 0 where no component is left.
+    """Return the inverse frequencies of a row's rotary pairs, in row order; 0 for pairs without a component.
 
     Args:
-        inv_freq: of the family, [d/2].
-        frequency: index of each component, by descending energy.
-        runs: of the shared key.
+        inv_freq: inverse frequencies of the family, [d/2].
+        frequency: frequency index of each component, by descending energy.
+        runs: runs of the shared key.
     """
     return take_or_zero(inv_freq[frequency], torch.tensor(unit_order(runs, 2), dtype=torch.long))
 
 
 def _in_order(layer: LatentLayer, latent_order: list[int], rope_order: list[int]) -> LatentLayer:
-    """Return the same layer with its channels in the order of a row; a row without a channel becomes zeros."""
+    """Reorder the layer's channels to the order of a packed row; indices beyond the layer's channels become zeros."""
     rank, pairs = layer.rank, layer.rope_dim // 2
     latent = torch.tensor(latent_order)
     component = torch.tensor(rope_order, dtype=torch.long)

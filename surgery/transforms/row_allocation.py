@@ -1,10 +1,10 @@
-"""Spends one budget of bytes over packed rows: how many values every layer caches of a token, and in how many bits.
+"""Allocation of one byte budget over packed rows: number of channels per layer, and bits per channel.
 
 To second order a channel of energy λ (its share of the loss) costs λ if it is dropped and ``λ D(b)`` in b bits, with D
-the noise of a uniform quantizer relative to the variance. Under a budget the best choice has one price for all bits:
+the noise of a uniform quantizer relative to the variance. The optimum under a budget has one price for all bits:
 reverse water-filling (Cover and Thomas, Elements of Information Theory, 10.3.3). Rows consist of runs of bytes of one
-pattern (:mod:`surgery.model.token_format`), in steps of :data:`GRANULE` bytes, so each section of a row is searched for
-the runs of least ``Σ λ D(b) + price · bytes``; the price is bisected.
+pattern (:mod:`surgery.model.token_format`), in steps of :data:`GRANULE` bytes. Each section of a row is therefore
+searched for the runs of least ``Σ λ D(b) + price · bytes``, and the price is bisected.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 from surgery.model.token_format import PATTERNS, Runs
 
 GRANULE = 16
-"""Bytes of a run are a multiple of this, what a GPU loads at once; small models take less, see `granule_of`."""
+"""Bytes that a GPU loads at once; the bytes of a run are a multiple. Small models use less, see `granule_of`."""
 WIDTHS = (8, 5, 4, 3, 2, 1)
 BISECTIONS = 40
 
 
 @cache
 def noise(bits: int) -> float:
-    """Mean squared error of the best uniform quantizer of 2^bits levels, of a normal value of variance one."""
+    """Compute the mean squared error of the best uniform quantizer with 2^bits levels on a standard normal value."""
     values = torch.linspace(-8, 8, 16_001, dtype=torch.float64)
     weight = torch.exp(-values.square() / 2)
     weight /= weight.sum()
@@ -42,22 +42,22 @@ def noise(bits: int) -> float:
 
 
 def granule_of(width: int) -> int:
-    """Return the granule for a source that caches `width` values of a token and layer: 16 bytes from 1,024 values on.
+    """Return the granule for a source that caches `width` values per token and layer: 16 bytes from 1,024 on, else 4.
 
-    A granule of 16 would take an eighth of the row of a small model. Chosen on the demo model alone, where 4 lost less
-    at an eighth of the bytes; not compared on SmolLM2-135M.
+    A granule of 16 bytes would be an eighth of a small model's row. The choice was tested on the demo model only, where
+    4 gave a lower loss at an eighth of the bytes; not compared on SmolLM2-135M.
     """
     return GRANULE if width >= 1024 else 4
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a row whose channels are sorted by energy.
+    """Part of a packed row whose channels are sorted by energy.
 
     Attributes:
-        energies: descending, of each unit; comparable between all sections that share a budget.
-        unit: channels of a unit, which share their bits: 1, or 2 for complex components.
-        least: granules that it has at least.
+        energies: energy of each unit, descending; comparable between all sections that share a budget.
+        unit: number of channels that share their bits: 1, or 2 for complex components.
+        least: minimum number of granules.
     """
 
     energies: Tensor
@@ -66,7 +66,7 @@ class Section:
 
 
 FIELDS = np.array([[fields.count(width) for fields in PATTERNS.values()] for width in WIDTHS])
-"""Fields of each width in a byte of each pattern."""
+"""Number of fields of each width in a byte of each pattern, [widths, patterns]."""
 MOVES = np.array(
     [
         [sign * size * ((place == target) - (place == source)) for place in range(len(PATTERNS))]
@@ -76,22 +76,23 @@ MOVES = np.array(
         for sign in (1, -1)
     ]
 )
-"""Granules that go from one pattern to another, or from and to nowhere, in the order in which they are tried."""
+"""Moves of the search, in order: changes of the granule counts that shift 4 or 1 granules between two patterns, or add
+or remove them, [moves, patterns]."""
 
 
 class _Search:
-    """Finds the runs of least cost of one section, at any price."""
+    """Search for the runs of least cost of one section at a given price."""
 
     def __init__(self, section: Section, granule: int):
         self._sums = np.array([0.0, *section.energies.double().cumsum(0).tolist()])
-        self._units = granule // section.unit  # of a field of one granule
+        self._units = granule // section.unit  # units in a granule per field of the pattern
         self._granule = granule
         self.least = section.least
         self.counts = np.zeros(len(PATTERNS), dtype=np.int64)
         self.counts[list(PATTERNS).index("2+2+2+2")] = section.least
 
     def costs(self, counts: np.ndarray) -> np.ndarray:
-        """Return Σ λ D of the section with so many granules of each pattern, [..., patterns] → [...]."""
+        """Compute Σ λ D of the section for granule counts by pattern, [..., patterns] → [...]."""
         ends = np.minimum((counts @ FIELDS.T * self._units).cumsum(-1), len(self._sums) - 1)
         total, before = self._sums[-1], 0.0
         for place, width in enumerate(WIDTHS):
@@ -101,7 +102,7 @@ class _Search:
         return total
 
     def settle(self, price: float) -> int:
-        """Move to runs of least cost at a price of a byte; return their bytes."""
+        """Move to the runs of least cost at a price per byte; return their bytes."""
         best = float(self.costs(self.counts)) + price * self.bytes
         begin = 0  # the next move to try
         while True:
@@ -117,7 +118,7 @@ class _Search:
             best, self.counts, begin = float(costs[place]), counts[place], (place + 1) % len(MOVES)
 
     def changes(self, sign: int) -> tuple[float, np.ndarray]:
-        """Return what the cheapest step of one granule costs, and the counts after it; infinity if there is none."""
+        """Return the cost of the cheapest step of one granule, infinity if there is none, and the counts after it."""
         counts = self.counts + sign * np.eye(len(PATTERNS), dtype=np.int64)
         costs = self.costs(np.maximum(counts, 0)) - self.costs(self.counts)
         costs = np.where(self._possible(counts), costs, np.inf)
@@ -132,26 +133,26 @@ class _Search:
         return int(self.counts.sum()) * self._granule
 
     def runs(self) -> Runs:
-        """Return the runs of the present counts."""
+        """Return the runs of the current counts."""
         counts = self.counts.tolist()
         return tuple((name, count * self._granule) for name, count in zip(PATTERNS, counts, strict=True) if count)
 
 
 def row_cost(section: Section, runs: Runs) -> float:
-    """Energy that a section still loses in these runs: Σ λ D."""
-    search, counts = _Search(section, 2), dict(runs)  # every run has an even number of bytes
+    """Compute the error Σ λ D of a section in these runs."""
+    search, counts = _Search(section, 2), dict(runs)  # a granule of 2: every run has an even number of bytes
     return float(search.costs(np.array([counts.get(name, 0) // 2 for name in PATTERNS])))
 
 
 def allocate_rows(sections: Sequence[Section], budget: int, *, granule: int = GRANULE) -> list[Runs]:
-    """Spend a budget over the sections of all layers' rows; return the runs of each.
+    """Allocate a byte budget over the sections of all layers' rows; return the runs of each section.
 
     Args:
         budget: bytes per token in all sections together.
-        granule: bytes of which every run is a multiple.
+        granule: divisor of the bytes of every run.
 
     Raises:
-        ValueError: the budget is less than the least.
+        ValueError: the budget is less than the minima of the sections.
     """
     if (least := granule * sum(section.least for section in sections)) > budget:
         raise ValueError(f"{budget} bytes per token are fewer than the least, {least}")
@@ -168,7 +169,7 @@ def allocate_rows(sections: Sequence[Section], budget: int, *, granule: int = GR
 
 
 def _save(searches: list[_Search], excess: int, granule: int) -> None:
-    """Take back what the last price spent beyond the budget, granule by granule, where it costs least."""
+    """Take back the bytes beyond the budget, granule by granule, at the least cost."""
     changes = [search.changes(-1) for search in searches]
     while excess > 0:
         _step(searches, changes, -1)
@@ -176,7 +177,7 @@ def _save(searches: list[_Search], excess: int, granule: int) -> None:
 
 
 def _spend(searches: list[_Search], rest: int, granule: int) -> None:
-    """Spend what the last price leaves, granule by granule, where it gains most."""
+    """Spend the remaining bytes, granule by granule, at the largest gain."""
     changes = [search.changes(1) for search in searches]
     while rest >= granule and min(cost for cost, _ in changes) < 0:
         _step(searches, changes, 1)
@@ -184,16 +185,16 @@ def _spend(searches: list[_Search], rest: int, granule: int) -> None:
 
 
 def _step(searches: list[_Search], changes: list[tuple[float, np.ndarray]], sign: int) -> None:
-    """Make the cheapest change, and find that section's next."""
+    """Make the cheapest change, and recompute the next change of its section."""
     place = min(range(len(changes)), key=lambda each: changes[each][0])
     searches[place].counts = changes[place][1]
     changes[place] = searches[place].changes(sign)
 
 
 def unit_order(runs: Runs, unit: int = 1) -> list[int]:
-    """Return which unit of a section, by descending energy, each unit of its runs is.
+    """Return, for each unit in row order, its index by descending energy.
 
-    Wide fields hold the units of most energy, wherever in the row they lie.
+    The widest fields hold the units of the most energy, wherever they are in the row.
     """
     widths = [bits for name, count in runs for bits in PATTERNS[name] for _ in range(count // unit)]
     by_width = sorted(range(len(widths)), key=lambda place: -widths[place])

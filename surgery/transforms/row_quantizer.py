@@ -1,7 +1,7 @@
-"""Means and steps of packed rows, fitted to calibration text.
+"""Fitting of the means and steps of packed rows to calibration text.
 
-A row (:mod:`surgery.model.token_format`) has its bits from :mod:`surgery.transforms.row_allocation`. The first tokens
-of a text stay in full precision, so nothing here looks at them.
+:mod:`surgery.transforms.row_allocation` allocates the bits of a row (:mod:`surgery.model.token_format`). The first
+tokens of a text stay in full precision and are left out of the fit.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from surgery.model.token_format import Runs, TokenFormat
 from surgery.model.token_quantizer import TokenQuantizer
 
 STEP_FACTORS = (0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 1.0, 1.15, 1.35, 1.6, 2.0)
-"""Steps that are tried, in units of 9 standard deviations over the levels of a channel."""
+"""Candidate steps, in units of 9 standard deviations divided by the levels of a channel."""
 FIT_TOKENS = 8192
-"""Calibration tokens, evenly spread, that steps are fitted to."""
+"""Number of calibration tokens, evenly spread, to which steps are fitted."""
 
 Read = Callable[[Tensor], Tensor]
-"""Function from values [B, T, channels] of a text, from its start, to what a cache gives back of them."""
+"""Function from values [B, T, channels] of a text, from its start, to the values that the cache returns."""
 
 
 def centered(statistics: LayerStatistics) -> LayerStatistics:
-    """Statistics whose moment is that of deviations from the mean: a quantizer's means cost no bits."""
+    """Center the weighted moment of the statistics, since the means of a quantizer need no bits."""
     if (mean := statistics.weighted_mean) is None:  # no gradient reaches the layer
         return statistics
     moment = statistics.weighted_moment - torch.outer(mean, mean)
@@ -34,18 +34,18 @@ def centered(statistics: LayerStatistics) -> LayerStatistics:
 
 
 def fit_places(tokens: int) -> Tensor:
-    """Return the places, among so many tokens, of those that steps are fitted to."""
+    """Return the indices of the tokens to which steps are fitted, evenly spread."""
     return torch.linspace(0, tokens - 1, min(FIT_TOKENS, tokens)).long()
 
 
 def fitted_quantizer(
     runs: Runs, values: Tensor, weight: Tensor | None, unpaired: int | None = None
 ) -> tuple[TokenQuantizer, float]:
-    """Fit a quantizer to values [T, channels] of weighted tokens; return it, and the share of values that it clips.
+    """Fit a quantizer to values [T, channels] of weighted tokens; return it and the share of values that it clips.
 
     Args:
-        weight: [T] of the tokens; None where all weigh the same.
-        unpaired: channels before the first rotary pair, whose two neighbors share a step; all if None.
+        weight: weights [T] of the tokens; None for equal weights.
+        unpaired: number of channels before the first rotary pair, whose two channels share a step; None: no pairs.
     """
     quantizer = TokenQuantizer(TokenFormat(runs))
     weight = torch.ones(len(values)) if weight is None else weight
@@ -54,9 +54,9 @@ def fitted_quantizer(
 
 
 def fit_steps(quantizer: TokenQuantizer, values: Tensor, weight: Tensor, rank: int) -> None:
-    """Sets means and steps to what leaves the least weighted squared error of values [T, n].
+    """Set the quantizer's means and steps to the least weighted squared error on values [T, n].
 
-    Real and imaginary parts of a component, neighbors from channel ``rank`` on, share a step.
+    From channel ``rank`` on, neighboring channels are the real and imaginary part of a component and share a step.
     """
     share = (weight.double() / weight.double().sum()).float()[:, None]
     mean = (values * share).sum(0)
@@ -76,10 +76,10 @@ def fit_steps(quantizer: TokenQuantizer, values: Tensor, weight: Tensor, rank: i
 
 
 def reader(quantizer: TokenQuantizer, first: int, order: Tensor | None = None) -> Read:
-    """Return what a cache that keeps the first tokens in full precision gives back of a text's values.
+    """Return a function that simulates a cache with the first tokens in full precision and the rest quantized.
 
     Args:
-        order: which of the values [B, T, channels] each channel of a row is; the same one if None.
+        order: index in the values [B, T, channels] of each channel of a row; None for equal orders.
     """
     back = None if order is None else order.argsort()
 
@@ -92,7 +92,7 @@ def reader(quantizer: TokenQuantizer, first: int, order: Tensor | None = None) -
 
 
 def take_or_zero(tensor: Tensor, places: Tensor, dim: int = -1) -> Tensor:
-    """Return what stands at some places of a dimension, zeros for places behind its end."""
+    """Select the entries at ``places`` along a dimension, with zeros for indices beyond its end."""
     shape = list(tensor.shape)
     shape[dim] = 1
     padded = torch.cat([tensor, tensor.new_zeros(shape)], dim)

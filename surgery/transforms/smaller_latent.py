@@ -1,19 +1,19 @@
-"""MLA → MLA of a smaller rank: which subspace of the latents is kept, and how it passes the norm that stays there.
+"""MLA → MLA of a smaller rank: projection of the latent onto a subspace, in front of the latent norm that stays.
 
-A latent ``c = a / sqrt(mean(a²) + eps)`` is linear in the input a but for its norm, one number a token. Keeping ``P c``
-for a projection P of rank r' is ``P a`` times that same number, which the smaller layer has to get from what it keeps:
+A latent ``c = a / sqrt(mean(a²) + eps)`` is linear in the input a except for its norm, one scalar per token. ``P c``,
+for a projection P of rank r', is ``P a`` times that scalar, which the smaller layer must compute from what P keeps:
 
     a' = s Qᵀ P a,   c' = a' / sqrt(mean(a'²) + eps),   c ≈ (1/s) Q c'
 
-with Q an orthonormal basis of what P keeps, so that ``|a'| = s |P a|``, and s such that ``mean(a'²)`` is ``mean(a²)``
-on average, where eps then counts as it did. At full rank ``P = I``, Q is a rotation, and all of it is exact. Below that
-a token's norm is off by a factor 1 + δ with, to first order in what is dropped, ``e = c - P c``, ``δ = (c · e) / r``
-about its mean.
+Q is an orthonormal basis of the range of P, so that ``|a'| = s |P a|``. The scale s makes ``mean(a'²)`` equal
+``mean(a²)`` on average, so that eps has the same effect. At full rank ``P = I``, Q is a rotation, and the result is
+exact. Below full rank a token's norm is off by a factor 1 + δ. To first order in the dropped part ``e = c - P c``, δ
+varies about its mean as ``δ = (c · e) / r``.
 
-So an error e costs ``eᵀ M e`` with M the loss's metric, and by the wrong norm ``E δ²`` times what all latents cost,
-``tr(M C)`` with ``C = E[c cᵀ]``. With ``E (c · e)² ≈ E[eᵀ C e]`` both are one metric, ``M + tr(M C) / r² · C``, in
-which the best projection is reduced-rank regression's. Where a norm does nothing, as in checkpoints of ours, latents
-are small against eps, and the second part is too.
+An error e costs ``eᵀ M e`` with M the metric of the loss. The wrong norm adds ``E δ²`` times the cost of all latents,
+``tr(M C)`` with ``C = E[c cᵀ]``. With ``E (c · e)² ≈ E[eᵀ C e]`` both terms form one metric, ``M + tr(M C) / r² · C``,
+in which reduced-rank regression gives the best projection. With a neutral norm, as in our checkpoints, latents are
+small against eps, and so is the second term.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ METRIC_DAMPING = 1e-6
 
 @dataclass(frozen=True)
 class SmallerLatent:
-    """A layer with fewer latents, which come in the order of their energy.
+    """Layer with a smaller latent, whose channels are in the order of their energy.
 
     Attributes:
-        energy: of all latents of the source in the metric, descending: what each costs to drop.
+        energy: energies of all latent dimensions of the source in the metric, descending: the cost of dropping each.
     """
 
     layer: LatentAnatomy
@@ -48,11 +48,11 @@ class SmallerLatent:
 
 
 def smaller_latent(anatomy: LatentAnatomy, statistics: LayerStatistics, rank: int) -> SmallerLatent:
-    """Keeps ``rank`` latents of one layer.
+    """Reduce the latent of one layer to ``rank``.
 
     Args:
         anatomy: the layer in float64.
-        statistics: of its rotary key and latents, with a metric of the loss.
+        statistics: statistics of its rotary key and latent, with a metric of the loss.
         rank: r', at most r.
     """
     latents, width = slice(anatomy.head_dim, None), anatomy.rank
@@ -76,11 +76,11 @@ def smaller_latent(anatomy: LatentAnatomy, statistics: LayerStatistics, rank: in
 
 
 def _axes(up: Tensor, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
-    """Q [r, r'], the principal axes of what is kept, and s.
+    """Compute Q [r, r'], the principal axes of the kept subspace, and the scale s.
 
     Args:
-        up: whose columns [r, r'] span it.
-        weight, moment: second moments [r, r] of what is kept and of all latents.
+        up: [r, r'], whose columns span the kept subspace.
+        weight, moment: second moments [r, r] of the projected and of the full latent.
     """
     span = torch.linalg.qr(up).Q
     _, axes = eigh_descending(span.mT @ weight @ span)
@@ -91,6 +91,6 @@ def _axes(up: Tensor, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
 
 @torch.no_grad()
 def norm_error(source: LatentAnatomy, smaller: LatentAnatomy, inputs: Tensor) -> float:
-    """Return how far the smaller layer's norm is off: the root mean square of δ over attention inputs [..., D]."""
+    """Measure the error of the smaller layer's norm: the root mean square of δ over attention inputs [..., D]."""
     gains = [layer.gain(layer.latent(inputs)) for layer in (smaller, source)]
     return float((gains[0] / gains[1] - 1).square().mean().sqrt())
